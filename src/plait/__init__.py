@@ -1,0 +1,31 @@
+"""plait: write the training job for one device, split it any way, prove it is the same training.
+
+The public names are loaded on first use, so that ``plait --help`` never imports torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plait.engine import Engine, Step
+    from plait.errors import PlaitError
+    from plait.job import Evaluate, Job
+    from plait.plan import Plan
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "Evaluate", "Job", "Plan", "PlaitError", "Step"]
+
+_HOME = {
+    "Engine": "plait.engine",
+    "Evaluate": "plait.job",
+    "Job": "plait.job",
+    "Plan": "plait.plan",
+    "PlaitError": "plait.errors",
+    "Step": "plait.engine",
+}
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'plait' has no attribute {name!r}")

@@ -1,0 +1,173 @@
+"""From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from plait import data as data_module
+from plait.errors import PlaitError, Problem
+from plait.job import Job
+from plait.launch.place import Place
+from plait.plan import Plan
+from plait.randomness import Randomness
+from plait.sketch import Sketch, sketch
+from plait.strategies import ORDER
+
+
+@dataclass
+class Built:
+    """One rank's model and optimizer under a plan. Strategies fill in what they bring."""
+
+    job: Job
+    plan: Plan
+    place: Place
+    device: torch.device
+    group: Any
+    model: nn.Module
+    data: Any
+    sketch: Sketch
+    cast: torch.dtype | None = None
+    randomness: Any = None
+    optimizer: Any = None
+    names: dict[int, str] | None = None
+    reducer: Any = None
+    replicas: Any = None
+    scaler: Any = None
+    precision: torch.dtype | None = None
+    lockstep: bool = False
+    """Every rank must run every micro-batch, also an empty one, because the model communicates in its forward pass."""
+
+    @property
+    def inexact(self) -> list[str]:
+        """What cannot equal one device under this plan, by nature."""
+        found = [line for s in ORDER if s.wanted(self.plan) for line in s.inexact(self.plan, self.sketch)]
+        found += [f"random numbers in {name} come from an operator plait cannot key" for name in self.sketch.unkeyed]
+        return found
+
+
+def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
+    """Refuse what cannot work, all of it at once, before any process starts."""
+    problems = [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
+    if problems:
+        raise PlaitError(problems)
+
+
+def pick_device(kind: str, place: Place) -> torch.device:
+    """`auto`, `cpu` or `cuda` as this rank's device. H001 when CUDA is asked for and none is visible."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PlaitError(
+            Problem("H001", "this run asks for CUDA, none is visible", why=f"torch {torch.__version__} sees {torch.cuda.device_count()} devices",
+                    fix=("--device cpu    runs the same plan on CPU processes",))
+        )  # fmt: skip
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def make_model(job: Job) -> nn.Module:
+    """The job's model with the initial weights its constructor draws on one device, on every rank alike."""
+    random.seed(job.seed)
+    np.random.seed(job.seed & 0xFFFFFFFF)
+    torch.manual_seed(job.seed)
+    model = job.model()
+    if not isinstance(model, nn.Module):
+        raise PlaitError(Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module"))
+    return model.train()
+
+
+def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None) -> Built:
+    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64)."""
+    place.beat(-1, "build")
+    check_plan(job, plan, device.type)
+    group = place.connect(device)
+    model = make_model(job).to(device=device, dtype=cast)
+    samples = data_module.checked(job.data(), "Job(data=…)")
+    if group is not None and dist.get_world_size(group) > 1:
+        _same_everywhere(model, group)
+    sketched = sketch(model, lambda n: move(data_module.first_samples(samples, n)[0], device, cast), call)
+    built = Built(job, plan, place, device, group, model, samples, sketched, cast)
+    built.randomness = Randomness(model, job.seed, sketched.places)
+    for strategy in ORDER:
+        if strategy.wanted(plan):
+            strategy.apply(built)
+    built.optimizer, built.names = make_optimizer(job, model)
+    return built
+
+
+def make_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[int, str]]:
+    """The job's optimizer, and the name of each parameter by id."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlaitError(Problem("J006", f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"))
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return optimizer, names
+
+
+def move(tree: Any, device: torch.device, cast: torch.dtype | None) -> Any:
+    """The tensors of a tree on the device, floating ones in `cast` when it is given."""
+
+    def one(t: Tensor) -> Tensor:
+        return t.to(device, cast if cast is not None and t.is_floating_point() else t.dtype, non_blocking=True)
+
+    return tree_map_only(Tensor, one, tree)
+
+
+def digests(named: list[tuple[str, Tensor]]) -> Tensor:
+    """One 64-bit digest per tensor, sensitive to order: int64 of shape [len(named)]."""
+    rows = [_digest(t.detach()) for _, t in named]
+    return torch.stack(rows) if rows else torch.zeros(0, dtype=torch.int64)
+
+
+def _digest(t: Tensor) -> Tensor:
+    raw = t.contiguous().reshape(-1).view(torch.uint8).cpu()
+    raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)]).view(torch.int64)
+    odd = torch.arange(1, raw.numel() + 1) * 2 + 1  # wraps around: arithmetic modulo 2^64
+    return ((raw ^ (raw >> 29)) * odd).sum()
+
+
+def differing(named: list[tuple[str, Tensor]], group: Any) -> list[str]:
+    """Names of tensors that are not bit-equal on all ranks of the group."""
+    mine = digests(named)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [name for i, (name, _) in enumerate(named) if any(int(row[i]) != int(mine[i]) for row in everyone)]
+
+
+def _same_everywhere(model: nn.Module, group: Any) -> None:
+    wrong = differing(list(model.named_parameters()) + list(model.named_buffers()), group)
+    if wrong:
+        raise PlaitError(
+            Problem("J008", f"the job's model has different initial weights on different ranks: {', '.join(wrong[:3])}",
+                    why=f"{len(wrong)} tensors differ, although Python's, numpy's and torch's generators start from seed on every rank",
+                    fix=("draw initial weights from these generators only: not from time, os.urandom or the order of a set",))
+        )  # fmt: skip
+
+
+def broadcast_text(text: str, rank: int, group: Any, device: torch.device) -> str:
+    """Rank 0's text on every rank, sent as bytes (an object collective would unpickle what it receives)."""
+    if group is None:
+        return text
+    data = torch.tensor(list(text.encode()) if rank == 0 else [], dtype=torch.uint8, device=device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, 0, group=group)
+    if rank != 0:
+        data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, 0, group=group)
+    return bytes(data.tolist()).decode()

@@ -1,0 +1,182 @@
+"""The command line. It imports torch only once a command needs it, so `plait --help` answers at once."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from plait import __version__
+from plait.errors import PlaitError, Problem, explain
+from plait.plan import KEYS, Plan
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PlaitError(Problem("U001", message, fix=(f"{self.prog} --help",)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 ok, 1 run failed, 2 usage, 3 verify differs, 75 stopped but resumable."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    verbose = "-v" in argv or "--verbose" in argv
+    as_json = "--json" in argv
+    try:
+        arguments, rest = _job_arguments(argv)
+        options = _parser().parse_args(rest)
+        options.arguments = arguments
+        return options.run(options)
+    except PlaitError as error:
+        if verbose and error.__cause__ is not None:
+            import traceback
+
+            traceback.print_exception(error.__cause__)
+        if as_json:
+            print(json.dumps({"ok": False, "errors": [vars(p) for p in error.problems]}))
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Take ``--job.depth 8`` and ``--job.depth=8`` out of the words."""
+    arguments: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--job."):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix("--job.").partition("=")
+        if not equals:
+            value = next(words, "")
+            if not value or (value.startswith("--") and not value[2:].isdigit()):
+                raise PlaitError(Problem("J005", f"--job.{name} needs a value", fix=(f"--job.{name} …",)))
+        arguments[name] = value
+    return arguments, rest
+
+
+def _parser() -> argparse.ArgumentParser:
+    keys = "\n".join(f"  {name:<13} {key.help}" + (f" ({', '.join(key.choices)})" if key.choices else "") for name, key in KEYS.items())
+    parser = _Parser(
+        "plait", description="Write your training job for one device. Split it any way. Prove it is the same training.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"plan keys, as in --plan \"dp=2 microbatches=4\" or in a TOML file:\n{keys}\n\nexit codes: 0 ok · 1 run failed"
+        " · 2 bad plan or usage · 3 verify found a difference · 75 stopped, resumable",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"plait {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="train | verify | help", parser_class=_Parser)
+    _train_options(commands.add_parser("train", help="train a job under a plan"))
+    _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
+    helping = commands.add_parser("help", help="explain an error code, such as P012")
+    helping.add_argument("code", nargs="?")
+    helping.add_argument("--json", action="store_true")
+    helping.set_defaults(run=_help)
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", help="path/to/job.py or path/to/job.py:function; its arguments are --job.name value")
+    parser.add_argument("--plan", help="one line such as \"dp=2 microbatches=4\", or a TOML file")
+    parser.add_argument("--nproc", type=int, help="processes to start on this machine; fills dp=*")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--steps", type=int, help="optimizer steps, instead of the job's")
+    parser.add_argument("--batch", type=int, help="global batch, instead of the job's")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule")
+    parser.add_argument("--resume", action="store_true", help="continue this job's newest run from its newest good checkpoint")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
+    parser.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (3)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
+    parser.add_argument("--ranks", default="0", help="ranks whose output to show, such as 0,3 (0); logs/ has all")
+    parser.add_argument("--to", action="append", choices=("tensorboard",), default=[], help="also write metrics there")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (runs)")
+    parser.set_defaults(run=_train)
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps to compare, at least 3 (4)")
+    parser.set_defaults(run=_verify)
+
+
+def _plan(options: Any) -> Plan:
+    return Plan.read(options.plan or "dp=*")
+
+
+def _train(options: Any) -> int:
+    problems = [
+        Problem("U002", f"--{name.replace('_', '-')} {getattr(options, name)} is not a whole number ≥ {least}")
+        for name, least in (("nproc", 1), ("steps", 1), ("batch", 1), ("save_every", 1), ("keep", 1), ("workers", 0))
+        if getattr(options, name) is not None and getattr(options, name) < least
+    ]
+    if options.scale_lr and not options.batch:
+        problems.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why="the rule compares it with the job's own batch"))
+    try:
+        shown = tuple(int(r) for r in options.ranks.split(","))
+    except ValueError:
+        shown = ()
+        problems.append(Problem("U002", f"--ranks {options.ranks} is not a list of ranks", fix=("--ranks 0,3",)))
+    plan, job = _both(options, problems)
+    from dataclasses import replace
+
+    from plait import train
+
+    if options.steps:
+        job = replace(job, steps=options.steps)
+    job, notes = train.scaled(job, options.batch, options.scale_lr)
+    request = train.Request(
+        options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
+        options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes,
+    )  # fmt: skip
+    code, summary = train.launch(request, sys.stderr if options.json else None)
+    if options.json:
+        print(json.dumps(summary))
+    return code
+
+
+def _verify(options: Any) -> int:
+    problems = [] if options.steps >= 3 else [Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))]
+    plan, job = _both(options, problems)
+    from plait import verify
+
+    verdict = verify.verify(job, plan, options.steps, options.device)
+    print(json.dumps(verdict.to_dict()) if options.json else verify.show(verdict, options.job))
+    return verdict.exit_code
+
+
+def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
+    """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
+    from plait.job import load_job
+    from plait.launch.place import joining, world
+
+    plan = job = None
+    for read in (lambda: _plan(options).fill(world() if joining() else options.nproc), lambda: load_job(options.job, options.arguments)):
+        try:
+            result = read()
+        except PlaitError as error:
+            problems += error.problems
+            continue
+        plan, job = (result, job) if isinstance(result, Plan) else (plan, result)
+    if problems or plan is None:
+        raise PlaitError(problems)
+    return plan, job
+
+
+def _help(options: Any) -> int:
+    if options.code is None:
+        _parser().print_help()
+        return 0
+    text = explain(options.code.upper())
+    if text is None:
+        raise PlaitError(Problem("U003", f"there is no error code {options.code}", fix=("docs/errors.md lists all",)))
+    print(json.dumps({"code": options.code.upper(), "text": text}) if options.json else text)
+    return 0
+
+

@@ -1,0 +1,132 @@
+"""What a person sees while a run goes on: one live line on a terminal, a key=value line every 10 s elsewhere."""
+
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console as Rich
+from rich.live import Live
+from rich.text import Text
+
+EVERY = 10.0
+"""Seconds between lines when the output is not a terminal."""
+
+
+class Console:
+    """Owns the terminal. Text from ranks scrolls above the live line; repeated warnings are collapsed."""
+
+    def __init__(self, shown: tuple[int, ...] = (0,), verbose: bool = False, out: TextIO | None = None):
+        self.out = out or sys.stdout
+        self.rich = Rich(file=self.out, highlight=False, soft_wrap=True)
+        self.live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
+        self.shown, self.verbose = shown, verbose
+        self.first_loss: float | None = None
+        self.last: dict[str, Any] | None = None
+        self.printed = time.monotonic()
+        self.started = time.monotonic()
+        self.warnings: dict[str, dict[int, int]] = {}
+        self.pending: dict[str, float] = {}
+        self.partial: dict[int, str] = {}
+
+    def say(self, text: str) -> None:
+        """One or more lines that stay."""
+        self.rich.print(Text(text), soft_wrap=True)
+        self.out.flush()
+
+    def status(self, status: dict[str, Any]) -> None:
+        """What rank 0 reports: the numbers of the live line, or an evaluation."""
+        if "evaluation" in status:
+            values = " ".join(f"{k} {v:.4g}" for k, v in status["evaluation"].items())
+            self.say(f"evaluation at step {status['step']}: {values}")
+            return
+        self.first_loss = status["loss"] if self.first_loss is None else self.first_loss
+        self.last = status
+        now = time.monotonic()
+        if self.live is not None:
+            if not self.live.is_started:
+                self.live.start()
+            self.live.update(Text(live_line(status, self.rich.width)), refresh=True)
+        elif now - self.printed >= EVERY:
+            self.printed = now
+            self.say(plain_line(status))
+
+    def text(self, rank: int, data: bytes) -> None:
+        """Output of a rank, shown line by line when the rank is one of those chosen."""
+        if rank not in self.shown:
+            return
+        *lines, self.partial[rank] = (self.partial.get(rank, "") + data.decode("utf-8", "replace")).split("\n")
+        prefix = "" if self.shown == (0,) else f"[rank {rank}] "
+        for line in lines:
+            self.say(prefix + line)
+
+    def warning(self, rank: int, text: str) -> None:
+        """Count a warning; it is shown once, a second later, with all ranks that had it by then."""
+        by_rank = self.warnings.setdefault(text, {})
+        if not by_rank:
+            self.pending[text] = time.monotonic()
+        by_rank[rank] = by_rank.get(rank, 0) + 1
+
+    def tick(self, everything: bool = False) -> None:
+        """Show what has waited long enough."""
+        now = time.monotonic()
+        for text in [t for t, since in self.pending.items() if everything or now - since > 1.0]:
+            del self.pending[text]
+            counts = self.warnings[text]
+            times = sum(counts.values())
+            more = f" ({times}×, full text in logs/)" if times > 1 else " (full text in logs/)"
+            self.say(f"[{_ranks(sorted(counts))}] {text}{more}")
+
+    def close(self) -> None:
+        """Show what is pending and take the live line away."""
+        self.tick(everything=True)
+        if self.live is not None and self.live.is_started:
+            self.live.stop()
+        for rank, rest in self.partial.items():
+            if rest and rank in self.shown:
+                self.say(rest)
+        self.partial = {}
+
+    def done(self, path: Path, checkpoint: str | None) -> str:
+        """The last line of a run."""
+        seconds = time.monotonic() - self.started
+        steps = self.last["step"] if self.last else 0
+        loss = f" · loss {self.first_loss:.3f} → {self.last['loss']:.3f}" if self.last and self.first_loss is not None else ""
+        return f"done  {steps} steps in {seconds:.0f} s{loss} · checkpoint {checkpoint or 'none'} · {path}"
+
+
+def live_line(s: dict[str, Any], width: int) -> str:
+    """step 187/300 ━━━━━╸  loss 2.205  23 400 tok/s  (85 % of 2 × one)  mem 0.3 GiB  comm 6 %  data 0 %  ETA 0:21"""
+    head = f"step {s['step']}/{s['steps']} "
+    tail = (
+        f"  loss {s['loss']:.3f}  {s['rate']:,.0f} {s['unit']}".replace(",", " ")
+        + f"  ({s['share']:.0%} of {s['devices']} × one)  mem {s['memory'] / 2**30:.1f} GiB"
+        + f"  comm {s['comm']:.0%}  data {s['data']:.0%}  ETA {_clock(s['eta'])}"
+    ).replace("%", " %")
+    room = max(0, min(20, width - len(head) - len(tail) - 1))
+    full = int(room * s["step"] / s["steps"])
+    return (head + "━" * full + "╸" * (room > full) + " " * (room - full - 1) + tail)[: width - 1]
+
+
+def plain_line(s: dict[str, Any]) -> str:
+    """2026-11-21T01:14:07Z step=187/300 loss=2.205 tok/s=23400 …: for logs and grep."""
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return (
+        f"{now} step={s['step']}/{s['steps']} loss={s['loss']:.4f} {s['unit']}={s['rate']:.0f} share={s['share']:.3f}"
+        f" mem_gib={s['memory'] / 2**30:.2f} comm={s['comm']:.3f} data={s['data']:.3f} eta_s={s['eta']:.0f}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ",".join(map(str, ranks))

@@ -1,0 +1,336 @@
+"""The engine: one rank's training loop under a plan, for those who want to own the loop and for `plait train`.
+
+>>> with Engine(job(), Plan.parse("dp=2")) as engine:          # doctest: +SKIP
+...     for batch in engine.batches():
+...         step = engine.step(batch)
+
+A step is forward, backward, reduce, clip, update. The loss of each micro-batch enters with its weight over the weight
+of the global batch, so what is optimised is the weighted mean over the batch, however it was split.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from plait.build import Built, broadcast_text, build, call, move, pick_device
+from plait.checkpoint import Checkpoints
+from plait.data import Batch, Position, Share, batches, evaluation_batches, weigh
+from plait.errors import PlaitError, Problem
+from plait.job import Job
+from plait.launch.place import Place, current
+from plait.plan import Plan
+from plait.strategies.precision import autocast
+
+SPANS = ("data", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer")
+
+
+@dataclass
+class Step:
+    """What one optimizer step did. `samples`: seen after it, over all ranks."""
+
+    step: int
+    loss: float
+    """Weighted mean over the global batch."""
+    norm: float
+    """Gradient norm over all parameters, before clipping."""
+    lr: float
+    """Learning rate of the first parameter group."""
+    samples: int
+    size: int
+    """Samples in this step over all ranks."""
+    tokens: int
+    """Elements of integer inputs of rank 2 or more on this rank; 0 when the inputs are no tokens."""
+    skipped: bool
+    """True when an fp16 overflow skipped the update, on all ranks."""
+    stop: bool
+    """Some rank was asked to stop: all ranks see it in the same step."""
+    spans: list[tuple[str, float, float]]
+    """(name, start, seconds) of what took time on this rank; starts are `time.perf_counter`."""
+    by_rank: list[tuple[int, float]]
+    """(samples of this step, seconds computing in the step before) of each rank."""
+
+
+class Engine:
+    """Trains one rank of `job` under `plan`. Joins the processes a launcher started (RANK set), or runs alone.
+
+    `device` is auto, cpu or cuda. `directory` is where checkpoints live. `workers` loader processes fetch ahead.
+    Raises `PlaitError` for whatever is wrong with the job, the plan or the machine.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan | str = "dp=*", *, device: str = "auto", directory: str | Path = "checkpoints",
+        workers: int = 0, place: Place | None = None, cast: torch.dtype | None = None,
+    ):  # fmt: skip
+        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        self.place = current() if place is None else place
+        plan = plan.fill(self.place.world)
+        self.built: Built = build(job, plan, self.place, pick_device(device, self.place), cast)
+        self.job, self.plan, self.workers = job, plan, workers
+        self.position = Position()
+        self.data_state: Any = None
+        self.checkpoints = Checkpoints(Path(directory))
+        self._stop = False
+        self._busy = 0.0
+        self._spans: list[tuple[str, float, float]] = []
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the process group, if this engine joined one for itself."""
+        if self.place.joined and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.built.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.built.optimizer
+
+    @property
+    def share(self) -> Share:
+        return Share(self.place.rank, self.plan.ranks, self.plan.microbatches)
+
+    # — data —
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
+        job = self.job
+        source = batches(self.built.data, job.batch, job.seed, self.share, self.position, self.workers, self.data_state)
+        while self.position.step < job.steps and not self._stop:
+            self._begin("data")
+            batch = next(source)
+            self._end("data")
+            yield batch
+
+    # — a step —
+
+    def step(self, batch: Batch) -> Step:
+        """Forward, backward, reduce, clip, update. All ranks must take the same steps."""
+        loss = self.backward(batch)
+        return self.update(batch, loss)
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the rider (see `_rider`)."""
+        built = self.built
+        weights = [weigh(self.job.weight, micro) for micro in batch.micro]
+        total = self._total_weight(batch, weights)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=built.device)
+        runs = [i for i, w in enumerate(weights) if w or built.lockstep]
+        riding = None
+        for i in runs:
+            micro = batch.micro[i]
+            inputs, targets = move((micro.inputs, micro.targets), built.device, built.cast)
+            scale = weights[i] / total * (built.scaler.value if built.scaler else 1.0)
+            if built.replicas is None:
+                loss, backward = self._forward(batch, micro, inputs, targets, weights[i], scale)
+            else:
+                loss, backward = self._forward_in_threads(batch, micro, inputs, targets, scale)
+            if weights[i]:
+                loss_sum += loss.double() * (weights[i] / total)
+            if i == runs[-1]:
+                riding = self._ride(batch, loss_sum)
+                if built.reducer is not None:
+                    built.reducer.arm()
+            self._begin("backward")
+            backward()
+            self._end("backward")
+        riding = self._ride(batch, loss_sum) if riding is None else riding
+        self._begin("reduce")
+        if built.reducer is not None:
+            if not runs:
+                built.reducer.arm()
+            built.reducer.finish()
+            riding[1].wait()
+        self._end("reduce")
+        return riding[0]
+
+    def _forward(self, batch: Batch, micro: Any, inputs: Any, targets: Any, weight: float, scale: float):
+        built = self.built
+        self._begin("forward")
+        with built.randomness.at(batch.position.step, micro.first, micro.count), autocast(built.device.type, built.precision):
+            outputs = call(built.model, inputs)
+            if weight:
+                loss = self.job.loss(outputs, targets)
+            else:  # an empty share in a model that communicates: take part, add nothing
+                loss = sum(o.sum() * 0.0 for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.requires_grad)
+        _check_loss(loss)
+        self._end("forward")
+        return loss.detach(), (loss * scale).backward
+
+    def _forward_in_threads(self, batch: Batch, micro: Any, inputs: Any, targets: Any, scale: float):
+        built = self.built
+        self._begin("replicate")
+        built.replicas.send_weights()
+        self._end("replicate")
+        self._begin("forward")
+        with autocast(built.device.type, built.precision):
+            outputs, back = built.replicas.forward(call, inputs, batch.position.step, micro.first, micro.count)
+            self._end("forward")
+            self._begin("loss")
+            loss = self.job.loss(outputs, targets)
+        _check_loss(loss)
+        leaves = tree_leaves(outputs)
+        self.output_bytes = sum(o.nbytes for o in leaves if isinstance(o, Tensor))
+        (loss * scale).backward()
+        self._end("loss")
+
+        def backward() -> None:
+            back([o.grad if isinstance(o, Tensor) else None for o in leaves])
+            self._begin("collect")
+            built.replicas.collect()
+            self._end("collect")
+
+        return loss.detach(), backward
+
+    def _total_weight(self, batch: Batch, weights: list[float]) -> float:
+        """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask."""
+        if self.job.weight is None:
+            return float(batch.size)
+        total = torch.tensor(sum(weights), dtype=torch.float64)
+        if self.built.reducer is not None:
+            total = total.to(self.built.device)
+            dist.all_reduce(total, group=self.built.group)
+        if not float(total) > 0:
+            raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
+                                     why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
+        return float(total)
+
+    def _ride(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Any]:
+        """Start the sum of what all ranks must know: loss, wish to stop, and each rank's samples and busy time."""
+        rider = torch.zeros(2 + 2 * self.plan.ranks, dtype=torch.float64, device=self.built.device)
+        rider[0] = loss
+        rider[1] = float(self.place.stopping())
+        rider[2 + self.place.rank] = batch.count
+        rider[2 + self.plan.ranks + self.place.rank] = self._busy
+        if self.built.reducer is None:
+            return rider, None
+        return rider, dist.all_reduce(rider, group=self.built.group, async_op=True)
+
+    def update(self, batch: Batch, rider: Tensor) -> Step:
+        """Clip by the global norm, take the optimizer step, advance the clock."""
+        built, optimizer = self.built, self.optimizer
+        self._begin("optimizer")
+        self._set_rate()
+        lr = float(optimizer.param_groups[0]["lr"])
+        gradients = [p.grad for p in built.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        unscale = 1.0 / built.scaler.value if built.scaler else 1.0
+        finite = built.scaler is None or bool(torch.isfinite(norm))
+        if finite:
+            factor = _clip_factor(norm * unscale, self.job.clip) * unscale
+            if built.scaler is not None or self.job.clip is not None:
+                torch._foreach_mul_(gradients, factor)
+            optimizer.step()
+        if built.scaler is not None:
+            built.scaler.update(finite)
+        optimizer.zero_grad(set_to_none=True)
+        self.position, self.data_state = batch.after, batch.state
+        self._end("optimizer")
+        return self._told(batch, rider, norm, unscale, lr, not finite)
+
+    def _set_rate(self) -> None:
+        if self.job.schedule is None:
+            return
+        rate = float(self.job.schedule(self.position.samples))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * rate
+
+    def _told(self, batch: Batch, rider: Tensor, norm: Tensor, unscale: float, lr: float, skipped: bool) -> Step:
+        ranks = self.plan.ranks
+        loss, stop, *rows = rider.tolist()
+        spans, self._spans = self._spans, []
+        self._busy = sum(seconds for name, _, seconds in spans if name in ("forward", "backward", "loss", "replicate"))
+        self._stop = stop > 0
+        return Step(
+            batch.after.step, loss, float(norm) * unscale, lr, batch.after.samples, batch.size, _tokens(batch), skipped, self._stop,
+            spans, [(int(n), seconds) for n, seconds in zip(rows[:ranks], rows[ranks:])],
+        )  # fmt: skip
+
+    # — spans: what took time, and where a rank is —
+
+    def _begin(self, name: str) -> None:
+        self.place.beat(self.position.step, name if name in _BEATS else "forward")
+        self._spans.append((name, perf_counter(), 0.0))
+
+    def _end(self, name: str) -> None:
+        now = perf_counter()
+        for i in range(len(self._spans) - 1, -1, -1):
+            if self._spans[i][0] == name and self._spans[i][2] == 0.0:
+                self._spans[i] = (name, self._spans[i][1], now - self._spans[i][1])
+                return
+
+    # — evaluation, checkpoints —
+
+    def evaluate(self) -> dict[str, float]:
+        """The job's metrics over its whole evaluation set: sums and counts over all ranks, every sample once."""
+        wanted = self.job.evaluate
+        if wanted is None:
+            return {}
+        self.place.beat(self.position.step, "evaluate")
+        built, sums = self.built, {}
+        built.model.eval()
+        with torch.no_grad(), autocast(built.device.type, built.precision):
+            for pair in evaluation_batches(wanted.data(), self.job.batch, self.job.seed, self.place.rank, self.plan.ranks):
+                inputs, targets = move(pair, built.device, built.cast)
+                for name, values in wanted.metrics(call(built.model, inputs), targets).items():
+                    values = torch.as_tensor(values).double()
+                    sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64)) + torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
+        built.model.train()
+        return self._means(sums)
+
+    def _means(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        if self.built.reducer is None:
+            return {name: float(row[0] / row[1]) for name, row in sums.items()}
+        text = broadcast_text("\n".join(sums), self.place.rank, self.built.group, self.built.device)
+        names = text.split("\n")  # a rank without samples has none of its own
+        rows = torch.stack([sums.get(name, torch.zeros(2, dtype=torch.float64)) for name in names]).to(self.built.device)
+        dist.all_reduce(rows, group=self.built.group)
+        return {name: float(row[0] / row[1]) for name, row in zip(names, rows)}
+
+    def save(self, keep: int = 3) -> Path:
+        """Write a checkpoint of this step; keep the newest `keep`. All ranks call it."""
+        self.place.beat(self.position.step, "checkpoint")
+        path = self.checkpoints.save(self, keep)
+        self.place.beat(self.position.step, "checkpoint")
+        return path
+
+    def resume(self, missing_ok: bool = False) -> Path | None:
+        """Load the newest good checkpoint. K001 when there is none and `missing_ok` is false."""
+        return self.checkpoints.resume(self, missing_ok)
+
+
+_BEATS = ("data", "forward", "backward", "reduce", "optimizer")
+
+
+def _clip_factor(norm: Tensor, clip: float | None) -> Tensor | float:
+    """As `torch.nn.utils.clip_grad_norm_`: clip / (norm + 1e-6), at most 1."""
+    return 1.0 if clip is None else torch.clamp(clip / (norm + 1e-6), max=1.0)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise PlaitError(Problem("J010", "the job's loss is not a scalar tensor", why=f"it returned {shape}", fix=("return the mean over the samples",)))
+
+
+def _tokens(batch: Batch) -> int:
+    """Elements of the first integer input with a sequence dim."""
+    count = 0
+    for micro in batch.micro:
+        first = next((t for t in tree_leaves(micro.inputs) if isinstance(t, Tensor)), None)
+        if first is not None and first.dim() == 2 and not first.is_floating_point():
+            count += first.numel() if micro.count else 0
+    return count

@@ -1,0 +1,70 @@
+"""How plait says that something is wrong: what, why, where, fix, and one stable code.
+
+Every error a user can cause is a `PlaitError` made of one or more `Problem`s. A problem found before any
+process starts is collected with the others and all are shown together. ``errors.md`` beside this file explains
+each code; ``plait help P012`` prints its section.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+USAGE, FAILED, DIFFERENT, RESUMABLE = 2, 1, 3, 75
+"""Exit codes: bad plan or usage, the run failed, verify found a difference, stopped but resumable."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `what` is one sentence; `why` is the arithmetic with the user's own numbers."""
+
+    code: str
+    what: str
+    why: str = ""
+    where: str = ""
+    fix: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"error[{self.code}] {self.what}"]
+        for label, text in (("why", self.why), ("where", self.where)):
+            if text:
+                lines += _labelled(label, text)
+        if self.fix:
+            lines += _labelled("fix", "\n".join(self.fix))
+        return "\n".join(lines)
+
+
+class PlaitError(Exception):
+    """One or more problems, shown together. `exit_code` is what the command line returns."""
+
+    def __init__(self, problems: Problem | Iterable[Problem], exit_code: int = USAGE):
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.exit_code = exit_code
+        super().__init__("\n\n".join(str(p) for p in self.problems))
+
+    def __reduce__(self):
+        return PlaitError, (self.problems, self.exit_code)
+
+    @property
+    def codes(self) -> list[str]:
+        return [p.code for p in self.problems]
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The end of a sentence: `did you mean X ?`, or what is known when nothing is close."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean  {close[0]} ?" if close else f"known: {', '.join(known)}"
+
+
+def explain(code: str) -> str | None:
+    """The page of an error code from ``errors.md``, or None when there is no such code."""
+    text = (Path(__file__).parent / "errors.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        if section.split()[0] == code:
+            return section.strip()
+    return None
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    first, *rest = text.splitlines()
+    return [f"  {label:<6} {first}", *(f"         {line}" for line in rest)]

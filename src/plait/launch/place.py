@@ -1,0 +1,82 @@
+"""Where a process stands among the others, and how it connects to them. The only file group that reads the environment."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from plait.errors import PlaitError, Problem
+
+WAIT = timedelta(minutes=10)
+"""How long a collective may wait. The launcher finds a stalled rank long before."""
+
+
+@dataclass
+class Place:
+    """Rank `rank` of `world` processes. `store` makes the rendezvous store; `report` and `stop` talk to the launcher."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    store: Callable[[], Any] | None = None
+    report: Callable[[dict[str, Any]], None] | None = None
+    beat: Callable[[int, str], None] = field(default=lambda step, phase: None)
+    stopping: Callable[[], bool] = field(default=lambda: False)
+    joined: bool = False
+    """Started by another launcher (torchrun, ...)."""
+
+    def connect(self, device: Any) -> Any:
+        """The process group of all ranks, or None when there is one process. Uses a group the user already made."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            return dist.group.WORLD
+        if self.world == 1 and not self.joined:
+            return None
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if self.store is not None:
+            dist.init_process_group(backend, store=self.store(), rank=self.rank, world_size=self.world, timeout=WAIT)
+        else:
+            dist.init_process_group(backend, timeout=WAIT)
+        return dist.group.WORLD
+
+
+def current() -> Place:
+    """The place another launcher gave this process (RANK set), or alone. SIGTERM asks a joined run to stop."""
+    if "RANK" not in os.environ:
+        return Place()
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise PlaitError(
+            Problem("L001", "RANK is set, so plait joins a launcher, but " + ", ".join(missing) + " is not",
+                    fix=("start it with torchrun", "unset RANK    to run alone"))
+        )  # fmt: skip
+    flag = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: flag.set())
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    return Place(rank, int(os.environ["WORLD_SIZE"]), local, stopping=flag.is_set, joined=True)
+
+
+def joining() -> bool:
+    """Whether another launcher started this process."""
+    return "RANK" in os.environ
+
+
+def world() -> int:
+    """Processes another launcher started (WORLD_SIZE)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def facts() -> dict[str, str]:
+    """The environment variables worth keeping with a run: never a value whose name looks like a secret."""
+    wanted = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "PYTHONHASHSEED", "NO_COLOR")
+    return {name: os.environ[name] for name in wanted if name in os.environ}

@@ -1,0 +1,38 @@
+"""One line of progress per rank in memory that the launcher and all ranks share: (step, phase, time, peak memory).
+
+Writing it costs a microsecond and needs no one to listen. It gives the launcher who is holding everyone up, and a
+way to ask all ranks to stop.
+"""
+
+import mmap
+import struct
+import time
+
+PHASES = (
+    "start", "build", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "checkpoint", "end",
+)  # fmt: skip
+_ROW = struct.Struct("qqdq")
+
+
+class Words:
+    """Row 0 holds the stop flag; row r + 1 belongs to rank r. Anonymous shared memory: inherited by fork, no name."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self.memory = mmap.mmap(-1, _ROW.size * (world + 1))
+        for rank in range(world):
+            self.write(rank, -1, "start")
+
+    def write(self, rank: int, step: int, phase: str, memory: int = 0) -> None:
+        _ROW.pack_into(self.memory, _ROW.size * (rank + 1), step, PHASES.index(phase), time.monotonic(), memory)
+
+    def read(self, rank: int) -> tuple[int, str, float, int]:
+        """(step, phase, monotonic time of the last change, peak bytes) of a rank."""
+        step, phase, when, memory = _ROW.unpack_from(self.memory, _ROW.size * (rank + 1))
+        return step, PHASES[phase], when, memory
+
+    def stop(self) -> None:
+        self.memory[0] = 1
+
+    def stopping(self) -> bool:
+        return self.memory[0] == 1

@@ -1,0 +1,46 @@
+"""The ledger of collectives: every call a rank made, in order, with its operator, shapes and dtype.
+
+Ranks that call different collectives, or the same ones in another order, hang or compute garbage; a plan that moves
+more bytes than its price says is slower than promised. Both are seen by comparing ledgers. Watching costs time at
+every operator, so only `verify` and tests do it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class Ledger:
+    """Rows ``op shape,shape dtype`` in the order of the calls, and per operator (calls, bytes given)."""
+
+    rows: list[str] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def watch(self) -> "_Watch":
+        return _Watch(self)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func.name().partition("::")
+        if namespace == "c10d":
+            self._note(name.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        given = args[1] if name in ("allgather_", "_allgather_base_") else args[0]
+        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+        shapes = ",".join("x".join(map(str, t.shape)) or "scalar" for t in tensors)
+        self.ledger.rows.append(f"{name} {shapes} {tensors[0].dtype if tensors else ''}")
+        self.ledger.calls[name] += 1
+        self.ledger.bytes[name] += sum(t.nbytes for t in tensors)

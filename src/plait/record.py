@@ -1,0 +1,121 @@
+"""What a rank writes while it trains: metrics (rank 0), events (every rank), and the status that becomes the live line.
+
+An event is something that took time on a rank: ``{"step": 12, "epoch": 0, "start": 352, "size": 32, "spans": [["data", 0.0, 0.0004], …]}``
+with starts and durations in seconds, the starts from the step's first span. `start` and `size` say which samples of
+the epoch's order the step used: together with the seed they are the ledger of samples.
+"""
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from plait.data import Batch
+from plait.engine import Engine, Step
+from plait.errors import PlaitError, Problem
+from plait.run import Run
+
+COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
+
+
+class Recorder:
+    """Writes one rank's record of a run. `status` is called with a dict at most ten times a second on rank 0."""
+
+    def __init__(self, engine: Engine, run: Run, status: Any, mirrors: list[str]):
+        self.engine, self.status, self.told = engine, status, 0.0
+        rank = engine.place.rank
+        self.rank, self.world = rank, engine.plan.devices
+        self.events = open(run.events(rank), "a", buffering=1 << 14, encoding="utf-8")  # noqa: SIM115
+        self.metrics = open(run.metrics, "a", buffering=1, encoding="utf-8") if rank == 0 else None  # noqa: SIM115
+        self.mirror = _mirror(mirrors, run.path) if rank == 0 else None
+        self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
+        self.last = time.perf_counter()
+        self.process = psutil.Process()
+
+    def step(self, batch: Batch, step: Step) -> None:
+        """Record one step."""
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        self._event(batch, step)
+        if self.metrics is None:
+            return
+        spent: dict[str, float] = {}
+        for name, _, took in step.spans:
+            spent[name] = spent.get(name, 0.0) + took
+        tokens = step.tokens * step.size // max(1, batch.count)  # ranks hold equal lengths; scale to the batch
+        self.recent.append((seconds, spent, step.size, tokens))
+        row = {
+            "step": step.step, "loss": step.loss, "norm": step.norm, "lr": step.lr, "samples": step.samples,
+            "seconds": round(seconds, 6), "samples_per_s": round(step.size / seconds, 2),
+            "tokens_per_s": round(tokens / seconds, 1) if tokens else None,
+            "ranks": len(step.by_rank), "samples_by_rank": [n for n, _ in step.by_rank],
+            "busy_by_rank": [round(s, 6) for _, s in step.by_rank], "skipped": step.skipped,
+            "spans": {k: round(v, 6) for k, v in spent.items()},
+        }  # fmt: skip
+        if self.engine.built.replicas is not None:
+            row["device_bytes"] = self.engine.built.replicas.device_bytes(self.engine.optimizer, self.engine.output_bytes)
+        if self.engine.built.scaler is not None:
+            row["loss_scale"] = self.engine.built.scaler.value
+        self.metrics.write(json.dumps(row) + "\n")
+        if self.mirror is not None:
+            for name in ("loss", "norm", "lr", "samples_per_s", "tokens_per_s"):
+                if row[name] is not None:
+                    self.mirror.add_scalar(name, row[name], step.step)
+        if now - self.told > 0.1 or step.step == self.engine.job.steps:
+            self.told = now
+            self.status(self._status(step))
+
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        """Record an evaluation."""
+        if self.metrics is None or not values:
+            return
+        self.metrics.write(json.dumps({"step": step, "evaluation": values}) + "\n")
+        if self.mirror is not None:
+            for name, value in values.items():
+                self.mirror.add_scalar(f"evaluation/{name}", value, step)
+        self.status({"evaluation": values, "step": step})
+
+    def _event(self, batch: Batch, step: Step) -> None:
+        origin = step.spans[0][1] if step.spans else 0.0
+        spans = [[name, round(start - origin, 6), round(took, 6)] for name, start, took in step.spans]
+        at = batch.position
+        row = {"step": step.step, "epoch": at.epoch, "start": at.start, "size": batch.size, "at": round(origin, 6), "spans": spans}
+        self.events.write(json.dumps(row) + "\n")
+
+    def _status(self, step: Step) -> dict[str, Any]:
+        total = sum(r[0] for r in self.recent)
+        spent = {name: sum(r[1].get(name, 0.0) for r in self.recent) for name in ("data", "reduce", "optimizer", *COMPUTE)}
+        samples, tokens = sum(r[2] for r in self.recent), sum(r[3] for r in self.recent)
+        useful = sum(spent[name] for name in COMPUTE) + spent["optimizer"] / self.world
+        left = self.engine.job.steps - step.step
+        return {
+            "step": step.step, "steps": self.engine.job.steps, "loss": step.loss, "rate": (tokens or samples) / total,
+            "unit": "tok/s" if tokens else "samples/s", "share": useful / total, "devices": self.world,
+            "memory": self._memory(), "comm": spent["reduce"] / total, "data": spent["data"] / total,
+            "eta": left * total / len(self.recent),
+        }  # fmt: skip
+
+    def _memory(self) -> int:
+        if self.engine.built.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return self.process.memory_info().rss
+
+    def close(self) -> None:
+        for file in (self.events, self.metrics, self.mirror):
+            if file is not None:
+                file.close()
+
+
+def _mirror(names: list[str], path: Path) -> Any:
+    """Where metrics are written a second time. TensorBoard is the one there is."""
+    if not names:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise PlaitError(Problem("H004", "--to tensorboard needs the package tensorboard", fix=("pip install tensorboard",))) from None
+    return SummaryWriter(str(path / "tensorboard"))

@@ -1,0 +1,125 @@
+"""The reference: the job on one device in plain PyTorch, as anyone would write it by hand.
+
+It shares with the engine only what a job *means*: `Job` itself, the sample order and the keyed random numbers. If the
+engine and these lines agree to rounding, the engine trains what the job says.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
+
+from plait.job import Job
+from plait.randomness import Randomness, permutation, seed_host
+from plait.sketch import sketch
+
+Samples = tuple[int, int, list[Any]]
+
+
+def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
+    """Train `steps` steps. `clip` is a share of the first gradient norm, so that clipping is always active.
+
+    Returns `rows` (per step: loss, norm, lr, samples), `ids` (per step), `clip` (the norm used), and by name the
+    tensors `initial`, `gradients` (of step 1, before clipping), `weights` and `buffers` (at the end).
+    """
+    random.seed(job.seed)
+    np.random.seed(job.seed & 0xFFFFFFFF)
+    torch.manual_seed(job.seed)
+    model = job.model().to(device=device, dtype=dtype).train()
+    data = job.data()
+    state = torch.get_rng_state()
+    sample = data[0] if hasattr(data, "__getitem__") else next(iter(data))
+    torch.set_rng_state(state)
+    places = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call).places
+    keyed = Randomness(model, job.seed, places)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = job.optimizer(parameters)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    out: dict[str, Any] = {"initial": _copy(model.named_parameters()), "rows": [], "ids": []}
+    seen, stream = 0, _samples(job, data)
+    for step in range(steps):
+        epoch, ids, samples = next(stream)
+        inputs, targets = _ready(_collate(data, samples), dtype, device)
+        with keyed.at(step, 0, len(ids)):
+            outputs = _call(model, inputs)
+            loss = job.loss(outputs, targets)
+        loss.backward()
+        if step == 0:
+            out["gradients"] = _copy((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+            out["clip"] = clip * float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            out["mean"] = _is_mean(job, outputs, targets, len(ids))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, out["clip"])
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate * job.schedule(seen) if job.schedule else rate
+        lr = float(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seen += len(ids)
+        out["rows"].append({"loss": float(loss), "norm": float(norm), "lr": lr, "samples": seen})
+        out["ids"].append([epoch, ids])
+    return out | {"weights": _copy(model.named_parameters()), "buffers": _copy(model.named_buffers())}
+
+
+def _samples(job: Job, data: Any) -> Iterator[tuple[int, list[int], list[Any]]]:
+    """(epoch, sample ids, samples) of each step, epoch after epoch, the last batch of an epoch short."""
+    epoch = 0
+    while True:
+        if hasattr(data, "__getitem__"):
+            order = permutation(job.seed, epoch, len(data)).tolist()
+            for start in range(0, len(order), job.batch):
+                ids = order[start : start + job.batch]
+                yield epoch, ids, [_seeded(job, epoch, i, lambda i=i: data[i]) for i in ids]
+        else:
+            source, position, ended = iter(data), 0, False
+            while not ended:
+                samples: list[Any] = []
+                while len(samples) < job.batch and not ended:
+                    sample = _seeded(job, epoch, position + len(samples), lambda: next(source, None))
+                    ended = sample is None
+                    samples += [] if ended else [sample]
+                if samples:
+                    yield epoch, list(range(position, position + len(samples))), samples
+                position += len(samples)
+        epoch += 1
+
+
+def _seeded(job: Job, epoch: int, i: int, load: Any) -> Any:
+    seed_host(job.seed, "sample", epoch, i)
+    return load()
+
+
+def _is_mean(job: Job, outputs: Any, targets: Any, n: int) -> bool | None:
+    """Whether the loss of the batch is the weighted mean of the losses of its two parts; None when it cannot be cut."""
+    try:
+        with torch.no_grad():
+            total, weights = 0.0, 0.0
+            for part in (slice(0, n // 2), slice(n // 2, n)):
+                o, t = tree_map_only(torch.Tensor, lambda x, part=part: x[part], (outputs, targets))
+                weight = float(torch.as_tensor(job.weight(t)).sum()) if job.weight else part.stop - part.start
+                total, weights = total + weight * float(job.loss(o, t)), weights + weight
+            whole = float(job.loss(outputs, targets))
+    except Exception:  # outputs without a batch dim: nothing can be said
+        return None
+    return abs(total / weights - whole) <= 1e-9 * max(abs(whole), 1e-9) if weights and np.isfinite(total) else None
+
+
+def _collate(data: Any, samples: list[Any]) -> Any:
+    return data.collate(samples) if hasattr(data, "collate") else default_collate(samples)
+
+
+def _ready(pair: Any, dtype: torch.dtype, device: str) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), tuple(pair))
+
+
+def _call(model: Any, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def _copy(named: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}

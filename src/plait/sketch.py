@@ -1,0 +1,200 @@
+"""The sketch: what a job is, found by running its model on fake tensors. No weights are computed with, no data moves.
+
+The model runs twice, on two batch sizes. Whatever draws a random number is noted with its place and with the dim of
+the drawn tensor that grew with the batch: that is all `randomness.py` needs to give any rank its own stretch of the
+one global mask. Layers that look at the whole batch at once (batch statistics) are noted too, because splitting the
+batch changes them unless they are synchronised.
+
+A model that looks at values in its forward pass cannot run on fake tensors; a copy of it then runs for real.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from plait import randomness
+from plait.torchseam import SEEDED, FakeTensorMode, fake_failures
+
+PROBES = (3, 5)
+"""The two batch sizes of the runs: odd, so that dims of the model rarely have them."""
+
+_NORMS = ("native_batch_norm", "_batch_norm_with_update", "_native_batch_norm_legit", "cudnn_batch_norm")
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What `build.py` and the strategies need to know of a model. All names are qualified module names."""
+
+    parameters: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    places: dict[str, int | None] = field(default_factory=dict)
+    """Random place `module#call#draw` -> batch dim of the tensor drawn there (None: it has none)."""
+    unkeyed: tuple[str, ...] = ()
+    """Modules whose random numbers plait cannot key (drawn by an operator without a rule)."""
+    batch_norms: tuple[str, ...] = ()
+    """Batch-norm modules that use batch statistics in training: these can be synchronised."""
+    batch_coupled: tuple[str, ...] = ()
+    """Modules that use batch statistics by a direct call: these cannot be synchronised."""
+    by_values: bool = False
+    """True when the model had to run on real tensors."""
+
+
+def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Callable[[nn.Module, Any], Any]) -> Sketch:
+    """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does."""
+    by_values = False
+    try:
+        runs = [_watch(model, inputs(n), call, fake=True) for n in PROBES]
+    except fake_failures():
+        by_values = True
+        with _host_generators_kept():
+            runs = [_watch(copy.deepcopy(model), inputs(n), call, fake=False) for n in PROBES]
+    small, large = runs
+    parameters = tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters())
+    return Sketch(
+        parameters,
+        places={place: _batch_dim(shape, large.drawn.get(place)) for place, shape in small.drawn.items()},
+        unkeyed=tuple(dict.fromkeys(small.unkeyed)),
+        batch_norms=tuple(dict.fromkeys(small.batch_norms)),
+        batch_coupled=tuple(dict.fromkeys(small.batch_coupled)),
+        by_values=by_values,
+    )
+
+
+def _batch_dim(small: torch.Size, large: torch.Size | None) -> int | None:
+    a, b = PROBES
+    if large is None or len(small) != len(large):
+        return None
+    return next((d for d, (m, n) in enumerate(zip(small, large)) if m != n and m * b == n * a), None)
+
+
+@dataclass
+class _Watched:
+    drawn: dict[str, torch.Size] = field(default_factory=dict)
+    unkeyed: list[str] = field(default_factory=list)
+    batch_norms: list[str] = field(default_factory=list)
+    batch_coupled: list[str] = field(default_factory=list)
+
+
+def _watch(model: nn.Module, inputs: Any, call: Callable[[nn.Module, Any], Any], fake: bool) -> _Watched:
+    watcher = _Watcher(model)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    training = model.training
+    model.train()
+    try:
+        with torch.no_grad():
+            if fakes is None:
+                with watcher, watcher.operators:
+                    call(model, inputs)
+            else:
+                with fakes, watcher, watcher.operators:
+                    call(model, tree_map_only(torch.Tensor, fakes.from_tensor, inputs))
+    finally:
+        model.train(training)
+        watcher.remove()
+    return watcher.seen
+
+
+class _Watcher(TorchFunctionMode):
+    """Follows which module is running and which function it called; its `operators` see what that function drew."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.seen = _Watched()
+        self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
+        self.calls: dict[str, int] = {}
+        self.drew = 0
+        self.operators = _Operators(self)
+        self.handles: list[Any] = []
+        for name, module in model.named_modules():
+            self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
+
+    def _entering(self, name: str):
+        def enter(module: nn.Module, args: Any) -> None:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self.owner.append((name, f"{name}#{self.calls[name]}", module))
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.owner.pop()
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def place(self) -> str:
+        owner = self.owner[-1][1]
+        self.calls[owner] = self.calls.get(owner, 0) + 1
+        return f"{owner}#{self.calls[owner]}"
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        dropout = func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS
+        if dropout:
+            return self._dropout(func, *args, **kwargs)
+        self.operators.keyed = func in randomness.COMPOSITES
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.operators.keyed = False
+
+    def _dropout(self, func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True):
+        if training and train and p > 0.0:
+            shape = input.shape if func in randomness.PLAIN_DROPOUTS else input.shape[:2]
+            self.seen.drawn[self.place()] = shape
+        return input
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, watcher: _Watcher):
+        super().__init__()
+        self.watcher, self.keyed = watcher, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        watcher = self.watcher
+        name, _, module = watcher.owner[-1]
+        if func in SEEDED and _argument(func, args, kwargs or {}, "dropout_p") != 0.0:
+            rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in randomness._RULES
+            if self.keyed and rule and isinstance(result, torch.Tensor):
+                watcher.seen.drawn[watcher.place()] = result.shape
+            else:
+                watcher.seen.unkeyed.append(name or type(module).__name__)
+        elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs or {}):
+            if isinstance(module, _BatchNorm):
+                watcher.seen.batch_norms.append(name)
+            elif not isinstance(module, nn.modules.instancenorm._InstanceNorm):
+                watcher.seen.batch_coupled.append(name or type(module).__name__)
+        return result
+
+
+def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    training = _argument(func, args, kwargs, "training")
+    training = _argument(func, args, kwargs, "train") if training is None else training
+    return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
+    return None
+
+
+@contextmanager
+def _host_generators_kept() -> Iterator[None]:
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

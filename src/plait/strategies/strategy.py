@@ -1,0 +1,62 @@
+"""The contract of a strategy: one file, one technique, with its explanation, its wiring and its price.
+
+No base class, no registry, no state: a strategy is a module with these names. Its docstring explains the technique
+to a newcomer under fixed headings (What it does, Costs, Choose when, Avoid when, Paper).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from plait.errors import Problem
+from plait.plan import Plan
+from plait.sketch import Sketch
+
+if TYPE_CHECKING:
+    from plait.build import Built
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One predicted cost of a plan, per rank and step. `kind` traffic: `calls` collectives of `bytes` in all."""
+
+    kind: str
+    axis: str
+    op: str
+    calls: int
+    bytes: int
+    reason: str
+
+
+class Strategy(Protocol):
+    """What `strategies/__init__.py` lists."""
+
+    AXIS: str | None
+    """The mesh axis it owns."""
+    EXACT: bool
+    """True when the result equals one device's up to the order of rounding."""
+
+    @staticmethod
+    def wanted(plan: Plan) -> bool:
+        """Whether this plan uses it."""
+        ...
+
+    @staticmethod
+    def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+        """What cannot work, with the arithmetic and what to change. Before any process starts."""
+        ...
+
+    @staticmethod
+    def apply(built: "Built") -> None:
+        """The torch wiring."""
+        ...
+
+    @staticmethod
+    def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+        """What cannot equal one device under this plan, by nature: named, never hidden behind a tolerance."""
+        ...
+
+    @staticmethod
+    def price(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
+        """What it costs."""
+        ...
