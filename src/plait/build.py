@@ -101,10 +101,11 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
         _same_everywhere(model, group)
     sketched = sketch(model, lambda n: move(data_module.first_samples(samples, n)[0], device, cast), call)
     built = Built(job, plan, place, device, group, model, samples, sketched, cast)
-    built.randomness = Randomness(model, job.seed, sketched.places)
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
+    if built.replicas is None:  # replicas bring their own, one per thread
+        built.randomness = Randomness(model, job.seed, sketched.places)
     built.optimizer, built.names = make_optimizer(job, model)
     return built
 

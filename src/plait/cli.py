@@ -144,10 +144,11 @@ def _train(options: Any) -> int:
 def _verify(options: Any) -> int:
     problems = [] if options.steps >= 3 else [Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))]
     plan, job = _both(options, problems)
-    from plait import verify
+    from plait.verdict import table
+    from plait.verify import verify
 
-    verdict = verify.verify(job, plan, options.steps, options.device)
-    print(json.dumps(verdict.to_dict()) if options.json else verify.show(verdict, options.job))
+    verdict = verify(job, plan, options.steps, options.device)
+    print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
     return verdict.exit_code
 
 

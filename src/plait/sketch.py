@@ -41,6 +41,8 @@ class Sketch:
     """Modules whose random numbers plait cannot key (drawn by an operator without a rule)."""
     batch_norms: tuple[str, ...] = ()
     """Batch-norm modules that use batch statistics in training: these can be synchronised."""
+    channels: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
+    """Of each batch-norm module: its channels, and the format it computes its statistics in."""
     batch_coupled: tuple[str, ...] = ()
     """Modules that use batch statistics by a direct call: these cannot be synchronised."""
     by_values: bool = False
@@ -57,15 +59,22 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Callable[[nn.Mo
         with _host_generators_kept():
             runs = [_watch(copy.deepcopy(model), inputs(n), call, fake=False) for n in PROBES]
     small, large = runs
-    parameters = tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters())
+    parameters = tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad)
+    norms = {name: model.get_submodule(name) for name in small.batch_norms}
     return Sketch(
         parameters,
         places={place: _batch_dim(shape, large.drawn.get(place)) for place, shape in small.drawn.items()},
         unkeyed=tuple(dict.fromkeys(small.unkeyed)),
         batch_norms=tuple(dict.fromkeys(small.batch_norms)),
+        channels={name: (int(norm.num_features), _wide(norm)) for name, norm in norms.items()},
         batch_coupled=tuple(dict.fromkeys(small.batch_coupled)),
         by_values=by_values,
     )
+
+
+def _wide(norm: nn.Module) -> torch.dtype:
+    given = next((t.dtype for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point()), torch.float32)
+    return torch.promote_types(given, torch.float32)
 
 
 def _batch_dim(small: torch.Size, large: torch.Size | None) -> int | None:

@@ -63,5 +63,5 @@ def apply(built: Any) -> None:
     """Nothing to wire: the engine runs the micro-batches that the data layer cut."""
 
 
-def price(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     return ()

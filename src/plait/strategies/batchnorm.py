@@ -6,7 +6,7 @@ merge them pairwise (Chan et al. 1983), which loses no digits where E[x²] − m
 per channel. A rank whose share of a short batch is empty takes part with a count of zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from plait.sketch import Sketch
+from plait.strategies.strategy import Charge
 
 
 def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
@@ -23,6 +26,13 @@ def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
         kind = type(module)
         module.__class__ = type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
         module.__dict__["_group"] = group
+
+
+def price(name: str, sketch: Sketch, microbatches: int) -> Iterable[Charge]:
+    """Per micro-batch: (mean, squares, count) gathered in forward, two numbers per channel summed in backward."""
+    channels, dtype = sketch.channels[name]
+    yield Charge("traffic", "dp", "allgather_", microbatches, microbatches * (2 * channels + 1) * dtype.itemsize, f"statistics of {name}")
+    yield Charge("traffic", "dp", "allreduce_", microbatches, microbatches * 2 * channels * dtype.itemsize, f"their gradient in {name}")
 
 
 class _Synchronised(_BatchNorm):

@@ -68,5 +68,5 @@ def apply(built: Any) -> None:
     built.model.compile()
 
 
-def price(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     return ()

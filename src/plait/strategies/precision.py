@@ -50,7 +50,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     return ()
 
 
-def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+def inexact(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
     yield f"{plan.precision} rounds differently from fp32; proved here is the logic of the plan, in float64"
 
 
@@ -60,7 +60,7 @@ def apply(built: Any) -> None:
         built.scaler = LossScale()
 
 
-def price(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     return ()
 
 

@@ -57,6 +57,6 @@ class Strategy(Protocol):
         ...
 
     @staticmethod
-    def price(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
-        """What it costs."""
+    def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+        """What it costs in one step. `weighted`: the job has a `weight`, so the global weight must be asked for."""
         ...

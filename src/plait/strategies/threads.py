@@ -75,7 +75,7 @@ def apply(built: Any) -> None:
     built.replicas = Replicas(built.model, devices, built.job.seed, built.sketch)
 
 
-def price(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     return ()
 
 

@@ -1,0 +1,206 @@
+"""`plait verify`: the split run and one device, both in float64, compared number by number.
+
+The job is made hard first, so that rare paths cannot hide: a small batch that divides unevenly over ranks and
+micro-batches (ragged weights), a data set short enough that a batch with fewer samples than ranks and a second epoch
+come up, a learning rate that is still warming up, and clipping at a fraction of the gradient norm (always active).
+Then `reference.py` trains it on one device in plain PyTorch, the engine trains it under the plan, and seven probes
+compare what they did:
+
+    G  gradients of the first step, every parameter          U  weights after all steps, and every step's loss and norm
+    R  tensors that are replicas, bit for bit, every step     D  sample ids and the samples themselves
+    S  learning rate, clock, step count                       B  buffers
+    C  collectives: equal on all ranks, and as many bytes as the plan's price says
+
+Float64 tells logic from rounding: a correct split differs by 1e-15 to 1e-11, a wrong one by far more than the
+tolerance of 1e-9, which is never loosened.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from plait import reference
+from plait.build import check_plan, differing
+from plait.engine import Engine
+from plait.errors import PlaitError
+from plait.job import Job
+from plait.launch import here
+from plait.launch.place import Place
+from plait.ledger import Ledger
+from plait.plan import Plan
+from plait.strategies import ORDER, precision
+from plait.verdict import Trace, Verdict, judge
+
+CLIP = 0.5
+"""Clipping at this share of the first gradient norm."""
+
+
+def verify(job: Job, plan: Plan, steps: int = 4, device: str = "auto") -> Verdict:
+    """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes."""
+    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    check_plan(job, plan, kind)
+    logic = dataclasses.replace(plan, precision="fp32")
+    with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
+        hard, expected = _reference(job, logic, steps, kind, Path(folder))
+        hard = dataclasses.replace(hard, clip=expected.facts["clip"])
+        results = here.run(lambda place: _candidate(hard, logic, steps, kind, place, Path(folder)), logic.world)
+        actual = _trace(Path(folder) / "candidate", results[0])
+    verdict = judge(expected, actual, results, logic)
+    named = precision.inexact(plan) if precision.wanted(plan) else ()
+    return dataclasses.replace(verdict, plan=str(plan), inexact=(*actual.facts["inexact"], *named))
+
+
+def _reference(job: Job, plan: Plan, steps: int, device: str, folder: Path) -> tuple[Job, Trace]:
+    """Train the reference. A model that cannot train on a single sample gets a short batch of two instead of one."""
+    for short in (1, 2):
+        hard = harden(job, plan, short)
+        try:
+            (result,) = here.run(lambda place, hard=hard: _one_device(hard, steps, device, folder), 1)
+        except PlaitError:
+            if short == 2:
+                raise
+            continue
+        return hard, _trace(folder / "reference", result)
+    raise AssertionError("unreachable")
+
+
+def harden(job: Job, plan: Plan, short: int) -> Job:
+    """The job with the rare paths forced: see the module's text."""
+    parts = plan.devices * plan.microbatches
+    batch = 2 * parts + max(1, parts // 2)
+    warm, given = 10 * batch, job.schedule
+
+    def schedule(samples: int) -> float:
+        return min(1.0, (samples + batch) / warm) * (given(samples) if given else 1.0)
+
+    return dataclasses.replace(
+        job, batch=batch, schedule=schedule, data=lambda: limited(job.data(), 2 * batch + short), evaluate=None, steps=10**9
+    )
+
+
+def limited(data: Any, length: int) -> Any:
+    """The first `length` samples of a data set, each noted as it is read."""
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return _FirstOf(data, min(length, len(data)))
+    return _FirstOfStream(data, length)
+
+
+class _FirstOf:
+    def __init__(self, data: Any, length: int):
+        self.data, self.length, self.seen = data, length, {}
+        if hasattr(data, "collate"):
+            self.collate = data.collate
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> Any:
+        sample = self.data[i]
+        self.seen[i] = sample_digest(sample)
+        return sample
+
+
+class _FirstOfStream:
+    def __init__(self, data: Any, length: int):
+        self.data, self.length, self.seen = data, length, {}
+        for name in ("collate", "set_epoch"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, sample in zip(range(self.length), iter(self.data)):
+            self.seen[i] = sample_digest(sample)
+            yield sample
+
+
+def sample_digest(sample: Any) -> float:
+    """A number that changes when a sample does."""
+    total = 0.0
+    for k, leaf in enumerate(tree_leaves(sample)):
+        flat = torch.as_tensor(leaf).double().flatten() if not isinstance(leaf, str) else torch.zeros(1)
+        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64).sin()).sum()) * (k + 1)
+    return total
+
+
+def _one_device(job: Job, steps: int, device: str, folder: Path) -> dict[str, Any]:
+    holder: list[Any] = []
+
+    def data() -> Any:
+        holder.append(job.data())
+        return holder[-1]
+
+    out = reference.train(dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device)
+    _save(folder / "reference", {k: out.pop(k) for k in ("initial", "gradients", "weights", "buffers")})
+    return {**out, "seen": holder[-1].seen, "names": []}
+
+
+def _candidate(job: Job, plan: Plan, steps: int, device: str, place: Place, folder: Path) -> dict[str, Any]:
+    engine = Engine(job, plan, device=device, place=place, cast=torch.float64)
+    built, model = engine.built, engine.model
+    tensors = {"initial": _copies(model.named_parameters())}
+    rows, ids, drifted, ledger = [], [], [], Ledger()
+    source = engine.batches()
+    for step in range(steps):
+        batch = next(source)
+        with ledger.watch() if step == 0 else _nothing():
+            rider = engine.backward(batch)
+        if step == 0:
+            tensors["gradients"] = _copies((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+        drifted += _drift(engine, step, "gradient")
+        told = engine.update(batch, rider)
+        drifted += _drift(engine, step, "weight")
+        rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
+        ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
+    if place.rank == 0:
+        _save(folder / "candidate", tensors | {"weights": _copies(model.named_parameters()), "buffers": _copies(model.named_buffers())})
+    priced = [(c.op, c.calls, c.bytes) for s in ORDER if s.wanted(plan) for c in s.price(plan, built.sketch, job.weight is not None)]
+    return {
+        "rows": rows, "ids": ids, "drifted": drifted, "seen": built.data.seen, "inexact": built.inexact,
+        "names": [n for n, _ in model.named_parameters()], "collectives": ledger.rows, "calls": dict(ledger.calls),
+        "bytes": dict(ledger.bytes), "priced": priced, "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
+    }  # fmt: skip
+
+
+def _drift(engine: Engine, step: int, what: str) -> list[list[Any]]:
+    """Replicas that are not bit-equal on all ranks after this step's `what`: [step, what, name]."""
+    if engine.built.reducer is None:
+        return []
+    named = [(n, p.grad if what == "gradient" else p) for n, p in engine.model.named_parameters()]
+    tensors = [(n, t if t is not None else torch.zeros(1)) for n, t in named]
+    if what == "weight":
+        tensors += list(engine.model.named_buffers())
+        names = engine.built.names or {}
+        for p, state in engine.optimizer.state.items():
+            tensors += [(f"{names[id(p)]} (optimizer {k})", v) for k, v in state.items() if isinstance(v, Tensor)]
+    if dist.get_world_size() == 1:
+        return []
+    return [[step + 1, what, name] for name in differing(tensors, engine.built.group)]
+
+
+def _copies(named: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:
+    path.mkdir()
+    for name, tensors in groups.items():
+        save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, path / f"{name}.safetensors")
+
+
+def _trace(path: Path, facts: dict[str, Any]) -> Trace:
+    tensors = {name: load_file(path / f"{name}.safetensors") for name in ("initial", "gradients", "weights", "buffers")}
+    return Trace(facts=facts, **tensors)
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: Any) -> None: ...
