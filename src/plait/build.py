@@ -99,7 +99,8 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     samples = data_module.checked(job.data(), "Job(data=…)")
     if group is not None and dist.get_world_size(group) > 1:
         _same_everywhere(model, group)
-    sketched = sketch(model, lambda n: move(data_module.first_samples(samples, n)[0], device, cast), call)
+    example = samples if hasattr(samples, "__getitem__") else job.data()  # reading an iterable moves it
+    sketched = sketch(model, lambda n: move(data_module.first_samples(example, n)[0], device, cast), call)
     built = Built(job, plan, place, device, group, model, samples, sketched, cast)
     for strategy in ORDER:
         if strategy.wanted(plan):

@@ -27,16 +27,20 @@ def main(argv: list[str] | None = None) -> int:
         options.arguments = arguments
         return options.run(options)
     except PlaitError as error:
-        if verbose and error.__cause__ is not None:
-            import traceback
-
-            traceback.print_exception(error.__cause__)
+        if verbose:
+            print(error.trace or _trace_of(error.__cause__), file=sys.stderr)
         if as_json:
             print(json.dumps({"ok": False, "errors": [vars(p) for p in error.problems]}))
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _trace_of(error: BaseException | None) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error)) if error is not None else ""
 
 
 def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:

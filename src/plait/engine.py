@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from plait.build import Built, broadcast_text, build, call, move, pick_device
+from plait.build import Built, broadcast_text, build, call, differing, move, pick_device
 from plait.checkpoint import Checkpoints
 from plait.data import Batch, Position, Share, batches, evaluation_batches, weigh
-from plait.errors import PlaitError, Problem
+from plait.errors import FAILED, PlaitError, Problem
 from plait.job import Job
 from plait.launch.place import Place, current
 from plait.plan import Plan
@@ -303,9 +303,21 @@ class Engine:
     def save(self, keep: int = 3) -> Path:
         """Write a checkpoint of this step; keep the newest `keep`. All ranks call it."""
         self.place.beat(self.position.step, "checkpoint")
+        self._check_copies()
         path = self.checkpoints.save(self, keep)
         self.place.beat(self.position.step, "checkpoint")
         return path
+
+    def _check_copies(self) -> None:
+        """C006 when the copies of the weights are not bit-equal on all ranks."""
+        if self.built.reducer is None:
+            return
+        wrong = differing(list(self.model.named_parameters()), self.built.group)
+        if wrong:
+            raise PlaitError(
+                Problem("C006", f"copies of {wrong[0]} have drifted apart by step {self.position.step}", why=f"{len(wrong)} tensors differ between ranks",
+                        fix=("change weights through the optimizer only, and on every rank alike",)), FAILED
+            )  # fmt: skip
 
     def resume(self, missing_ok: bool = False) -> Path | None:
         """Load the newest good checkpoint. K001 when there is none and `missing_ok` is false."""

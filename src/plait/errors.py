@@ -35,15 +35,19 @@ class Problem:
 
 
 class PlaitError(Exception):
-    """One or more problems, shown together. `exit_code` is what the command line returns."""
+    """One or more problems, shown together. `exit_code` is what the command line returns.
 
-    def __init__(self, problems: Problem | Iterable[Problem], exit_code: int = USAGE):
+    `trace` is the traceback of the rank that failed, for `-v`.
+    """
+
+    def __init__(self, problems: Problem | Iterable[Problem], exit_code: int = USAGE, trace: str = ""):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.exit_code = exit_code
+        self.trace = trace
         super().__init__("\n\n".join(str(p) for p in self.problems))
 
     def __reduce__(self):
-        return PlaitError, (self.problems, self.exit_code)
+        return PlaitError, (self.problems, self.exit_code, self.trace)
 
     @property
     def codes(self) -> list[str]:

@@ -32,7 +32,7 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
     model = job.model().to(device=device, dtype=dtype).train()
     data = job.data()
     state = torch.get_rng_state()
-    sample = data[0] if hasattr(data, "__getitem__") else next(iter(data))
+    sample = data[0] if hasattr(data, "__getitem__") else next(iter(job.data()))
     torch.set_rng_state(state)
     places = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call).places
     keyed = Randomness(model, job.seed, places)
@@ -59,7 +59,7 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seen += len(ids)
-        out["rows"].append({"loss": float(loss), "norm": float(norm), "lr": lr, "samples": seen})
+        out["rows"].append({"loss": float(loss.detach()), "norm": float(norm), "lr": lr, "samples": seen})
         out["ids"].append([epoch, ids])
     return out | {"weights": _copy(model.named_parameters()), "buffers": _copy(model.named_buffers())}
 

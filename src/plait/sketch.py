@@ -9,11 +9,13 @@ A model that looks at values in its forward pass cannot run on fake tensors; a c
 """
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -45,6 +47,8 @@ class Sketch:
     """Of each batch-norm module: its channels, and the format it computes its statistics in."""
     batch_coupled: tuple[str, ...] = ()
     """Modules that use batch statistics by a direct call: these cannot be synchronised."""
+    host_random: bool = False
+    """True when the forward pass draws from Python's or numpy's generator."""
     by_values: bool = False
     """True when the model had to run on real tensors."""
 
@@ -52,12 +56,13 @@ class Sketch:
 def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Callable[[nn.Module, Any], Any]) -> Sketch:
     """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does."""
     by_values = False
-    try:
-        runs = [_watch(model, inputs(n), call, fake=True) for n in PROBES]
-    except fake_failures():
-        by_values = True
-        with _host_generators_kept():
+    with _host_generators_kept() as moved:
+        try:
+            runs = [_watch(model, inputs(n), call, fake=True) for n in PROBES]
+        except fake_failures():
+            by_values = True
             runs = [_watch(copy.deepcopy(model), inputs(n), call, fake=False) for n in PROBES]
+        host_random = moved()
     small, large = runs
     parameters = tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad)
     norms = {name: model.get_submodule(name) for name in small.batch_norms}
@@ -68,6 +73,7 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Callable[[nn.Mo
         batch_norms=tuple(dict.fromkeys(small.batch_norms)),
         channels={name: (int(norm.num_features), _wide(norm)) for name, norm in norms.items()},
         batch_coupled=tuple(dict.fromkeys(small.batch_coupled)),
+        host_random=host_random,
         by_values=by_values,
     )
 
@@ -201,9 +207,17 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 @contextmanager
-def _host_generators_kept() -> Iterator[None]:
-    state = torch.get_rng_state()
+def _host_generators_kept() -> Iterator[Callable[[], bool]]:
+    """Leave the host generators as they were; what it yields tells whether Python's or numpy's was drawn from."""
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    def moved() -> bool:
+        now = np.random.get_state()
+        return random.getstate() != state[1] or now[2] != state[2][2] or not np.array_equal(now[1], state[2][1])
+
     try:
-        yield
+        yield moved
     finally:
-        torch.set_rng_state(state)
+        torch.set_rng_state(state[0])
+        random.setstate(state[1])
+        np.random.set_state(state[2])

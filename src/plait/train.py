@@ -65,10 +65,6 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
     def message(rank: int, message: dict[str, Any]) -> None:
         if message["kind"] == "status":
             console.status(message["value"])
-        elif message["kind"] == "log":
-            logs[rank].write(message["text"].encode())
-            if request.verbose:
-                console.say(message["text"])
         elif message["kind"] == "warning":
             logs[rank].write(message["text"].encode())
             console.warning(rank, message["short"])

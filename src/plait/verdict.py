@@ -10,6 +10,7 @@ from plait.errors import DIFFERENT
 from plait.plan import Plan
 
 TOLERANCE = 1e-9
+WEIGHTS = "micro-batches or ranks enter with the wrong weight, or some are lost: no constant ratio"
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,19 @@ class Verdict:
     def first_wrong(self) -> Probe | None:
         return next((p for p in self.probes if not p.equal), None)
 
+    @property
+    def parameter(self) -> str:
+        """The first wrong parameter or buffer: by its gradient, else between replicas, else by its value."""
+        wrong = {p.code: p.name for p in self.probes if not p.equal}
+        return next((wrong[code] for code in "IGRUB" if code in wrong), "")
+
     def to_dict(self) -> dict[str, Any]:
         measured = [p for p in self.probes if p.tolerance > 0]
         worst = max(measured, key=lambda p: p.worst if p.worst == p.worst else float("inf"))
         wrong = self.first_wrong
         return {
             "equal": self.equal, "plan": self.plan, "worst": {"probe": worst.code, "name": worst.name, "relative": worst.worst},
-            "first_wrong": {"probe": wrong.code, "name": wrong.name, "detail": wrong.detail} if wrong else None,
+            "first_wrong": {"probe": wrong.code, "name": wrong.name, "parameter": self.parameter, "detail": wrong.detail} if wrong else None,
             "cause": {"code": self.code, "text": self.cause} if self.cause else None, "inexact": list(self.inexact),
             "forced": self.forced,
             "probes": {p.code: {"title": p.title, "worst": p.worst, "tolerance": p.tolerance, "equal": p.equal, "name": p.name,
@@ -235,7 +242,8 @@ def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: P
     missing = set(expected.gradients) ^ set(actual.gradients)
     if missing:
         return "V003", f"{sorted(missing)[0]} has a gradient on one side only"
-    ratios = {round(r, 6) for n in wrong if (r := ratio(expected.gradients[n], actual.gradients[n])) is not None}
+    ratios = {_rounded(expected.gradients[n], actual.gradients[n]) for n in wrong}
+    ratios = set() if None in ratios else ratios
     differs_between_ranks = not p["R"].equal and "gradient" in p["R"].detail
     if differs_between_ranks:
         return "V004", f"{p['R'].name}: its gradient is not summed over the ranks"
@@ -245,7 +253,12 @@ def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: P
         return "V003", f"only {len(wrong)} of {len(expected.gradients)} gradients are wrong, by the factor {ratios.pop():.4g}: counted twice or not at all"
     if actual.facts["places"]:
         return "V005", "the model draws random numbers: the ranks' masks are not stretches of the one device's mask"
-    return "V014", "micro-batches or ranks enter with the wrong weight, or some are lost: no constant ratio"
+    return "V014", WEIGHTS
+
+
+def _rounded(a: Tensor, b: Tensor) -> float | None:
+    r = ratio(a, b)
+    return None if r is None else round(r, 6)
 
 
 def _far(a: Tensor, b: Tensor, floor: float) -> bool:
@@ -275,5 +288,5 @@ def table(verdict: Verdict, job: str) -> str:
     else:
         wrong = verdict.first_wrong
         assert wrong is not None
-        lines.append(f"DIFFERENT  first wrong: {wrong.name}   likely: {verdict.cause}.   `plait help {verdict.code}`")
+        lines.append(f"DIFFERENT  first wrong: {verdict.parameter or wrong.name}   likely: {verdict.cause}.   `plait help {verdict.code}`")
     return "\n".join(lines)

@@ -164,8 +164,7 @@ def _work(target: Target, rank: int, world: int, words: Words, listening: socket
         words.write(rank, 2**62, "end")
         return 0
     except BaseException as error:
-        report({"kind": "log", "text": traceback.format_exc()})
-        report({"kind": "failed", **_described(error)})
+        report({"kind": "failed", **_described(error), "trace": traceback.format_exc()})
         return 1
 
 
@@ -236,6 +235,7 @@ class _Supervisor:
         elif message["kind"] == "failed":
             step, phase, _, _ = self.words.read(worker.rank)
             self.failures[worker.rank] = Failure.raised(worker.rank, step, phase, message)
+            self.listener.text(worker.rank, message["trace"].encode())
         else:
             self.listener.message(worker.rank, message)
 
@@ -283,7 +283,7 @@ class _Supervisor:
     def _verdict(self) -> PlaitError:
         guilty = min(self.failures.values(), key=lambda f: f.order)
         problems = [guilty.problem] if guilty.problem is not None else guilty.problems
-        return PlaitError(problems or Problem("C005", f"rank {guilty.rank} failed"), guilty.exit_code)
+        return PlaitError(problems or Problem("C005", f"rank {guilty.rank} failed"), guilty.exit_code, guilty.trace)
 
     def kill(self) -> None:
         for worker in self.workers:

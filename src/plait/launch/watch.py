@@ -31,22 +31,23 @@ class Failure:
     problems: list[Problem] = field(default_factory=list)
     victim: bool = False
     exit_code: int = FAILED
+    trace: str = ""
 
     @staticmethod
     def raised(rank: int, step: int, phase: str, message: dict[str, Any]) -> "Failure":
         """The rank raised an exception, told in `message` (see `here._described`)."""
         text = f"{message['type']}: {message['text']}" if message["text"] else message["type"]
+        trace = message["trace"]
         if message["problems"]:
             problems = [Problem(**{**p, "fix": tuple(p["fix"])}) for p in message["problems"]]
-            return Failure(rank, (1, rank), problems=problems, exit_code=message["exit_code"])
+            return Failure(rank, (1, rank), problems=problems, exit_code=message["exit_code"], trace=trace)
         where = message["where"]
-        log = f"logs/rank{rank}.log has the traceback"
         if message["memory"]:
             return Failure(rank, (1, rank), Problem("M002", f"out of memory on rank {rank} {_when(step, phase)}", why=message["text"], where=where,
-                                                    fix=("more micro-batches (--plan microbatches=…)", "a smaller batch (--batch …)")))  # fmt: skip
+                                                    fix=("more micro-batches (--plan microbatches=…)", "a smaller batch (--batch …)")), trace=trace)  # fmt: skip
         if not where and any(sign in message["text"] for sign in _PEER):
-            return Failure(rank, (3, rank), Problem("C004", f"rank {rank} lost its connection {_when(step, phase)}", why=text), victim=True)
-        return Failure(rank, (2, rank), Problem("C005", f"rank {rank} raised {text}", why=_when(step, phase), where=where or log, fix=(log,)))
+            return Failure(rank, (3, rank), Problem("C004", f"rank {rank} lost its connection {_when(step, phase)}", why=text), victim=True, trace=trace)
+        return Failure(rank, (2, rank), Problem("C005", f"rank {rank} raised {text}", why=_when(step, phase), where=where or "inside a library; -v shows the traceback"), trace=trace)
 
 
 class Watch:

@@ -23,7 +23,7 @@ Avoid when
 How it stays exact
     The loss sees the gathered outputs of the whole batch, as on one device. Random numbers are keyed by global
     sample, so each thread draws its stretch. Batch normalisation uses each replica's own statistics and keeps those
-    of device 0, as it always did in DataParallel: inexact, and named.
+    of device 0, as it always did in DataParallel: inexact, and named. So are numbers drawn from Python's generator.
 
 Paper
     Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks.
@@ -68,6 +68,8 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in (*sketch.batch_norms, *sketch.batch_coupled):
         yield f"batch statistics in {name} are those of each replica; only device 0's are kept"
+    if sketch.host_random:
+        yield "the forward pass draws from Python's or numpy's generator, which all threads share"
 
 
 def apply(built: Any) -> None:

@@ -1,0 +1,35 @@
+# make demo and make test are all the set-up there is: each builds .venv by itself.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+# Set TORCH_INDEX to a package index with CPU wheels of torch to spare a laptop the CUDA packages.
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test prove lint docs clean
+
+demo: $(READY)
+	$(BIN)/plait train examples/stdlib_gpt/job.py --nproc 2
+	@echo "numbers of every step:  runs/latest/metrics.jsonl      where the time went:  runs/latest/events/"
+
+test: $(READY) lint
+	$(BIN)/python -m pytest
+
+prove: $(READY)
+	$(BIN)/python -m pytest tests -m "prove or not prove" --timeout 1800
+
+lint: $(READY)
+	$(BIN)/ruff check -q .
+	$(BIN)/pyrefly check --summarize-errors 2>&1 | tail -n 30
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+$(READY): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --retries 0 $(INDEX) "$(TORCH)" numpy || $(BIN)/python -m pip install -q "$(TORCH)" numpy
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv runs build src/plait.egg-info

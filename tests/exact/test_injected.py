@@ -1,0 +1,221 @@
+"""Bugs from the list of silent differences, each injected into the engine; verify must see every one and name it.
+
+Each is a monkeypatch made before the workers are forked. None of these changes a loss curve enough to notice.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jobs
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait import data, engine, randomness
+from plait.errors import DIFFERENT
+from plait.plan import Plan
+from plait.strategies import batchnorm, copies
+from plait.verify import verify
+
+
+def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:
+    verdict = verify(job, Plan.parse(plan))
+    assert verdict.exit_code == DIFFERENT
+    wrong = [p for p in verdict.probes if not p.equal]
+    assert probe in [p.code for p in wrong], verdict.cause
+    assert name in verdict.parameter, verdict.to_dict()
+    assert verdict.code == code, (verdict.code, verdict.cause)
+
+
+def test_mean_of_per_rank_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1: each rank averages over its own tokens."""
+    real = engine.Engine._total_weight
+    monkeypatch.setattr(engine.Engine, "_total_weight", lambda self, batch, weights: real(self, batch, weights) * 0 + sum(weights) * self.plan.dp)
+    check(jobs.ragged(), "dp=2", "G", "embed.weight", "V014")
+
+
+def test_micro_batches_of_unequal_size_averaged_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2: accumulation divides by the number of micro-batches."""
+    monkeypatch.setattr(engine, "weigh", lambda weight, micro: 1.0 if micro.count else 0.0)
+    monkeypatch.setattr(engine.Engine, "_total_weight", lambda self, batch, weights: 6.0)
+    check(jobs.groups(), "dp=2 microbatches=3", "G", "0.weight", "V014")
+
+
+def test_sum_instead_of_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5: invisible to Adam, and to any loss curve."""
+    real = data.weigh
+    monkeypatch.setattr(engine, "weigh", lambda weight, micro: 2 * real(weight, micro))
+    check(jobs.groups(), "dp=2", "G", "0.weight", "V002")
+
+
+def test_synchronised_in_the_wrong_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12, 14: the last micro-batch's gradient is not summed over the ranks."""
+    _keep_own(monkeypatch, lambda p: True)
+    check(jobs.mlp(), "dp=2", "R", "0.weight", "V004")
+
+
+def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
+    """After the sum, give the chosen parameters this rank's own gradient back."""
+    arm, plain = copies.Reducer.arm, copies.Reducer.finish
+
+    def late(self: Any) -> None:
+        arm(self)
+        self.armed = False
+
+    def finish(self: Any) -> None:
+        everything = [p for b in self.buckets for p in b.parameters]
+        own = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in everything]
+        plain(self)
+        for p, gradient in zip(everything, own):
+            p.grad = gradient if which(p) else p.grad
+
+    monkeypatch.setattr(copies.Reducer, "arm", late)
+    monkeypatch.setattr(copies.Reducer, "finish", finish)
+
+
+def test_one_parameter_left_out_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """15: a replicated parameter that nobody reduces."""
+    _keep_own(monkeypatch, lambda p: p.shape == (1, 9))
+    check(jobs.groups(), "dp=2", "R", "2.weight", "V004")
+
+
+def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """19: the gradient of a shared weight enters twice."""
+    real = copies.Reducer.finish
+
+    def finish(self: Any) -> None:
+        real(self)
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                if p.shape == (17, 12):
+                    p.grad.mul_(2)
+
+    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    check(jobs.ragged(), "dp=2", "G", "embed.weight", "V003")
+
+
+def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """21: every rank clips by a norm of its own, before the sum."""
+    real = copies.Reducer.arm
+
+    def arm(self: Any) -> None:
+        real(self)
+        self.armed = False
+
+    def finish(self: Any) -> None:
+        grads = [p.grad for b in self.buckets for p in b.parameters if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_([p for b in self.buckets for p in b.parameters], 0.1, torch.nn.utils.get_total_norm(grads))
+        self.armed = True
+        plain(self)
+
+    plain = copies.Reducer.finish
+    monkeypatch.setattr(copies.Reducer, "arm", arm)
+    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    check(jobs.groups(), "dp=2", "G", "0.weight", "V014")
+
+
+def test_clipping_with_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """21: the gradients are right, the norm is a share's."""
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads, *a: torch.linalg.vector_norm(grads[0]))
+    real = engine.torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, m: (_plain_clip(ps, m), real)[0])
+    check(replace(jobs.groups()), "dp=2", "U2", "0.weight", "V007")
+
+
+def _plain_clip(parameters: Any, largest: float) -> torch.Tensor:
+    norm = torch.stack([p.grad.square().sum() for p in parameters]).sum().sqrt()
+    for p in parameters:
+        p.grad.mul_(min(1.0, largest / (float(norm) + 1e-6)))
+    return norm
+
+
+def test_schedule_stepped_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """27: the learning rate's clock runs twice as fast."""
+
+    def set_rate(self: Any) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.job.schedule(self.position.samples * self.plan.dp)
+
+    monkeypatch.setattr(engine.Engine, "_set_rate", set_rate)
+    check(jobs.groups(), "dp=2", "S", "0.weight", "V008")
+
+
+def test_same_data_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """29: no sampler."""
+    monkeypatch.setattr(engine.Engine, "share", property(lambda self: data.Share(0, self.plan.ranks, 1)))
+    check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
+
+
+def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30: ranks overlap and leave samples out."""
+    real = data.permutation
+    monkeypatch.setattr(data, "permutation", lambda seed, epoch, n: real(seed + (dist.get_rank() if dist.is_initialized() else 0), epoch, n))
+    check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
+
+
+def test_order_not_reshuffled_in_the_second_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """31: set_epoch forgotten; the first epoch is right."""
+    real = data.permutation
+    monkeypatch.setattr(data, "permutation", lambda seed, epoch, n: real(seed, 0, n))
+    check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
+
+
+def test_augmentation_keyed_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """33: workers' generators."""
+    real = data.seed_host
+    monkeypatch.setattr(data, "seed_host", lambda *words: real(*words, dist.get_rank() if dist.is_initialized() else 0))
+    check(jobs.mlp(0.0), "dp=2", "D", "0.weight", "V006")
+
+
+def test_same_dropout_mask_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """36: masks drawn from each rank's beginning."""
+    real = randomness.Randomness.at
+    monkeypatch.setattr(engine.Engine, "_forward", _forward_with_first_zero(engine.Engine._forward))
+    assert real is randomness.Randomness.at
+    check(jobs.mlp(), "dp=2", "G", "0.weight", "V005")
+
+
+def _forward_with_first_zero(real: Any) -> Any:
+    return lambda self, batch, micro, *rest: real(self, batch, replace(micro, first=0), *rest)
+
+
+def test_batch_norm_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """38: statistics per rank."""
+    monkeypatch.setattr(batchnorm, "synchronise", lambda model, names, group: None)
+    check(jobs.batch_norm(), "dp=2", "B", "0.weight", "V014")
+
+
+def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """43: weight decay moves what one device leaves alone."""
+
+    def finish(self: Any) -> None:
+        plain(self)
+        for bucket in self.buckets:
+            for i, p in enumerate(bucket.parameters):
+                if p.grad is None:
+                    p.grad = bucket.views[i].zero_()
+
+    plain = copies.Reducer.finish
+    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    check(jobs.branches(), "dp=2", "G", "never.bias", "V003")
+
+
+def test_a_collective_nobody_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C: traffic that the bill does not know."""
+    real = copies.Reducer.finish
+
+    def finish(self: Any) -> None:
+        real(self)
+        dist.all_reduce(torch.zeros(3))
+
+    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    check(jobs.groups(), "dp=2", "C", "", "V012")
+
+
+def test_loss_that_couples_samples() -> None:
+    """39: a contrastive loss sees only its own share; no plan can mend that, and the verdict says so."""
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (out @ out.T).logsumexp(1).mean() - (out * target).mean()
+
+    check(jobs.make(lambda: torch.nn.Linear(6, 1), loss=loss), "dp=2", "G", "weight", "V013")

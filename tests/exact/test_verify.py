@@ -1,0 +1,45 @@
+"""The centre of the suite: unlike jobs under every form of data parallelism equal one device, in float64."""
+
+import jobs
+import pytest
+
+from plait.plan import Plan
+from plait.verify import verify
+
+PLANS = ("dp=2", "dp=3", "dp=4", "dp=2 microbatches=3", "dp=3 microbatches=2", "microbatches=4", "dp=2 processes=one",
+         "dp=3 processes=one microbatches=2")  # fmt: skip
+INEXACT = {  # by nature: (job, whether the plan has this)
+    "batch_norm": lambda plan: plan.microbatches > 1 or plan.processes == "one",
+    "branches": lambda plan: plan.processes == "one",
+}
+
+
+@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("name", jobs.ALL)
+def test_equal_or_named(name: str, text: str) -> None:
+    plan = Plan.parse(text)
+    verdict = verify(jobs.ALL[name](), plan)
+    assert verdict.forced["clipped"]
+    if INEXACT.get(name, lambda plan: False)(plan):
+        assert verdict.inexact
+        assert not verdict.equal
+        assert verdict.code == "V010"
+    else:
+        assert verdict.equal, verdict.cause
+        assert not verdict.inexact
+
+
+def test_twenty_steps_stay_equal() -> None:
+    assert verify(jobs.attention(), Plan.parse("dp=2 microbatches=2"), steps=20).equal
+
+
+def test_low_precision_is_named_and_its_logic_proved() -> None:
+    verdict = verify(jobs.mlp(), Plan.parse("dp=2 precision=bf16"))
+    assert verdict.equal
+    assert "bf16" in verdict.inexact[0]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("text", ("dp=2 compile=true", "compile=true microbatches=2"))
+def test_compiled_equal(text: str) -> None:
+    assert verify(jobs.mlp(), Plan.parse(text)).equal

@@ -1,0 +1,87 @@
+"""Start `plait` in a forked child of the warm test process: the whole command line, without importing torch again."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from plait.cli import main
+
+TEST_JOB = str(Path(__file__).parent / "training.py")
+
+
+class Command:
+    """A running command in a session of its own; `output` is what it printed so far."""
+
+    def __init__(self, *argv: str, folder: Path, environment: dict[str, str] | None = None):
+        self.log = folder / f"command-{time.monotonic_ns()}.log"
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                os.setsid()
+                os.chdir(folder)
+                os.environ.update(environment or {})
+                descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT)
+                os.dup2(descriptor, 1)
+                os.dup2(descriptor, 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+                code = main(list(argv))
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """The exit code."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        self.kill()
+        raise TimeoutError(self.output)
+
+    def until(self, ready: Callable[[], bool], timeout: float = 60.0) -> None:
+        end = time.monotonic() + timeout
+        while not ready():
+            assert time.monotonic() < end, self.output
+            time.sleep(0.01)
+
+    def workers(self) -> list[int]:
+        """Processes forked by the command, in the order of their ranks."""
+        return sorted(int(p) for p in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split())
+
+    def kill(self) -> None:
+        """kill -9 of everything the command started."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+
+def rows(folder: Path) -> list[dict]:
+    """Rows of the latest run's metrics that are steps."""
+    path = folder / "runs" / "latest" / "metrics.jsonl"
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [r for r in found if "loss" in r]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

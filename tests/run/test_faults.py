@@ -1,0 +1,75 @@
+"""One rank fails: all end within seconds, one message names the guilty rank and the cause, nobody is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launched import TEST_JOB, Command, alive, rows
+
+CASES = {
+    "raise": ("C005", "rank 1 raised ValueError: the user's own mistake", "training.py:"),
+    "kill": ("C003", "rank 1 was killed (SIGKILL) at step", "not a communication fault"),
+    "stop": ("C001", "rank 1 was stopped", "SIGSTOP"),
+    "memory": ("M002", "out of memory on rank 1 at step 5, forward", "training.py:"),
+    "exit": ("C003", "rank 1 ended with exit code 7", "the job, or a library"),
+    "crash": ("C003", "rank 1 was killed (SIGSEGV)", "compiled code"),
+}
+
+
+@pytest.mark.parametrize("fault", CASES)
+def test_guilty_rank_is_named(fault: str, tmp_path: Path) -> None:
+    code, what, more = CASES[fault]
+    command = Command("train", TEST_JOB, "--nproc", "3", "--job.fault", fault, "--job.pause", "0.05", folder=tmp_path)
+    command.until(lambda: len(rows(tmp_path)) >= 3)
+    workers = command.workers()
+    began = time.monotonic()
+    assert command.wait(20) == 1
+    assert time.monotonic() - began < 6.0
+    assert f"error[{code}] {what}" in command.output and more in command.output, command.output
+    assert command.output.count("error[") == 1 and "Traceback" not in command.output
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_silent_hang_is_named_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.launch.watch.PATIENCE", 1.5)
+    command = Command("train", TEST_JOB, "--nproc", "2", "--job.fault", "sleep", folder=tmp_path)
+    assert command.wait(30) == 1
+    assert "error[C001] rank 1 stopped making progress" in command.output, command.output
+    assert "in strike" in (tmp_path / "runs/latest/logs/rank1.log").read_text()
+
+
+def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
+    command = Command("train", TEST_JOB, "--nproc", "3", "--workers", "1", "--job.pause", "0.05", "--steps", "500", folder=tmp_path)
+    command.until(lambda: len(rows(tmp_path)) >= 3)
+    workers = command.workers()
+    loaders = [int(p) for w in workers for p in Path(f"/proc/{w}/task/{w}/children").read_text().split()]
+    assert len(loaders) == 3
+    os.kill(command.pid, signal.SIGKILL)
+    end = time.monotonic() + 3
+    while any(alive(pid) for pid in [*workers, *loaders]):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("argv, code, words", [
+    (["train", "nowhere.py"], 2, ["error[J001]"]),
+    (["train", TEST_JOB, "--plan", "dpp=2 precision=bf17"], 2, ["did you mean  dp ?", "did you mean  bf16 ?"]),
+    (["train", TEST_JOB, "--plan", "dp=16 microbatches=9"], 2, ["error[P012]"]),
+    (["train", TEST_JOB, "--plan", "dp=2 microbatches=9"], 2, ["error[P014]", "8 / 2"]),
+    (["train", TEST_JOB, "--plan", "dp=2", "--nproc", "3"], 2, ["error[P001]", "--nproc 2"]),
+    (["train", TEST_JOB, "--plan", "dpp=2", "--job.nothing", "3"], 2, ["error[T001]", "error[J005]"]),
+    (["train", TEST_JOB, "--device", "cuda"], 1, ["error[H001]"]),
+    (["train", TEST_JOB, "--resume"], 2, ["error[K001]"]),
+    (["train"], 2, ["error[U001]"]),
+    (["help", "P999"], 2, ["error[U003]"]),
+    (["help", "p012"], 0, ["P012 the global batch"]),
+])  # fmt: skip
+def test_command_line_errors(argv: list[str], code: int, words: list[str], tmp_path: Path) -> None:
+    command = Command(*argv, folder=tmp_path)
+    assert command.wait(20) in (code, 2), command.output
+    for word in words:
+        assert word in command.output, command.output
+    assert "Traceback" not in command.output
+    assert not (tmp_path / "runs").exists() or "--device" in argv
