@@ -3,37 +3,40 @@
     python bench/overhead.py                               all workloads, one process and two
     python bench/overhead.py --job gpt --nproc 2 --rounds 200 --control
 
-All variants live in the same forked processes and take steps in turn, in an order shuffled every round. A timed
-step starts at a barrier and takes as long as its slowest rank. plait's time is divided by the other variant's time
-in the *same* round; printed are the median of these ratios and in brackets their quartiles, so that what else the
-machine does falls on both sides of a ratio. A step is all a real one holds: fetch and collate the batch, set the
-learning rate, forward, backward, sum of gradients, clipping, fused AdamW, and the loss as a Python number.
+All variants live in the same forked processes and take steps in turn, in an order shuffled every round. All
+ranks start a step together and it takes as long as its slowest rank. plait's time is divided by the other
+variant's in the *same* round, so that what else the machine does falls on both sides of the ratio; printed
+are the median ratio and its quartiles in brackets. A step is all a real one holds: fetch and collate the
+batch, set the learning rate, forward, backward, sum of gradients, clipping, fused AdamW, loss.item().
 
-    plait             Engine.batches() and Engine.step: also the global loss, the gradient norm and time spans
-    plait train       the same with `plait.record.Recorder` writing metrics and events (no checkpoint, evaluation)
-    hand-written      plain PyTorch, on two processes with DistributedDataParallel and the options in DDP below
+    plait             Engine.batches() and Engine.step: also the global loss, gradient norm and time spans
+    plait train       the same with `plait.record.Recorder` writing metrics and events (but no checkpoint)
+    hand-written      plain PyTorch, on two processes in DistributedDataParallel with the options in DDP below
     Accelerate        accelerator.prepare(model, optimizer, loader), .backward, .clip_grad_norm_
     Fabric            fabric.setup, .setup_dataloaders, .backward, .clip_gradients
     no communication  the hand-written loop on each rank's share without DDP: the limit, not the same training
 
-All start from the same weights, see the same samples and make the same choices (the options in DDP too). Before
-timing, their global mean losses of the first three steps are compared: these depend on the gradients and updates
-of the steps before. `gpt` and `cnn` are the jobs in examples/. In `cnn` a GroupNorm stands for each BatchNorm2d,
-because torch's SyncBatchNorm does not run on CPUs; `cnn-bn` keeps them and gives all variants plait's synchronised
-batch-norm. `cnn-augment` is `cnn` with its augmentation, for which plait seeds the generators sample by sample and
-the others do not, so losses are not compared there. Data sets are cut to whole global batches.
+All start from the same weights, see the same samples and make the same choices (DDP's options too). Before
+timing, their global mean losses of the first three steps are compared: they depend on all gradients and
+updates before. `gpt` and `cnn` are the jobs in examples/. In `cnn` a GroupNorm stands for each BatchNorm2d,
+because torch's SyncBatchNorm does not run on CPUs; `cnn-bn` keeps them and gives all variants plait's own.
+`cnn-augment` is `cnn` with its augmentation, for which only plait seeds the generators sample by sample, so
+losses are not compared there. Data sets are cut to whole global batches.
 """
 
 import argparse
 import dataclasses
 import importlib.util
 import json
+import mmap
 import os
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -43,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from plait.build import make_model
 from plait.data import split
@@ -104,24 +107,10 @@ def group_normed(job: Job) -> Job:
     return dataclasses.replace(job, model=model)
 
 
-@dataclasses.dataclass
-class Cut:
-    """The first `length` samples of a data set."""
-
-    data: Any
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, i: int) -> Any:
-        return self.data[i]
-
-
 def whole_batches(job: Job) -> Job:
     """The job without the samples of its short last batch and without an end; its data is read now."""
     data = job.data()
-    cut = Cut(data, len(data) // job.batch * job.batch)
+    cut = Subset(data, range(len(data) // job.batch * job.batch))
     return dataclasses.replace(job, data=lambda: cut, steps=10**9, evaluate=None)
 
 
@@ -142,9 +131,7 @@ class Order:
             yield from order[start : start + self.count].tolist()
 
 
-def loop(
-    job: Job, model: Any, optimizer: Any, loader: Any, backward: Any = Tensor.backward, clip: Any = clip_grad_norm_
-) -> Take:
+def loop(job: Job, model: Any, optimizer: Any, loader: Any, backward=Tensor.backward, clip=clip_grad_norm_) -> Take:
     """The hand-written training loop. A library brings its own `backward` and `clip`."""
 
     def endless() -> Iterator[Any]:
@@ -229,10 +216,10 @@ def with_plait(job: Job, place: Place, run: Run | None, spans: list[dict[str, fl
     return take
 
 
-def measure(workload: Workload, place: Place, rounds: int, run: Run, control: bool) -> dict[str, Any]:
+def measure(w: Workload, place: Place, rounds: int, run: Run, gate: Any, control: bool) -> dict[str, Any]:
     """One rank's part: build all variants, warm them up, take their steps in turn."""
     place.connect(torch.device("cpu"))
-    job, world, threads = workload.job, place.world, torch.get_num_threads()
+    job, world, threads = w.job, place.world, torch.get_num_threads()
     os.environ["OMP_NUM_THREADS"] = str(threads)  # else the libraries choose another number
     if world > 1:  # how Accelerate and Fabric learn that somebody else started the processes
         os.environ |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank), "WORLD_SIZE": str(world)}
@@ -251,8 +238,9 @@ def measure(workload: Workload, place: Place, rounds: int, run: Run, control: bo
     seconds = torch.zeros(rounds, len(takes), dtype=torch.float64)
     for i in range(rounds):
         for j, take in random.Random(i).sample(list(enumerate(takes.values())), len(takes)):
-            if world > 1:
-                dist.barrier()
+            gate[place.rank] += 1  # a barrier that all leave within microseconds, unlike dist.barrier
+            while min(gate[:world]) < gate[place.rank]:
+                os.sched_yield()
             start = perf_counter()
             take()
             seconds[i, j] = perf_counter() - start
@@ -264,7 +252,7 @@ def measure(workload: Workload, place: Place, rounds: int, run: Run, control: bo
     return {"names": list(takes), "losses": means, "seconds": seconds.tolist(), "spans": middle}
 
 
-def summary(name: str, workload: Workload, world: int, result: dict[str, Any]) -> dict[str, Any]:
+def summary(name: str, w: Workload, world: int, result: dict[str, Any]) -> dict[str, Any]:
     """Medians, paired ratios and the comparison of losses."""
     times = dict(zip(result["names"], zip(*result["seconds"])))
     losses = [row for n, row in zip(result["names"], result["losses"]) if n != "no communication"]
@@ -273,38 +261,37 @@ def summary(name: str, workload: Workload, world: int, result: dict[str, Any]) -
         low, middle, high = statistics.quantiles((a / b for a, b in zip(times[mine], times[other])), n=4)
         return [middle, low, high]
 
-    rows = {n: {"ms": statistics.median(times[n]) * 1e3} for n in times}
+    rows = {n: {"ms": statistics.median(t) * 1e3} for n, t in times.items()}
+    for n, row in rows.items():
+        row |= {mine: over(n, mine) for mine in ("plait", "plait train") if n not in (mine, "plait train")}
     return {
-        "workload": name, "processes": world, "batch": workload.job.batch, "rounds": len(result["seconds"]),
-        "apart": [max(column) - min(column) for column in zip(*losses)] if workload.compared else None,
-        "rows": {n: row | {mine: over(n, mine) for mine in ("plait", "plait train")} for n, row in rows.items()},
+        "workload": name, "processes": world, "batch": w.job.batch, "rounds": len(result["seconds"]), "rows": rows,
+        "apart": [max(column) - min(column) for column in zip(*losses)] if w.compared else None,
         "not_installed": [n for n in LIBRARIES if n not in times], "plait_spans": result["spans"],
     }  # fmt: skip
 
 
 def show(s: dict[str, Any]) -> str:
     share = f"batch {s['batch']} = {s['batch'] // s['processes']} per process"
-    lines = [f"{s['workload']} · nproc {s['processes']} · {share} · median [quartiles] of {s['rounds']} rounds"]
+    lines = [f"{s['workload']} · nproc {s['processes']} · {share} · {s['rounds']} rounds"]
     lines.append(f"  {'':<20}{'ms':>8}   {'plait over it':<22}   plait train over it")
     for name, row in s["rows"].items():
-        texts = [name in (n, "plait train") or "{:.3f} [{:.3f}, {:.3f}]".format(*row[n]) for n in ("plait", "plait train")]
-        first, second = ("" if text is True else text for text in texts)
-        lines.append(f"  {name:<20}{row['ms']:>8.2f}   {first:<22}   {second}".rstrip())
+        ratios = ["{:.3f} [{:.3f}, {:.3f}]".format(*row[n]) if n in row else "" for n in ("plait", "plait train")]
+        lines.append(f"  {name:<20}{row['ms']:>8.2f}   {ratios[0]:<22}   {ratios[1]}".rstrip())
     lines += [f"  {name:<20}not installed" for name in s["not_installed"]]
     lines.append("  plait's spans, ms:  " + "  ".join(f"{n} {t * 1e3:.2f}" for n, t in s["plait_spans"].items()))
     if s["apart"] is None:
-        lines.append("  losses not compared: only plait keys the augmentation by sample")
-    else:
-        verdict = "agree" if max(s["apart"]) < 1e-5 else "DISAGREE"
-        lines.append(f"  losses {verdict}; apart by at most, in steps 1 2 3:  " + "  ".join(f"{d:.1e}" for d in s["apart"]))
-    return "\n".join(lines) + "\n"
+        return "\n".join(lines) + "\n  losses not compared: only plait keys the augmentation by sample\n"
+    verdict = "agree" if max(s["apart"]) < 1e-5 else "DISAGREE"
+    apart = "  ".join(f"{d:.1e}" for d in s["apart"])
+    return "\n".join(lines) + f"\n  losses {verdict}: apart by at most, in steps 1 2 3:  {apart}\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", choices=("gpt", "cnn", "all"), default="all")
     parser.add_argument("--nproc", default="1,2", help="numbers of processes, as in 1,2")
-    parser.add_argument("--rounds", type=int, default=40, help="of gpt; gpt-large: a quarter; cnn: five times")
+    parser.add_argument("--rounds", type=int, default=24, help="of gpt; gpt-large: a quarter; cnn: five times")
     parser.add_argument("--control", action="store_true", help="a second hand-written loop, to show the noise")
     parser.add_argument("--json", action="store_true", help="one JSON object per table")
     arguments = parser.parse_args()
@@ -312,16 +299,16 @@ def main() -> int:
     for module in filter(importlib.util.find_spec, LIBRARIES.values()):
         importlib.import_module(module)
     listener = here.Listener(lambda rank, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
+    with redirect_stdout(sys.stderr):  # the jobs say what they read
+        found = workloads(arguments.job)
     good = True
     for world in map(int, arguments.nproc.split(",")):
-        for name, w in workloads(arguments.job).items():
+        for name, w in found.items():
             rounds = max(4, round(arguments.rounds * w.rounds))
             with tempfile.TemporaryDirectory() as root:
                 run = Run.create(name, Plan.parse(f"dp={world}"), {}, Path(root))
-
-                def target(place: Place, w: Workload = w, run: Run = run, rounds: int = rounds) -> dict[str, Any]:
-                    return measure(w, place, rounds, run, arguments.control)
-
+                gate = memoryview(mmap.mmap(-1, 8 * world)).cast("q")  # shared by the forked processes
+                target = partial(measure, w, rounds=rounds, run=run, gate=gate, control=arguments.control)
                 table = summary(name, w, world, here.run(target, world, listener)[0])
             good = good and max(table["apart"] or [0.0]) < 1e-5
             print(json.dumps(table) if arguments.json else show(table), flush=True)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Command:
                 descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT)
                 os.dup2(descriptor, 1)
                 os.dup2(descriptor, 2)
+                warnings.resetwarnings()
                 sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
                 code = main(list(argv))
             finally:

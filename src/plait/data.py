@@ -11,6 +11,7 @@ travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
 import random
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -256,8 +257,11 @@ class _Streamed(IterableDataset):
 
 
 def _die_with_parent(worker: int) -> None:
-    """Loader workers end with their rank, also when it is killed."""
+    """Loader workers end with their rank, also when it is killed, and leave signals to it."""
     from plait.launch.here import die_with_parent
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
     torch.set_num_threads(1)
     die_with_parent()

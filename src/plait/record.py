@@ -104,6 +104,12 @@ class Recorder:
             return torch.cuda.max_memory_allocated()
         return self.process.memory_info().rss
 
+    def flush(self) -> None:
+        """Everything recorded so far is in the files: before a checkpoint says that these steps are done."""
+        for file in (self.events, self.metrics):
+            if file is not None:
+                file.flush()
+
     def close(self) -> None:
         for file in (self.events, self.metrics, self.mirror):
             if file is not None:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -82,14 +83,16 @@ class Run:
     def lock(self) -> IO[bytes]:
         """Hold the run for this process until the returned file is closed. R001 when another one holds it."""
         file = open(self.path / "lock", "ab")  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise PlaitError(
-                Problem("R001", f"another process is running {self.path}", fix=("wait for it, or stop it", "start a new run without --resume"))
-            ) from None
-        return file
+        for _ in range(30):  # the workers of a killed launcher take a moment to follow it
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except OSError:
+                time.sleep(0.1)
+        file.close()
+        raise PlaitError(
+            Problem("R001", f"another process is running {self.path}", fix=("wait for it, or stop it", "start a new run without --resume"))
+        )
 
     def cut(self, step: int) -> None:
         """Forget the rows of metrics and events after `step`: a resumed run writes them again."""

@@ -65,9 +65,10 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
     def message(rank: int, message: dict[str, Any]) -> None:
         if message["kind"] == "status":
             console.status(message["value"])
-        elif message["kind"] == "warning":
+        elif message["kind"] in ("log", "warning"):
             logs[rank].write(message["text"].encode())
-            console.warning(rank, message["short"])
+            if message["kind"] == "warning":
+                console.warning(rank, message["short"])
         else:
             console.say(message["text"])
 
@@ -155,6 +156,7 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
             loss = step.loss
             _evaluate(engine, recorder, step.step)
             if step.stop or step.step % request.save_every == 0 or step.step == engine.job.steps:
+                recorder.flush()
                 saved = engine.save(request.keep)
             stopped = step.stop and step.step < engine.job.steps
     finally:

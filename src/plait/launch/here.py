@@ -235,7 +235,7 @@ class _Supervisor:
         elif message["kind"] == "failed":
             step, phase, _, _ = self.words.read(worker.rank)
             self.failures[worker.rank] = Failure.raised(worker.rank, step, phase, message)
-            self.listener.text(worker.rank, message["trace"].encode())
+            self.listener.message(worker.rank, {"kind": "log", "text": message["trace"]})
         else:
             self.listener.message(worker.rank, message)
 
@@ -274,6 +274,7 @@ class _Supervisor:
             if all(w.status is not None or w.rank in self.failures for w in self.workers):
                 break
             if any(not f.victim for f in self.failures.values()):
+                self._read(0.2)
                 break
             self._read(0.1)
             self._reap()
