@@ -68,7 +68,9 @@ def adam(params):
 
 
 def make(model, data=Numbers, loss=F.mse_loss, **fields) -> plait.Job:
-    return plait.Job(**{"model": model, "loss": loss, "data": data, "optimizer": adam, "batch": 12, "steps": 6, **fields})
+    return plait.Job(
+        **{"model": model, "loss": loss, "data": data, "optimizer": adam, "batch": 12, "steps": 6, **fields}
+    )
 
 
 def mlp(dropout: float = 0.2) -> plait.Job:
@@ -80,7 +82,14 @@ def mlp(dropout: float = 0.2) -> plait.Job:
 
 def batch_norm() -> plait.Job:
     def model():
-        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=None, affine=False), nn.Linear(16, 1))
+        return nn.Sequential(
+            nn.Linear(6, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.BatchNorm1d(16, momentum=None, affine=False),
+            nn.Linear(16, 1),
+        )
 
     return make(model)
 
@@ -170,7 +179,9 @@ def vae_loss(out: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def vae() -> plait.Job:
-    return make(Vae, DictNumbers, vae_loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True))
+    return make(
+        Vae, DictNumbers, vae_loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True)
+    )
 
 
 def stream() -> plait.Job:
@@ -182,9 +193,15 @@ def groups() -> plait.Job:
 
     def optimizer(params):
         matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
-        return torch.optim.RMSprop([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}], lr=1e-3)
+        return torch.optim.RMSprop(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}], lr=1e-3
+        )
 
-    return make(lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1)), optimizer=optimizer, schedule=lambda s: 1.0 / (1 + s / 50))
+    return make(
+        lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1)),
+        optimizer=optimizer,
+        schedule=lambda s: 1.0 / (1 + s / 50),
+    )
 
 
 ALL = {f.__name__: f for f in (mlp, batch_norm, ragged, attention, branches, vae, stream, groups)}

@@ -59,7 +59,9 @@ class Data(Numbers):
         return super().__getitem__(i)
 
 
-def job(fault: str = "", at: int = 5, pause: float = 0.0, steps: int = 30, loud: bool = False, batch: int = 8) -> plait.Job:
+def job(
+    fault: str = "", at: int = 5, pause: float = 0.0, steps: int = 30, loud: bool = False, batch: int = 8
+) -> plait.Job:
     return plait.Job(
         model=lambda: Faulty(fault, at, pause),
         loss=F.mse_loss,

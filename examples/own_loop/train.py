@@ -1,7 +1,7 @@
 """Your own loop. `Engine` joins the processes torchrun started, or runs alone; the batches and the result are the same.
 
-    python examples/own_loop/train.py
-    torchrun --nproc-per-node 2 examples/own_loop/train.py
+python examples/own_loop/train.py
+torchrun --nproc-per-node 2 examples/own_loop/train.py
 """
 
 import torch

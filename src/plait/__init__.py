@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from plait.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Evaluate", "Job", "Plan", "PlaitError", "Step"]
+__all__ = ["Engine", "Evaluate", "Job", "PlaitError", "Plan", "Step"]
 
 _HOME = {
     "Engine": "plait.engine",

@@ -116,7 +116,9 @@ def make_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, d
     names = {id(p): name for name, p in model.named_parameters()}
     optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlaitError(Problem("J006", f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"))
+        raise PlaitError(
+            Problem("J006", f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        )
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return optimizer, names

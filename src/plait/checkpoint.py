@@ -9,6 +9,7 @@ whole. A load checks the manifest's own digest and each file's size and digest b
 pickled, so loading runs no code.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -44,7 +45,10 @@ class Checkpoints:
 
     def found(self) -> list[Path]:
         """Published checkpoints, newest first."""
-        return sorted((p for p in self.directory.glob("step-*") if p.is_dir() and p.name[5:].isdigit()), key=lambda p: -int(p.name[5:]))
+        return sorted(
+            (p for p in self.directory.glob("step-*") if p.is_dir() and p.name[5:].isdigit()),
+            key=lambda p: -int(p.name[5:]),
+        )
 
     def save(self, engine: "Engine", keep: int) -> Path:
         """Write the engine's state; every rank calls it, rank 0 writes (the copies are equal), all wait."""
@@ -107,7 +111,12 @@ class Checkpoints:
         if missing_ok:
             return None
         raise PlaitError(
-            Problem("K001", f"there is no checkpoint in {self.directory}", why="nothing was saved yet", fix=("start without --resume",))
+            Problem(
+                "K001",
+                f"there is no checkpoint in {self.directory}",
+                why="nothing was saved yet",
+                fix=("start without --resume",),
+            )
         )
 
 
@@ -153,7 +162,9 @@ def _state(engine: "Engine") -> tuple[dict[str, dict[str, Tensor]], dict[str, An
     try:
         data_state = json.loads(json.dumps(engine.data_state))
     except TypeError as error:
-        raise PlaitError(Problem("K005", "the data set's state_dict() is not made of JSON values", why=str(error))) from None
+        raise PlaitError(
+            Problem("K005", "the data set's state_dict() is not made of JSON values", why=str(error))
+        ) from None
     manifest = {
         "format": FORMAT,
         "position": asdict(engine.position),
@@ -185,7 +196,9 @@ def _without_aliases(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str
     return tensors, aliases
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
     tensors, scalars = {}, {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -195,10 +208,16 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) ->
             elif value is None or isinstance(value, (bool, int, float, str)):
                 scalars[name] = value
             else:
-                raise PlaitError(Problem("K005", f"optimizer state {name} is a {type(value).__name__}, which cannot be saved"))
+                raise PlaitError(
+                    Problem("K005", f"optimizer state {name} is a {type(value).__name__}, which cannot be saved")
+                )
     groups = []
     for group in optimizer.param_groups:
-        plain = {k: v for k, v in group.items() if k != "params" and (v is None or isinstance(v, (bool, int, float, str, list, tuple)))}
+        plain = {
+            k: v
+            for k, v in group.items()
+            if k != "params" and (v is None or isinstance(v, (bool, int, float, str, list, tuple)))
+        }
         groups.append({**plain, "params": [names[id(p)] for p in group["params"]]})
     return tensors, scalars, groups
 
@@ -210,8 +229,19 @@ def _restore(engine: "Engine", path: Path, manifest: dict[str, Any], files: dict
     wrong = sorted(set(saved) ^ set(own)) + [k for k in own if k in saved and own[k].shape != saved[k].shape]
     groups = [[(engine.built.names or {})[id(p)] for p in g["params"]] for g in engine.optimizer.param_groups]
     if wrong or groups != [g["params"] for g in manifest["optimizer"]["groups"]] or manifest["seed"] != engine.job.seed:
-        why = f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}" if wrong else "the parameter groups or the seed differ"
-        raise PlaitError(Problem("K003", f"{path} was saved by another job", why=why, fix=("resume with the job and the --job arguments it was started with",)))
+        why = (
+            f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
+            if wrong
+            else "the parameter groups or the seed differ"
+        )
+        raise PlaitError(
+            Problem(
+                "K003",
+                f"{path} was saved by another job",
+                why=why,
+                fix=("resume with the job and the --job arguments it was started with",),
+            )
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(saved[name])
@@ -256,12 +286,19 @@ def _sync_directory(path: Path) -> None:
 
 def _unwritable(path: Path, error: OSError) -> Problem:
     why = str(error)
-    try:
+    with contextlib.suppress(OSError):
         why += f"; {shutil.disk_usage(path.parent).free / 2**20:.1f} MiB are free there"
-    except OSError:
-        pass
-    return Problem("K004", f"the checkpoint {path} could not be written", why=why, fix=("make room, then --resume: earlier checkpoints are untouched",))
+    return Problem(
+        "K004",
+        f"the checkpoint {path} could not be written",
+        why=why,
+        fix=("make room, then --resume: earlier checkpoints are untouched",),
+    )
 
 
 def _damaged(path: Path, name: str, why: str) -> PlaitError:
-    return PlaitError(Problem("K002", f"{path}/{name} is damaged", why=why, fix=("the checkpoint before it is used when there is one",)))
+    return PlaitError(
+        Problem(
+            "K002", f"{path}/{name} is damaged", why=why, fix=("the checkpoint before it is used when there is one",)
+        )
+    )

@@ -62,7 +62,10 @@ def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    keys = "\n".join(f"  {name:<13} {key.help}" + (f" ({', '.join(key.choices)})" if key.choices else "") for name, key in KEYS.items())
+    keys = "\n".join(
+        f"  {name:<13} {key.help}" + (f" ({', '.join(key.choices)})" if key.choices else "")
+        for name, key in KEYS.items()
+    )
     parser = _Parser(
         "plait", description="Write your training job for one device. Split it any way. Prove it is the same training.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -81,8 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", help="path/to/job.py or path/to/job.py:function; its arguments are --job.name value")
-    parser.add_argument("--plan", help="one line such as \"dp=2 microbatches=4\", or a TOML file")
+    parser.add_argument(
+        "job", metavar="JOB", help="path/to/job.py or path/to/job.py:function; its arguments are --job.name value"
+    )
+    parser.add_argument("--plan", help='one line such as "dp=2 microbatches=4", or a TOML file')
     parser.add_argument("--nproc", type=int, help="processes to start on this machine; fills dp=*")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
@@ -93,8 +98,12 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of the job's")
     parser.add_argument("--batch", type=int, help="global batch, instead of the job's")
-    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule")
-    parser.add_argument("--resume", action="store_true", help="continue this job's newest run from its newest good checkpoint")
+    parser.add_argument(
+        "--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue this job's newest run from its newest good checkpoint"
+    )
     parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
     parser.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (3)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
@@ -121,7 +130,13 @@ def _train(options: Any) -> int:
         if getattr(options, name) is not None and getattr(options, name) < least
     ]
     if options.scale_lr and not options.batch:
-        problems.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why="the rule compares it with the job's own batch"))
+        problems.append(
+            Problem(
+                "U002",
+                f"--scale-lr {options.scale_lr} needs --batch",
+                why="the rule compares it with the job's own batch",
+            )
+        )
     try:
         shown = tuple(int(r) for r in options.ranks.split(","))
     except ValueError:
@@ -146,7 +161,11 @@ def _train(options: Any) -> int:
 
 
 def _verify(options: Any) -> int:
-    problems = [] if options.steps >= 3 else [Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))]
+    problems = (
+        []
+        if options.steps >= 3
+        else [Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))]
+    )
     plan, job = _both(options, problems)
     from plait.verdict import table
     from plait.verify import verify
@@ -162,7 +181,10 @@ def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     from plait.launch.place import joining, world
 
     plan = job = None
-    for read in (lambda: _plan(options).fill(world() if joining() else options.nproc), lambda: load_job(options.job, options.arguments)):
+    for read in (
+        lambda: _plan(options).fill(world() if joining() else options.nproc),
+        lambda: load_job(options.job, options.arguments),
+    ):
         try:
             result = read()
         except PlaitError as error:
@@ -183,5 +205,3 @@ def _help(options: Any) -> int:
         raise PlaitError(Problem("U003", f"there is no error code {options.code}", fix=("docs/errors.md lists all",)))
     print(json.dumps({"code": options.code.upper(), "text": text}) if options.json else text)
     return 0
-
-

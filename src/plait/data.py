@@ -10,19 +10,17 @@ An iterable data set is read by every rank in full and each keeps its share; its
 travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
-import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from plait.errors import PlaitError, Problem
-from plait.randomness import permutation, seed_host
+from plait.randomness import host_fingerprint, host_state, permutation, restore_host, seed_host
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,9 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * each + min(index, extra), each + (index < extra)
 
 
-def batches(data: Any, batch: int, seed: int, share: Share, at: Position, workers: int = 0, state: Any = None) -> Iterator[Batch]:
+def batches(
+    data: Any, batch: int, seed: int, share: Share, at: Position, workers: int = 0, state: Any = None
+) -> Iterator[Batch]:
     """The endless sequence of this rank's batches, from position `at` on.
 
     `data` is what `Job.data` returned. `workers` loader processes fetch ahead (an iterable uses at most one).
@@ -99,7 +99,11 @@ def batches(data: Any, batch: int, seed: int, share: Share, at: Position, worker
         yield from loader
     else:
         stream = _Streamed(data, batch, seed, share, at, state)
-        yield from stream if workers == 0 else DataLoader(stream, batch_size=None, num_workers=1, worker_init_fn=_die_with_parent)
+        yield from (
+            stream
+            if workers == 0
+            else DataLoader(stream, batch_size=None, num_workers=1, worker_init_fn=_die_with_parent)
+        )
 
 
 def checked(data: Any, where: str) -> Any:
@@ -128,11 +132,9 @@ def collate(data: Any, samples: list[Any]) -> tuple[Any, Any]:
 
 def first_samples(data: Any, count: int) -> tuple[Any, Any]:
     """A collated batch of `count` samples for the sketch: the first sample, repeated. Leaves the generators as they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    state = host_state()
     sample = data[0] if hasattr(data, "__getitem__") else next(iter(data))
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+    restore_host(state)
     return collate(data, [sample] * count)
 
 
@@ -169,9 +171,9 @@ class _Mapped:
     def __getitem__(self, item: tuple[Position, int, list[tuple[int, list[int]]], Position]) -> Batch:
         at, size, parts, after = item
         if not self.augmented:
-            before = _fingerprint()
+            before = host_fingerprint()
             micro = self._load(at, parts)
-            if _fingerprint() == before:
+            if host_fingerprint() == before:
                 return Batch(at, size, micro, after)
             self.augmented = True  # the samples just loaded drew unkeyed numbers: load them again
         return Batch(at, size, self._load(at, parts), after)
@@ -191,12 +193,6 @@ class _Mapped:
         if self.augmented:
             seed_host(self.seed, "sample", epoch, i)
         return self.data[i]
-
-
-def _fingerprint() -> tuple[Any, ...]:
-    """Changes whenever a host generator was drawn from. Cheap: once a step."""
-    numpy_state = np.random.get_state()
-    return hash(random.getstate()), numpy_state[2], hash(numpy_state[1].tobytes()), hash(torch.get_rng_state().numpy().tobytes())
 
 
 class _Streamed(IterableDataset):
@@ -265,22 +261,6 @@ def _die_with_parent(worker: int) -> None:
 
     torch.set_num_threads(1)
     die_with_parent()
-
-
-def evaluation_batches(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[tuple[Any, Any]]:
-    """This rank's part of an evaluation set, in order, every sample on exactly one rank."""
-    if hasattr(data, "__len__"):
-        first, count = split(len(data), ranks, rank)
-        for start in range(first, first + count, batch):
-            samples = []
-            for i in range(start, min(start + batch, first + count)):
-                seed_host(seed, "evaluate", i)
-                samples.append(data[i])
-            yield collate(data, samples)
-        return
-    mine = (sample for i, sample in enumerate(data) if i % ranks == rank)
-    while samples := [s for _, s in zip(range(batch), mine)]:
-        yield collate(data, samples)
 
 
 Weigh = Callable[[Any], Any] | None

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from plait.build import Built, broadcast_text, build, call, differing, move, pick_device
+from plait.build import Built, build, call, differing, move, pick_device
 from plait.checkpoint import Checkpoints
-from plait.data import Batch, Position, Share, batches, evaluation_batches, weigh
+from plait.data import Batch, Position, Share, batches, weigh
 from plait.errors import FAILED, PlaitError, Problem
+from plait.evaluation import evaluate
 from plait.job import Job
 from plait.launch.place import Place, current
 from plait.plan import Plan
@@ -160,12 +161,16 @@ class Engine:
     def _forward(self, batch: Batch, micro: Any, inputs: Any, targets: Any, weight: float, scale: float):
         built = self.built
         self._begin("forward")
-        with built.randomness.at(batch.position.step, micro.first, micro.count), autocast(built.device.type, built.precision):
+        with (
+            built.randomness.at(batch.position.step, micro.first, micro.count),
+            autocast(built.device.type, built.precision),
+        ):
             outputs = call(built.model, inputs)
             if weight:
                 loss = self.job.loss(outputs, targets)
             else:  # an empty share in a model that communicates: take part, add nothing
-                loss = sum(o.sum() * 0.0 for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.requires_grad)
+                sums = [o.sum() * 0.0 for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.requires_grad]
+                loss = torch.stack(sums).sum()
         _check_loss(loss)
         self._end("forward")
         return loss.detach(), (loss * scale).backward
@@ -275,30 +280,9 @@ class Engine:
     # — evaluation, checkpoints —
 
     def evaluate(self) -> dict[str, float]:
-        """The job's metrics over its whole evaluation set: sums and counts over all ranks, every sample once."""
-        wanted = self.job.evaluate
-        if wanted is None:
-            return {}
+        """The job's metrics over its whole evaluation set, every sample once (see `evaluation.py`)."""
         self.place.beat(self.position.step, "evaluate")
-        built, sums = self.built, {}
-        built.model.eval()
-        with torch.no_grad(), autocast(built.device.type, built.precision):
-            for pair in evaluation_batches(wanted.data(), self.job.batch, self.job.seed, self.place.rank, self.plan.ranks):
-                inputs, targets = move(pair, built.device, built.cast)
-                for name, values in wanted.metrics(call(built.model, inputs), targets).items():
-                    values = torch.as_tensor(values).double()
-                    sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64)) + torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
-        built.model.train()
-        return self._means(sums)
-
-    def _means(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        if self.built.reducer is None:
-            return {name: float(row[0] / row[1]) for name, row in sums.items()}
-        text = broadcast_text("\n".join(sums), self.place.rank, self.built.group, self.built.device)
-        names = text.split("\n")  # a rank without samples has none of its own
-        rows = torch.stack([sums.get(name, torch.zeros(2, dtype=torch.float64)) for name in names]).to(self.built.device)
-        dist.all_reduce(rows, group=self.built.group)
-        return {name: float(row[0] / row[1]) for name, row in zip(names, rows)}
+        return evaluate(self.built)
 
     def save(self, keep: int = 3) -> Path:
         """Write a checkpoint of this step; keep the newest `keep`. All ranks call it."""
@@ -310,14 +294,14 @@ class Engine:
 
     def _check_copies(self) -> None:
         """C006 when the copies of the weights are not bit-equal on all ranks."""
-        if self.built.reducer is None:
-            return
-        wrong = differing(list(self.model.named_parameters()), self.built.group)
+        wrong = differing(list(self.model.named_parameters()), self.built.group) if self.built.reducer else []
         if wrong:
-            raise PlaitError(
-                Problem("C006", f"copies of {wrong[0]} have drifted apart by step {self.position.step}", why=f"{len(wrong)} tensors differ between ranks",
-                        fix=("change weights through the optimizer only, and on every rank alike",)), FAILED
-            )  # fmt: skip
+            what = f"copies of {wrong[0]} have drifted apart by step {self.position.step}"
+            why, fix = (
+                f"{len(wrong)} tensors differ between ranks",
+                ("change weights through the optimizer only, on every rank alike",),
+            )
+            raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
 
     def resume(self, missing_ok: bool = False) -> Path | None:
         """Load the newest good checkpoint. K001 when there is none and `missing_ok` is false."""
@@ -335,7 +319,14 @@ def _clip_factor(norm: Tensor, clip: float | None) -> Tensor | float:
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise PlaitError(Problem("J010", "the job's loss is not a scalar tensor", why=f"it returned {shape}", fix=("return the mean over the samples",)))
+        raise PlaitError(
+            Problem(
+                "J010",
+                "the job's loss is not a scalar tensor",
+                why=f"it returned {shape}",
+                fix=("return the mean over the samples",),
+            )
+        )
 
 
 def _tokens(batch: Batch) -> int:

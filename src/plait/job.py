@@ -116,7 +116,12 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         raise PlaitError(Problem("J003", f"the job raised {_named(error)}", where=user_line(error))) from error
     if not isinstance(job, Job):
         raise PlaitError(
-            Problem("J003", f"`{function}` returned {type(job).__name__}, not a plait.Job", where=path, fix=("return plait.Job(…)",))
+            Problem(
+                "J003",
+                f"`{function}` returned {type(job).__name__}, not a plait.Job",
+                where=path,
+                fix=("return plait.Job(…)",),
+            )
         )
     return job
 
@@ -160,9 +165,13 @@ def _arguments(make: Callable[..., Any], given: dict[str, str], path: str) -> di
             values[key] = _convert(text, kind)
         except ValueError:
             problems.append(Problem("J005", f"--job.{name} {text}        expected {kind.__name__}", where=path))
-    missing = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [
+        n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     problems += [
-        Problem("J005", f"--job.{n} is needed: the job's argument `{n}` has no default", where=path, fix=(f"--job.{n} …",))
+        Problem(
+            "J005", f"--job.{n} is needed: the job's argument `{n}` has no default", where=path, fix=(f"--job.{n} …",)
+        )
         for n in missing
         if n not in values and n not in given
     ]
@@ -179,7 +188,9 @@ def _convert(text: str, kind: type) -> Any:
     return kind(text)
 
 
-def user_line(error: BaseException, skip: Sequence[str] = ("/site-packages/", "/plait/", "/lib/python", "<frozen")) -> str:
+def user_line(
+    error: BaseException, skip: Sequence[str] = ("/site-packages/", "/plait/", "/lib/python", "<frozen")
+) -> str:
     """`file:line in function` of the innermost frame that is the user's own code, or an empty string."""
     found = ""
     trace = error.__traceback__

@@ -30,7 +30,9 @@ KEYS: dict[str, Key] = {
     "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last"),
     "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16")),
     "compile": Key("compute", bool, "torch.compile the model"),
-    "processes": Key("compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")),
+    "processes": Key(
+        "compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")
+    ),
 }
 
 
@@ -70,7 +72,11 @@ class Plan:
                     "P001",
                     f"the plan needs {_count(self.world, 'process')}, {_count(nproc, 'process')} were asked for",
                     why=f"{how} = {self.world}",
-                    fix=(f"--nproc {self.world}", f'--plan "{replace(self, dp=nproc)}"', '--plan "dp=*"  (fills the rest)'),
+                    fix=(
+                        f"--nproc {self.world}",
+                        f'--plan "{replace(self, dp=nproc)}"',
+                        '--plan "dp=*"  (fills the rest)',
+                    ),
                 )
             )
         return self
@@ -100,7 +106,9 @@ class Plan:
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except OSError as error:
             raise PlaitError(
-                Problem("T003", f"cannot read the plan {path}", why=error.strerror or str(error), fix=('--plan "dp=2"',))
+                Problem(
+                    "T003", f"cannot read the plan {path}", why=error.strerror or str(error), fix=('--plan "dp=2"',)
+                )
             ) from None
         except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             kind = "JSON" if path.suffix == ".json" else "TOML"
@@ -144,14 +152,23 @@ def _flatten(data: Any, path: Path) -> tuple[dict[str, Any], str, list[Problem]]
             values[name] = content
         elif name not in tables or not isinstance(content, dict):
             problems.append(
-                Problem("T001", f"unknown table in {path.name}:  [{name}]        {did_you_mean(name, tables)}", where=str(path))
+                Problem(
+                    "T001",
+                    f"unknown table in {path.name}:  [{name}]        {did_you_mean(name, tables)}",
+                    where=str(path),
+                )
             )
         else:
             for key, value in content.items():
                 if key in KEYS and KEYS[key].table != name:
                     right = KEYS[key].table
                     problems.append(
-                        Problem("T001", f"`{key}` belongs in [{right}], not in [{name}]", where=str(path), fix=(f"[{right}] {key} = {value}",))
+                        Problem(
+                            "T001",
+                            f"`{key}` belongs in [{right}], not in [{name}]",
+                            where=str(path),
+                            fix=(f"[{right}] {key} = {value}",),
+                        )
                     )
                 values[key] = value
     return values, str(path), problems
@@ -162,7 +179,11 @@ def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> Pla
     for key, value in values.items():
         if key not in KEYS:
             problems.append(
-                Problem("T001", f"unknown key in the plan:  {key} = {value}        {did_you_mean(key, tuple(KEYS))}", where=where)
+                Problem(
+                    "T001",
+                    f"unknown key in the plan:  {key} = {value}        {did_you_mean(key, tuple(KEYS))}",
+                    where=where,
+                )
             )
             continue
         problem, good[key] = _value(key, value, where)
@@ -185,7 +206,9 @@ def _value(key: str, value: Any, where: str) -> tuple[list[Problem], Any]:
     if spec.kind is str and value in spec.choices:
         return [], value
     if spec.choices:
-        expected = f"expected {', '.join(spec.choices[:-1])} or {spec.choices[-1]}, {did_you_mean(str(value), spec.choices)}"
+        expected = (
+            f"expected {', '.join(spec.choices[:-1])} or {spec.choices[-1]}, {did_you_mean(str(value), spec.choices)}"
+        )
     else:
         expected = {"bool": "expected true or false", "int": "expected a whole number"}[spec.kind.__name__]
         expected += " or *" if spec.wildcard else ""

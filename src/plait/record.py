@@ -57,7 +57,9 @@ class Recorder:
             "spans": {k: round(v, 6) for k, v in spent.items()},
         }  # fmt: skip
         if self.engine.built.replicas is not None:
-            row["device_bytes"] = self.engine.built.replicas.device_bytes(self.engine.optimizer, self.engine.output_bytes)
+            row["device_bytes"] = self.engine.built.replicas.device_bytes(
+                self.engine.optimizer, self.engine.output_bytes
+            )
         if self.engine.built.scaler is not None:
             row["loss_scale"] = self.engine.built.scaler.value
         self.metrics.write(json.dumps(row) + "\n")
@@ -83,12 +85,21 @@ class Recorder:
         origin = step.spans[0][1] if step.spans else 0.0
         spans = [[name, round(start - origin, 6), round(took, 6)] for name, start, took in step.spans]
         at = batch.position
-        row = {"step": step.step, "epoch": at.epoch, "start": at.start, "size": batch.size, "at": round(origin, 6), "spans": spans}
+        row = {
+            "step": step.step,
+            "epoch": at.epoch,
+            "start": at.start,
+            "size": batch.size,
+            "at": round(origin, 6),
+            "spans": spans,
+        }
         self.events.write(json.dumps(row) + "\n")
 
     def _status(self, step: Step) -> dict[str, Any]:
         total = sum(r[0] for r in self.recent)
-        spent = {name: sum(r[1].get(name, 0.0) for r in self.recent) for name in ("data", "reduce", "optimizer", *COMPUTE)}
+        spent = {
+            name: sum(r[1].get(name, 0.0) for r in self.recent) for name in ("data", "reduce", "optimizer", *COMPUTE)
+        }
         samples, tokens = sum(r[2] for r in self.recent), sum(r[3] for r in self.recent)
         useful = sum(spent[name] for name in COMPUTE) + spent["optimizer"] / self.world
         left = self.engine.job.steps - step.step
@@ -123,5 +134,7 @@ def _mirror(names: list[str], path: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise PlaitError(Problem("H004", "--to tensorboard needs the package tensorboard", fix=("pip install tensorboard",))) from None
+        raise PlaitError(
+            Problem("H004", "--to tensorboard needs the package tensorboard", fix=("pip install tensorboard",))
+        ) from None
     return SummaryWriter(str(path / "tensorboard"))

@@ -50,7 +50,9 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
         loss.backward()
         if step == 0:
             out["gradients"] = _copy((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-            out["clip"] = clip * float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            out["clip"] = clip * float(
+                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            )
             out["mean"] = _is_mean(job, outputs, targets, len(ids))
         norm = torch.nn.utils.clip_grad_norm_(parameters, out["clip"])
         for group, rate in zip(optimizer.param_groups, rates):
@@ -78,7 +80,7 @@ def _samples(job: Job, data: Any) -> Iterator[tuple[int, list[int], list[Any]]]:
             while not ended:
                 samples: list[Any] = []
                 while len(samples) < job.batch and not ended:
-                    sample = _seeded(job, epoch, position + len(samples), lambda: next(source, None))
+                    sample = _seeded(job, epoch, position + len(samples), lambda source=source: next(source, None))
                     ended = sample is None
                     samples += [] if ended else [sample]
                 if samples:

@@ -67,10 +67,14 @@ class Run:
     def latest(job: str, root: Path) -> "Run":
         """The newest run of this job that has a checkpoint, else its newest. K001 when there is none."""
         name = job_name(job)
-        runs = sorted((p for p in root.glob(f"{name}-*") if _number(p.name, name)), key=lambda p: -_number(p.name, name))
+        runs = sorted(
+            (p for p in root.glob(f"{name}-*") if _number(p.name, name)), key=lambda p: -_number(p.name, name)
+        )
         saved = [p for p in runs if any((p / "checkpoints").glob("step-*"))]
         if not runs:
-            raise PlaitError(Problem("K001", f"there is no run of {name} in {root}/ to resume", fix=("start without --resume",)))
+            raise PlaitError(
+                Problem("K001", f"there is no run of {name} in {root}/ to resume", fix=("start without --resume",))
+            )
         return Run((saved or runs)[0])
 
     def point(self) -> None:
@@ -91,7 +95,11 @@ class Run:
                 time.sleep(0.1)
         file.close()
         raise PlaitError(
-            Problem("R001", f"another process is running {self.path}", fix=("wait for it, or stop it", "start a new run without --resume"))
+            Problem(
+                "R001",
+                f"another process is running {self.path}",
+                fix=("wait for it, or stop it", "start a new run without --resume"),
+            )
         )
 
     def cut(self, step: int) -> None:
@@ -122,7 +130,9 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cores": cores(),
-        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else [],
         "variables": facts(),
     }
 

@@ -9,13 +9,10 @@ A model that looks at values in its forward pass cannot run on fake tensors; a c
 """
 
 import copy
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -56,13 +53,14 @@ class Sketch:
 def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Callable[[nn.Module, Any], Any]) -> Sketch:
     """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does."""
     by_values = False
-    with _host_generators_kept() as moved:
-        try:
-            runs = [_watch(model, inputs(n), call, fake=True) for n in PROBES]
-        except fake_failures():
-            by_values = True
-            runs = [_watch(copy.deepcopy(model), inputs(n), call, fake=False) for n in PROBES]
-        host_random = moved()
+    state, before = randomness.host_state(), randomness.host_fingerprint()
+    try:
+        runs = [_watch(model, inputs(n), call, fake=True) for n in PROBES]
+    except fake_failures():
+        by_values = True
+        runs = [_watch(copy.deepcopy(model), inputs(n), call, fake=False) for n in PROBES]
+    host_random = randomness.host_fingerprint()[:2] != before[:2]
+    randomness.restore_host(state)
     small, large = runs
     parameters = tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad)
     norms = {name: model.get_submodule(name) for name in small.batch_norms}
@@ -71,11 +69,16 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Callable[[nn.Mo
         places={place: _batch_dim(shape, large.drawn.get(place)) for place, shape in small.drawn.items()},
         unkeyed=tuple(dict.fromkeys(small.unkeyed)),
         batch_norms=tuple(dict.fromkeys(small.batch_norms)),
-        channels={name: (int(norm.num_features), _wide(norm)) for name, norm in norms.items()},
+        channels={name: (_channels(norm), _wide(norm)) for name, norm in norms.items()},
         batch_coupled=tuple(dict.fromkeys(small.batch_coupled)),
         host_random=host_random,
         by_values=by_values,
     )
+
+
+def _channels(norm: nn.Module) -> int:
+    assert isinstance(norm, _BatchNorm)
+    return norm.num_features
 
 
 def _wide(norm: nn.Module) -> torch.dtype:
@@ -162,7 +165,15 @@ class _Watcher(TorchFunctionMode):
         finally:
             self.operators.keyed = False
 
-    def _dropout(self, func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True):
+    def _dropout(
+        self,
+        func: Any,
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool = True,
+    ):
         if training and train and p > 0.0:
             shape = input.shape if func in randomness.PLAIN_DROPOUTS else input.shape[:2]
             self.seen.drawn[self.place()] = shape
@@ -202,22 +213,9 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
     """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.name == name:
-            return args[i] if i < len(args) else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
+            return (
+                args[i]
+                if i < len(args)
+                else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
+            )
     return None
-
-
-@contextmanager
-def _host_generators_kept() -> Iterator[Callable[[], bool]]:
-    """Leave the host generators as they were; what it yields tells whether Python's or numpy's was drawn from."""
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-    def moved() -> bool:
-        now = np.random.get_state()
-        return random.getstate() != state[1] or now[2] != state[2][2] or not np.array_equal(now[1], state[2][1])
-
-    try:
-        yield moved
-    finally:
-        torch.set_rng_state(state[0])
-        random.setstate(state[1])
-        np.random.set_state(state[2])

@@ -91,7 +91,9 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
         run = _directory(request)
         lock = run.lock()
         console.say(headline(request))
-        place.report = lambda message: console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
+        place.report = lambda message: (
+            console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
+        )
     path = broadcast_text(str(run.path) if run else "", place.rank, group, pick_device(request.device, place))
     try:
         result = train(request, Run(Path(path)), place)
@@ -115,7 +117,9 @@ def _directory(request: Request) -> Run:
 def _finish(console: Console, run: Run, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     summary = {"run": str(run.path), **result}
     if result["stopped"]:
-        console.say(f"stopped at step {result['step']} · saved {result['checkpoint']} · continue with the same command and --resume")
+        console.say(
+            f"stopped at step {result['step']} · saved {result['checkpoint']} · continue with the same command and --resume"
+        )
         return RESUMABLE, summary
     console.say(console.done(run.path, result["checkpoint"]))
     return 0, summary
@@ -169,7 +173,14 @@ def _resume(engine: Engine, run: Run, report: Callable[[dict[str, Any]], None]) 
     if engine.place.rank == 0:
         for problem in engine.checkpoints.refused:
             report({"kind": "note", "text": f"refused {problem.what}: {problem.why}"})
-        report({"kind": "note", "text": f"resumed from {path} at step {engine.position.step}" if path else "nothing saved yet: starting from step 0"})
+        report(
+            {
+                "kind": "note",
+                "text": f"resumed from {path} at step {engine.position.step}"
+                if path
+                else "nothing saved yet: starting from step 0",
+            }
+        )
         run.cut(engine.position.step)
     if engine.built.group is not None:
         broadcast_text("cut", engine.place.rank, engine.built.group, engine.built.device)  # nobody appends before
@@ -183,7 +194,9 @@ def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
 
 
 def _reporter(report: Callable[[dict[str, Any]], None]):
-    def show(message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
+    def show(
+        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         lines = str(message).splitlines() or [""]
         report({"kind": "warning", "text": text, "short": f"{category.__name__}: {lines[0]}"})
@@ -202,7 +215,9 @@ def scaled(job: Job, batch: int | None, rule: str | None) -> tuple[Job, tuple[st
     ratio = batch / job.batch
     changed = dataclasses.replace(job, batch=batch)
     if rule is None:
-        return changed, (f"note  global batch {job.batch} → {batch}; learning rate unchanged (--scale-lr linear or sqrt changes it)",)
+        return changed, (
+            f"note  global batch {job.batch} → {batch}; learning rate unchanged (--scale-lr linear or sqrt changes it)",
+        )
     factor = ratio if rule == "linear" else ratio**0.5
 
     def optimizer(parameters: list[Any]) -> Any:

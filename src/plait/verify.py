@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from plait import reference
 from plait.build import check_plan, differing
+from plait.causes import WEIGHTS
 from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.job import Job
@@ -37,8 +38,9 @@ from plait.launch import here
 from plait.launch.place import Place
 from plait.ledger import Ledger
 from plait.plan import Plan
+from plait.probes import Trace
 from plait.strategies import ORDER, precision
-from plait.verdict import WEIGHTS, Trace, Verdict, judge
+from plait.verdict import Verdict, judge
 
 CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
@@ -107,7 +109,13 @@ def harden(job: Job, plan: Plan, short: int) -> Job:
         return made
 
     return dataclasses.replace(
-        job, batch=batch, schedule=schedule, optimizer=optimizer, data=lambda: limited(job.data(), 2 * batch + short), evaluate=None, steps=10**9
+        job,
+        batch=batch,
+        schedule=schedule,
+        optimizer=optimizer,
+        data=lambda: limited(job.data(), 2 * batch + short),
+        evaluate=None,
+        steps=10**9,
     )
 
 
@@ -185,8 +193,16 @@ def _candidate(job: Job, plan: Plan, steps: int, device: str, place: Place, fold
         rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
         ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
     if place.rank == 0:
-        _save(folder / "candidate", tensors | {"weights": _copies(model.named_parameters()), "buffers": _copies(model.named_buffers())})
-    priced = [(c.op, c.calls, c.bytes) for s in ORDER if s.wanted(plan) for c in s.price(plan, built.sketch, job.weight is not None)]
+        _save(
+            folder / "candidate",
+            tensors | {"weights": _copies(model.named_parameters()), "buffers": _copies(model.named_buffers())},
+        )
+    priced = [
+        (c.op, c.calls, c.bytes)
+        for s in ORDER
+        if s.wanted(plan)
+        for c in s.price(plan, built.sketch, job.weight is not None)
+    ]
     return {
         "rows": rows, "ids": ids, "drifted": drifted, "seen": built.data.seen, "inexact": built.inexact,
         "names": [n for n, _ in model.named_parameters()], "collectives": ledger.rows, "calls": dict(ledger.calls),

@@ -30,7 +30,11 @@ def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:
 def test_mean_of_per_rank_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """1: each rank averages over its own tokens."""
     real = engine.Engine._total_weight
-    monkeypatch.setattr(engine.Engine, "_total_weight", lambda self, batch, weights: real(self, batch, weights) * 0 + sum(weights) * self.plan.dp)
+    monkeypatch.setattr(
+        engine.Engine,
+        "_total_weight",
+        lambda self, batch, weights: real(self, batch, weights) * 0 + sum(weights) * self.plan.dp,
+    )
     check(jobs.ragged(), "dp=2", "G", "embed.weight", "V014")
 
 
@@ -104,7 +108,9 @@ def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None
 
     def finish(self: Any) -> None:
         grads = [p.grad for b in self.buckets for p in b.parameters if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_([p for b in self.buckets for p in b.parameters], 0.1, torch.nn.utils.get_total_norm(grads))
+        torch.nn.utils.clip_grads_with_norm_(
+            [p for b in self.buckets for p in b.parameters], 0.1, torch.nn.utils.get_total_norm(grads)
+        )
         self.armed = True
         plain(self)
 
@@ -149,7 +155,11 @@ def test_same_data_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """30: ranks overlap and leave samples out."""
     real = data.permutation
-    monkeypatch.setattr(data, "permutation", lambda seed, epoch, n: real(seed + (dist.get_rank() if dist.is_initialized() else 0), epoch, n))
+    monkeypatch.setattr(
+        data,
+        "permutation",
+        lambda seed, epoch, n: real(seed + (dist.get_rank() if dist.is_initialized() else 0), epoch, n),
+    )
     check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 

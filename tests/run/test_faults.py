@@ -41,7 +41,9 @@ def test_silent_hang_is_named_with_its_stack(tmp_path: Path, monkeypatch: pytest
 
 
 def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
-    command = Command("train", TEST_JOB, "--nproc", "3", "--workers", "1", "--job.pause", "0.05", "--steps", "500", folder=tmp_path)
+    command = Command(
+        "train", TEST_JOB, "--nproc", "3", "--workers", "1", "--job.pause", "0.05", "--steps", "500", folder=tmp_path
+    )
     command.until(lambda: len(rows(tmp_path)) >= 3)
     workers = command.workers()
     loaders = [int(p) for w in workers for p in Path(f"/proc/{w}/task/{w}/children").read_text().split()]

@@ -19,7 +19,7 @@ ARGV = ("train", TEST_JOB, "--nproc", "2", "--save-every", "4", "--job.steps", s
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    manifest, files = read(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
+    _, files = read(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
     return files["model.safetensors"] | files["optimizer.safetensors"]
 
 
@@ -103,7 +103,12 @@ def test_damaged_checkpoint_is_refused_by_name(whole: dict[str, torch.Tensor], t
 def test_another_job_is_refused(tmp_path: Path) -> None:
     assert Command(*ARGV, "--steps", "4", folder=tmp_path).wait() == 0
     other = tmp_path / "training.py"
-    other.write_text(Path(TEST_JOB).read_text().replace("nn.Linear(6, 16)", "nn.Linear(6, 12)").replace("nn.Linear(16, 1)", "nn.Linear(12, 1)"))
+    other.write_text(
+        Path(TEST_JOB)
+        .read_text()
+        .replace("nn.Linear(6, 16)", "nn.Linear(6, 12)")
+        .replace("nn.Linear(16, 1)", "nn.Linear(12, 1)")
+    )
     command = Command("train", str(other), "--nproc", "2", "--resume", folder=tmp_path)
     assert command.wait() == 2
     assert "error[K003]" in command.output and "body.0.weight" in command.output

@@ -22,7 +22,11 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert all(r["ranks"] == 2 and sum(r["samples_by_rank"]) in (8, 1) for r in steps)
     assert steps[4]["samples_by_rank"] == [4, 4] and steps[5]["samples_by_rank"] == [1, 0]  # 41 samples: 5 × 8 + 1
     assert steps[-1]["lr"] == pytest.approx(1e-2 / (1 + (steps[-2]["samples"]) / 100))
-    evaluations = [json.loads(line)["evaluation"] for line in (run / "metrics.jsonl").read_text().splitlines() if "evaluation" in line]
+    evaluations = [
+        json.loads(line)["evaluation"]
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if "evaluation" in line
+    ]
     assert len(evaluations) == 3 and evaluations[-1]["error"] > 0
     for name in ("plan.toml", "job.json", "env.json", "events/rank0.jsonl", "events/rank1.jsonl", "logs/rank1.log"):
         assert (run / name).exists(), name
@@ -60,7 +64,9 @@ def test_plain_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     command = Command("train", TEST_JOB, "--nproc", "2", "--job.pause", "0.03", "--json", folder=tmp_path)
     assert command.wait() == 0
     lines = [line for line in command.output.splitlines() if " step=" in line]
-    assert lines and all(f"{key}=" in lines[0] for key in ("loss", "samples/s", "share", "mem_gib", "comm", "data", "eta_s"))
+    assert lines and all(
+        f"{key}=" in lines[0] for key in ("loss", "samples/s", "share", "mem_gib", "comm", "data", "eta_s")
+    )
     summary = json.loads(next(line for line in command.output.splitlines() if line.startswith("{")))
     assert summary["step"] == 30 and summary["stopped"] is False
 
@@ -83,7 +89,11 @@ def test_learning_rate_is_scaled_only_on_request(tmp_path: Path) -> None:
     quiet = Command("train", TEST_JOB, "--steps", "2", "--batch", "16", folder=tmp_path)
     assert quiet.wait() == 0 and "learning rate unchanged" in quiet.output and rows(tmp_path)[0]["lr"] == 1e-2
     loud = Command("train", TEST_JOB, "--steps", "2", "--batch", "16", "--scale-lr", "linear", folder=tmp_path)
-    assert loud.wait() == 0 and "learning rate × 2  (linear: batch 8 → 16, 2)" in loud.output and rows(tmp_path)[0]["lr"] == 2e-2
+    assert (
+        loud.wait() == 0
+        and "learning rate × 2  (linear: batch 8 → 16, 2)" in loud.output
+        and rows(tmp_path)[0]["lr"] == 2e-2
+    )
 
 
 def test_ledger_of_samples(tmp_path: Path) -> None:
@@ -111,7 +121,13 @@ def test_joins_torchrun(tmp_path: Path, script: str) -> None:
     import sys
 
     start = [str(torchrun)] if torchrun.exists() else [sys.executable, "-m", "torch.distributed.run"]
-    done = subprocess.run([*start, "--standalone", "--nproc-per-node", "2", *words], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*start, "--standalone", "--nproc-per-node", "2", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     if "plait" in words:
         assert "done  5 steps" in done.stdout and rows(tmp_path)[-1]["ranks"] == 2

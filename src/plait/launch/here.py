@@ -12,42 +12,21 @@ import faulthandler
 import gc
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from plait.errors import PlaitError, Problem
+from plait.errors import PlaitError
 from plait.job import user_line
 from plait.launch.place import Place, cores
-from plait.launch.watch import Failure, Watch
+from plait.launch.supervise import Listener, Supervisor, Worker
 from plait.launch.words import Words
 
 Target = Callable[[Place], dict[str, Any] | None]
-
-
-@dataclass
-class Listener:
-    """What the launcher does with what workers say. `message` gets their reports, `text` their output, by rank."""
-
-    message: Callable[[int, dict[str, Any]], None] = field(default=lambda rank, message: None)
-    text: Callable[[int, bytes], None] = field(default=lambda rank, text: None)
-    tick: Callable[[], None] = field(default=lambda: None)
-
-
-@dataclass
-class _Worker:
-    rank: int
-    pid: int
-    reports: int
-    output: int
-    buffer: bytes = b""
-    status: int | None = None
 
 
 def run(target: Target, world: int, listener: Listener | None = None) -> list[dict[str, Any]]:
@@ -61,7 +40,7 @@ def run(target: Target, world: int, listener: Listener | None = None) -> list[di
     listening = _loopback_socket() if world > 1 else None
     workers = [_fork(target, rank, world, words, listening) for rank in range(world)]
     server = _serve(listening, world) if listening is not None else None
-    supervisor = _Supervisor(workers, words, listener or Listener())
+    supervisor = Supervisor(workers, words, listener or Listener())
     try:
         with _stop_signals(words, supervisor):
             return supervisor.wait()
@@ -104,30 +83,33 @@ def _serve(listening: socket.socket, world: int) -> Any:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _fork(target: Target, rank: int, world: int, words: Words, listening: socket.socket | None) -> _Worker:
+def _fork(target: Target, rank: int, world: int, words: Words, listening: socket.socket | None) -> Worker:
     reports, reports_end = os.pipe()
     output, output_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
     pid = os.fork()
-    if pid:
-        os.close(reports_end)
-        os.close(output_end)
-        return _Worker(rank, pid, reports, output)
+    if pid == 0:
+        _child(lambda: _work(target, rank, world, words, listening, reports_end), parent, output_end)
+    os.close(reports_end)
+    os.close(output_end)
+    return Worker(rank, pid, reports, output)
+
+
+def _child(work: Callable[[], int], parent: int, output: int) -> NoReturn:
+    """Life of a forked process: its output goes to the launcher, signals are the launcher's business, no way back."""
     status = 1
     try:
         die_with_parent()
         if os.getppid() != parent:
             os._exit(1)
-        os.close(reports)
-        os.close(output)
-        os.dup2(output_end, 1)
-        os.dup2(output_end, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=False)
-        status = _work(target, rank, world, words, listening, reports_end)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+        status = work()
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -156,7 +138,13 @@ def _work(target: Target, rank: int, world: int, words: Words, listening: socket
     if listening is not None:
         listening.close()
     place = Place(
-        rank, world, rank, store if world > 1 else None, report, lambda step, phase: words.write(rank, step, phase), words.stopping
+        rank,
+        world,
+        rank,
+        store if world > 1 else None,
+        report,
+        lambda step, phase: words.write(rank, step, phase),
+        words.stopping,
     )
     try:
         result = target(place)
@@ -177,128 +165,14 @@ def _described(error: BaseException) -> dict[str, Any]:
         "where": user_line(error),
         "problems": problems,
         "exit_code": error.exit_code if isinstance(error, PlaitError) else 1,
-        "memory": isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "OutOfMemory" in type(error).__name__,
+        "memory": isinstance(error, MemoryError)
+        or "can't allocate memory" in str(error)
+        or "OutOfMemory" in type(error).__name__,
     }
 
 
-class _Supervisor:
-    """Reads the workers until all have ended, or one has failed and the guilty one is known."""
-
-    def __init__(self, workers: list[_Worker], words: Words, listener: Listener):
-        self.workers, self.words, self.listener = workers, words, listener
-        self.results: dict[int, dict[str, Any]] = {}
-        self.failures: dict[int, Failure] = {}
-        self.watch = Watch(words, [w.pid for w in workers])
-        self.selector = selectors.DefaultSelector()
-        for worker in workers:
-            os.set_blocking(worker.reports, False)
-            os.set_blocking(worker.output, False)
-            self.selector.register(worker.reports, selectors.EVENT_READ, (worker, True))
-            self.selector.register(worker.output, selectors.EVENT_READ, (worker, False))
-
-    def wait(self) -> list[dict[str, Any]]:
-        while not all(w.status is not None for w in self.workers):
-            self._read(0.05)
-            self._reap()
-            self.listener.tick()
-            stalled = self.watch.stalled()
-            if stalled is not None and not self.failures:
-                self._dump(stalled)
-            if self.failures:
-                self._settle()
-                raise self._verdict()
-        self._drain()
-        if self.failures:
-            raise self._verdict()
-        return [self.results.get(w.rank) or {} for w in self.workers]
-
-    def _read(self, timeout: float) -> None:
-        for key, _ in self.selector.select(timeout):
-            worker, is_report = key.data
-            try:
-                data = os.read(key.fd, 1 << 16)
-            except BlockingIOError:
-                continue
-            if not data:
-                self.selector.unregister(key.fd)
-                os.close(key.fd)
-            elif is_report:
-                *lines, worker.buffer = (worker.buffer + data).split(b"\n")
-                for line in lines:
-                    self._message(worker, json.loads(line))
-            else:
-                self.listener.text(worker.rank, data)
-
-    def _message(self, worker: _Worker, message: dict[str, Any]) -> None:
-        if message["kind"] == "result":
-            self.results[worker.rank] = message["value"] or {}
-        elif message["kind"] == "failed":
-            step, phase, _, _ = self.words.read(worker.rank)
-            self.failures[worker.rank] = Failure.raised(worker.rank, step, phase, message)
-            self.listener.message(worker.rank, {"kind": "log", "text": message["trace"]})
-        else:
-            self.listener.message(worker.rank, message)
-
-    def _reap(self) -> None:
-        for worker in self.workers:
-            if worker.status is None:
-                pid, status = os.waitpid(worker.pid, os.WNOHANG)
-                if pid:
-                    worker.status = os.waitstatus_to_exitcode(status)
-                    self._ended(worker)
-
-    def _ended(self, worker: _Worker) -> None:
-        self._drain()
-        if worker.rank in self.results or worker.rank in self.failures:
-            return
-        step, phase, _, memory = self.words.read(worker.rank)
-        self.failures[worker.rank] = self.watch.died(worker.rank, step, phase, worker.status or 0)
-
-    def _drain(self) -> None:
-        while self.selector.get_map() and self.selector.select(0):
-            self._read(0)
-
-    def _dump(self, rank: int) -> None:
-        """A rank is stalled: ask it for its stack, then hold it guilty."""
-        pid = self.workers[rank].pid
-        stopped = self.watch.is_stopped(rank)
-        if not stopped:
-            os.kill(pid, signal.SIGUSR1)
-            self._read(0.3)
-        step, phase, when, _ = self.words.read(rank)
-        self.failures[rank] = self.watch.stall(rank, step, phase, when, stopped)
-
-    def _settle(self) -> None:
-        """Give the others a moment to say what they saw, so that the guilty one is found among all failures."""
-        for _ in range(20):
-            if all(w.status is not None or w.rank in self.failures for w in self.workers):
-                break
-            if any(not f.victim for f in self.failures.values()):
-                self._read(0.2)
-                break
-            self._read(0.1)
-            self._reap()
-        self.kill()
-        self._drain()
-
-    def _verdict(self) -> PlaitError:
-        guilty = min(self.failures.values(), key=lambda f: f.order)
-        problems = [guilty.problem] if guilty.problem is not None else guilty.problems
-        return PlaitError(problems or Problem("C005", f"rank {guilty.rank} failed"), guilty.exit_code, guilty.trace)
-
-    def kill(self) -> None:
-        for worker in self.workers:
-            if worker.status is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGKILL)
-        for worker in self.workers:
-            if worker.status is None:
-                _, status = os.waitpid(worker.pid, 0)
-                worker.status = os.waitstatus_to_exitcode(status)
-
-
 @contextlib.contextmanager
-def _stop_signals(words: Words, supervisor: _Supervisor):
+def _stop_signals(words: Words, supervisor: Supervisor):
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -18,7 +18,15 @@ PATIENCE = 30.0
 FIRST_STEP = 900.0
 """Seconds the build and the first step may take (compilation)."""
 
-_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "Write error", "Connection refused", "Timed out waiting")
+_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Read error",
+    "Write error",
+    "Connection refused",
+    "Timed out waiting",
+)
 
 
 @dataclass
@@ -39,15 +47,36 @@ class Failure:
         text = f"{message['type']}: {message['text']}" if message["text"] else message["type"]
         trace = message["trace"]
         if message["problems"]:
-            problems = [Problem(**{**p, "fix": tuple(p["fix"])}) for p in message["problems"]]
+            problems = [
+                Problem(p["code"], p["what"], p["why"], p["where"], tuple(p["fix"])) for p in message["problems"]
+            ]
             return Failure(rank, (1, rank), problems=problems, exit_code=message["exit_code"], trace=trace)
         where = message["where"]
         if message["memory"]:
-            return Failure(rank, (1, rank), Problem("M002", f"out of memory on rank {rank} {_when(step, phase)}", why=message["text"], where=where,
-                                                    fix=("more micro-batches (--plan microbatches=…)", "a smaller batch (--batch …)")), trace=trace)  # fmt: skip
+            fix = ("more micro-batches (--plan microbatches=…)", "a smaller batch (--batch …)")
+            what = f"out of memory on rank {rank} {_when(step, phase)}"
+            return Failure(
+                rank, (1, rank), Problem("M002", what, why=message["text"], where=where, fix=fix), trace=trace
+            )
         if not where and any(sign in message["text"] for sign in _PEER):
-            return Failure(rank, (3, rank), Problem("C004", f"rank {rank} lost its connection {_when(step, phase)}", why=text), victim=True, trace=trace)
-        return Failure(rank, (2, rank), Problem("C005", f"rank {rank} raised {text}", why=_when(step, phase), where=where or "inside a library; -v shows the traceback"), trace=trace)
+            return Failure(
+                rank,
+                (3, rank),
+                Problem("C004", f"rank {rank} lost its connection {_when(step, phase)}", why=text),
+                victim=True,
+                trace=trace,
+            )
+        return Failure(
+            rank,
+            (2, rank),
+            Problem(
+                "C005",
+                f"rank {rank} raised {text}",
+                why=_when(step, phase),
+                where=where or "inside a library; -v shows the traceback",
+            ),
+            trace=trace,
+        )
 
 
 class Watch:
@@ -59,7 +88,7 @@ class Watch:
         self.stopped_since: dict[int, float] = {}
         self.slowest = 0.0
         self.last: dict[int, tuple[int, str, float]] = {}
-        self.checked = 0.0
+        self.checked = self.awake = 0.0
 
     def stalled(self) -> int | None:
         """The rank that holds everyone up, or None. Looks at most ten times a second."""
@@ -85,7 +114,7 @@ class Watch:
         running = [(row[0], row[2], rank) for rank, row in enumerate(rows) if row[1] != "end"]
         if not running or self.stopped_since:
             return None
-        newest = max(max(when for _, when, _ in running), getattr(self, "awake", 0.0))
+        newest = max(max(when for _, when, _ in running), self.awake)
         first = min(step for step, _, _ in running) < 1
         patience = FIRST_STEP if first else max(PATIENCE, 10 * self.slowest)
         if now - newest < patience:
@@ -103,9 +132,15 @@ class Watch:
         why = f"no progress for {time.monotonic() - when:.0f} s, {_when(step, phase)}"
         others = ", ".join(f"rank {r} in {self.words.read(r)[1]}" for r in range(self.words.world) if r != rank)
         if stopped:
-            what, fix = f"rank {rank} was stopped (SIGSTOP or a debugger) and holds everyone up", ("send it SIGCONT within 2 s, or start again with --resume",)
+            what, fix = (
+                f"rank {rank} was stopped (SIGSTOP or a debugger) and holds everyone up",
+                ("send it SIGCONT within 2 s, or start again with --resume",),
+            )
         else:
-            what, fix = f"rank {rank} stopped making progress and holds everyone up", (f"logs/rank{rank}.log ends with its stack", "--resume after mending it")
+            what, fix = (
+                f"rank {rank} stopped making progress and holds everyone up",
+                (f"logs/rank{rank}.log ends with its stack", "--resume after mending it"),
+            )
         return Failure(rank, (0, rank), Problem("C001", what, why=why + (f"; {others}" if others else ""), fix=fix))
 
     def died(self, rank: int, step: int, phase: str, status: int) -> Failure:
@@ -113,14 +148,29 @@ class Watch:
         if status < 0:
             name = signal.Signals(-status).name
             if status == -signal.SIGKILL and _oom_kills() > self.oom_kills:
-                why, fix = "the system ran out of memory and killed it: not a communication fault", ("more micro-batches", "fewer loader workers", "--resume")
+                why, fix = (
+                    "the system ran out of memory and killed it: not a communication fault",
+                    ("more micro-batches", "fewer loader workers", "--resume"),
+                )
             elif status == -signal.SIGKILL:
-                why, fix = "somebody or the system killed it: not a communication fault", ("--resume", "dmesg  tells whether memory ran out")
+                why, fix = (
+                    "somebody or the system killed it: not a communication fault",
+                    ("--resume", "dmesg  tells whether memory ran out"),
+                )
             else:
-                why, fix = "the process crashed in compiled code", (f"logs/rank{rank}.log has the Python stack", "--resume")
-            return Failure(rank, (0, rank), Problem("C003", f"rank {rank} was killed ({name}) {_when(step, phase)}", why=why, fix=fix))
-        return Failure(rank, (0, rank), Problem("C003", f"rank {rank} ended with exit code {status} {_when(step, phase)}",
-                                                why="the job, or a library it uses, ended the process", where=f"logs/rank{rank}.log", fix=("do not call exit in a job",)))  # fmt: skip
+                why, fix = (
+                    "the process crashed in compiled code",
+                    (f"logs/rank{rank}.log has the Python stack", "--resume"),
+                )
+            return Failure(
+                rank,
+                (0, rank),
+                Problem("C003", f"rank {rank} was killed ({name}) {_when(step, phase)}", why=why, fix=fix),
+            )
+        what = f"rank {rank} ended with exit code {status} {_when(step, phase)}"
+        why = "the job, or a library it uses, ended the process"
+        where, fix = f"logs/rank{rank}.log", ("do not call exit in a job",)
+        return Failure(rank, (0, rank), Problem("C003", what, why=why, where=where, fix=fix))
 
 
 def _when(step: int, phase: str) -> str:

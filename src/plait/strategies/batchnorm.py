@@ -31,8 +31,22 @@ def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
 def price(name: str, sketch: Sketch, microbatches: int) -> Iterable[Charge]:
     """Per micro-batch: (mean, squares, count) gathered in forward, two numbers per channel summed in backward."""
     channels, dtype = sketch.channels[name]
-    yield Charge("traffic", "dp", "allgather_", microbatches, microbatches * (2 * channels + 1) * dtype.itemsize, f"statistics of {name}")
-    yield Charge("traffic", "dp", "allreduce_", microbatches, microbatches * 2 * channels * dtype.itemsize, f"their gradient in {name}")
+    yield Charge(
+        "traffic",
+        "dp",
+        "allgather_",
+        microbatches,
+        microbatches * (2 * channels + 1) * dtype.itemsize,
+        f"statistics of {name}",
+    )
+    yield Charge(
+        "traffic",
+        "dp",
+        "allreduce_",
+        microbatches,
+        microbatches * 2 * channels * dtype.itemsize,
+        f"their gradient in {name}",
+    )
 
 
 class _Synchronised(_BatchNorm):
@@ -40,7 +54,9 @@ class _Synchronised(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):
-            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
         self._check_input_dim(input)
         out, mean, var, count = _BatchStatistics.apply(input, self.weight, self.bias, self.eps, self._group)
         if self.training and self.track_running_stats and self.running_mean is not None:
@@ -92,7 +108,13 @@ class _BatchStatistics(torch.autograd.Function):
         scale = inverse if weight is None else inverse * weight
         centred = grad - (all_grad / ctx.total).view(ctx.shape) - normal * (all_product / ctx.total).view(ctx.shape)
         grad_x = (centred * scale.view(ctx.shape)).to(upstream[0].dtype)
-        return grad_x, sum_product if weight is not None else None, sum_grad if ctx.needs_input_grad[2] else None, None, None
+        return (
+            grad_x,
+            sum_product if weight is not None else None,
+            sum_grad if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+        )
 
 
 def _merge(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:

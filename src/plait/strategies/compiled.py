@@ -45,7 +45,12 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
             fix=(f'--plan "dp={plan.dp} compile=true"', f'--plan "dp={plan.dp} processes=one"'),
         )
     if device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        yield Problem("H002", "compile=true needs a C++ compiler, none was found", why="looked for g++ and clang++ in PATH", fix=("install g++",))
+        yield Problem(
+            "H002",
+            "compile=true needs a C++ compiler, none was found",
+            why="looked for g++ and clang++ in PATH",
+            fix=("install g++",),
+        )
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

@@ -81,9 +81,14 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     """One all-reduce per bucket (its gradients and one flag per parameter), and what travels beside them."""
     specs = [(shape, dtype) for _, shape, dtype in sketch.parameters]
     buckets = fill(specs)
-    total = sum(sum(_numel(specs[i][0]) for i in b) * specs[b[0]][1].itemsize + len(b) * specs[b[0]][1].itemsize for b in buckets)
+    total = sum(
+        sum(_numel(specs[i][0]) for i in b) * specs[b[0]][1].itemsize + len(b) * specs[b[0]][1].itemsize
+        for b in buckets
+    )
     yield Charge("traffic", "dp", "allreduce_", len(buckets), total, "sum of the gradients")
-    yield Charge("traffic", "dp", "allreduce_", 1, 8 * (2 + 2 * plan.ranks), "loss, wish to stop, each rank's samples and time")
+    yield Charge(
+        "traffic", "dp", "allreduce_", 1, 8 * (2 + 2 * plan.ranks), "loss, wish to stop, each rank's samples and time"
+    )
     if weighted:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     for name in sketch.batch_norms:

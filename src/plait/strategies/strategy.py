@@ -31,10 +31,15 @@ class Charge:
 class Strategy(Protocol):
     """What `strategies/__init__.py` lists."""
 
-    AXIS: str | None
-    """The mesh axis it owns."""
-    EXACT: bool
-    """True when the result equals one device's up to the order of rounding."""
+    @property
+    def AXIS(self) -> str | None:
+        """The mesh axis it owns."""
+        ...
+
+    @property
+    def EXACT(self) -> bool:
+        """True when the result equals one device's up to the order of rounding."""
+        ...
 
     @staticmethod
     def wanted(plan: Plan) -> bool:

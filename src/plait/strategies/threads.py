@@ -62,7 +62,9 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
             fix=(f'--plan "dp={batch} processes=one"', f"--batch {plan.dp}"),
         )
     if device == "cuda" and torch.cuda.device_count() < plan.dp:
-        yield Problem("H003", f"{plan.dp} devices are needed, {torch.cuda.device_count()} are visible", fix=("--device cpu",))
+        yield Problem(
+            "H003", f"{plan.dp} devices are needed, {torch.cuda.device_count()} are visible", fix=("--device cpu",)
+        )
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
@@ -73,7 +75,11 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Any) -> None:
-    devices = [built.device] * built.plan.dp if built.device.type == "cpu" else [torch.device("cuda", i) for i in range(built.plan.dp)]
+    devices = (
+        [built.device] * built.plan.dp
+        if built.device.type == "cpu"
+        else [torch.device("cuda", i) for i in range(built.plan.dp)]
+    )
     built.replicas = Replicas(built.model, devices, built.job.seed, built.sketch)
 
 
@@ -98,7 +104,9 @@ class Replicas:
                 for target, value in zip([*model.parameters(), *model.buffers()], source):
                     target.copy_(value, non_blocking=True)
 
-    def forward(self, call: Callable[[nn.Module, Any], Any], inputs: Any, step: int, first: int, count: int) -> tuple[Any, Callable[[list[Tensor]], None]]:
+    def forward(
+        self, call: Callable[[nn.Module, Any], Any], inputs: Any, step: int, first: int, count: int
+    ) -> tuple[Any, Callable[[list[Tensor | None]], None]]:
         """Outputs of the whole micro-batch on device 0 as leaves, and the function that runs backward from them."""
         parts = [(i, *split(count, len(self.models), i)) for i in range(len(self.models))]
         parts = [part for part in parts if part[2]]
@@ -117,7 +125,11 @@ class Replicas:
         def backward(gradients: list[Tensor | None]) -> None:
             def back(i: int, offset: int, n: int) -> None:
                 mine = tree_flatten(results[i])[0]
-                pairs = [(o, g[offset : offset + n].to(o.device)) for o, g in zip(mine, gradients) if g is not None and o.requires_grad]
+                pairs = [
+                    (o, g[offset : offset + n].to(o.device))
+                    for o, g in zip(mine, gradients)
+                    if g is not None and o.requires_grad
+                ]
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
             _in_threads(back, parts, self.devices[0].type)
@@ -136,7 +148,9 @@ class Replicas:
     def device_bytes(self, optimizer: torch.optim.Optimizer, outputs: int) -> list[int]:
         """Bytes of tensors each device holds for good (weights, gradients, optimizer state) and, on 0, the outputs."""
         each = [sum(2 * p.nbytes for p in m.parameters()) + sum(b.nbytes for b in m.buffers()) for m in self.models]
-        state = tree_map(lambda v: v.nbytes if isinstance(v, Tensor) else 0, [list(s.values()) for s in optimizer.state.values()])
+        state = tree_map(
+            lambda v: v.nbytes if isinstance(v, Tensor) else 0, [list(s.values()) for s in optimizer.state.values()]
+        )
         each[0] += sum(map(sum, state)) + outputs
         return each
 

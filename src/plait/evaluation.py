@@ -1,0 +1,63 @@
+"""Evaluation that does not know the layout: sums and counts over all ranks, every sample exactly once.
+
+The evaluation set is shared out without padding, ranks add up values and their number, and one sum over the ranks
+gives the mean. Averaging the ranks' means instead counts the samples of a smaller share more.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.build import Built, broadcast_text, call, move
+from plait.data import collate, split
+from plait.randomness import seed_host
+from plait.strategies.precision import autocast
+
+
+def evaluate(built: Built) -> dict[str, float]:
+    """The mean of each of the job's metrics over its evaluation set; {} when it has none. All ranks call it."""
+    job, place = built.job, built.place
+    if job.evaluate is None:
+        return {}
+    sums: dict[str, Tensor] = {}
+    built.model.eval()
+    try:
+        with torch.no_grad(), autocast(built.device.type, built.precision):
+            for pair in _share(job.evaluate.data(), job.batch, job.seed, place.rank, built.plan.ranks):
+                inputs, targets = move(pair, built.device, built.cast)
+                for name, values in job.evaluate.metrics(call(built.model, inputs), targets).items():
+                    values = torch.as_tensor(values).double()
+                    row = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
+                    sums[name] = sums[name] + row if name in sums else row
+    finally:
+        built.model.train()
+    return _means(built, sums)
+
+
+def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[tuple[Any, Any]]:
+    """This rank's part of an evaluation set, in order, every sample on exactly one rank."""
+    if hasattr(data, "__len__"):
+        first, count = split(len(data), ranks, rank)
+        for start in range(first, first + count, batch):
+            samples = []
+            for i in range(start, min(start + batch, first + count)):
+                seed_host(seed, "evaluate", i)
+                samples.append(data[i])
+            yield collate(data, samples)
+        return
+    mine = (sample for i, sample in enumerate(data) if i % ranks == rank)
+    while samples := [s for _, s in zip(range(batch), mine)]:
+        yield collate(data, samples)
+
+
+def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:
+    if built.reducer is not None:
+        text = broadcast_text("\n".join(sums), built.place.rank, built.group, built.device)
+        names = text.split("\n")  # a rank without samples has none of its own
+        rows = torch.stack([sums.get(name, torch.zeros(2, dtype=torch.float64)) for name in names]).to(built.device)
+        dist.all_reduce(rows, group=built.group)
+        sums = dict(zip(names, rows))
+    return {name: float(row[0] / row[1]) for name, row in sums.items()}

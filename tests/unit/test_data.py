@@ -1,0 +1,342 @@
+"""Data sets of every kind, loaded by this process and by real loader workers: the same samples, the same numbers."""
+
+import random
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from plait.data import (
+    Batch,
+    Micro,
+    Position,
+    Share,
+    batches,
+    checked,
+    collate,
+    evaluation_batches,
+    first_samples,
+    weigh,
+)
+from plait.errors import PlaitError
+
+defect = partial(pytest.mark.xfail, strict=True)
+
+
+class Plain:
+    """Sample i is (input [2], i); `where` tells which loader worker made it."""
+
+    def __init__(self, length: int = 10):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> Any:
+        info = get_worker_info()
+        return torch.tensor([float(i), -1.0 if info is None else info.id]), torch.tensor(i)
+
+
+class Augmented(Plain):
+    """Draws from one or all of the host generators."""
+
+    def __init__(self, length: int, kind: str):
+        super().__init__(length)
+        self.kind = kind
+
+    def __getitem__(self, i: int) -> Any:
+        draws = {
+            "torch": lambda: torch.randn(2),
+            "numpy": lambda: torch.from_numpy(np.random.rand(2)),
+            "python": lambda: torch.tensor(random.random()),
+        }
+        drawn = [draw().flatten()[:1].double() for name, draw in draws.items() if self.kind in (name, "all")]
+        return torch.cat(drawn), torch.tensor(i)
+
+
+class Stream:
+    """An iterable; `noisy` adds numbers of all host generators."""
+
+    def __init__(self, length: int = 10, noisy: bool = False):
+        self.length, self.noisy, self.next, self.epochs = length, noisy, 0, []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        for i in range(self.length):
+            yield self.sample(i)
+
+    def sample(self, i: int) -> tuple[Tensor, Tensor]:
+        noise = float(torch.rand(())) + np.random.rand() + random.random() if self.noisy else 0.0
+        return torch.tensor([i + noise]), torch.tensor(i)
+
+
+class Stateful(Stream):
+    """The same with a state."""
+
+    def __iter__(self):
+        while self.next < self.length:
+            self.next += 1
+            yield self.sample(self.next - 1)
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def take(
+    data: Any, steps: int, share: Share | None = None, at: Position | None = None, batch: int = 4, **more: Any
+) -> list[Batch]:
+    source = batches(data, batch, 7, share or Share(), at or Position(), **more)
+    rows = list(islice(source, steps))
+    source.close()  # type: ignore[attr-defined]
+    return rows
+
+
+def samples(rows: list[Batch]) -> dict[tuple[int, int], tuple[float, ...]]:
+    """(epoch, id) -> the numbers of the sample."""
+    return {
+        (b.position.epoch, i): tuple(x.tolist())
+        for b in rows
+        for m in b.micro
+        for i, x in zip(m.ids, m.inputs, strict=True)
+    }
+
+
+def same(a: list[Batch], b: list[Batch]) -> bool:
+    def bare(rows: list[Batch]) -> list[Any]:
+        return [
+            (
+                r.position,
+                r.after,
+                r.size,
+                r.state,
+                [(m.first, m.ids, m.inputs.tolist(), m.targets.tolist()) for m in r.micro],
+            )
+            for r in rows
+        ]
+
+    return bare(a) == bare(b)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_load_what_this_process_loads(workers: int) -> None:
+    rows = take(Plain(10), 7, Share(1, 3, 2), workers=workers)
+    alone = take(Plain(10), 7, Share(1, 3, 2))
+    makers = {x[1] for x in samples(rows).values()}
+    assert makers == ({-1.0} if workers == 0 else set(map(float, range(workers))))
+    assert [(b.position, b.after, [m.ids for m in b.micro]) for b in rows] == [
+        (b.position, b.after, [m.ids for m in b.micro]) for b in alone
+    ]
+    assert all(m.targets.tolist() == list(m.ids) for b in rows for m in b.micro)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python", "all"])
+def test_augmentation_knows_neither_rank_nor_layout_nor_workers(kind: str) -> None:
+    expected = samples(take(Augmented(10, kind), 6))
+    assert len(expected) == 20
+    assert len(set(expected.values())) == 20
+    for ranks, micro, workers in ((2, 1, 0), (3, 2, 0), (5, 1, 0), (1, 3, 1), (1, 2, 2)):
+        together: dict[tuple[int, int], tuple[float, ...]] = {}
+        for rank in range(ranks):
+            together |= samples(take(Augmented(10, kind), 6, Share(rank, ranks, micro), workers=workers))
+        assert together == expected
+
+
+def test_augmentation_survives_a_resume() -> None:
+    rows = take(Augmented(10, "all"), 8)
+    assert same(take(Augmented(10, "all"), 4, at=rows[3].after), rows[4:])
+
+
+@defect(reason="the fingerprint leaves out numpy's cached second normal number")
+def test_augmentation_by_a_cached_normal_number() -> None:
+    class OneNormal(Plain):
+        def __getitem__(self, i: int) -> Any:
+            return torch.tensor([np.random.randn()]), torch.tensor(i)
+
+    np.random.seed(0)
+    expected = samples(take(OneNormal(8), 1, batch=2))
+    found = {}
+    for rank in range(2):
+        np.random.seed(0)
+        np.random.randn()  # as a model's initialisation may: the next number is cached
+        found |= samples(take(OneNormal(8), 1, Share(rank, 2), batch=2))
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", [Stream, Stateful])
+@pytest.mark.parametrize("length", [10, 8, 3])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterables_over_layouts_and_resumes(kind: type, length: int, workers: int) -> None:
+    """8 ends exactly at a batch's end, 3 is shorter than a batch."""
+    alone = take(kind(length, noisy=True), 6)
+    assert {i for b in alone if b.position.epoch == 0 for m in b.micro for i in m.ids} == set(range(length))
+    expected = samples(alone)
+    together: dict[tuple[int, int], tuple[float, ...]] = {}
+    for rank in range(2):
+        together |= samples(take(kind(length, noisy=True), 6, Share(rank, 2, 2), workers=workers))
+    assert together == expected
+    for done in (1, 2, 4) if workers == 0 else (1,):
+        last = alone[done - 1]
+        again = take(kind(length, noisy=True), 6 - done, at=last.after, workers=workers, state=last.state)
+        assert samples(again) == samples(alone[done:])
+        assert [b.after for b in again] == [b.after for b in alone[done:]]
+
+
+def test_an_iterable_is_told_its_epoch() -> None:
+    data = Stream(5)
+    take(data, 5)
+    assert data.epochs == [0, 1, 2]
+
+
+def test_the_short_last_batch_and_empty_shares() -> None:
+    rows = [take(Plain(5), 4, Share(rank, 4)) for rank in range(4)]
+    assert [b.size for b in rows[0]] == [4, 1, 4, 1]
+    assert [r[1].count for r in rows] == [1, 0, 0, 0]
+    empty = rows[3][1].micro[0]
+    assert (empty.inputs.shape, empty.targets.shape, empty.ids) == ((0, 2), (0,), ())
+    stream = take(Stream(5), 2, Share(3, 4))[1].micro[0]
+    assert (stream.inputs.shape, stream.targets.shape) == ((0, 1), (0,))
+
+
+class Trees(Plain):
+    """Inputs that are a dict or a tuple, targets that are a tuple."""
+
+    def __init__(self, kind: str):
+        super().__init__(5)
+        self.kind = kind
+
+    def __getitem__(self, i: int) -> Any:
+        x, mask = torch.full((3,), float(i)), torch.ones(3, dtype=torch.bool)
+        return ({"x": x, "mask": mask} if self.kind == "dict" else (x, mask)), (torch.tensor(i), float(i))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_trees_of_inputs(kind: str) -> None:
+    for rank, count in enumerate([1, 0]):
+        micro = take(Trees(kind), 2, Share(rank, 2))[1].micro[0]
+        x, mask = micro.inputs.values() if kind == "dict" else micro.inputs
+        assert (x.shape, mask.shape, mask.dtype) == ((count, 3), (count, 3), torch.bool)
+        assert [len(t) for t in micro.targets] == [count, count]
+
+
+class Padded(Plain):
+    """Ragged samples, collated by the data set itself."""
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.arange(1, i + 2)
+
+    def collate(self, samples: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        padded = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        return {"tokens": padded}, torch.tensor([len(s) for s in samples])
+
+
+def test_a_data_set_collates_itself() -> None:
+    for workers in (0, 1):
+        for batch in take(Padded(5), 2, Share(0, 2), workers=workers):
+            (micro,) = batch.micro
+            assert (micro.targets - 1).tolist() == list(micro.ids)
+            assert micro.inputs["tokens"].shape == (micro.count, max(micro.targets))
+
+
+@defect(reason="IndexError: t[:0] of a tensor without dims")
+def test_an_empty_share_of_a_collate_with_a_number() -> None:
+    class Numbered(Padded):
+        def collate(self, samples: list[Tensor]) -> Any:
+            inputs, targets = super().collate(samples)
+            return inputs | {"longest": targets.max()}, targets
+
+    take(Numbered(5), 2, Share(1, 2))
+
+
+def code(call: Any) -> str:
+    with pytest.raises(PlaitError) as caught:
+        call()
+    return "".join(caught.value.codes)
+
+
+def test_data_that_cannot_be_read() -> None:
+    for data in ([], Plain(0), 3, object(), None):
+        assert code(partial(checked, data, "here")) == "J007"
+    for data in ([(1, 2)], Plain(1), Stream(0)):
+        assert checked(data, "here") is data
+    assert code(partial(take, Stream(0), 1)) == "J007"
+    for bad in ([1, 2, 3, 4], [(1, 2, 3)] * 4, [{"a": 1, "b": 2}] * 4):
+        assert code(partial(take, bad, 1)) == "J007"
+
+
+@defect(reason="torch's worker wrapper makes PlaitError(str): its problems are single letters")
+def test_a_worker_says_what_is_wrong() -> None:
+    assert code(partial(take, Stream(0), 1, workers=1)) == "J007"
+
+
+@defect(reason="a data set that became shorter: RuntimeError, generator raised StopIteration")
+def test_a_resumed_stream_that_became_shorter() -> None:
+    assert code(partial(take, Stream(5), 1, at=Position(3, 0, 8, 8)))
+
+
+@defect(reason="a data set that became shorter: a batch of a negative size, as if nothing were wrong")
+def test_a_resumed_data_set_that_became_shorter() -> None:
+    assert code(partial(take, Plain(5), 1, at=Position(3, 0, 8, 8)))
+
+
+class Torch(IterableDataset):
+    """torch's own base class has a __getitem__ that raises."""
+
+    def __iter__(self):
+        for i in range(10):
+            yield torch.tensor([float(i)]), torch.tensor(i)
+
+
+class Sized(Torch):
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize(
+    "data", [pytest.param(Torch, id="IterableDataset"), pytest.param(Sized, id="with_len")]
+)
+@defect(reason="IterableDataset inherits a __getitem__ that raises: it is taken for a map")
+def test_torchs_iterable(data: type) -> None:
+    assert first_samples(data(), 2)[0].tolist() == [[0.0], [0.0]]
+    assert take(data(), 1)[0].micro[0].ids == (0, 1, 2, 3)
+    assert len(list(evaluation_batches(data(), 4, 0, 0, 2))) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 12])
+@pytest.mark.parametrize("data", [Plain(10), Stream(10), Augmented(10, "all")])
+def test_evaluation_sees_every_sample_once(data: Any, ranks: int) -> None:
+    def seen(ranks: int) -> dict[int, list[float]]:
+        pairs = [p for rank in range(ranks) for p in evaluation_batches(data, 3, 0, rank, ranks)]
+        rows = [(int(t), x.tolist()) for inputs, targets in pairs for x, t in zip(inputs, targets)]
+        assert len(rows) == 10
+        return dict(rows)
+
+    assert seen(ranks) == seen(1)
+    assert set(seen(ranks)) == set(range(10))
+
+
+def test_the_first_sample_leaves_the_generators() -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    inputs, targets = first_samples(Augmented(3, "all"), 4)
+    assert inputs.shape == (4, 3)
+    assert targets.tolist() == [0, 0, 0, 0]
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_weights() -> None:
+    micro = Micro(0, 2, None, torch.tensor([1.0, 3.0]), (0, 1))
+    assert weigh(None, micro) == 2.0
+    assert weigh(lambda t: t, micro) == 4.0
+    assert weigh(lambda t: 2.5, micro) == 2.5
+    assert weigh(lambda t: t.new_tensor(9), Micro(0, 0, None, torch.zeros(0), ())) == 0.0
+    assert collate([], [(torch.zeros(1), 1)] * 2)[0].shape == (2, 1)
