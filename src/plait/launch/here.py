@@ -99,22 +99,20 @@ def _fork(target: Target, rank: int, world: int, words: Words, listening: socket
 
 def _child(work: Callable[[], int], parent: int, output: int) -> NoReturn:
     """Life of a forked process: its output goes to the launcher, signals are the launcher's business, no way back."""
+    die_with_parent()
     status = 1
-    try:
-        die_with_parent()
-        if os.getppid() != parent:
-            os._exit(1)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
-        status = work()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(status)  # a plain exit may abort in gloo's threads after a correct run
+    with contextlib.suppress(BaseException):
+        if os.getppid() == parent:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+            status = work()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)  # a plain exit may abort in gloo's threads after a correct run
 
 
 def _work(target: Target, rank: int, world: int, words: Words, listening: socket.socket | None, channel: int) -> int:

@@ -1,0 +1,50 @@
+"""The launcher: fast to start, results from every rank, exit races do not count."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.errors import PlaitError, Problem
+from plait.launch import here
+from plait.launch.place import Place
+
+
+def meet(place: Place) -> dict[str, Any]:
+    place.connect(torch.device("cpu"))
+    total = torch.tensor([float(place.rank)])
+    dist.all_reduce(total)
+    return {"sum": float(total), "at": time.monotonic()}
+
+
+def test_eight_ranks_meet_within_half_a_second() -> None:
+    here.run(meet, 2)  # imports are the parent's and happen once
+    taken = []
+    for _ in range(5):
+        began = time.monotonic()
+        results = here.run(meet, 8)
+        assert [r["sum"] for r in results] == [28.0] * 8
+        taken.append(max(r["at"] for r in results) - began)
+    assert min(taken) <= 0.5, taken
+
+
+def test_no_spurious_failure_in_many_runs() -> None:
+    for _ in range(20):
+        here.run(meet, 3)
+
+
+def fails(place: Place) -> dict[str, Any]:
+    place.connect(torch.device("cpu"))
+    if place.rank == 2:
+        raise PlaitError(Problem("J009", "made up", fix=("nothing",)))
+    dist.barrier()
+    return {}
+
+
+def test_a_plait_error_in_a_rank_is_raised_as_itself() -> None:
+    with pytest.raises(PlaitError, match="made up") as caught:
+        here.run(fails, 3)
+    assert caught.value.codes == ["J009"]
+    assert "Traceback" in caught.value.trace
