@@ -1,5 +1,6 @@
 """Unlike small jobs for the tests. Each is ordinary PyTorch; none knows how it will be split."""
 
+import dataclasses
 import random
 
 import torch
@@ -205,3 +206,46 @@ def groups() -> plait.Job:
 
 
 ALL = {f.__name__: f for f in (mlp, batch_norm, ragged, attention, branches, vae, stream, groups)}
+
+
+@dataclasses.dataclass
+class Out:
+    logits: Tensor
+    aux: Tensor | None = None
+
+
+class Odd(nn.Module):
+    """A counter buffer, a cache filled in the first forward, an explicit float32 norm, frozen batch norm, a dataclass out."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 1)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.cache: Tensor | None = None
+
+    def train(self, mode: bool = True) -> "Odd":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor, scale: Tensor) -> Out:
+        self.count += self.training
+        if self.cache is None:
+            self.cache = torch.arange(8, device=x.device, dtype=x.dtype)
+        h = self.norm(self.inner(x)) + self.cache
+        h = (h.float() * torch.rsqrt(h.float().square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return Out(self.out(h) * scale[:, None])
+
+
+class Pairs(Numbers):
+    def __getitem__(self, i: int):
+        x, y = super().__getitem__(i)
+        return (x, float(i % 3)), y
+
+
+def odd() -> plait.Job:
+    return make(Odd, Pairs, lambda out, y: F.huber_loss(out.logits, y), optimizer=lambda p: torch.optim.Adagrad(p, lr=1e-2))
+
+
+ALL["odd"] = odd

@@ -1,5 +1,6 @@
 """From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
 
+import inspect
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class Built:
     scaler: Any = None
     precision: torch.dtype | None = None
     lockstep: bool = False
-    """Every rank must run every micro-batch, also an empty one, because the model communicates in its forward pass."""
+    """Every rank must run every micro-batch, also an empty one: its forward pass communicates, or changes a buffer."""
 
     @property
     def inexact(self) -> list[str]:
@@ -87,6 +88,7 @@ def make_model(job: Job) -> nn.Module:
     model = job.model()
     if not isinstance(model, nn.Module):
         raise PlaitError(Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module"))
+    _supported(model)
     return model.train()
 
 
@@ -111,6 +113,18 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     return built
 
 
+def _supported(model: nn.Module) -> None:
+    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    if sparse:
+        why, fix = (
+            "their sum over ranks, norm and clipping are not defined here",
+            ("sparse=False    (the result is the same)",),
+        )
+        raise PlaitError(
+            Problem("J012", f"{sparse[0]} makes sparse gradients, which plait does not sum", why=why, fix=fix)
+        )
+
+
 def make_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[int, str]]:
     """The job's optimizer, and the name of each parameter by id."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -119,6 +133,10 @@ def make_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, d
         raise PlaitError(
             Problem("J006", f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         )
+    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        what = f"{type(optimizer).__name__} needs a closure, which plait does not give"
+        why = "it evaluates the loss several times in one step; a step here is one forward and backward of the batch"
+        raise PlaitError(Problem("J013", what, why=why, fix=("an optimizer whose step() takes no closure",)))
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return optimizer, names

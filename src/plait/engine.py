@@ -9,6 +9,7 @@ of the global batch, so what is optimised is the weighted mean over the batch, h
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -28,6 +29,8 @@ from plait.job import Job
 from plait.launch.place import Place, current
 from plait.plan import Plan
 from plait.strategies.precision import autocast
+from plait.torchseam import leaves
+from plait.wide import Wide
 
 SPANS = ("data", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer")
 
@@ -161,19 +164,22 @@ class Engine:
     def _forward(self, batch: Batch, micro: Any, inputs: Any, targets: Any, weight: float, scale: float):
         built = self.built
         self._begin("forward")
-        with (
-            built.randomness.at(batch.position.step, micro.first, micro.count),
-            autocast(built.device.type, built.precision),
-        ):
+        with self._format(), built.randomness.at(batch.position.step, micro.first, micro.count):
             outputs = call(built.model, inputs)
             if weight:
                 loss = self.job.loss(outputs, targets)
             else:  # an empty share in a model that communicates: take part, add nothing
-                sums = [o.sum() * 0.0 for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.requires_grad]
+                sums = [o.sum() * 0.0 for o in leaves(outputs) if isinstance(o, Tensor) and o.requires_grad]
                 loss = torch.stack(sums).sum()
         _check_loss(loss)
         self._end("forward")
         return loss.detach(), (loss * scale).backward
+
+    def _format(self) -> AbstractContextManager[Any]:
+        """The number format of the forward pass and the loss."""
+        if self.built.cast is torch.float64 and not self.plan.compile:
+            return Wide()
+        return autocast(self.built.device.type, self.built.precision)
 
     def _forward_in_threads(self, batch: Batch, micro: Any, inputs: Any, targets: Any, scale: float):
         built = self.built
@@ -181,19 +187,19 @@ class Engine:
         built.replicas.send_weights()
         self._end("replicate")
         self._begin("forward")
-        with autocast(built.device.type, built.precision):
+        with self._format():
             outputs, back = built.replicas.forward(call, inputs, batch.position.step, micro.first, micro.count)
             self._end("forward")
             self._begin("loss")
             loss = self.job.loss(outputs, targets)
         _check_loss(loss)
-        leaves = tree_leaves(outputs)
-        self.output_bytes = sum(o.nbytes for o in leaves if isinstance(o, Tensor))
+        gathered = leaves(outputs)
+        self.output_bytes = sum(o.nbytes for o in gathered if isinstance(o, Tensor))
         (loss * scale).backward()
         self._end("loss")
 
         def backward() -> None:
-            back([o.grad if isinstance(o, Tensor) else None for o in leaves])
+            back([o.grad if isinstance(o, Tensor) else None for o in gathered])
             self._begin("collect")
             built.replicas.collect()
             self._end("collect")

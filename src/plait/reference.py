@@ -1,6 +1,7 @@
 """The reference: the job on one device in plain PyTorch, as anyone would write it by hand.
 
-It shares with the engine only what a job *means*: `Job` itself, the sample order and the keyed random numbers. If the
+It shares with the engine only what a job *means*: `Job` itself, the sample order and the keyed random numbers (and `Wide`, which keeps
+both in float64). If the
 engine and these lines agree to rounding, the engine trains what the job says.
 """
 
@@ -16,6 +17,7 @@ from torch.utils.data import default_collate
 from plait.job import Job
 from plait.randomness import Randomness, permutation, seed_host
 from plait.sketch import sketch
+from plait.wide import Wide
 
 Samples = tuple[int, int, list[Any]]
 
@@ -44,7 +46,7 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
     for step in range(steps):
         epoch, ids, samples = next(stream)
         inputs, targets = _ready(_collate(data, samples), dtype, device)
-        with keyed.at(step, 0, len(ids)):
+        with Wide(), keyed.at(step, 0, len(ids)):
             outputs = _call(model, inputs)
             loss = job.loss(outputs, targets)
         loss.backward()
@@ -53,7 +55,8 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
             out["clip"] = clip * float(
                 torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             )
-            out["mean"] = _is_mean(job, outputs, targets, len(ids))
+            with Wide():
+                out["mean"] = _is_mean(job, outputs, targets, len(ids))
         norm = torch.nn.utils.clip_grad_norm_(parameters, out["clip"])
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * job.schedule(seen) if job.schedule else rate

@@ -44,6 +44,8 @@ class Sketch:
     """Of each batch-norm module: its channels, and the format it computes its statistics in."""
     batch_coupled: tuple[str, ...] = ()
     """Modules that use batch statistics by a direct call: these cannot be synchronised."""
+    counting: tuple[str, ...] = ()
+    """Buffers that every training forward changes, besides those of batch norms (counters, power iterations)."""
     host_random: bool = False
     """True when the forward pass draws from Python's or numpy's generator."""
     by_values: bool = False
@@ -71,6 +73,7 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Callable[[nn.Mo
         batch_norms=tuple(dict.fromkeys(small.batch_norms)),
         channels={name: (_channels(norm), _wide(norm)) for name, norm in norms.items()},
         batch_coupled=tuple(dict.fromkeys(small.batch_coupled)),
+        counting=tuple(dict.fromkeys(small.counting)),
         host_random=host_random,
         by_values=by_values,
     )
@@ -99,10 +102,12 @@ class _Watched:
     unkeyed: list[str] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
     batch_coupled: list[str] = field(default_factory=list)
+    counting: list[str] = field(default_factory=list)
 
 
 def _watch(model: nn.Module, inputs: Any, call: Callable[[nn.Module, Any], Any], fake: bool) -> _Watched:
     watcher = _Watcher(model)
+    before = _state(model)
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     training = model.training
     model.train()
@@ -115,9 +120,29 @@ def _watch(model: nn.Module, inputs: Any, call: Callable[[nn.Module, Any], Any],
                 with fakes, watcher, watcher.operators:
                     call(model, tree_map_only(torch.Tensor, fakes.from_tensor, inputs))
     finally:
-        model.train(training)
         watcher.remove()
+        watcher.seen.counting += _restore(model, before)
+        model.train(training)
     return watcher.seen
+
+
+def _state(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
+    """What a forward pass may change on modules besides values: attributes (caches), and which tensors are buffers."""
+    return [(m, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
+
+
+def _restore(model: nn.Module, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """Put it back (a cache filled on fake tensors must not stay); returns the names of buffers that were replaced."""
+    names = {id(m): name for name, m in model.named_modules()}
+    replaced = []
+    for module, attributes, buffers in before:
+        changed = [n for n, b in buffers.items() if module._buffers.get(n) is not b]
+        replaced += [f"{names[id(module)]}.{n}".lstrip(".") for n in changed]
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+    return replaced
 
 
 class _Watcher(TorchFunctionMode):
@@ -131,6 +156,8 @@ class _Watcher(TorchFunctionMode):
         self.drew = 0
         self.operators = _Operators(self)
         self.handles: list[Any] = []
+        norms = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) for b in m.buffers()}
+        self.buffers = {id(b): name for name, b in model.named_buffers() if id(b) not in norms}
         for name, module in model.named_modules():
             self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
             self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
@@ -189,6 +216,9 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         watcher = self.watcher
         name, _, module = watcher.owner[-1]
+        if func._schema.is_mutable:
+            written = [_argument(func, args, kwargs or {}, a.name) for a in func._schema.arguments if a.is_write]
+            watcher.seen.counting += [watcher.buffers[id(t)] for t in written if id(t) in watcher.buffers]
         if func in SEEDED and _argument(func, args, kwargs or {}, "dropout_p") != 0.0:
             rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in randomness._RULES
             if self.keyed and rule and isinstance(result, torch.Tensor):

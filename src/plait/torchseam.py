@@ -3,14 +3,16 @@
 When a torch release moves one of these, one test fails here and one file changes.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import register_dataclass, tree_leaves
 
-__all__ = ["SEEDED", "FakeTensorMode", "fake_failures", "mask_op"]
+__all__ = ["SEEDED", "FakeTensorMode", "fake_failures", "leaves", "mask_op"]
 
 
 class _Seeded:
@@ -26,6 +28,17 @@ SEEDED = _Seeded()
 def fake_failures() -> tuple[type[BaseException], ...]:
     """What a model raises on fake tensors when it looks at values (``.item()``, ``if x.sum() > 0``)."""
     return (UnsupportedFakeTensorException, GuardOnDataDependentSymNode, RuntimeError, NotImplementedError, TypeError)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a model's output, also inside dataclasses, which torch's trees learn here when first met."""
+    found = []
+    for leaf in tree_leaves(tree):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            register_dataclass(type(leaf))
+            return leaves(tree)
+        found.append(leaf)
+    return found
 
 
 @torch.library.custom_op("plait::mask", mutates_args=())

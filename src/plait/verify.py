@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait import reference
-from plait.build import check_plan, differing
+from plait.build import check_plan, differing, make_model, make_optimizer
 from plait.causes import WEIGHTS
+from plait.data import checked, first_samples
 from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.job import Job
@@ -73,12 +74,21 @@ def _reference(job: Job, plan: Plan, steps: int, device: str, folder: Path) -> t
         hard = harden(job, plan, short)
         try:
             (result,) = here.run(lambda place, hard=hard: _one_device(hard, steps, device, folder), 1)
-        except PlaitError:
+        except PlaitError as error:
             if short == enough:
-                raise
+                raise _on_one_device(error) from None
             continue
         return hard, _trace(folder / "reference", result)
     raise AssertionError("unreachable")
+
+
+def _on_one_device(error: PlaitError) -> PlaitError:
+    """The job fails without plait: say so."""
+    problem = error.problems[0]
+    if problem.code != "C005":
+        return error
+    what = "the job fails on one device, in plain PyTorch: " + problem.what.removeprefix("rank 0 raised ")
+    return PlaitError(dataclasses.replace(problem, code="J011", what=what, why=""), error.exit_code, error.trace)
 
 
 def _silent(job: Job) -> Job:
@@ -167,9 +177,12 @@ def _one_device(job: Job, steps: int, device: str, folder: Path) -> dict[str, An
     holder: list[Any] = []
 
     def data() -> Any:
-        holder.append(job.data())
+        holder.append(checked(job.data(), "Job(data=…)"))
+        if len(holder) == 1 and hasattr(holder[0], "__getitem__"):
+            first_samples(holder[0], 1)  # raises when samples are not pairs
         return holder[-1]
 
+    make_optimizer(job, make_model(job))  # raises when the job cannot be trained by plait at all
     out = reference.train(dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device)
     _save(folder / "reference", {k: out.pop(k) for k in ("initial", "gradients", "weights", "buffers")})
     return {**out, "seen": holder[0].seen, "names": []}

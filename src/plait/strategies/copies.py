@@ -73,7 +73,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Any) -> None:
     batchnorm.synchronise(built.model, built.sketch.batch_norms, built.group)
-    built.lockstep = bool(built.sketch.batch_norms)
+    built.lockstep = bool(built.sketch.batch_norms or built.sketch.counting)
     built.reducer = Reducer(built.model, built.group)
 
 

@@ -44,6 +44,7 @@ from plait.plan import Plan
 from plait.randomness import Randomness
 from plait.sketch import Sketch
 from plait.strategies.strategy import Charge
+from plait.torchseam import leaves
 
 AXIS = None
 EXACT = True
@@ -118,6 +119,7 @@ class Replicas:
                 results[i] = call(self.models[i], mine)
 
         _in_threads(run, parts, self.devices[0].type)
+        leaves(results[parts[0][0]])  # makes trees of dataclasses
         outputs = [tree_flatten(results[i])[0] for i, _, _ in parts]
         spec = tree_flatten(results[parts[0][0]])[1]
         whole = [_gather([o[k] for o in outputs], self.devices[0]) for k in range(len(outputs[0]))]
