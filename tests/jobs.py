@@ -241,7 +241,7 @@ class Odd(nn.Module):
 class Pairs(Numbers):
     def __getitem__(self, i: int):
         x, y = super().__getitem__(i)
-        return (x, float(i % 3)), y
+        return (x, 1.0 + i % 3), y
 
 
 def odd() -> plait.Job:

@@ -20,7 +20,7 @@ class Wide(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _CASTS:
-            return args[0].double()
+            func, args, kwargs = Tensor.double, args[:1], {}
         args = tuple(_widened(a) for a in args)
         return func(*args, **{k: _widened(v) for k, v in (kwargs or {}).items()})
 
