@@ -187,10 +187,11 @@ class Engine:
         built.replicas.send_weights()
         self._end("replicate")
         self._begin("forward")
+        step = batch.position.step
+        outputs, back = built.replicas.forward(call, self._format, inputs, step, micro.first, micro.count)
+        self._end("forward")
+        self._begin("loss")
         with self._format():
-            outputs, back = built.replicas.forward(call, inputs, batch.position.step, micro.first, micro.count)
-            self._end("forward")
-            self._begin("loss")
             loss = self.job.loss(outputs, targets)
         _check_loss(loss)
         gathered = leaves(outputs)

@@ -88,6 +88,9 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     return ()
 
 
+Call = Callable[[nn.Module, Any], Any]
+
+
 class Replicas:
     """N copies of a model and the threads that run them."""
 
@@ -106,19 +109,22 @@ class Replicas:
                     target.copy_(value, non_blocking=True)
 
     def forward(
-        self, call: Callable[[nn.Module, Any], Any], inputs: Any, step: int, first: int, count: int
+        self, call: Call, number_format: Callable[[], Any], inputs: Any, step: int, first: int, count: int
     ) -> tuple[Any, Callable[[list[Tensor | None]], None]]:
-        """Outputs of the whole micro-batch on device 0 as leaves, and the function that runs backward from them."""
+        """Outputs of the whole micro-batch on device 0 as leaves, and the function that runs backward from them.
+
+        `number_format` makes the context of a forward pass: such contexts belong to a thread.
+        """
         parts = [(i, *split(count, len(self.models), i)) for i in range(len(self.models))]
         parts = [part for part in parts if part[2]]
         results: dict[int, Any] = {}
 
         def run(i: int, offset: int, n: int) -> None:
             mine = tree_map_only(Tensor, lambda t: t[offset : offset + n].to(self.devices[i]), inputs)
-            with self.randomness[i].at(step, first + offset, n):
+            with number_format(), self.randomness[i].at(step, first + offset, n):
                 results[i] = call(self.models[i], mine)
 
-        _in_threads(run, parts, self.devices[0].type)
+        _in_threads(run, parts)
         leaves(results[parts[0][0]])  # makes trees of dataclasses
         outputs = [tree_flatten(results[i])[0] for i, _, _ in parts]
         spec = tree_flatten(results[parts[0][0]])[1]
@@ -134,7 +140,7 @@ class Replicas:
                 ]
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
-            _in_threads(back, parts, self.devices[0].type)
+            _in_threads(back, parts)
 
         return tree_unflatten(whole, spec), backward
 
@@ -165,15 +171,13 @@ def _gather(parts: list[Any], device: torch.device) -> Any:
     return whole.requires_grad_(parts[0].requires_grad)
 
 
-def _in_threads(run: Callable[..., None], parts: list[tuple[int, int, int]], device: str) -> None:
+def _in_threads(run: Callable[..., None], parts: list[tuple[int, int, int]]) -> None:
     """Run each part in its own thread; the first exception is raised here."""
     failures: list[BaseException] = []
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)  # these are per thread
 
     def guarded(part: tuple[int, int, int]) -> None:
         try:
-            with torch.autocast(device, dtype=dtype, enabled=enabled):
-                run(*part)
+            run(*part)
         except BaseException as error:
             failures.append(error)
 
