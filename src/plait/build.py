@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from plait import data as data_module
 from plait.errors import PlaitError, Problem
 from plait.job import Job
+from plait.launch.devices import kind_of
 from plait.launch.place import Place
 from plait.plan import Plan
 from plait.randomness import Randomness
@@ -59,18 +60,13 @@ def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
         raise PlaitError(problems)
 
 
-def pick_device(kind: str, place: Place) -> torch.device:
-    """`auto`, `cpu` or `cuda` as this rank's device. H001 when CUDA is asked for and none is visible."""
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise PlaitError(
-            Problem("H001", "this run asks for CUDA, none is visible", why=f"torch {torch.__version__} sees {torch.cuda.device_count()} devices",
-                    fix=("--device cpu    runs the same plan on CPU processes",))
-        )  # fmt: skip
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+def pick_device(wanted: str, place: Place) -> torch.device:
+    """This rank's device: `auto`, `cpu` or `cuda`. H001 when CUDA is asked for and none is visible."""
+    if kind_of(wanted) == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

@@ -101,16 +101,29 @@ class Console:
 
 
 def live_line(s: dict[str, Any], width: int) -> str:
-    """step 187/300 ━━━━━╸  loss 2.205  23 400 tok/s  (85 % of 2 × one)  mem 0.3 GiB  comm 6 %  data 0 %  ETA 0:21"""
+    """step 187/300 ━━━━━╸  loss 2.205  23 400 tok/s  (85 % of 2 × one)  mem 0.3 GiB  comm 6 %  data 0 %  ETA 0:21
+
+    What does not fit is left out, the least important first.
+    """
     head = f"step {s['step']}/{s['steps']} "
-    tail = (
-        f"  loss {s['loss']:.3f}  {s['rate']:,.0f} {s['unit']}".replace(",", " ")
-        + f"  ({s['share']:.0%} of {s['devices']} × one)  mem {s['memory'] / 2**30:.1f} GiB"
-        + f"  comm {s['comm']:.0%}  data {s['data']:.0%}  ETA {_clock(s['eta'])}"
-    ).replace("%", " %")
-    room = max(0, min(20, width - len(head) - len(tail) - 1))
+    parts = {
+        "loss": f"  loss {s['loss']:.3f}",
+        "rate": f"  {s['rate']:,.0f} {s['unit']}".replace(",", " "),
+        "share": f"  ({s['share']:.0%} of {s['devices']} × one)",
+        "memory": f"  mem {s['memory'] / 2**30:.1f} GiB",
+        "comm": f"  comm {s['comm']:.0%}",
+        "data": f"  data {s['data']:.0%}",
+        "eta": f"  ETA {_clock(s['eta'])}",
+    }
+    parts = {name: text.replace("%", " %") for name, text in parts.items()}
+    for least in ("memory", "data", "share", "comm", "rate"):
+        if len(head) + sum(map(len, parts.values())) < width:
+            break
+        del parts[least]
+    room = max(0, min(20, width - len(head) - sum(map(len, parts.values())) - 1))
     full = int(room * s["step"] / s["steps"])
-    return (head + "━" * full + "╸" * (room > full) + " " * (room - full - 1) + tail)[: width - 1]
+    bar = "━" * full + "╸" * (room > full) + " " * (room - full - 1)
+    return (head + bar + "".join(parts.values()))[: width - 1]
 
 
 def plain_line(s: dict[str, Any]) -> str:

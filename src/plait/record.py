@@ -7,8 +7,9 @@ the epoch's order the step used: together with the seed they are the ledger of s
 
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import psutil
@@ -25,8 +26,8 @@ COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
 class Recorder:
     """Writes one rank's record of a run. `status` is called with a dict at most ten times a second on rank 0."""
 
-    def __init__(self, engine: Engine, run: Run, status: Any, mirrors: list[str]):
-        self.engine, self.status, self.told = engine, status, 0.0
+    def __init__(self, engine: Engine, run: Run, status: Any, mirrors: list[str], note: Any = print):
+        self.engine, self.status, self.note, self.told = engine, status, note, 0.0
         rank = engine.place.rank
         self.rank, self.world = rank, engine.plan.devices
         self.events = open(run.events(rank), "a", buffering=1 << 14, encoding="utf-8")  # noqa: SIM115
@@ -34,6 +35,8 @@ class Recorder:
         self.mirror = _mirror(mirrors, run.path) if rank == 0 else None
         self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
         self.last = time.perf_counter()
+        self.device_bytes: list[int] = []
+        self.slow = Counter[int]()
         self.process = psutil.Process()
 
     def step(self, batch: Batch, step: Step) -> None:
@@ -57,9 +60,8 @@ class Recorder:
             "spans": {k: round(v, 6) for k, v in spent.items()},
         }  # fmt: skip
         if self.engine.built.replicas is not None:
-            row["device_bytes"] = self.engine.built.replicas.device_bytes(
-                self.engine.optimizer, self.engine.output_bytes
-            )
+            replicas, outputs = self.engine.built.replicas, self.engine.output_bytes
+            row["device_bytes"] = self.device_bytes = replicas.device_bytes(self.engine.optimizer, outputs)
         if self.engine.built.scaler is not None:
             row["loss_scale"] = self.engine.built.scaler.value
         self.metrics.write(json.dumps(row) + "\n")
@@ -67,9 +69,20 @@ class Recorder:
             for name in ("loss", "norm", "lr", "samples_per_s", "tokens_per_s"):
                 if row[name] is not None:
                     self.mirror.add_scalar(name, row[name], step.step)
+        self._straggler(step)
         if now - self.told > 0.1 or step.step == self.engine.job.steps:
             self.told = now
             self.status(self._status(step))
+
+    def _straggler(self, step: Step) -> None:
+        """Say once when a rank computes 1.4 times as long as the median rank for 50 steps on end."""
+        busy = [seconds for _, seconds in step.by_rank]
+        median = median_low(busy)
+        for rank, seconds in enumerate(busy):
+            self.slow[rank] = self.slow[rank] + 1 if seconds > 1.4 * median > 0 else min(self.slow[rank], 0)
+            if self.slow[rank] == 50:
+                self.slow[rank] = -(10**9)
+                self.note(f"note  rank {rank} is {seconds / median:.1f}× slower than the median rank for 50 steps")
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
         """Record an evaluation."""

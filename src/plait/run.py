@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from plait import __version__
 from plait.errors import PlaitError, Problem
+from plait.launch.devices import cuda_names
 from plait.launch.place import cores, facts
 from plait.plan import Plan
 
@@ -130,9 +131,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cores": cores(),
-        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else [],
+        "cuda": cuda_names(),
         "variables": facts(),
     }
 

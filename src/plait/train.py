@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from plait import __version__
 from plait.build import broadcast_text, check_plan, pick_device
 from plait.checkpoint import Checkpoints
@@ -18,6 +16,7 @@ from plait.engine import Engine
 from plait.errors import RESUMABLE
 from plait.job import Job
 from plait.launch import here
+from plait.launch.devices import kind_of
 from plait.launch.place import Place, current, joining
 from plait.plan import Plan
 from plait.record import Recorder
@@ -50,11 +49,11 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
     console = Console(request.shown, request.verbose, out)
     if joining():
         return _joined(request, console)
-    check_plan(request.job, request.plan, "cuda" if request.device == "cuda" else "cpu")
+    check_plan(request.job, request.plan, kind_of(request.device))
     run = _directory(request)
     lock = run.lock()
     console.say(headline(request))
-    for note in request.notes:
+    for note in (*request.notes, *_notes(request)):
         console.say(note)
     logs = [open(run.log(rank), "ab", buffering=0) for rank in range(request.plan.world)]  # noqa: SIM115
 
@@ -121,14 +120,23 @@ def _finish(console: Console, run: Run, result: dict[str, Any]) -> tuple[int, di
             f"stopped at step {result['step']} · saved {result['checkpoint']} · continue with the same command and --resume"
         )
         return RESUMABLE, summary
+    if result["device_bytes"]:
+        each = " · ".join(f"{n / 2**20:.1f}" for n in result["device_bytes"])
+        console.say(f"memory per device (MiB): {each}   device 0 also holds the optimizer state and all outputs")
     console.say(console.done(run.path, result["checkpoint"]))
     return 0, summary
+
+
+def _notes(request: Request) -> list[str]:
+    if request.plan.precision == "fp16" and kind_of(request.device) == "cpu":
+        return ["note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU"]
+    return []
 
 
 def headline(request: Request) -> str:
     """plait 0.1 · stdlib_gpt · dp=2 on 2 CPU processes (gloo) · batch 32 = 16 per device"""
     job, plan = request.job, request.plan
-    kind = "CUDA" if request.device != "cpu" and torch.cuda.is_available() else "CPU"
+    kind = kind_of(request.device).upper()
     backend = f" ({'nccl' if kind == 'CUDA' else 'gloo'})" if plan.world > 1 else ""
     where = f"{plan.world} {kind} process" + ("es" if plan.world > 1 else "") + backend
     shares = sorted({split(job.batch, plan.devices, i)[1] for i in range(plan.devices)}, reverse=True)
@@ -151,7 +159,13 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
             report({"kind": "note", "text": f"note  not exact: {line}"})
     if request.resume:
         _resume(engine, run, report)
-    recorder = Recorder(engine, run, lambda value: report({"kind": "status", "value": value}), list(request.mirrors))
+    recorder = Recorder(
+        engine,
+        run,
+        lambda value: report({"kind": "status", "value": value}),
+        list(request.mirrors),
+        lambda text: report({"kind": "note", "text": text}),
+    )
     saved, stopped, loss = None, False, None
     try:
         for batch in engine.batches():
@@ -165,7 +179,10 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
             stopped = step.stop and step.step < engine.job.steps
     finally:
         recorder.close()
-    return {"step": engine.position.step, "loss": loss, "stopped": stopped, "checkpoint": str(saved) if saved else None}
+    return {
+        "step": engine.position.step, "loss": loss, "stopped": stopped, "checkpoint": str(saved) if saved else None,
+        "device_bytes": recorder.device_bytes,
+    }  # fmt: skip
 
 
 def _resume(engine: Engine, run: Run, report: Callable[[dict[str, Any]], None]) -> None:

@@ -36,6 +36,7 @@ from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.job import Job
 from plait.launch import here
+from plait.launch.devices import kind_of
 from plait.launch.place import Place
 from plait.ledger import Ledger
 from plait.plan import Plan
@@ -52,7 +53,7 @@ def verify(job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bo
 
     When random numbers may be the cause of a difference, it compares again with the model in eval mode (`quiet`).
     """
-    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    kind = kind_of(device)
     check_plan(job, plan, kind)
     logic = dataclasses.replace(plan, precision="fp32")
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from plait.data import split
 from plait.errors import Problem
+from plait.launch.devices import cuda_names
 from plait.plan import Plan
 from plait.randomness import Randomness
 from plait.sketch import Sketch
@@ -62,10 +63,9 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
             why=f"{plan.dp - batch} devices would never have a sample",
             fix=(f'--plan "dp={batch} processes=one"', f"--batch {plan.dp}"),
         )
-    if device == "cuda" and torch.cuda.device_count() < plan.dp:
-        yield Problem(
-            "H003", f"{plan.dp} devices are needed, {torch.cuda.device_count()} are visible", fix=("--device cpu",)
-        )
+    if device == "cuda" and len(cuda_names()) < plan.dp:
+        what = f"{plan.dp} devices are needed in one process, {len(cuda_names())} are visible"
+        yield Problem("H003", what, fix=("--device cpu", f'--plan "dp={len(cuda_names())} processes=one"'))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
