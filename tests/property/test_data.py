@@ -1,14 +1,18 @@
 """The sample order is a pure function of (seed, step): for any length, batch, ranks and micro-batches."""
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.data import Batch, Position, Share, batches, split
 from plait.randomness import permutation
+
+defect = partial(pytest.mark.xfail, strict=True)
 
 
 class Ids:
@@ -121,9 +125,7 @@ def test_the_ranks_share_the_batch_of_one_device(
     for epoch in (0, 1):
         mine = [b for b in alone if b.position.epoch == epoch]
         assert sorted(i for b in mine for i in b.micro[0].ids) == list(range(length))
-        assert [b.size for b in mine] == [batch] * (length // batch) + (
-            [length % batch] if length % batch else []
-        )
+        assert [b.size for b in mine] == [batch] * (length // batch) + ([length % batch] if length % batch else [])
     assert [b.position.step for b in alone] == list(range(steps))
     assert [b.after.samples for b in alone] == [sum(b.size for b in alone[: i + 1]) for i in range(steps)]
 
@@ -152,3 +154,28 @@ def test_order_depends_on_seed_and_epoch(length: int, batch: int, seed: int, epo
 
     assert first(seed, epoch) == permutation(seed, epoch, length).tolist()
     assert first(seed, epoch) != first(seed, epoch + 1) or first(seed, epoch) != first(seed ^ 1, epoch)
+
+
+class Counting(Stateful):
+    """Counts its own epochs, as a data set that shuffles by its own generator would."""
+
+    epoch = 0
+
+    def __iter__(self):
+        for i in super().__iter__():
+            yield 100 * self.epoch + i
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next, self.epoch = state["next"], state["epoch"]
+
+
+@pytest.mark.parametrize("done", [1, pytest.param(2, marks=defect(reason="state is dropped at an epoch's end")), 3])
+def test_a_state_that_counts_epochs_resumes(done: int) -> None:
+    whole = take(Counting(6), 5, 4, 0, Share())
+    last = whole[done - 1]
+    again = take(Counting(6), 5 - done, 4, 0, Share(), last.after, last.state)
+    assert [b.micro[0].targets.tolist() for b in again] == [b.micro[0].targets.tolist() for b in whole[done:]]

@@ -23,9 +23,7 @@ def legal(key: Key) -> st.SearchStrategy:
     return numbers | st.just(0) if key.wildcard else numbers
 
 
-plans = st.fixed_dictionaries({name: legal(key) for name, key in KEYS.items()}).map(
-    lambda values: Plan(**values)
-)
+plans = st.fixed_dictionaries({name: legal(key) for name, key in KEYS.items()}).map(lambda values: Plan(**values))
 scalars = (
     st.none()
     | st.booleans()
@@ -35,9 +33,7 @@ scalars = (
     | st.sampled_from(["*", "fp32", "one"])
 )
 names = st.sampled_from([*KEYS, "mesh", "step", "compute"]) | st.text(max_size=5)
-trees = st.recursive(
-    scalars, lambda t: st.lists(t, max_size=3) | st.dictionaries(names, t, max_size=4), max_leaves=12
-)
+trees = st.recursive(scalars, lambda t: st.lists(t, max_size=3) | st.dictionaries(names, t, max_size=4), max_leaves=12)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +99,7 @@ def test_any_line_is_a_plan_or_refused(line: str) -> None:
     refused_or_plan(Plan.parse, line)
 
 
-@given(
-    st.sampled_from(["plan.toml", "plan.json"]), st.binary(max_size=80) | st.text(max_size=80).map(str.encode)
-)
+@given(st.sampled_from(["plan.toml", "plan.json"]), st.binary(max_size=80) | st.text(max_size=80).map(str.encode))
 def test_any_bytes_are_a_plan_or_refused(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     refused_or_plan(Plan.load, folder / name)
@@ -117,9 +111,7 @@ def test_any_json_is_a_plan_or_refused(folder: Path, tree) -> None:
     refused_or_plan(Plan.load, folder / "tree.json")
 
 
-@given(
-    st.lists(st.sampled_from(["zzz=1", "dp=0", "precision=x", "compile=2", "word"]), min_size=1, unique=True)
-)
+@given(st.lists(st.sampled_from(["zzz=1", "dp=0", "precision=x", "compile=2", "word"]), min_size=1, unique=True))
 def test_every_fault_is_reported(words: list[str]) -> None:
     with pytest.raises(PlaitError) as caught:
         Plan.parse(" ".join(words))

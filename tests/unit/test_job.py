@@ -59,9 +59,7 @@ def test_a_job_by_its_file_and_by_a_function(write) -> None:
 def test_a_job_imports_its_neighbours(write) -> None:
     write("BATCH = 5\n", "neighbour_of_work.py", head="")
     assert (
-        load_job(
-            write("import neighbour_of_work\ndef job():\n    return make(batch=neighbour_of_work.BATCH)\n")
-        ).batch
+        load_job(write("import neighbour_of_work\ndef job():\n    return make(batch=neighbour_of_work.BATCH)\n")).batch
         == 5
     )
 
@@ -151,9 +149,7 @@ def test_the_users_interrupt_passes(write) -> None:
         load_job(write("raise KeyboardInterrupt\n"))
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"), [("None", "NoneType"), ("3", "int"), ("make", "function"), ("{}", "dict")]
-)
+@pytest.mark.parametrize(("value", "kind"), [("None", "NoneType"), ("3", "int"), ("make", "function"), ("{}", "dict")])
 def test_a_job_that_returns_something_else(write, value: str, kind: str) -> None:
     problem = only(write(f"def job():\n    return {value}\n"))
     assert problem.code == "J003"
@@ -183,25 +179,12 @@ def test_a_wrong_evaluate_is_refused() -> None:
 
 
 CONVERSIONS = {
-    "x: int": ("-3", -3),
-    "x: float": ("1e-3", 1e-3),
-    "x: float = 1": ("2", 2.0),
-    "x: str": ("3", "3"),
-    "x: bool": ("yes", True),
-    "x: bool = True": ("0", False),
-    "x=2": ("5", 5),
-    "x=2.0": ("5", 5.0),
-    "x='a'": ("5", "5"),
-    "x=False": ("true", True),
-    "x": ("5", "5"),
-    "x=None": ("5", "5"),
-    "x: Optional[int] = 3": ("5", 5),
-    "x: int | None = 3": ("5", 5),
-    "x: int | None = None": ("5", 5),
-    "x: Optional[float] = None": ("5", 5.0),
-    "x: 'int'": ("5", 5),
-    "x: Literal['a', 'b'] = 'a'": ("b", "b"),
-}
+    "x: int": ("-3", -3), "x: float": ("1e-3", 1e-3), "x: float = 1": ("2", 2.0), "x: str": ("3", "3"),
+    "x: bool": ("yes", True), "x: bool = True": ("0", False), "x=2": ("5", 5), "x=2.0": ("5", 5.0), "x='a'": ("5", "5"),
+    "x=False": ("true", True), "x": ("5", "5"), "x=None": ("5", "5"), "x: Optional[int] = 3": ("5", 5),
+    "x: int | None = 3": ("5", 5), "x: int | None = None": ("5", 5), "x: Optional[float] = None": ("5", 5.0),
+    "x: 'int'": ("5", 5), "x: Literal['a', 'b'] = 'a'": ("b", "b"),
+}  # fmt: skip
 UNCONVERTED = ("x: int | None = None", "x: Optional[float] = None", "x: 'int'")
 
 
@@ -260,6 +243,4 @@ def test_dashes_are_underscores(write) -> None:
 
 @defect(reason="also says that --job.n_layers is needed, although it was given")
 def test_a_wrong_argument_with_a_dash_is_one_problem(write) -> None:
-    assert (
-        "expected int" in only(write("def job(n_layers: int):\n    return make()\n"), {"n-layers": "x"}).what
-    )
+    assert "expected int" in only(write("def job(n_layers: int):\n    return make()\n"), {"n-layers": "x"}).what

@@ -53,11 +53,7 @@ def test_files_take_tables_and_bare_keys(file) -> None:
     assert Plan.load(file("a.toml", tables)) == expected
     assert Plan.load(file("b.toml", 'dp = 4\nmicrobatches = 2\nprecision = "bf16"\n')) == expected
     assert (
-        Plan.load(
-            file(
-                "c.json", json.dumps({"mesh": {"dp": 4}, "microbatches": 2, "compute": {"precision": "bf16"}})
-            )
-        )
+        Plan.load(file("c.json", json.dumps({"mesh": {"dp": 4}, "microbatches": 2, "compute": {"precision": "bf16"}})))
         == expected
     )
     assert Plan.load(file("d.toml", "")) == Plan()
@@ -138,9 +134,7 @@ def test_an_unlike_key_lists_what_is_known() -> None:
 
 
 def test_all_faults_of_a_file_come_together(file) -> None:
-    path = file(
-        "p.toml", '[stp]\nmicrobatches=2\n[step]\ndp=2\nfoo=1\n[compute]\nprecision="bf61"\ncompile=3\n'
-    )
+    path = file("p.toml", '[stp]\nmicrobatches=2\n[step]\ndp=2\nfoo=1\n[compute]\nprecision="bf61"\ncompile=3\n')
     found = problems(Plan.load, path)
     assert sorted(codes(found)) == ["T001", "T001", "T001", "T002", "T002"]
     text = "\n".join(str(p) for p in found)

@@ -1,0 +1,194 @@
+"""The numbers themselves: pure functions of position, with the right moments; and what must not change them."""
+
+import math
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from plait.build import call
+from plait.randomness import Randomness, bits, host_fingerprint, key, seed_host
+from plait.sketch import sketch
+
+defect = partial(pytest.mark.xfail, strict=True)
+MANY = 200_000
+
+
+class Of(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def drawn(function, n: int = MANY, seed: int = 0, step: int = 0) -> Tensor:
+    """What `function` of n ones returns when its random numbers are keyed."""
+    model = Of(function)
+    places = sketch(model, torch.ones, call).places
+    with torch.no_grad(), Randomness(model, seed, places).at(step, 0, n):
+        return model(torch.ones(n))
+
+
+@given(st.integers(0, 2**128 - 1), st.integers(0, 3000), st.integers(0, 300))
+def test_bits_are_a_function_of_position(philox_key: int, start: int, count: int) -> None:
+    whole = bits(philox_key, 0, start + count)
+    part = bits(philox_key, start, count)
+    assert part.dtype == np.uint32
+    assert part.shape == (count,)
+    assert np.array_equal(part, whole[start:])
+
+
+@given(st.integers(0, 2**128 - 1), st.integers(0, 2**60), st.integers(1, 40), st.integers(0, 40))
+def test_bits_far_out(philox_key: int, start: int, count: int, cut: int) -> None:
+    cut = min(cut, count)
+    both = np.concatenate([bits(philox_key, start, cut), bits(philox_key, start + cut, count - cut)])
+    assert np.array_equal(both, bits(philox_key, start, count))
+
+
+def test_keys_are_stable_and_apart() -> None:
+    assert key("a", 1) == 139430118705874018724117186389042120154
+    assert len({key(*w) for w in [(1, "a"), ("1", "a"), ("a", 1), (1,), ((1, "a"),), (1, "a", None)]}) == 6
+    assert 0 <= key() < 2**128
+
+
+def test_bits_are_fair() -> None:
+    words = bits(key("fair"), 0, MANY)
+    ones = np.unpackbits(words.view(np.uint8)).mean()
+    assert abs(ones - 0.5) < 4 * 0.5 / math.sqrt(32 * MANY)
+    counts = np.bincount(words >> 24, minlength=256)
+    chi = float(((counts - MANY / 256) ** 2 / (MANY / 256)).sum())
+    assert abs(chi - 255) < 4 * math.sqrt(2 * 255)
+    assert abs(np.corrcoef(words[:-1], words[1:])[0, 1]) < 4 / math.sqrt(MANY)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1e-4])
+@pytest.mark.parametrize("function", [F.dropout, lambda x, p: F.dropout1d(x[:, None, None], p).flatten()])
+def test_the_drop_rate_and_the_scale(p: float, function) -> None:
+    kept = drawn(lambda x: function(x, p))
+    assert abs(float((kept == 0).double().mean()) - p) < 4 * math.sqrt(p * (1 - p) / MANY)
+    assert torch.equal(kept[kept != 0].unique(), torch.tensor([1 / (1 - p)]))
+
+
+def test_the_ends_of_p() -> None:
+    assert torch.equal(drawn(lambda x: F.dropout(x, 0.0)), torch.ones(MANY))
+    assert torch.equal(drawn(lambda x: F.dropout(x, 1.0)), torch.zeros(MANY))
+    assert torch.equal(drawn(lambda x: torch.bernoulli(x * 0)), torch.zeros(MANY))
+    assert torch.equal(drawn(torch.bernoulli), torch.ones(MANY))
+
+
+MOMENTS = {  # function -> mean, standard deviation, kurtosis
+    "rand": (torch.rand_like, 0.5, math.sqrt(1 / 12), 1.8),
+    "uniform_": (lambda x: x.clone().uniform_(-2, 4), 1.0, math.sqrt(36 / 12), 1.8),
+    "randn": (torch.randn_like, 0.0, 1.0, 3.0),
+    "normal_": (lambda x: x.clone().normal_(3, 2), 3.0, 2.0, 3.0),
+    "normal": (lambda x: torch.normal(x * 3, 2.0), 3.0, 2.0, 3.0),
+    "exponential_": (lambda x: x.clone().exponential_(4.0), 0.25, 0.25, 9.0),
+    "log_normal_": (lambda x: x.clone().log_normal_(0.5, 0.2).log(), 0.5, 0.2, 3.0),
+    "geometric_": (lambda x: x.clone().geometric_(0.3), 1 / 0.3, math.sqrt(0.7) / 0.3, 9 + 0.09 / 0.7),
+    "randint": (lambda x: torch.randint(10, 20, x.shape).float(), 14.5, math.sqrt(99 / 12), 1.7758),
+    "bernoulli": (lambda x: torch.bernoulli(x * 0.3), 0.3, math.sqrt(0.21), 1 / 0.21 - 3),
+    "AlphaDropout": (lambda x: F.alpha_dropout(torch.randn_like(x), 0.3, True), 0.0, 1.0, None),
+    "gumbel": (lambda x: -x.clone().exponential_().log(), 0.5772157, math.pi / math.sqrt(6), 5.4),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments_within_four_sigma(name: str) -> None:
+    function, mean, deviation, kurtosis = MOMENTS[name]
+    x = drawn(function).double()
+    assert abs(float(x.mean()) - mean) < 4 * deviation / math.sqrt(MANY)
+    spread = 4.0 if kurtosis is None else kurtosis
+    assert abs(float(x.var()) - deviation**2) < 4 * deviation**2 * math.sqrt((spread - 1) / MANY)
+    assert torch.isfinite(x).all()
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
+def test_seed_and_step_choose_the_mask(seed: int, step: int) -> None:
+    masks = [drawn(F.dropout, 64, s, k) for s, k in ((seed, step), (seed, step + 1), (seed ^ 1, step), (seed, step))]
+    assert torch.equal(masks[0], masks[3])
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+def test_eval_mode_draws_nothing() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.Dropout2d(0.5))
+    randomness = Randomness(model, 0, sketch(model, lambda n: torch.ones(n, 2, 3, 3), call).places)
+    model.eval()
+    with randomness.at(0, 0, 4):
+        before = host_fingerprint()
+        assert torch.equal(model(torch.ones(4, 2, 3, 3)), torch.ones(4, 2, 3, 3))
+        assert host_fingerprint() == before
+
+
+def test_the_host_is_seeded_by_step_alone() -> None:
+    def numbers(step: int, first: int, count: int) -> tuple[float, float, float]:
+        with Randomness(nn.Linear(1, 1), 3, {}).at(step, first, count):
+            return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    assert numbers(1, 0, 4) == numbers(1, 3, 1) != numbers(2, 0, 4)
+    seed_host("a")
+    first = random.random(), np.random.rand(), float(torch.rand(1))
+    seed_host("a")
+    assert first == (random.random(), np.random.rand(), float(torch.rand(1)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of importing inductor
+def test_a_compiled_model_has_the_same_mask() -> None:
+    model = Of(lambda x: drop(linear(x)))
+    model.drop, model.linear = drop, linear = nn.Dropout(0.5), nn.Linear(4, 4)
+    randomness = Randomness(model, 0, sketch(model, lambda n: torch.ones(n, 4), call).places)
+
+    def masks() -> list[Tensor]:
+        found = []
+        for step, first in ((0, 0), (1, 8)):
+            with randomness.at(step, first, 8):
+                found.append(model(torch.ones(8, 4)) != 0)
+        return found
+
+    eager = masks()
+    model.compile(backend="aot_eager", dynamic=False)
+    assert all(torch.equal(a, b) for a, b in zip(eager, masks(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the sketch runs without gradients
+@pytest.mark.parametrize("reentrant", [False, True])
+@defect(reason="the recomputation in backward is outside `at`: it draws another mask, so the gradient is wrong")
+def test_activation_checkpointing_recomputes_the_same_mask(reentrant: bool) -> None:
+    gradients = []
+    for wrap in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=reentrant)):
+        block = nn.Sequential(nn.Dropout(0.5), nn.Tanh())
+        model = Of(partial(wrap, block))
+        model.block = block
+        places = sketch(model, lambda n: torch.ones(n, 9), call).places
+        x = torch.ones(8, 9, requires_grad=True)
+        with Randomness(model, 0, places).at(0, 0, 8):
+            y = model(x)
+        y.sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("function", [lambda x: x * torch.rand(()), lambda x: x + torch.randn([])])
+@defect(reason="TypeError: numpy makes a scalar of a tensor without dims, from_numpy refuses it")
+def test_one_number_without_dims(function) -> None:
+    assert drawn(function, 4).shape == (4,)
+
+
+@defect(reason="a 0-dim mask gets one dim")
+def test_dropout_of_a_number_keeps_its_shape() -> None:
+    assert drawn(lambda x: F.dropout(x.sum()), 4).shape == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@defect(reason="numbers close to 1 round to 1.0 in half precision; torch.rand never returns 1")
+def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
+    assert float(drawn(lambda x: torch.rand(MANY, dtype=dtype)).max()) < 1.0

@@ -1,0 +1,87 @@
+"""Evaluation sees every sample once, whatever the number of ranks, and draws the same numbers for it."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait import Evaluate, Job
+from plait.evaluation import evaluate
+from plait.launch.place import Place
+from plait.plan import Plan
+
+from .datasets import Augmented, Plain, Sized, Stream, Torch
+
+defect = partial(pytest.mark.xfail, strict=True)
+
+
+class Watch(nn.Module):
+    """Notes its mode in every forward pass."""
+
+    def __init__(self, modes: list[bool]):
+        super().__init__()
+        self.modes = modes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(self.training)
+        return x
+
+
+def evaluated(data: Any, rank: int, ranks: int, model: nn.Module | None = None) -> list[tuple[int, list[float]]]:
+    """What one of `ranks` ranks sees of an evaluation set of `data`."""
+    seen: list[tuple[int, list[float]]] = []
+
+    def metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        seen.extend((int(t), x.tolist()) for x, t in zip(outputs, targets, strict=True))
+        return {"ids": targets}
+
+    job = Job(*[int] * 4, batch=3, steps=1, evaluate=Evaluate(lambda: data, metrics))
+    mean = evaluate(
+        SimpleNamespace(job=job, place=Place(rank, ranks), plan=Plan(dp=ranks), model=model or nn.Identity(), reducer=None,
+                        device=torch.device("cpu"), precision=None, cast=None)
+    )  # fmt: skip
+    assert mean == ({"ids": sum(i for i, _ in seen) / len(seen)} if seen else {})
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 12])
+@pytest.mark.parametrize("data", [Plain(10), Stream(10), Augmented(10, "all")])
+def test_evaluation_sees_every_sample_once(data: Any, ranks: int) -> None:
+    rows = [row for rank in range(ranks) for row in evaluated(data, rank, ranks)]
+    assert sorted(i for i, _ in rows) == list(range(10))
+    assert dict(rows) == dict(evaluated(data, 0, 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@defect(reason="samples of an iterable are not keyed: their noise depends on the rank")
+def test_a_noisy_iterable_draws_the_same_for_any_number_of_ranks(ranks: int) -> None:
+    rows = [row for rank in range(ranks) for row in evaluated(Stream(10, noisy=True), rank, ranks)]
+    assert dict(rows) == dict(evaluated(Stream(10, noisy=True), 0, 1))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(Torch, id="IterableDataset"),
+        pytest.param(Sized, id="with_len", marks=defect(reason="taken for a map")),
+    ],
+)
+def test_torchs_iterable(data: type) -> None:
+    assert len(evaluated(data(), 0, 2)) == 5
+
+
+def test_the_model_is_in_eval_mode_and_trains_on() -> None:
+    model, modes = nn.Dropout(0.5), []
+    evaluated(Plain(4), 0, 1, nn.Sequential(model, Watch(modes)))
+    assert modes == [False, False]
+    assert model.training
+
+
+@defect(reason="evaluate calls model.train(): it thaws layers that were in eval mode")
+def test_a_frozen_layer_stays_frozen() -> None:
+    model = nn.Sequential(nn.Dropout(0.5).eval(), nn.Identity())
+    evaluated(Plain(4), 0, 1, model)
+    assert not model[0].training

@@ -1,0 +1,238 @@
+"""The sketch finds what draws and what couples samples, and leaves the model and the generators as they were."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.build import call
+from plait.randomness import host_state
+from plait.sketch import Sketch, sketch
+
+defect = partial(pytest.mark.xfail, strict=True)
+
+
+def of(model: nn.Module, *shape: int) -> Sketch:
+    """The sketch of a model on inputs of [n, *shape]."""
+    return sketch(model, lambda n: torch.ones(n, *shape), call)
+
+
+class Fn(nn.Module):
+    """A model of one function (self, x), with buffers to count and average in."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def test_parameters_are_those_that_train() -> None:
+    model = nn.Linear(3, 2).double()
+    model.bias.requires_grad_(False)
+    assert of(model.float(), 3).parameters == (("weight", (2, 3), torch.float32),)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "places"),
+    [
+        (lambda s, x: F.dropout(x), (3, 5), {"#1#1": 0}),
+        (lambda s, x: F.dropout(x.transpose(0, 1)), (3, 5), {"#1#1": 1}),
+        (lambda s, x: F.dropout(x.permute(1, 2, 0)), (3, 5), {"#1#1": 2}),
+        (lambda s, x: F.dropout(x.flatten(0, 1)), (3, 5), {"#1#1": 0}),
+        (lambda s, x: x * F.dropout(s.weight), (4,), {"#1#1": None}),
+        (lambda s, x: x * torch.rand(1) + torch.rand_like(x), (4,), {"#1#1": None, "#1#2": 0}),
+        (lambda s, x: F.dropout(F.dropout(x), 0.1), (3,), {"#1#1": 0, "#1#2": 0}),
+        (lambda s, x: F.dropout(x, 0.0), (3,), {}),
+        (lambda s, x: F.dropout(x, 0.5, False), (3,), {}),
+        (lambda s, x: F.dropout2d(x), (3, 5, 5), {"#1#1": 0}),
+        (lambda s, x: F.scaled_dot_product_attention(x, x, x), (3, 5), {}),
+        (lambda s, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), (3, 5), {"#1#1": 0}),
+        (lambda s, x: x + torch.ones(1).expand(3, 5, 1).sum(), (1,), {}),
+    ],
+)
+def test_places_and_batch_dims(function: Any, shape: tuple[int, ...], places: dict[str, int | None]) -> None:
+    assert of(Fn(function), *shape).places == places
+
+
+def test_places_have_the_names_of_modules() -> None:
+    shared = nn.Dropout(0.5)
+    model = nn.Sequential(nn.Linear(4, 4), shared, nn.Sequential(nn.Dropout(0.1), nn.ReLU()), shared)
+    assert of(model, 4).places == {"1#1#1": 0, "2.0#1#1": 0, "1#2#1": 0}
+    assert of(nn.LSTM(4, 4, 3, dropout=0.5), 2, 4).places == {"#1#1": 0, "#1#2": 0}
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda s, x: x[:, torch.randperm(4)], lambda s, x: torch.multinomial(x, 2), lambda s, x: torch.poisson(x)]
+)
+def test_draws_without_a_rule_are_named(draw: Any) -> None:
+    assert of(Fn(draw), 4).unkeyed == ("Fn",)
+    assert of(nn.Sequential(Fn(draw)), 4).unkeyed == ("0",)
+
+
+class Frozen(nn.BatchNorm1d):
+    """Batch norm that stays in eval mode, the usual way."""
+
+    def train(self, mode: bool = True):
+        return super().train(False)
+
+
+COUPLED = {
+    "BatchNorm1d": (lambda: nn.Sequential(nn.BatchNorm1d(4)), (4,), ("0",), ()),
+    "BatchNorm1d of sequences": (lambda: nn.Sequential(nn.BatchNorm1d(4)), (4, 5), ("0",), ()),
+    "BatchNorm2d": (lambda: nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3)), (1, 5, 5), ("1",), ()),
+    "no statistics": (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), (4,), ("0",), ()),
+    "frozen": (lambda: nn.Sequential(nn.BatchNorm1d(4), Frozen(4)), (4,), ("0",), ()),
+    "F.batch_norm": (lambda: Fn(lambda s, x: F.batch_norm(x, s.mean, s.var, training=True)), (4,), (), ("Fn",)),
+    "of nothing": (lambda: Fn(lambda s, x: F.batch_norm(x, None, None, training=True)), (4,), (), ("Fn",)),
+    "F.batch_norm in eval": (lambda: Fn(lambda s, x: F.batch_norm(x, s.mean, s.var)), (4,), (), ()),
+    "InstanceNorm": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 5), (), ()),
+    "InstanceNorm, tracking": (lambda: nn.InstanceNorm1d(4, track_running_stats=True), (4, 5), (), ()),
+    "LayerNorm, GroupNorm": (lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.LayerNorm(5)), (4, 5), (), ()),
+    "F.instance_norm": (lambda: Fn(lambda s, x: F.instance_norm(x)), (4, 5), (), ()),
+}
+
+
+INSTANCE = defect(reason="F.instance_norm is computed by the batch-norm operator, over one sample")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=INSTANCE if n == "F.instance_norm" else ()) for n in COUPLED])
+def test_what_couples_samples(name: str) -> None:
+    make, shape, norms, coupled = COUPLED[name]
+    found = of(make(), *shape)
+    assert (found.batch_norms, found.batch_coupled) == (norms, coupled)
+    assert set(found.channels) == set(norms)
+
+
+def test_channels_and_the_format_of_statistics() -> None:
+    assert of(nn.Sequential(nn.BatchNorm1d(4)), 4).channels == {"0": (4, torch.float32)}
+    wide = nn.Sequential(nn.BatchNorm1d(3, affine=False).double())
+    assert sketch(wide, lambda n: torch.ones(n, 3).double(), call).channels == {"0": (3, torch.float64)}
+
+
+@defect(reason="the sketch calls model.train(): it lists the frozen layer, and thaws it for good")
+def test_a_layer_in_eval_mode_stays_in_eval_mode() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model[0].eval()
+    assert of(model, 4).batch_norms == ()
+    assert not model[0].training
+
+
+def count_and_look(s: Any, x: Tensor) -> Tensor:
+    """Looks at a value, draws from all generators, and writes to a buffer."""
+    s.mean += 1
+    x = F.dropout(x * random.random() + np.random.rand() + torch.rand(()).item())
+    return x * s.weight if x.sum().item() > -1 else x
+
+
+LOOKING = {
+    "item": (count_and_look, {"#1#1": None, "#1#2": 0}),
+    "branch": (lambda s, x: F.dropout(x * s.weight) if x.sum() > 0 else x, {"#1#1": 0}),
+    "mask": (lambda s, x: F.dropout(x)[x > 0].sum() * s.weight, {"#1#1": 0}),
+    "numpy": (lambda s, x: F.dropout(x) * float(x.numpy().sum()), {"#1#1": 0}),
+}
+
+
+COUNTED = defect(reason="an in-place change of real tensors alone, buffer += 1, happens for real, once or twice")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=COUNTED if n == "item" else ()) for n in LOOKING])
+def test_a_model_that_looks_at_values_runs_for_real_on_a_copy(name: str) -> None:
+    function, places = LOOKING[name]
+    model = nn.Sequential(Fn(function)).train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    generators = host_state()
+    found = of(model, 4)
+    assert found.by_values
+    assert found.places == {f"0{place}": dim for place, dim in places.items()}
+    assert found.host_random == (name == "item")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    now = host_state()
+    assert now[0] == generators[0]
+    assert np.array_equal(now[1][1], generators[1][1])
+    assert now[1][2:] == generators[1][2:]
+    assert torch.equal(now[2], generators[2])
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)), marks=COUNTED),
+        torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        Fn(lambda s, x: (s.mean.add_(x.mean(0).detach()), x * s.weight)[1]),
+        Fn(lambda s, x: x * s.weight + random.random() * np.random.rand()),
+    ],
+)
+def test_a_sketch_leaves_the_model_and_the_generators(model: nn.Module) -> None:
+    model.eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    generators = host_state()
+    found = of(model, 4)
+    assert not found.by_values
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not model.training
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert random.getstate() == generators[0]
+    assert torch.equal(torch.get_rng_state(), generators[2])
+
+
+def average(s: Any, x: Tensor) -> Tensor:
+    s.mean = 0.9 * s.mean + 0.1 * x.mean(0).detach()
+    return x * s.weight - s.mean
+
+
+def lazily(s: Any, x: Tensor) -> Tensor:
+    if s.cache is None:
+        s.cache = torch.arange(4.0).cos()  # as rotary embeddings and causal masks do
+    return x * s.weight * s.cache
+
+
+@pytest.mark.parametrize("function", [average, lazily])
+def test_no_fake_tensor_stays_in_the_model(function: Any) -> None:
+    model = Fn(function)
+    of(model, 4)
+    assert float(model(torch.ones(2, 4)).detach().sum()) != 0
+    assert type(model.mean) is Tensor
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    extra: Tensor | None = None
+
+
+@pytest.mark.parametrize("wrap", [lambda y: {"logits": y}, lambda y: Output(y), lambda y: (y, [y]), lambda y: None])
+def test_any_kind_of_output(wrap: Any) -> None:
+    assert of(Fn(lambda s, x: wrap(F.dropout(x * s.weight))), 4).places == {"#1#1": 0}
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(9, 4), nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.drop(self.embed(tokens)) * mask[..., None]}
+
+
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_inputs_by_name_and_by_position(kind: type) -> None:
+    def inputs(n: int) -> Any:
+        pair = {"tokens": torch.zeros(n, 3, dtype=torch.long), "mask": torch.ones(n, 3, dtype=torch.bool)}
+        return pair if kind is dict else tuple(pair.values())
+
+    assert sketch(Named(), inputs, call).places == {"drop#1#1": 0}

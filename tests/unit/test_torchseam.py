@@ -1,0 +1,284 @@
+"""What plait expects of every private or unstable torch name it uses: when a release moves one, one test here says so.
+
+Each test names the contract of one name, by its place in torch and not in plait. `test_every_private_name_has_one`
+reads the source, so a name that comes new needs its test.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from plait import torchseam
+from plait.torchseam import SEEDED, fake_failures, leaves, mask_op
+
+from .test_house import FILES, at, private_torch_names
+
+KNOWN: set[str] = set()
+
+
+def contract(*names: str):
+    """The test that follows covers these names."""
+    KNOWN.update(names)
+    return lambda test: test
+
+
+def test_every_private_name_has_one() -> None:
+    used = [(at(p, node, name), name) for p in FILES for node, name in private_torch_names(p)]
+    missing = [place for place, name in used if name not in KNOWN]
+    assert not missing, "no contract test for\n" + "\n".join(missing)
+
+
+def test_no_contract_outlives_its_name() -> None:
+    used = {name for p in FILES for _, name in private_torch_names(p)}
+    assert used >= KNOWN, f"nothing uses {sorted(KNOWN - used)}"
+
+
+# — fake tensors: the sketch runs models on them —
+
+
+@contract("torch._subclasses.fake_tensor.FakeTensorMode")
+def test_fake_tensors_compute_shapes_beside_real_parameters() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    before = model[1].running_mean.clone()
+    with torchseam.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        x = mode.from_tensor(torch.ones(3, 6))
+        y = model(x)
+    assert isinstance(x, torch._subclasses.FakeTensor) and isinstance(y, torch._subclasses.FakeTensor)
+    assert y.shape == (3, 4) and y.device == torch.device("cpu")
+    assert torch.equal(model[1].running_mean, before), "a fake run must not touch real buffers"
+
+
+@contract("torch._subclasses.fake_tensor.UnsupportedFakeTensorException")
+@pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x.tolist()])
+def test_looking_at_a_fake_value_raises_what_the_sketch_catches(look: Any) -> None:
+    with torchseam.FakeTensorMode() as mode, pytest.raises(fake_failures()):
+        look(mode.from_tensor(torch.ones(3)))
+
+
+def test_the_failures_are_exceptions() -> None:
+    """`GuardOnDataDependentSymNode` has no underscore, but it is experimental."""
+    assert GuardOnDataDependentSymNode in fake_failures()
+    assert all(issubclass(error, Exception) for error in fake_failures())
+
+
+# — operators and what they draw —
+
+
+class _Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.rows.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@contract("torch.utils._python_dispatch.TorchDispatchMode")
+def test_a_dispatch_mode_sees_operators_under_composites() -> None:
+    with _Seen() as seen:
+        nn.functional.rrelu(torch.ones(4), training=True)
+    names = [func.name() for func, _ in seen.rows]
+    assert "aten::rrelu_with_noise" in names or "aten::rrelu_with_noise_functional" in names, names
+    assert all("::" in name for name in names)
+
+
+def test_a_dispatch_mode_sees_collectives(tmp_path: Any) -> None:
+    """The ledger reads operators of the namespace c10d: name, and tensors in the first or second argument."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with _Seen() as seen:
+            torch.distributed.all_reduce(torch.ones(5))
+            torch.distributed.all_gather([torch.empty(3)], torch.ones(3))
+    finally:
+        torch.distributed.destroy_process_group()
+    rows = {f.name().partition(".")[0]: args for f, args in seen.rows if f.name().startswith("c10d::")}
+    assert list(rows) == ["c10d::allreduce_", "c10d::allgather_"]
+    assert rows["c10d::allreduce_"][0][0].shape == (5,)
+    assert rows["c10d::allgather_"][1][0].shape == (3,)
+
+
+SEEDED_OPERATORS = (
+    "bernoulli_.float bernoulli normal_ uniform_ exponential_ random_ randn_like rand_like randint native_dropout "
+    "rand randn randperm multinomial cauchy_ log_normal_ geometric_ rrelu_with_noise"
+)
+
+
+@pytest.mark.parametrize("name", SEEDED_OPERATORS.split())
+def test_operators_that_draw_carry_the_tag(name: str) -> None:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+    operator = operator or getattr(getattr(torch.ops.aten, packet), getattr(torch.ops.aten, packet).overloads()[0])
+    assert operator in SEEDED
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "mm", "native_layer_norm", "copy_", "empty_like", "native_batch_norm"])
+def test_operators_that_do_not_draw_lack_it(name: str) -> None:
+    packet = getattr(torch.ops.aten, name)
+    assert all(getattr(packet, overload) not in SEEDED for overload in packet.overloads())
+
+
+def test_what_is_no_operator_does_not_draw() -> None:
+    assert torch.nn.functional.dropout not in SEEDED and None not in SEEDED
+
+
+@contract("…._schema")
+def test_an_operator_names_its_arguments_and_defaults() -> None:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default._schema.arguments
+    dropout = next(a for a in attention if a.name == "dropout_p")
+    assert dropout.has_default_value() and dropout.default_value == 0.0
+    norm = [a.name for a in torch.ops.aten.native_batch_norm.default._schema.arguments]
+    assert "training" in norm
+    written = [a.name for a in torch.ops.aten.add_.Tensor._schema.arguments if a.alias_info and a.alias_info.is_write]
+    assert written == ["self"]
+
+
+@contract("torch._VF.lstm", "torch._VF.gru", "torch._VF.rnn_tanh", "torch._VF.rnn_relu")
+@pytest.mark.parametrize(
+    ("layer", "function"),
+    [
+        (nn.LSTM(2, 3, 2, dropout=0.5), torch._VF.lstm),
+        (nn.GRU(2, 3, 2, dropout=0.5), torch._VF.gru),
+        (nn.RNN(2, 3, 2, dropout=0.5), torch._VF.rnn_tanh),
+        (nn.RNN(2, 3, 2, dropout=0.5, nonlinearity="relu"), torch._VF.rnn_relu),
+    ],
+    ids=lambda v: getattr(v, "__name__", type(v).__name__),
+)
+def test_recurrent_layers_call_what_the_randomness_replaces(layer: nn.Module, function: Any) -> None:
+    called = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        layer(torch.ones(4, 1, 2))
+    assert function in called
+
+
+# — trees —
+
+
+@contract("torch.utils._pytree.tree_leaves", "torch.utils._pytree.tree_map", "torch.utils._pytree.tree_map_only")
+def test_trees_of_tuples_dicts_and_none() -> None:
+    pytree = torch.utils._pytree
+    tree = {"b": (torch.ones(1), 2), "a": [None, torch.zeros(2)]}
+    assert [type(leaf) for leaf in pytree.tree_leaves(tree)] == [Tensor, int, type(None), Tensor]
+    doubled = pytree.tree_map_only(Tensor, lambda t: t * 2, tree)
+    assert doubled["b"][0].item() == 2.0 and doubled["b"][1] == 2 and list(doubled) == ["b", "a"]
+    assert pytree.tree_map(lambda v: 0, [[1, 2], [3]]) == [[0, 0], [0]]
+
+
+@contract("torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten")
+def test_a_flattened_tree_comes_back() -> None:
+    pytree = torch.utils._pytree
+    tree = {"logits": torch.ones(2), "hidden": (torch.zeros(1), None)}
+    flat, spec = pytree.tree_flatten(tree)
+    back = pytree.tree_unflatten(flat, spec)
+    assert list(back) == ["logits", "hidden"] and back["hidden"][1] is None and back["logits"] is tree["logits"]
+
+
+@dataclasses.dataclass
+class Output:
+    """What many models return."""
+
+    logits: Tensor
+    state: Any = None
+
+
+@contract("torch.utils._pytree.register_dataclass")
+def test_leaves_look_into_dataclasses() -> None:
+    a, b = torch.ones(1), torch.zeros(2)
+    for _ in range(2):  # registered the first time, known the second
+        assert [leaf for leaf in leaves({"out": Output(a, (b,))}) if isinstance(leaf, Tensor)] == [a, b]
+    flat, spec = torch.utils._pytree.tree_flatten(Output(a))
+    assert torch.utils._pytree.tree_unflatten(flat, spec).logits is a
+
+
+# — modules —
+
+
+@contract("torch.nn.modules.batchnorm._BatchNorm", "…._check_input_dim")
+def test_batch_norms_have_one_base_and_check_their_input() -> None:
+    base = torch.nn.modules.batchnorm._BatchNorm
+    assert all(issubclass(kind, base) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))
+    assert not any(issubclass(kind, base) for kind in (nn.InstanceNorm2d, nn.GroupNorm, nn.LayerNorm))
+    with pytest.raises(ValueError, match="4D"):
+        nn.BatchNorm2d(3)._check_input_dim(torch.ones(2, 3))
+    norm = nn.BatchNorm1d(3)
+    names = ("eps", "momentum", "affine", "track_running_stats", "running_mean", "running_var", "num_batches_tracked")
+    assert all(hasattr(norm, name) for name in names)
+
+
+@contract("torch.nn.modules.instancenorm._InstanceNorm")
+def test_instance_norms_have_one_base() -> None:
+    base = torch.nn.modules.instancenorm._InstanceNorm
+    assert all(issubclass(kind, base) for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d))
+
+
+@contract("torch.nn.modules.dropout._DropoutNd")
+def test_dropouts_have_one_base() -> None:
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    assert all(issubclass(kind, torch.nn.modules.dropout._DropoutNd) for kind in kinds)
+
+
+@contract("…._buffers")
+def test_a_module_keeps_its_buffers_in_a_dict() -> None:
+    norm = nn.BatchNorm1d(2)
+    assert list(norm._buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert norm._buffers["running_mean"] is norm.running_mean
+    norm._buffers["running_mean"] = torch.full((2,), 5.0)
+    assert norm.running_mean.tolist() == [5.0, 5.0], "the dict is the module's own, not a copy"
+
+
+# — the step, the launcher, compilation —
+
+
+@contract("torch._foreach_mul_")
+def test_many_tensors_are_scaled_in_place_by_a_number_or_a_tensor() -> None:
+    gradients = [torch.ones(2), torch.full((1, 3), 2.0)]
+    torch._foreach_mul_(gradients, 0.5)
+    torch._foreach_mul_(gradients, torch.tensor(0.5))
+    assert gradients[0].tolist() == [0.25, 0.25] and gradients[1].tolist() == [[0.5, 0.5, 0.5]]
+
+
+@contract("torch._dynamo")
+def test_dynamo_can_be_imported_before_a_fork() -> None:
+    """The launcher imports it once, so that not every rank does; it must not touch CUDA."""
+    import torch._dynamo
+
+    assert hasattr(torch._dynamo, "reset") and not torch.cuda.is_initialized()
+
+
+def mask_arguments(dim: int | None) -> tuple[Any, ...]:
+    where = torch.tensor([0, 2, 3, 5])  # seed, step, first sample, samples
+    return torch.ones(5, 7), where, "drop#1#1", dim, 0.25
+
+
+def test_the_mask_is_a_proper_operator() -> None:
+    x, where, place, dim, p = mask_arguments(0)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.plait.mask.default, (x, where, place, dim, p), test_utils=checks)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, None])
+def test_the_compiled_mask_is_the_uncompiled_one(dim: int | None) -> None:
+    arguments = mask_arguments(dim)
+    expected = mask_op(*arguments)
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, where: x * mask_op(x, where, *arguments[2:]), backend=keep, fullgraph=True)
+    assert torch.equal(compiled(*arguments[:2]), expected)
+    assert sum("mask" in str(node.target) for g in graphs for node in g.graph.nodes if node.op == "call_function") == 1
+    assert expected.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
