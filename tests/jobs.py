@@ -6,6 +6,7 @@ import random
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import plait
 
@@ -245,7 +246,38 @@ class Pairs(Numbers):
 
 
 def odd() -> plait.Job:
-    return make(Odd, Pairs, lambda out, y: F.huber_loss(out.logits, y), optimizer=lambda p: torch.optim.Adagrad(p, lr=1e-2))
+    return make(
+        Odd, Pairs, lambda out, y: F.huber_loss(out.logits, y), optimizer=lambda p: torch.optim.Adagrad(p, lr=1e-2)
+    )
 
 
-ALL["odd"] = odd
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x), 0.2, self.training) * torch.rand_like(x)
+
+
+class Recomputed(nn.Module):
+    """Activation checkpointing by the model itself, with dropout inside; one block draws by a direct call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()), Noisy(), Noisy()])
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.first(x), 0.1, self.training)
+        for block in self.blocks:
+            h = h + checkpoint(block, h, use_reentrant=False)
+        return self.last(h)
+
+
+def recomputed() -> plait.Job:
+    return make(Recomputed)
+
+
+ALL |= {"odd": odd, "recomputed": recomputed}

@@ -22,6 +22,13 @@ from plait.sketch import Sketch, sketch
 from plait.strategies import ORDER
 
 
+def call(model: nn.Module, inputs: Any) -> Any:
+    """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
 @dataclass
 class Built:
     """One rank's model and optimizer under a plan. Strategies fill in what they bring."""
@@ -38,8 +45,11 @@ class Built:
     randomness: Any = None
     optimizer: Any = None
     names: dict[int, str] | None = None
+    parameters: tuple[nn.Parameter, ...] = ()
     reducer: Any = None
     replicas: Any = None
+    run: Any = call
+    """(model, inputs) -> outputs."""
     scaler: Any = None
     precision: torch.dtype | None = None
     lockstep: bool = False
@@ -69,13 +79,6 @@ def pick_device(wanted: str, place: Place) -> torch.device:
     return device
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
-    """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
 def make_model(job: Job) -> nn.Module:
     """The job's model with the initial weights its constructor draws on one device, on every rank alike."""
     random.seed(job.seed)
@@ -85,7 +88,7 @@ def make_model(job: Job) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise PlaitError(Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module"))
     _supported(model)
-    return model.train()
+    return in_training(model)
 
 
 def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None) -> Built:
@@ -97,19 +100,37 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     samples = data_module.checked(job.data(), "Job(data=…)")
     if group is not None and dist.get_world_size(group) > 1:
         _same_everywhere(model, group)
-    example = samples if hasattr(samples, "__getitem__") else job.data()  # reading an iterable moves it
+    example = samples if data_module.is_map(samples) else job.data()  # reading an iterable moves it
     sketched = sketch(model, lambda n: move(data_module.first_samples(example, n)[0], device, cast), call)
     built = Built(job, plan, place, device, group, model, samples, sketched, cast)
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
     if built.replicas is None:  # replicas bring their own, one per thread
-        built.randomness = Randomness(model, job.seed, sketched.places)
+        built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
     built.optimizer, built.names = make_optimizer(job, model)
+    built.parameters = tuple(p for p in model.parameters() if p.requires_grad)
     return built
 
 
+def in_training(model: nn.Module) -> nn.Module:
+    """The model in training mode, by its own `train()`; parts that the job itself put in eval mode stay there."""
+    frozen = [m for m in model.modules() if not m.training] if model.training else []
+    model.train()
+    for module in frozen:
+        module.training = False
+    return model
+
+
 def _supported(model: nn.Module) -> None:
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        fix = ("run one batch through it in the job's model function",)
+        raise PlaitError(
+            Problem(
+                "J006", f"{lazy[0]} has no shape yet", why="a lazy module takes its shape from the first batch", fix=fix
+            )
+        )
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
     if sparse:
         why, fix = (
@@ -140,6 +161,9 @@ def make_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, d
 
 def move(tree: Any, device: torch.device, cast: torch.dtype | None) -> Any:
     """The tensors of a tree on the device, floating ones in `cast` when it is given."""
+
+    if device.type == "cpu" and cast is None:
+        return tree
 
     def one(t: Tensor) -> Tensor:
         return t.to(device, cast if cast is not None and t.is_floating_point() else t.dtype, non_blocking=True)

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: one live line on a terminal, a key=value line every 10 s elsewhere."""
 
+import codecs
 import sys
 import time
 from datetime import UTC, datetime
@@ -29,6 +30,7 @@ class Console:
         self.warnings: dict[str, dict[int, int]] = {}
         self.pending: dict[str, float] = {}
         self.partial: dict[int, str] = {}
+        self.decoders: dict[int, codecs.IncrementalDecoder] = {}
 
     def say(self, text: str) -> None:
         """One or more lines that stay."""
@@ -53,13 +55,21 @@ class Console:
             self.say(plain_line(status))
 
     def text(self, rank: int, data: bytes) -> None:
-        """Output of a rank, shown line by line when the rank is one of those chosen."""
+        """Output of a rank, shown line by line when the rank is one of those chosen.
+
+        A carriage return writes over the line, as progress bars do: what was last on it is shown.
+        """
         if rank not in self.shown:
             return
-        *lines, self.partial[rank] = (self.partial.get(rank, "") + data.decode("utf-8", "replace")).split("\n")
-        prefix = "" if self.shown == (0,) else f"[rank {rank}] "
+        decoder = self.decoders.setdefault(rank, codecs.getincrementaldecoder("utf-8")("replace"))
+        *lines, rest = (self.partial.get(rank, "") + decoder.decode(data)).split("\n")
+        self.partial[rank] = _last(rest)
         for line in lines:
-            self.say(prefix + line)
+            self._line(rank, line)
+
+    def _line(self, rank: int, line: str) -> None:
+        prefix = "" if self.shown == (0,) else f"[rank {rank}] "
+        self.say(prefix + _last(line).rstrip("\r"))
 
     def warning(self, rank: int, text: str) -> None:
         """Count a warning; it is shown once, a second later, with all ranks that had it by then."""
@@ -83,10 +93,11 @@ class Console:
         self.tick(everything=True)
         if self.live is not None and self.live.is_started:
             self.live.stop()
-        for rank, rest in self.partial.items():
-            if rest and rank in self.shown:
-                self.say(rest)
-        self.partial = {}
+        for rank, decoder in self.decoders.items():
+            rest = self.partial[rank] + decoder.decode(b"", final=True)
+            if rest:
+                self._line(rank, rest)
+        self.partial, self.decoders = {}, {}
 
     def done(self, path: Path, checkpoint: str | None) -> str:
         """The last line of a run."""
@@ -133,6 +144,11 @@ def plain_line(s: dict[str, Any]) -> str:
         f"{now} step={s['step']}/{s['steps']} loss={s['loss']:.4f} {s['unit']}={s['rate']:.0f} share={s['share']:.3f}"
         f" mem_gib={s['memory'] / 2**30:.2f} comm={s['comm']:.3f} data={s['data']:.3f} eta_s={s['eta']:.0f}"
     )
+
+
+def _last(line: str) -> str:
+    """What follows the last carriage return of a line, with those at its end: more may follow these."""
+    return line[line.rstrip("\r").rfind("\r") + 1 :]
 
 
 def _clock(seconds: float) -> str:

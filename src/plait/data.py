@@ -10,17 +10,16 @@ An iterable data set is read by every rank in full and each keeps its share; its
 travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from plait.errors import PlaitError, Problem
-from plait.randomness import host_fingerprint, host_state, permutation, restore_host, seed_host
+from plait.randomness import host_state, restore_host
 
 
 @dataclass(frozen=True)
@@ -81,34 +80,14 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * each + min(index, extra), each + (index < extra)
 
 
-def batches(
-    data: Any, batch: int, seed: int, share: Share, at: Position, workers: int = 0, state: Any = None
-) -> Iterator[Batch]:
-    """The endless sequence of this rank's batches, from position `at` on.
-
-    `data` is what `Job.data` returned. `workers` loader processes fetch ahead (an iterable uses at most one).
-    """
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        plan = _Plan(len(data), batch, seed, share, at)
-        source: Any = _Mapped(data, seed)
-        if workers == 0:
-            for item in plan:
-                yield source[item]
-            return
-        loader = DataLoader(source, sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_die_with_parent)
-        yield from loader
-    else:
-        stream = _Streamed(data, batch, seed, share, at, state)
-        yield from (
-            stream
-            if workers == 0
-            else DataLoader(stream, batch_size=None, num_workers=1, worker_init_fn=_die_with_parent)
-        )
+def is_map(data: Any) -> bool:
+    """Whether the data set is read by index (torch's IterableDataset inherits a `__getitem__` that only raises)."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 
 def checked(data: Any, where: str) -> Any:
     """`data` when it can be read by `batches`, with at least one sample. J007 otherwise."""
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    if is_map(data):
         if len(data) == 0:
             raise PlaitError(Problem("J007", "the job's data is empty", why="len(data) = 0", where=where))
     elif not hasattr(data, "__iter__"):
@@ -133,134 +112,17 @@ def collate(data: Any, samples: list[Any]) -> tuple[Any, Any]:
 def first_samples(data: Any, count: int) -> tuple[Any, Any]:
     """A collated batch of `count` samples for the sketch: the first sample, repeated. Leaves the generators as they were."""
     state = host_state()
-    sample = data[0] if hasattr(data, "__getitem__") else next(iter(data))
+    sample = data[0] if is_map(data) else next(iter(data))
     restore_host(state)
     return collate(data, [sample] * count)
 
 
-class _Plan:
-    """The sampler: for each step the position and, per micro-batch, the sample ids. Plain numbers, so it pickles."""
-
-    def __init__(self, length: int, batch: int, seed: int, share: Share, at: Position):
-        self.length, self.batch, self.seed, self.share, self.at = length, batch, seed, share, at
-
-    def __iter__(self) -> Iterator[tuple[Position, int, list[tuple[int, list[int]]], Position]]:
-        at, order, epoch = self.at, None, -1
-        while True:
-            if epoch != at.epoch:
-                order, epoch = permutation(self.seed, at.epoch, self.length), at.epoch
-            assert order is not None
-            size = min(self.batch, self.length - at.start)
-            parts = [(f, order[at.start + f : at.start + f + n].tolist()) for f, n in self.share.parts(size)]
-            after = _advance(at, size, at.start + size == self.length)
-            yield at, size, parts, after
-            at = after
-
-
-def _advance(at: Position, size: int, ends: bool) -> Position:
-    start, epoch = (0, at.epoch + 1) if ends else (at.start + size, at.epoch)
-    return Position(at.step + 1, epoch, start, at.samples + size)
-
-
-class _Mapped:
-    """Loads the samples of one step. Seeds the host generators per sample once it sees that the data uses them."""
-
-    def __init__(self, data: Any, seed: int):
-        self.data, self.seed, self.augmented = data, seed, False
-
-    def __getitem__(self, item: tuple[Position, int, list[tuple[int, list[int]]], Position]) -> Batch:
-        at, size, parts, after = item
-        if not self.augmented:
-            before = host_fingerprint()
-            micro = self._load(at, parts)
-            if host_fingerprint() == before:
-                return Batch(at, size, micro, after)
-            self.augmented = True  # the samples just loaded drew unkeyed numbers: load them again
-        return Batch(at, size, self._load(at, parts), after)
-
-    def _load(self, at: Position, parts: list[tuple[int, list[int]]]) -> tuple[Micro, ...]:
-        micro = []
-        for first, ids in parts:
-            empty = not ids
-            wanted = ids or [0]  # an empty part still has the shape of a batch, with no sample in it
-            inputs, targets = collate(self.data, [self._sample(at.epoch, i) for i in wanted])
-            if empty:
-                inputs, targets = tree_map_only(torch.Tensor, lambda t: t[:0], (inputs, targets))
-            micro.append(Micro(first, len(ids), inputs, targets, tuple(ids)))
-        return tuple(micro)
-
-    def _sample(self, epoch: int, i: int) -> Any:
-        if self.augmented:
-            seed_host(self.seed, "sample", epoch, i)
-        return self.data[i]
-
-
-class _Streamed(IterableDataset):
-    """Batches of an iterable: every rank reads every sample and keeps its own."""
-
-    def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position, state: Any):
-        self.data, self.batch, self.seed, self.share, self.at, self.state = data, batch, seed, share, at, state
-
-    def __iter__(self) -> Iterator[Batch]:
-        at = self.at
-        source = self._open(at)
-        while True:
-            samples, ended = self._take(source, at)
-            if not samples and at.start == 0:
-                raise PlaitError(Problem("J007", "the job's data is empty", why="the iterable ended without a sample"))
-            if samples:
-                after = _advance(at, len(samples), ended)
-                state = self.data.state_dict() if hasattr(self.data, "state_dict") and not ended else None
-                yield Batch(at, len(samples), self._share(at, samples), after, state)
-                at = after
-            else:  # the epoch ended exactly at a batch's end
-                at = Position(at.step, at.epoch + 1, 0, at.samples)
-                ended = True
-            if ended:
-                source = self._open(at)
-
-    def _open(self, at: Position) -> Iterator[Any]:
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(at.epoch)
-        if at.start and self.state is not None:
-            self.data.load_state_dict(self.state)
-            return iter(self.data)
-        source = iter(self.data)
-        for i in range(at.start):
-            seed_host(self.seed, "sample", at.epoch, i)
-            next(source)
-        return source
-
-    def _take(self, source: Iterator[Any], at: Position) -> tuple[list[Any], bool]:
-        samples: list[Any] = []
-        while len(samples) < self.batch:
-            seed_host(self.seed, "sample", at.epoch, at.start + len(samples))
-            try:
-                samples.append(next(source))
-            except StopIteration:
-                return samples, True
-        return samples, False
-
-    def _share(self, at: Position, samples: list[Any]) -> tuple[Micro, ...]:
-        micro = []
-        for first, n in self.share.parts(len(samples)):
-            inputs, targets = collate(self.data, samples[first : first + n] or samples[:1])
-            if n == 0:
-                inputs, targets = tree_map_only(torch.Tensor, lambda t: t[:0], (inputs, targets))
-            ids = tuple(range(at.start + first, at.start + first + n))
-            micro.append(Micro(first, n, inputs, targets, ids))
-        return tuple(micro)
-
-
-def _die_with_parent(worker: int) -> None:
-    """Loader workers end with their rank, also when it is killed, and leave signals to it."""
-    from plait.launch.here import die_with_parent
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-    torch.set_num_threads(1)
-    die_with_parent()
+def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
+    """The micro-batch of these samples. Without ids it is empty, but has the shape of a batch (of `samples`)."""
+    inputs, targets = collate(data, samples)
+    if not ids:
+        inputs, targets = tree_map_only(torch.Tensor, lambda t: t[:0] if t.dim() else t, (inputs, targets))
+    return Micro(first, len(ids), inputs, targets, tuple(ids))
 
 
 Weigh = Callable[[Any], Any] | None

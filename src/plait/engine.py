@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from plait.build import Built, build, call, differing, move, pick_device
 from plait.checkpoint import Checkpoints
-from plait.data import Batch, Position, Share, batches, weigh
+from plait.data import Batch, Position, Share, weigh
 from plait.errors import FAILED, PlaitError, Problem
 from plait.evaluation import evaluate
 from plait.job import Job
 from plait.launch.place import Place, current
+from plait.loading import batches
 from plait.plan import Plan
 from plait.strategies.precision import autocast
 from plait.torchseam import leaves
@@ -127,7 +128,7 @@ class Engine:
         return self.update(batch, loss)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global batch in every parameter's `.grad`; return the rider (see `_rider`)."""
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the rider (see `_ride`)."""
         built = self.built
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
@@ -165,7 +166,7 @@ class Engine:
         built = self.built
         self._begin("forward")
         with self._format(), built.randomness.at(batch.position.step, micro.first, micro.count):
-            outputs = call(built.model, inputs)
+            outputs = built.run(built.model, inputs)
             if weight:
                 loss = self.job.loss(outputs, targets)
             else:  # an empty share in a model that communicates: take part, add nothing
@@ -173,7 +174,13 @@ class Engine:
                 loss = torch.stack(sums).sum()
         _check_loss(loss)
         self._end("forward")
-        return loss.detach(), (loss * scale).backward
+        scaled = loss * scale
+
+        def backward() -> None:
+            with built.randomness.replay():
+                scaled.backward()
+
+        return loss.detach(), backward
 
     def _format(self) -> AbstractContextManager[Any]:
         """The number format of the forward pass and the loss."""
@@ -222,11 +229,11 @@ class Engine:
 
     def _ride(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Any]:
         """Start the sum of what all ranks must know: loss, wish to stop, and each rank's samples and busy time."""
-        rider = torch.zeros(2 + 2 * self.plan.ranks, dtype=torch.float64, device=self.built.device)
+        rank, ranks = self.place.rank, self.plan.ranks
+        row = [0.0] * (2 + 2 * ranks)
+        row[1], row[2 + rank], row[2 + ranks + rank] = float(self.place.stopping()), float(batch.count), self._busy
+        rider = torch.tensor(row, dtype=torch.float64, device=self.built.device)
         rider[0] = loss
-        rider[1] = float(self.place.stopping())
-        rider[2 + self.place.rank] = batch.count
-        rider[2 + self.plan.ranks + self.place.rank] = self._busy
         if self.built.reducer is None:
             return rider, None
         return rider, dist.all_reduce(rider, group=self.built.group, async_op=True)
@@ -237,7 +244,7 @@ class Engine:
         self._begin("optimizer")
         self._set_rate()
         lr = float(optimizer.param_groups[0]["lr"])
-        gradients = [p.grad for p in built.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in built.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         unscale = 1.0 / built.scaler.value if built.scaler else 1.0
         finite = built.scaler is None or bool(torch.isfinite(norm))

@@ -26,11 +26,9 @@ class Problem:
 
     def __str__(self) -> str:
         lines = [f"error[{self.code}] {self.what}"]
-        for label, text in (("why", self.why), ("where", self.where)):
+        for label, text in (("why", self.why), ("where", self.where), ("fix", "\n".join(self.fix))):
             if text:
                 lines += _labelled(label, text)
-        if self.fix:
-            lines += _labelled("fix", "\n".join(self.fix))
         return "\n".join(lines)
 
 

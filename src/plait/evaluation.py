@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.build import Built, broadcast_text, call, move
-from plait.data import collate, split
+from plait.data import collate, is_map, split
 from plait.randomness import seed_host
 from plait.strategies.precision import autocast
 
@@ -23,6 +23,7 @@ def evaluate(built: Built) -> dict[str, float]:
     if job.evaluate is None:
         return {}
     sums: dict[str, Tensor] = {}
+    modes = [(m, m.training) for m in built.model.modules()]
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built.device.type, built.precision):
@@ -33,13 +34,14 @@ def evaluate(built: Built) -> dict[str, float]:
                     row = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
                     sums[name] = sums[name] + row if name in sums else row
     finally:
-        built.model.train()
+        for module, training in modes:
+            module.training = training
     return _means(built, sums)
 
 
 def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[tuple[Any, Any]]:
     """This rank's part of an evaluation set, in order, every sample on exactly one rank."""
-    if hasattr(data, "__len__"):
+    if is_map(data):
         first, count = split(len(data), ranks, rank)
         for start in range(first, first + count, batch):
             samples = []
@@ -48,9 +50,21 @@ def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[
                 samples.append(data[i])
             yield collate(data, samples)
         return
-    mine = (sample for i, sample in enumerate(data) if i % ranks == rank)
+    mine = (sample for i, sample in enumerate(_keyed(data, seed)) if i % ranks == rank)
     while samples := [s for _, s in zip(range(batch), mine)]:
         yield collate(data, samples)
+
+
+def _keyed(data: Any, seed: int) -> Iterator[Any]:
+    """Samples of an iterable, the host generators seeded before each."""
+    source, i = iter(data), 0
+    while True:
+        seed_host(seed, "evaluate", i)
+        try:
+            yield next(source)
+        except StopIteration:
+            return
+        i += 1
 
 
 def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:

@@ -6,13 +6,26 @@ become ``--job.depth 8`` and that returns a `Job`. Loading it runs the file: a j
 
 import importlib.util
 import inspect
+import os
+import reprlib
+import site
 import sys
-from collections.abc import Callable, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from plait.errors import PlaitError, Problem, did_you_mean
+
+LIBRARIES = (
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(*site.getsitepackages(), site.getusersitepackages()),
+)
+"""Folders of code that is not the user's own."""
+BUILTINS = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,11 @@ class Evaluate:
     data: Callable[[], Any]
     metrics: Callable[[Any, Any], dict[str, Any]]
     every: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [*_wrong_fields(self)]
+        if problems:
+            raise PlaitError(problems)
 
 
 @dataclass(frozen=True)
@@ -66,17 +84,20 @@ class Job:
             raise PlaitError(problems)
 
 
-def _wrong_fields(job: Job):
-    for field in fields(job):
-        value = getattr(job, field.name)
+def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
+    for field in fields(made):
+        value = getattr(made, field.name)
         optional = field.default is None
         expected = None
-        if field.name in ("model", "loss", "data", "optimizer", "weight", "schedule"):
+        if field.name in ("model", "loss", "data", "optimizer", "weight", "schedule", "metrics"):
             if not callable(value) and not (optional and value is None):
                 expected = "a function, for example a lambda"
         elif field.name in ("batch", "steps"):
             if type(value) is not int or value < 1:
                 expected = "a whole number ≥ 1"
+        elif field.name == "every":
+            if type(value) is not int or value < 0:
+                expected = "a whole number ≥ 0"
         elif field.name == "seed":
             if type(value) is not int or not 0 <= value < 2**63:
                 expected = "a whole number from 0 to 2⁶³ − 1"
@@ -86,7 +107,8 @@ def _wrong_fields(job: Job):
         elif value is not None and not isinstance(value, Evaluate):
             expected = "a plait.Evaluate, or None"
         if expected:
-            yield Problem("J004", f"Job({field.name}={value!r}) is not {expected}", fix=(f"{field.name}={expected}",))
+            what = f"{type(made).__name__}({field.name}={reprlib.repr(value)}) is not {expected}"
+            yield Problem("J004", what, fix=(f"{field.name}={expected}",))
 
 
 def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
@@ -97,22 +119,23 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
     path, _, function = name.partition(":")
     function = function or "job"
     file = Path(path)
-    if not file.is_file():
-        near = sorted(str(p) for p in (file.parent if file.parent.is_dir() else Path()).glob("*.py"))[:3]
+    if not os.path.isfile(file):
+        near = sorted(str(p) for p in (file.parent if os.path.isdir(file.parent) else Path()).glob("*.py"))[:3]
         fixes = tuple(near) or ("path/to/job.py",)
         raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
     module = _execute(file.resolve())
     make = getattr(module, function, None)
-    if not callable(make):
+    signature = _signature(make)
+    if not callable(make) or signature is None:
         known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         hint = did_you_mean(function, known) if known else "define  def job() -> plait.Job"
         raise PlaitError(Problem("J002", f"{path} has no function `{function}`        {hint}", where=path))
-    given = _arguments(make, arguments or {}, path)
+    given = _arguments(signature, arguments or {}, path)
     try:
-        job = make(**given)
+        job = make(*given.args, **given.kwargs)
     except PlaitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlaitError(Problem("J003", f"the job raised {_named(error)}", where=user_line(error))) from error
     if not isinstance(job, Job):
         raise PlaitError(
@@ -132,7 +155,9 @@ def _execute(file: Path) -> Any:
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        fix = (str(file.with_suffix(".py")),)
+        raise PlaitError(Problem("J001", f"{file} is not a Python file: its name does not end in .py", fix=fix))
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
@@ -146,38 +171,59 @@ def _execute(file: Path) -> Any:
     return module
 
 
-def _arguments(make: Callable[..., Any], given: dict[str, str], path: str) -> dict[str, Any]:
-    parameters = inspect.signature(make).parameters
-    values: dict[str, Any] = {}
+def _signature(make: Any) -> inspect.Signature | None:
+    """With annotations written as text evaluated, unless one names what exists for type checkers only."""
+    for evaluated in (True, False):
+        try:
+            return inspect.signature(make, eval_str=evaluated)
+        except Exception:  # evaluating an annotation can raise anything
+            continue
+    return None
+
+
+def _arguments(signature: inspect.Signature, given: dict[str, str], path: str) -> inspect.BoundArguments:
+    parameters = {n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    values, others = dict[str, Any](), dict[str, str]()
     problems: list[Problem] = []
     for name, text in given.items():
         key = name.replace("-", "_")
-        if key not in parameters:
+        if key in parameters:
+            kind, optional = _kind(parameters[key])
+            try:
+                values[key] = None if optional and text.lower() == "none" else _convert(text, kind)
+            except Exception:  # a type may raise anything of a str
+                values[key] = None
+                problems.append(Problem("J005", f"--job.{name} {text}        expected {kind.__name__}", where=path))
+        elif rest is not None:
+            others[key] = text
+        else:
             known = [f"--job.{p}" for p in parameters]
             hint = did_you_mean(f"--job.{name}", known) if known else "the job takes no arguments"
             problems.append(Problem("J005", f"unknown argument  --job.{name}        {hint}", where=path))
-            continue
-        parameter = parameters[key]
-        kind = parameter.annotation
-        if not isinstance(kind, type) or kind is inspect.Parameter.empty:
-            kind = type(parameter.default) if parameter.default not in (None, inspect.Parameter.empty) else str
-        try:
-            values[key] = _convert(text, kind)
-        except ValueError:
-            problems.append(Problem("J005", f"--job.{name} {text}        expected {kind.__name__}", where=path))
-    missing = [
-        n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    problems += [
-        Problem(
-            "J005", f"--job.{n} is needed: the job's argument `{n}` has no default", where=path, fix=(f"--job.{n} …",)
-        )
-        for n in missing
-        if n not in values and n not in given
-    ]
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in values:
+            what = f"--job.{name} is needed: the job's argument `{name}` has no default"
+            problems.append(Problem("J005", what, where=path, fix=(f"--job.{name} …",)))
     if problems:
         raise PlaitError(problems)
-    return values
+    bound = signature.bind_partial()
+    bound.arguments.update(values | ({rest: others} if rest is not None else {}))
+    bound.apply_defaults()
+    return bound
+
+
+def _kind(parameter: inspect.Parameter) -> tuple[type, bool]:
+    """The type an argument's text becomes, and whether `none` stands for None."""
+    kind, default = parameter.annotation, parameter.default
+    kind = BUILTINS.get(kind, kind) if isinstance(kind, str) else kind
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    optional = NoneType in members
+    if optional and len(members) == 2:
+        kind = next(member for member in members if member is not NoneType)
+    if not isinstance(kind, type) or kind is parameter.empty or kind is Any:
+        kind = str if default is None or default is parameter.empty else type(default)
+    return kind, optional
 
 
 def _convert(text: str, kind: type) -> Any:
@@ -188,18 +234,16 @@ def _convert(text: str, kind: type) -> Any:
     return kind(text)
 
 
-def user_line(
-    error: BaseException, skip: Sequence[str] = ("/site-packages/", "/plait/", "/lib/python", "<frozen")
-) -> str:
+def user_line(error: BaseException) -> str:
     """`file:line in function` of the innermost frame that is the user's own code, or an empty string."""
+    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
+        return f"{error.filename}:{error.lineno}"
     found = ""
     trace = error.__traceback__
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
     while trace is not None:
-        frame = trace.tb_frame
-        if not any(part in frame.f_code.co_filename for part in skip):
-            found = f"{frame.f_code.co_filename}:{trace.tb_lineno} in {frame.f_code.co_name}"
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(("<", *(f"{folder}{os.sep}" for folder in LIBRARIES))):
+            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     return found
 

@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 import re
 import tomllib
 from dataclasses import asdict, dataclass, fields, replace
@@ -12,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, Problem, did_you_mean
+
+FILE_BYTES, LINE_LENGTH = 8192, 1000
+"""The largest plan that is read, as a file and as a line: parsers take minutes over what no person wrote."""
+SHOWN = 20
+"""The most problems of a plan that are shown."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +72,16 @@ class Plan:
         if self.dp == 0:
             return replace(self, dp=nproc or 1)
         if nproc is not None and nproc != self.world:
-            how = f"dp={self.dp}" if self.processes != "one" else f"dp={self.dp} in processes=one"
+            how = "threads of processes=one" if self.processes == "one" else f"dp={self.dp}"
             raise PlaitError(
                 Problem(
                     "P001",
                     f"the plan needs {_count(self.world, 'process')}, {_count(nproc, 'process')} were asked for",
-                    why=f"{how} = {self.world}",
+                    why=f"{how} = {_count(self.world, 'process')}",
                     fix=(
                         f"--nproc {self.world}",
-                        f'--plan "{replace(self, dp=nproc)}"',
-                        '--plan "dp=*"  (fills the rest)',
+                        f'--plan "{replace(self, dp=nproc, processes="per-device")}"',
+                        f'--plan "{replace(self, dp=0, processes="per-device")}"  (fills the rest)',
                     ),
                 )
             )
@@ -84,35 +90,44 @@ class Plan:
     @staticmethod
     def parse(text: str) -> "Plan":
         """A plan from one line of ``key=value`` words. All faults are raised together."""
+        where = f'--plan "{_short(text, 200)}"'
+        if len(text) > LINE_LENGTH:
+            why = f"{len(text)} characters, at most {LINE_LENGTH}"
+            raise PlaitError(Problem("T003", "the line is too long for a plan", why, where, ("--plan plan.toml",)))
         values: dict[str, Any] = {}
         problems: list[Problem] = []
         for word in text.split():
             key, equals, value = word.partition("=")
-            where = f'--plan "{text}"'
             if not equals:
+                word = _short(word)
                 problems.append(Problem("T002", f"`{word}` is not key=value", where=where, fix=(f"{word}=…",)))
             elif key in values:
-                problems.append(Problem("T002", f"`{key}` is given twice", where=where, fix=("keep one",)))
+                problems.append(_twice(key, where))
             else:
                 values[key] = _literal(value)
-        return _checked(values, f'--plan "{text}"', problems)
+        return _checked(values, where, problems)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
         """A plan from a TOML file (or JSON when the name ends in .json), with the tables of `KEYS`."""
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
-            data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        except OSError as error:
-            raise PlaitError(
-                Problem(
-                    "T003", f"cannot read the plan {path}", why=error.strerror or str(error), fix=('--plan "dp=2"',)
-                )
-            ) from None
-        except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            kind = "JSON" if path.suffix == ".json" else "TOML"
-            raise PlaitError(Problem("T003", f"{path} is not {kind}", why=str(error), where=str(path))) from None
+            with path.open("rb") as file:
+                size, content = os.fstat(file.fileno()).st_size, file.read(FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            what = f"cannot read the plan {_short(str(path), 300)}"
+            raise PlaitError(Problem("T003", what, why, fix=('--plan "dp=2"',))) from None
+        if len(content) > FILE_BYTES:
+            why = f"{max(size, len(content))} bytes, at most {FILE_BYTES}"
+            raise PlaitError(Problem("T003", f"{path} is too large for a plan", why, str(path)))
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        try:
+            text = content.decode("utf-8")
+            data = json.loads(text, object_pairs_hook=_once) if kind == "JSON" else tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            why = _short(str(error), 200)
+            raise PlaitError(Problem("T003", f"{path} is not {kind}", why, str(path))) from None
         return _checked(*_flatten(data, path))
 
     @staticmethod
@@ -130,7 +145,8 @@ class Plan:
         return " ".join(f"{k}={_text(k, v)}" for k, v in self.changed().items()) or "dp=1"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The plan as JSON values; `Plan.load` reads them back to an equal plan."""
+        return {k: "*" if KEYS[k].wildcard and v == 0 else v for k, v in asdict(self).items()}
 
     def to_toml(self) -> str:
         """The plan as a TOML file; `Plan.load` reads it back to an equal plan."""
@@ -141,56 +157,68 @@ class Plan:
         return "\n".join(lines)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key is given twice")
+    return values
+
+
 def _flatten(data: Any, path: Path) -> tuple[dict[str, Any], str, list[Problem]]:
+    """The keys of all tables in one dict, where they stand, and what is wrong with the tables."""
     tables = tuple(dict.fromkeys(key.table for key in KEYS.values()))
     values: dict[str, Any] = {}
-    problems: list[Problem] = []
+    where, problems = str(path), list[Problem]()
     if not isinstance(data, dict):
-        return values, str(path), [Problem("T003", f"{path} is not a table of plan keys", where=str(path))]
+        return values, where, [Problem("T003", f"{path} is not a table of plan keys", where=where)]
     for name, content in data.items():
-        if name in KEYS and not isinstance(content, dict):
-            values[name] = content
-        elif name not in tables or not isinstance(content, dict):
-            problems.append(
-                Problem(
-                    "T001",
-                    f"unknown table in {path.name}:  [{name}]        {did_you_mean(name, tables)}",
-                    where=str(path),
-                )
-            )
-        else:
-            for key, value in content.items():
-                if key in KEYS and KEYS[key].table != name:
-                    right = KEYS[key].table
-                    problems.append(
-                        Problem(
-                            "T001",
-                            f"`{key}` belongs in [{right}], not in [{name}]",
-                            where=str(path),
-                            fix=(f"[{right}] {key} = {value}",),
-                        )
-                    )
-                values[key] = value
-    return values, str(path), problems
+        if isinstance(content, dict) != (name in tables):
+            problems.append(_misplaced(name, content, tables, path))
+            continue
+        rows = content if name in tables else {name: content}
+        for key, value in rows.items():
+            if name in tables and key in KEYS and KEYS[key].table != name:
+                right = KEYS[key].table
+                what = f"`{key}` belongs in [{right}], not in [{name}]"
+                problems.append(Problem("T001", what, where=where, fix=(f"[{right}] {key} = {_shown(value)}",)))
+            if key in values:
+                problems.append(_twice(key, where))
+            values[key] = value
+    return values, where, problems
+
+
+def _misplaced(name: str, content: Any, tables: tuple[str, ...], path: Path) -> Problem:
+    if name in tables:
+        key = next(k for k in KEYS if KEYS[k].table == name)
+        what, fix = f"`{name}` is a table of keys, not {_shown(content)}", (f"[{name}] {key} = …",)
+    elif name in KEYS:
+        table = KEYS[name].table
+        what, fix = f"`{name}` is a key of [{table}], not a table", (f"[{table}] {name} = …",)
+    else:
+        what, fix = f"unknown table in {path.name}:  [{_short(name)}]        {did_you_mean(name, tables)}", ()
+    return Problem("T001", what, where=str(path), fix=fix)
 
 
 def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> Plan:
     good: dict[str, Any] = {}
     for key, value in values.items():
-        if key not in KEYS:
-            problems.append(
-                Problem(
-                    "T001",
-                    f"unknown key in the plan:  {key} = {value}        {did_you_mean(key, tuple(KEYS))}",
-                    where=where,
-                )
-            )
-            continue
-        problem, good[key] = _value(key, value, where)
-        problems += problem
+        if key in KEYS:
+            problem, good[key] = _value(key, value, where)
+            problems += problem
+        else:
+            hint = did_you_mean(key, tuple(KEYS))
+            what = f"unknown key in the plan:  {_short(key)} = {_bare(value)}        {hint}"
+            problems.append(Problem("T001", what, where=where))
+    if len(problems) > SHOWN:
+        rest = len(problems) - SHOWN + 1
+        problems[SHOWN - 1 :] = [Problem(problems[SHOWN - 1].code, f"… and {rest} more problems", where=where)]
     if problems:
         raise PlaitError(problems)
     return Plan(**good)
+
+
+def _twice(key: str, where: str) -> Problem:
+    return Problem("T002", f"`{_short(key)}` is given twice", where=where, fix=("keep one",))
 
 
 def _value(key: str, value: Any, where: str) -> tuple[list[Problem], Any]:
@@ -202,23 +230,41 @@ def _value(key: str, value: Any, where: str) -> tuple[list[Problem], Any]:
     if spec.kind is int and isinstance(value, int) and not isinstance(value, bool):
         if 1 <= value <= 2**20:
             return [], value
-        return [Problem("T002", f"{key} = {value}        expected a whole number from 1 to {2**20}", where=where)], None
+        what = f"{key} = {_shown(value)}        expected a whole number from 1 to {2**20}"
+        return [Problem("T002", what, where=where)], None
     if spec.kind is str and value in spec.choices:
         return [], value
     if spec.choices:
-        expected = (
-            f"expected {', '.join(spec.choices[:-1])} or {spec.choices[-1]}, {did_you_mean(str(value), spec.choices)}"
-        )
+        hint = did_you_mean(_bare(value), spec.choices)
+        expected = f"expected {', '.join(spec.choices[:-1])} or {spec.choices[-1]}, {hint}"
     else:
         expected = {"bool": "expected true or false", "int": "expected a whole number"}[spec.kind.__name__]
         expected += " or *" if spec.wildcard else ""
-    return [Problem("T002", f"{key} = {json.dumps(value, default=str)}        {expected}", where=where)], None
+    return [Problem("T002", f"{key} = {_shown(value)}        {expected}", where=where)], None
 
 
 def _literal(text: str) -> Any:
     if text in ("true", "false"):
         return text == "true"
     return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
+
+
+def _short(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _shown(value: Any) -> str:
+    """A value from a plan, as a file would have it, but short: it may be anything."""
+    if isinstance(value, (dict, list)):
+        return "{…}" if isinstance(value, dict) else "[…]"
+    try:
+        return _short(json.dumps(value, default=str))
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def _bare(value: Any) -> str:
+    return _short(value) if isinstance(value, str) else _shown(value)
 
 
 def _text(key: str, value: Any) -> str:

@@ -8,7 +8,8 @@ Here every random number of the forward pass is a pure function of
 so a rank that holds samples 32 to 63 of the batch draws exactly the stretch of the mask that one device would have
 drawn there. The generator is Philox (counter-based: any stretch costs what it is long, Salmon et al. 2011), which
 numpy runs several times faster than torch draws a mask. Elements are indexed with the batch dim moved to the front;
-which dim that is, `sketch.py` finds by running the model on two batch sizes. A draw that has no batch dim (a mask on
+which dim that is, `sketch.py` finds by running the model on two batch sizes (a dim that holds several rows per sample
+is taken sample by sample: that it is not the other way round, `plait verify` tells). A draw that has no batch dim (a mask on
 a weight, a layer drop) is the same everywhere.
 
 Python's, numpy's and torch's own generators are seeded by (seed, step) before each forward pass, so that host-side
@@ -16,7 +17,6 @@ decisions (``if random.random() < 0.1``) agree on all ranks and after a resume. 
 by (seed, epoch, sample).
 """
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,34 +28,13 @@ from numpy.random import Philox
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.torchseam import SEEDED, mask_op
+from plait.draws import COMPOSITES, Drawn, key
+from plait.errors import PlaitError, Problem
+from plait.torchseam import checkpoint_frame, mask_op
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
-COMPOSITES = frozenset({
-    F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.rrelu, torch.rrelu,
-    F.scaled_dot_product_attention, F.multi_head_attention_forward, F.gumbel_softmax, F.fractional_max_pool2d,
-    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.native_dropout, torch.bernoulli, torch.normal,
-    torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
-    torch.multinomial, torch.poisson, torch.binomial, torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh,
-    torch._VF.rnn_relu, Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
-    Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_, Tensor.multinomial,
-})  # fmt: skip
-"""Functions that may draw inside; each is run under `_Drawn`, which sees the draws themselves."""
-
-
-def key(*words: Any) -> int:
-    """A 128-bit Philox key of the words: the same on every machine and in every version."""
-    return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=16).digest(), "little")
-
-
-def bits(philox_key: int, start: int, count: int) -> np.ndarray:
-    """Elements start … start + count − 1 of the stream of that key, as uint32."""
-    block, skip = divmod(start, 8)  # one Philox counter yields four 64-bit words, eight elements
-    raw = Philox(key=philox_key, counter=block).random_raw((skip + count + 1) // 2)
-    return raw.view(np.uint32)[skip : skip + count]
 
 
 def seed_host(*words: Any) -> None:
@@ -64,6 +43,8 @@ def seed_host(*words: Any) -> None:
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
     torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
 
 
 def host_state() -> tuple[Any, Any, Tensor]:
@@ -78,10 +59,9 @@ def restore_host(state: tuple[Any, Any, Tensor]) -> None:
     torch.set_rng_state(state[2])
 
 
-def host_fingerprint() -> tuple[int, int, int]:
-    """Changes, generator by generator (Python, numpy, torch), whenever one was drawn from. Takes some 50 µs."""
-    python, numpy, torch_state = host_state()
-    return hash(python), hash((numpy[2], numpy[1].tobytes())), hash(torch_state.numpy().tobytes())
+def first_draws() -> tuple[float, float, float]:
+    """The next number of Python's, numpy's and torch's generator: after seeding, it tells whether one was drawn from."""
+    return random.random(), np.random.random(), float(torch.rand(()))
 
 
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
@@ -94,14 +74,24 @@ class Randomness:
 
     `places` maps a place to the batch dim of the tensor drawn there (None: no batch dim); it comes from the sketch.
     A model without places pays only for seeding the host generators.
+
+    Recomputed activations (`torch.utils.checkpoint`) draw again in backward and must draw the same. Every event of a
+    forward pass (entering or leaving a module that draws, a draw) therefore gives torch's CPU generator a seed of its
+    own and files a snapshot under it. A recomputation starts by restoring the generator, so the first thing that
+    happens in it finds its snapshot and goes on from there.
     """
 
-    def __init__(self, model: nn.Module, seed: int, places: dict[str, int | None]):
-        self.seed, self.places = seed, places
+    def __init__(self, model: nn.Module, seed: int, places: dict[str, int | None], always: bool = False):
+        self.seed, self.places, self.needed = seed, places, bool(places) or always
         self.where = torch.zeros(4, dtype=torch.int64)  # seed, step, first sample, samples
         self._mode = _Keyed(self)
         self._owner: list[str] = []
+        self._entered: list[Any] = []
+        self._pushed = 0
         self._calls: dict[str, int] = {}
+        self._cursor = 0
+        self._replaying = self._resumed = False
+        self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int]]] = {}
         owners = {place.split("#")[0] for place in places}
         for name, module in model.named_modules():
             if name in owners:
@@ -110,32 +100,105 @@ class Randomness:
 
     def _enter(self, name: str):
         def enter(module: nn.Module, args: Any) -> None:
+            self._before_event()
             self._calls[name] = self._calls.get(name, 0) + 1
             self._owner.append(f"{name}#{self._calls[name]}")
+            self._entered.append(checkpoint_frame())
+            if self._replaying:  # torch's engine leaves the modes that were active around backward
+                self._mode.__enter__()
+                self._pushed += 1
+            self._after_event()
 
         return enter
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._owner.pop()
+        if self._owner:
+            self._owner.pop()
+        if self._entered:
+            self._entered.pop()
+        if self._pushed:
+            self._mode.__exit__(None, None, None)
+            self._pushed -= 1
+        self._after_event()
 
     def place(self) -> str:
         """The place of the next draw: `module#call#draw`."""
+        self._before_event()
+        if not torch.compiler.is_compiling() and checkpoint_frame() is not (
+            self._entered[-1] if self._entered else None
+        ):
+            raise PlaitError(
+                Problem(
+                    "J014",
+                    "a checkpointed function draws random numbers by a direct call, and its recomputation would draw others",
+                    why=f"in {(self._owner or ['the model'])[-1].split('#')[0] or 'the model'}: what is recomputed is not a module",
+                    fix=("checkpoint(a module that draws, …)", "use nn.Dropout inside it"),
+                )
+            )
         owner = self._owner[-1] if self._owner else "#0"
         self._calls[owner] = self._calls.get(owner, 0) + 1
-        return f"{owner}#{self._calls[owner]}"
+        place = f"{owner}#{self._calls[owner]}"
+        self._after_event()
+        return place
+
+    def _before_event(self) -> None:
+        """In a recomputation: go back to where it starts."""
+        if not self._replaying or torch.compiler.is_compiling():
+            return
+        found = torch.default_generator.initial_seed()
+        if found == self._cursor and self._resumed:
+            return
+        if found == self._cursor or found not in self._snapshots:
+            raise PlaitError(
+                Problem(
+                    "J014",
+                    "a recomputation draws random numbers, and torch's generator was not restored for it",
+                    why="preserve_rng_state=False, or the model seeds torch itself, or threads share it (processes=one)",
+                    fix=("checkpoint(…, preserve_rng_state=True)", "processes=per-device"),
+                )
+            )
+        where, owner, calls = self._snapshots[found]
+        self.where.copy_(torch.tensor(where))
+        self._owner[:], self._calls, self._cursor, self._resumed = owner, dict(calls), found, True
+
+    def _after_event(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._cursor = self._cursor + 1 & 0x7FFFFFFFFFFFFFFF
+        torch.default_generator.manual_seed(self._cursor)
+        if not self._replaying:
+            self._snapshots[self._cursor] = (self.where.tolist(), list(self._owner), dict(self._calls))
 
     @contextmanager
     def at(self, step: int, first: int, count: int) -> Iterator[None]:
-        """Random numbers of the samples first … first + count − 1 of the global batch of `step`."""
+        """Random numbers of the samples first … first + count − 1 of the global batch of `step`: a forward pass."""
         seed_host(self.seed, "forward", step)
-        if not self.places:
+        if not self.needed:
             yield
             return
+        if int(self.where[1]) != step:
+            self._snapshots.clear()
         self.where[0], self.where[1], self.where[2], self.where[3] = self.seed, step, first, count
-        self._calls.clear()
+        self._calls, self._replaying = {}, False
         self._owner.clear()
+        self._entered.clear()
+        self._cursor = key(self.seed, "event", step, first) & 0x7FFFFFFFFFFFFFFF
         with self._mode:
+            self._after_event()
             yield
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Around backward: what is recomputed there draws what it drew in the forward pass."""
+        if not self.needed:
+            yield
+            return
+        self._replaying, self._resumed = True, False
+        self._entered.clear()
+        try:
+            yield
+        finally:
+            self._replaying = False
 
     def keep(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
         """A dropout mask like `x` (or of `shape`, to be broadcast): 1 / (1 − p) with probability 1 − p, else 0."""
@@ -156,7 +219,7 @@ class _Keyed(TorchFunctionMode):
         if func in PLAIN_DROPOUTS or func in FEATURE_DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         if func in COMPOSITES and not torch.compiler.is_compiling():
-            with _Drawn(self.randomness):
+            with Drawn(self.randomness):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -169,29 +232,10 @@ class _Keyed(TorchFunctionMode):
         if func in FEATURE_DROPOUTS:
             unbatched = (func is F.dropout1d and input.dim() == 2) or (func is F.dropout3d and input.dim() == 4)
             shape = input.shape[: 1 if unbatched else 2] + (1,) * (input.dim() - (1 if unbatched else 2))
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         mask = self.randomness.keep(input, p, shape)
         return input.mul_(mask) if inplace else input * mask
-
-
-class _Drawn(TorchDispatchMode):
-    """Inside a composite random function: the draws themselves, at the level of torch's operators."""
-
-    def __init__(self, randomness: Randomness):
-        super().__init__()
-        self.randomness = randomness
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func not in SEEDED:
-            return result
-        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
-        rule = _RULES.get(name)
-        if rule is None:
-            return result
-        place = self.randomness.place()
-        where = self.randomness.where.tolist()
-        uniform = _uniform(result, where, place, self.randomness.places.get(place, -1))
-        return result.copy_(rule(uniform, *_numbers(name, func, args, kwargs or {})))
 
 
 def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:
@@ -199,81 +243,3 @@ def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:
     dropouts = (nn.modules.dropout._DropoutNd,)
     owners = dict.fromkeys(place.split("#")[0] for place in places)
     return [name for name in owners if not isinstance(model.get_submodule(name), dropouts)]
-
-
-def _uniform(like: Tensor, where: list[int], place: str, dim: int | None) -> Tensor:
-    """float64 in the open interval (0, 1), keyed by global element, of the shape of `like`."""
-    return torch.from_numpy((_stretch(like.shape, where, place, dim) + 0.5) * 2.0**-32).to(like.device)
-
-
-def _stretch(shape: torch.Size, where: list[int], place: str, dim: int | None) -> np.ndarray:
-    """The stretch of the place's global stream that belongs to this rank's samples, as uint32 of `shape`."""
-    seed, step, first, samples = where
-    if dim == -1:  # a place the sketch did not see (a branch taken for the first time)
-        dim = next((d for d, n in enumerate(shape) if n == samples), None)
-    count = int(np.prod(shape, dtype=np.int64))
-    if dim is None or samples == 0:
-        return bits(key(seed, "draw", step, place), 0, count).reshape(tuple(shape))
-    per_sample = count // samples
-    drawn = bits(key(seed, "draw", step, place), first * per_sample, count)
-    front = (shape[dim], *shape[:dim], *shape[dim + 1 :])
-    return np.moveaxis(drawn.reshape(front), 0, dim)
-
-
-def draw_mask(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> Tensor:
-    """The dropout mask behind `Randomness.keep`: what the operator `plait::mask` computes."""
-    drawn = _stretch(x.shape, where.tolist(), place, dim)
-    keep = drawn >= np.uint32(min(round(p * 2**32), 2**32 - 1))
-    mask = torch.from_numpy(np.ascontiguousarray(keep)).to(x.device, x.dtype)
-    return mask.mul_(1.0 / (1.0 - p)) if p < 1.0 else mask.zero_()
-
-
-def _bernoulli(u: Tensor, p: Any = 0.5) -> Tensor:
-    return u < p
-
-
-def _normal(u: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
-    return torch.special.ndtri(u) * std + mean
-
-
-def _integers(u: Tensor, low: int = 0, high: int = 2**24) -> Tensor:
-    return torch.floor(u * (high - low)) + low
-
-
-_RULES = {
-    "bernoulli": _bernoulli,
-    "rand": lambda u, low=0.0, high=1.0: low + u * (high - low),
-    "uniform": lambda u, low=0.0, high=1.0: low + u * (high - low),
-    "randn": _normal,
-    "normal": _normal,
-    "exponential": lambda u, rate=1.0: -torch.log(u) / rate,
-    "randint": _integers,
-    "random": _integers,
-    "cauchy": lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(torch.pi * (u - 0.5)),
-    "log_normal": lambda u, mean=1.0, std=2.0: torch.exp(_normal(u, mean, std)),
-    "geometric": lambda u, p=0.5: torch.ceil(torch.log(u) / np.log1p(-p)),
-}
-"""Operator name -> (uniform numbers, the operator's own numbers) -> what it draws."""
-
-
-def _numbers(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The distribution's own numbers among an operator's arguments."""
-    if name in ("rand", "randn"):
-        return []
-    if name == "randint":
-        low_high = [a for a in args if isinstance(a, int)]
-        return low_high if len(low_high) == 2 else [0, *low_high]
-    if name == "bernoulli" and func.overloadpacket.__name__ == "bernoulli" and len(args) == 1:
-        return [args[0]]
-    numbers = [a for a in args[1:] if isinstance(a, (int, float, Tensor))]
-    if (
-        name == "normal"
-        and isinstance(args[0], (int, float, Tensor))
-        and not func.overloadpacket.__name__.endswith("_")
-    ):
-        numbers = [a for a in args if isinstance(a, (int, float, Tensor))]
-    if name == "random" and len(numbers) == 1:
-        numbers = [0, *numbers]
-    return numbers + [
-        v for k, v in kwargs.items() if k in ("p", "mean", "std", "from", "to", "lambd", "median", "sigma")
-    ]

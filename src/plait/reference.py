@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
+from plait.data import is_map
 from plait.job import Job
 from plait.randomness import Randomness, permutation, seed_host
 from plait.sketch import sketch
@@ -31,13 +32,17 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
     random.seed(job.seed)
     np.random.seed(job.seed & 0xFFFFFFFF)
     torch.manual_seed(job.seed)
-    model = job.model().to(device=device, dtype=dtype).train()
+    model = job.model().to(device=device, dtype=dtype)
+    frozen = [m for m in model.modules() if model.training and not m.training]
+    model.train()
+    for module in frozen:
+        module.training = False
     data = job.data()
     state = torch.get_rng_state()
-    sample = data[0] if hasattr(data, "__getitem__") else next(iter(job.data()))
+    sample = data[0] if is_map(data) else next(iter(job.data()))
     torch.set_rng_state(state)
-    places = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call).places
-    keyed = Randomness(model, job.seed, places)
+    sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call)
+    keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = job.optimizer(parameters)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -49,7 +54,8 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
         with Wide(), keyed.at(step, 0, len(ids)):
             outputs = _call(model, inputs)
             loss = job.loss(outputs, targets)
-        loss.backward()
+        with keyed.replay():
+            loss.backward()
         if step == 0:
             out["gradients"] = _copy((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
             out["clip"] = clip * float(
@@ -73,7 +79,7 @@ def _samples(job: Job, data: Any) -> Iterator[tuple[int, list[int], list[Any]]]:
     """(epoch, sample ids, samples) of each step, epoch after epoch, the last batch of an epoch short."""
     epoch = 0
     while True:
-        if hasattr(data, "__getitem__"):
+        if is_map(data):
             order = permutation(job.seed, epoch, len(data)).tolist()
             for start in range(0, len(order), job.batch):
                 ids = order[start : start + job.batch]

@@ -6,9 +6,11 @@
 """
 
 import fcntl
+import glob
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -44,34 +46,36 @@ class Run:
 
     @staticmethod
     def create(job: str, plan: Plan, arguments: dict[str, str], root: Path) -> "Run":
-        """A new directory `root/<job's name>-<number>`, with what is known before the start written into it."""
-        name = job_name(job)
-        root.mkdir(parents=True, exist_ok=True)
-        number = 1 + max((_number(p.name, name) for p in root.iterdir()), default=0)
-        while True:
-            path = root / f"{name}-{number}"
-            try:
-                path.mkdir()
-                break
-            except FileExistsError:
-                number += 1
-        for part in ("events", "logs", "checkpoints"):
-            (path / part).mkdir()
-        run = Run(path)
-        (path / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-        _write_json(path / "job.json", {"job": job, "arguments": arguments, "command": sys.argv})
-        _write_json(path / "env.json", environment())
-        run.point()
-        return run
+        """A new directory `root/<job's name>-<number>`, with what is known before the start written into it.
+
+        R002 when it cannot be made.
+        """
+        known = environment()
+        try:
+            path = _new_folder(root, job_name(job))
+        except OSError as error:
+            raise _cannot_be_made(root, error) from None
+        try:
+            for part in ("events", "logs", "checkpoints"):
+                (path / part).mkdir()
+            (path / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
+            _write_json(path / "job.json", {"job": job, "arguments": arguments, "command": sys.argv})
+            _write_json(path / "env.json", known)
+            _point(path)
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise _cannot_be_made(path, error) from None
+        return Run(path)
 
     @staticmethod
     def latest(job: str, root: Path) -> "Run":
         """The newest run of this job that has a checkpoint, else its newest. K001 when there is none."""
         name = job_name(job)
         runs = sorted(
-            (p for p in root.glob(f"{name}-*") if _number(p.name, name)), key=lambda p: -_number(p.name, name)
+            (p for p in root.glob(f"{glob.escape(name)}-*") if _number(p.name, name)),
+            key=lambda p: -_number(p.name, name),
         )
-        saved = [p for p in runs if any((p / "checkpoints").glob("step-*"))]
+        saved = [p for p in runs if any(_number(c.name, "step") for c in (p / "checkpoints").glob("step-*"))]
         if not runs:
             raise PlaitError(
                 Problem("K001", f"there is no run of {name} in {root}/ to resume", fix=("start without --resume",))
@@ -79,11 +83,11 @@ class Run:
         return Run((saved or runs)[0])
 
     def point(self) -> None:
-        """Make `latest` beside the run point to it."""
-        link = self.path.parent / "latest"
-        beside = link.with_name(f".latest-{os.getpid()}")
-        beside.symlink_to(self.path.name)
-        os.replace(beside, link)
+        """Make `latest` beside the run point to it. R002 when it cannot be made."""
+        try:
+            _point(self.path)
+        except OSError as error:
+            raise _cannot_be_made(self.path, error) from None
 
     def lock(self) -> IO[bytes]:
         """Hold the run for this process until the returned file is closed. R001 when another one holds it."""
@@ -107,9 +111,9 @@ class Run:
         """Forget the rows of metrics and events after `step`: a resumed run writes them again."""
         for path in (self.metrics, *self.path.glob("events/*.jsonl")):
             if path.exists():
-                kept = [row for row in path.read_text(encoding="utf-8").splitlines() if _step_of(row) <= step]
+                kept = [row for row in path.read_bytes().splitlines() if _step_of(row) <= step]
                 beside = path.with_name(path.name + ".tmp")
-                beside.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
+                beside.write_bytes(b"".join(row + b"\n" for row in kept))
                 os.replace(beside, path)
 
 
@@ -136,16 +140,46 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _number(name: str, job: str) -> int:
-    tail = name.removeprefix(job + "-")
-    return int(tail) if name.startswith(job + "-") and tail.isdigit() else 0
+def _new_folder(root: Path, name: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((_number(p.name, name) for p in root.iterdir()), default=0)
+    while True:
+        path = root / f"{name}-{number}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
 
 
-def _step_of(row: str) -> float:
+def _point(path: Path) -> None:
+    link = path.parent / "latest"
+    beside = link.with_name(f".latest-{os.getpid()}")
+    beside.unlink(missing_ok=True)  # of a process with this number that was killed here
     try:
-        return json.loads(row)["step"]
+        beside.symlink_to(path.name)
+        os.replace(beside, link)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _cannot_be_made(path: Path, error: OSError) -> PlaitError:
+    what = f"the run directory {path} cannot be made"
+    return PlaitError(Problem("R002", what, why=str(error), fix=("--runs somewhere/else",)))
+
+
+def _number(name: str, start: str) -> int:
+    """7 of a name such as net-7 that starts with `net`; 0 when it is no such name."""
+    tail = name.removeprefix(start + "-")
+    return int(tail) if tail != name and tail.isascii() and tail.isdecimal() else 0
+
+
+def _step_of(row: bytes) -> float:
+    try:
+        step = json.loads(row)["step"]
     except (ValueError, KeyError, TypeError):
         return float("inf")  # a line torn by a kill
+    return step if isinstance(step, (int, float)) else float("inf")
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -9,7 +9,9 @@ A model that looks at values in its forward pass cannot run on fake tensors; a c
 """
 
 import copy
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from plait import randomness
+from plait import draws, randomness
 from plait.torchseam import SEEDED, FakeTensorMode, fake_failures
 
+Call = Callable[[nn.Module, Any], Any]
+ROUNDS = 8
+"""Pairs of runs for a model that decides at random what to run."""
 PROBES = (3, 5)
 """The two batch sizes of the runs: odd, so that dims of the model rarely have them."""
 
@@ -52,31 +57,70 @@ class Sketch:
     """True when the model had to run on real tensors."""
 
 
-def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Callable[[nn.Module, Any], Any]) -> Sketch:
+def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call) -> Sketch:
     """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does."""
-    by_values = False
-    state, before = randomness.host_state(), randomness.host_fingerprint()
+    state = randomness.host_state()
+    by_values, rounds = False, []
     try:
-        runs = [_watch(model, inputs(n), call, fake=True) for n in PROBES]
+        rounds.append(_pair(model, inputs, call, True, 0))
     except fake_failures():
         by_values = True
-        runs = [_watch(copy.deepcopy(model), inputs(n), call, fake=False) for n in PROBES]
-    host_random = randomness.host_fingerprint()[:2] != before[:2]
+        rounds.append(_pair(model, inputs, call, False, 0))
+    host_random = any(run.host_random for run in rounds[0])
+    for number in range(1, ROUNDS if host_random else 1):  # branches taken at random: see most of them
+        rounds.append(_pair(model, inputs, call, not by_values, number))
     randomness.restore_host(state)
-    small, large = runs
-    parameters = tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad)
-    norms = {name: model.get_submodule(name) for name in small.batch_norms}
+    small = [pair[0] for pair in rounds]
+    places, coupled = _places(rounds)
+    norms = {name: model.get_submodule(name) for run in small for name in run.batch_norms}
     return Sketch(
-        parameters,
-        places={place: _batch_dim(shape, large.drawn.get(place)) for place, shape in small.drawn.items()},
-        unkeyed=tuple(dict.fromkeys(small.unkeyed)),
-        batch_norms=tuple(dict.fromkeys(small.batch_norms)),
+        tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
+        places=places,
+        unkeyed=_unique([*(name for run in small for name in run.unkeyed), *coupled]),
+        batch_norms=tuple(norms),
         channels={name: (_channels(norm), _wide(norm)) for name, norm in norms.items()},
-        batch_coupled=tuple(dict.fromkeys(small.batch_coupled)),
-        counting=tuple(dict.fromkeys(small.counting)),
+        batch_coupled=_unique(name for run in small for name in run.batch_coupled),
+        counting=_unique(name for run in small for name in run.counting),
         host_random=host_random,
         by_values=by_values,
     )
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _pair(model: nn.Module, inputs: Callable[[int], Any], call: Call, fake: bool, number: int) -> list["_Watched"]:
+    """The two runs, with the host generators in the same state, so that both take the same branches."""
+    runs = []
+    for n in PROBES:
+        example = inputs(n)
+        randomness.seed_host("sketch", number)
+        before = randomness.first_draws()
+        randomness.seed_host("sketch", number)
+        runs.append(_watch(model if fake else copy.deepcopy(model), example, call, fake))
+        runs[-1].host_random = before[:2] != randomness.first_draws()[:2]
+    return runs
+
+
+def _places(rounds: list[list["_Watched"]]) -> tuple[dict[str, int | None], list[str]]:
+    """Batch dim of every place, and the owners of draws that do not grow in step with the batch, in one dim."""
+    places: dict[str, int | None] = {}
+    coupled = []
+    a, b = PROBES
+    for small, large in rounds:
+        for place, shape in small.drawn.items():
+            other = large.drawn.get(place)
+            grown = [d for d, (m, n) in enumerate(zip(shape, other or ())) if m != n]
+            if (
+                other is None
+                or len(shape) != len(other)
+                or len(grown) > 1
+                or any(shape[d] * b != other[d] * a for d in grown)
+            ):
+                coupled.append(place.split("#")[0] or "the model")
+            places.setdefault(place, grown[0] if grown else None)
+    return places, coupled
 
 
 def _channels(norm: nn.Module) -> int:
@@ -89,13 +133,6 @@ def _wide(norm: nn.Module) -> torch.dtype:
     return torch.promote_types(given, torch.float32)
 
 
-def _batch_dim(small: torch.Size, large: torch.Size | None) -> int | None:
-    a, b = PROBES
-    if large is None or len(small) != len(large):
-        return None
-    return next((d for d, (m, n) in enumerate(zip(small, large)) if m != n and m * b == n * a), None)
-
-
 @dataclass
 class _Watched:
     drawn: dict[str, torch.Size] = field(default_factory=dict)
@@ -103,16 +140,19 @@ class _Watched:
     batch_norms: list[str] = field(default_factory=list)
     batch_coupled: list[str] = field(default_factory=list)
     counting: list[str] = field(default_factory=list)
+    host_random: bool = False
 
 
-def _watch(model: nn.Module, inputs: Any, call: Callable[[nn.Module, Any], Any], fake: bool) -> _Watched:
+def _watch(model: nn.Module, inputs: Any, call: Call, fake: bool) -> _Watched:
     watcher = _Watcher(model)
     before = _state(model)
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-    training = model.training
-    model.train()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it prints pages for what is raised here anyway
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # whatever it is, training will say it
             if fakes is None:
                 with watcher, watcher.operators:
                     call(model, inputs)
@@ -122,26 +162,34 @@ def _watch(model: nn.Module, inputs: Any, call: Callable[[nn.Module, Any], Any],
     finally:
         watcher.remove()
         watcher.seen.counting += _restore(model, before)
-        model.train(training)
+        logger.setLevel(level)
     return watcher.seen
 
 
-def _state(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
-    """What a forward pass may change on modules besides values: attributes (caches), and which tensors are buffers."""
-    return [(m, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
+Kept = list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]]
 
 
-def _restore(model: nn.Module, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> list[str]:
+def _state(model: nn.Module) -> Kept:
+    """What a forward pass may change on modules: attributes (caches), which tensors are buffers, and their values."""
+    return [
+        (m, dict(m.__dict__), dict(m._buffers), {n: b.clone() for n, b in m._buffers.items() if b is not None})
+        for m in model.modules()
+    ]
+
+
+def _restore(model: nn.Module, before: Kept) -> list[str]:
     """Put it back (a cache filled on fake tensors must not stay); returns the names of buffers that were replaced."""
     names = {id(m): name for name, m in model.named_modules()}
     replaced = []
-    for module, attributes, buffers in before:
+    for module, attributes, buffers, values in before:
         changed = [n for n, b in buffers.items() if module._buffers.get(n) is not b]
         replaced += [f"{names[id(module)]}.{n}".lstrip(".") for n in changed]
         module.__dict__.clear()
         module.__dict__.update(attributes)
         module._buffers.clear()
         module._buffers.update(buffers)
+        for name, value in values.items():
+            buffers[name].copy_(value)
     return replaced
 
 
@@ -186,11 +234,12 @@ class _Watcher(TorchFunctionMode):
         dropout = func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS
         if dropout:
             return self._dropout(func, *args, **kwargs)
-        self.operators.keyed = func in randomness.COMPOSITES
+        self.operators.keyed = func in draws.COMPOSITES
+        self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
         try:
             return func(*args, **kwargs)
         finally:
-            self.operators.keyed = False
+            self.operators.keyed = self.operators.per_sample = False
 
     def _dropout(
         self,
@@ -210,7 +259,7 @@ class _Watcher(TorchFunctionMode):
 class _Operators(TorchDispatchMode):
     def __init__(self, watcher: _Watcher):
         super().__init__()
-        self.watcher, self.keyed = watcher, False
+        self.watcher, self.keyed, self.per_sample = watcher, False, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -219,8 +268,10 @@ class _Operators(TorchDispatchMode):
         if func._schema.is_mutable:
             written = [_argument(func, args, kwargs or {}, a.name) for a in func._schema.arguments if a.is_write]
             watcher.seen.counting += [watcher.buffers[id(t)] for t in written if id(t) in watcher.buffers]
-        if func in SEEDED and _argument(func, args, kwargs or {}, "dropout_p") != 0.0:
-            rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in randomness._RULES
+        if func in SEEDED and 0.0 not in [
+            _argument(func, args, kwargs or {}, name) for name in ("dropout_p", "dropout")
+        ]:
+            rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in draws.RULES
             if self.keyed and rule and isinstance(result, torch.Tensor):
                 watcher.seen.drawn[watcher.place()] = result.shape
             else:
@@ -228,7 +279,7 @@ class _Operators(TorchDispatchMode):
         elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs or {}):
             if isinstance(module, _BatchNorm):
                 watcher.seen.batch_norms.append(name)
-            elif not isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            elif not self.per_sample:
                 watcher.seen.batch_coupled.append(name or type(module).__name__)
         return result
 

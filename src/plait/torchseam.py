@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorE
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import register_dataclass, tree_leaves
 
-__all__ = ["SEEDED", "FakeTensorMode", "fake_failures", "leaves", "mask_op"]
+__all__ = ["SEEDED", "FakeTensorMode", "checkpoint_frame", "fake_failures", "leaves", "mask_op"]
 
 
 class _Seeded:
@@ -41,9 +41,17 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def checkpoint_frame() -> Any:
+    """The innermost activation checkpoint (non-reentrant) whose function is running now, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
+
+
 @torch.library.custom_op("plait::mask", mutates_args=())
 def _mask(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
-    from plait.randomness import draw_mask
+    from plait.draws import draw_mask
 
     return draw_mask(x, where, place, None if dim == -2 else dim, p)
 
@@ -56,7 +64,7 @@ def _(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
 def mask_op(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> Tensor:
     """A dropout mask as one opaque operator, so that torch.compile keeps it whole. dim: -1 unknown, None no batch dim."""
     if not torch.compiler.is_compiling():
-        from plait.randomness import draw_mask
+        from plait.draws import draw_mask
 
         return draw_mask(x, where, place, dim, p)
     return _mask(x, where, place, -2 if dim is None else dim, p)

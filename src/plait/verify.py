@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from plait import reference
 from plait.build import check_plan, differing, make_model, make_optimizer
 from plait.causes import WEIGHTS
-from plait.data import checked, first_samples
+from plait.data import checked, first_samples, is_map
 from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.job import Job
@@ -132,7 +132,7 @@ def harden(job: Job, plan: Plan, short: int) -> Job:
 
 def limited(data: Any, length: int) -> Any:
     """The first `length` samples of a data set, each noted as it is read."""
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    if is_map(data):
         return _FirstOf(data, min(length, len(data)))
     return _FirstOfStream(data, length)
 
@@ -179,7 +179,7 @@ def _one_device(job: Job, steps: int, device: str, folder: Path) -> dict[str, An
 
     def data() -> Any:
         holder.append(checked(job.data(), "Job(data=…)"))
-        if len(holder) == 1 and hasattr(holder[0], "__getitem__"):
+        if len(holder) == 1 and is_map(holder[0]):
             first_samples(holder[0], 1)  # raises when samples are not pairs
         return holder[-1]
 

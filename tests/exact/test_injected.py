@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait import data, engine, randomness
+from plait import data, engine, loading, randomness
 from plait.errors import DIFFERENT
 from plait.plan import Plan
 from plait.strategies import batchnorm, copies
@@ -154,9 +154,9 @@ def test_same_data_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """30: ranks overlap and leave samples out."""
-    real = data.permutation
+    real = loading.permutation
     monkeypatch.setattr(
-        data,
+        loading,
         "permutation",
         lambda seed, epoch, n: real(seed + (dist.get_rank() if dist.is_initialized() else 0), epoch, n),
     )
@@ -165,15 +165,17 @@ def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_order_not_reshuffled_in_the_second_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """31: set_epoch forgotten; the first epoch is right."""
-    real = data.permutation
-    monkeypatch.setattr(data, "permutation", lambda seed, epoch, n: real(seed, 0, n))
+    real = loading.permutation
+    monkeypatch.setattr(loading, "permutation", lambda seed, epoch, n: real(seed, 0, n))
     check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 
 def test_augmentation_keyed_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """33: workers' generators."""
-    real = data.seed_host
-    monkeypatch.setattr(data, "seed_host", lambda *words: real(*words, dist.get_rank() if dist.is_initialized() else 0))
+    real = loading.seed_host
+    monkeypatch.setattr(
+        loading, "seed_host", lambda *words: real(*words, dist.get_rank() if dist.is_initialized() else 0)
+    )
     check(jobs.mlp(0.0), "dp=2", "D", "0.weight", "V006")
 
 

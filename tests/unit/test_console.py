@@ -2,7 +2,6 @@
 
 import io
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from plait import console
 from plait.console import Console, live_line, plain_line
 
-defect = partial(pytest.mark.xfail, strict=True)
 STATUS: dict[str, Any] = {
     "step": 187, "steps": 300, "loss": 2.2049, "rate": 23400.4, "unit": "tok/s", "share": 0.853, "devices": 2,
     "memory": 0.3 * 2**30, "comm": 0.061, "data": 0.0, "eta": 21.4,
@@ -121,7 +119,6 @@ def test_bytes_that_are_no_text() -> None:
     assert out.getvalue() == "a\ufffdb\n"
 
 
-@defect(reason="each chunk is decoded by itself: a character split over two becomes two U+FFFD")
 def test_a_character_split_over_two_reads() -> None:
     view, out = shown()
     first, second = "é".encode()[:1], "é\n".encode()[1:]
@@ -130,7 +127,6 @@ def test_a_character_split_over_two_reads() -> None:
     assert out.getvalue() == "é\n"
 
 
-@defect(reason="a carriage return is dropped: 50%100%, as any progress bar of a job does")
 def test_a_progress_bar_of_the_job() -> None:
     view, out = shown()
     view.text(0, b"50%\r100%\n")

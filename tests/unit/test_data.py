@@ -16,18 +16,17 @@ from plait.data import (
     Micro,
     Position,
     Share,
-    batches,
     checked,
     collate,
     first_samples,
     weigh,
 )
 from plait.errors import PlaitError
+from plait.loading import batches
 
 from .datasets import Augmented, Padded, Plain, Sized, Stateful, Stream, Torch, Trees
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than a small machine has cores
-defect = partial(pytest.mark.xfail, strict=True)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +96,6 @@ def test_augmentation_knows_neither_rank_nor_layout_nor_workers(kind: str) -> No
         assert together == expected
 
 
-@defect(reason="_die_with_parent ignores SIGTERM: multiprocessing waits for the worker for ever when the program ends")
 def test_a_worker_ends_when_it_is_told_to() -> None:
     source = batches(Plain(), 4, 7, Share(), Position(), workers=1)
     next(source)
@@ -112,7 +110,6 @@ def test_augmentation_survives_a_resume() -> None:
     assert same(take(Augmented(10, "all"), 4, at=rows[3].after), rows[4:])
 
 
-@defect(reason="the fingerprint leaves out numpy's cached second normal number")
 def test_augmentation_by_a_cached_normal_number() -> None:
     class OneNormal(Plain):
         def __getitem__(self, i: int) -> Any:
@@ -180,7 +177,6 @@ def test_a_data_set_collates_itself() -> None:
             assert micro.inputs["tokens"].shape == (micro.count, max(micro.targets))
 
 
-@defect(reason="IndexError: t[:0] of a tensor without dims")
 def test_an_empty_share_of_a_collate_with_a_number() -> None:
     class Numbered(Padded):
         def collate(self, samples: list[Tensor]) -> Any:
@@ -206,23 +202,19 @@ def test_data_that_cannot_be_read() -> None:
         assert code(partial(take, bad, 1)) == "J007"
 
 
-@defect(reason="torch's worker wrapper makes PlaitError(str): its problems are single letters")
 def test_a_worker_says_what_is_wrong() -> None:
     assert code(partial(take, Stream(0), 1, workers=1)) == "J007"
 
 
-@defect(reason="a data set that became shorter: RuntimeError, generator raised StopIteration")
 def test_a_resumed_stream_that_became_shorter() -> None:
     assert code(partial(take, Stream(5), 1, at=Position(3, 0, 8, 8)))
 
 
-@defect(reason="a data set that became shorter: a batch of a negative size, as if nothing were wrong")
 def test_a_resumed_data_set_that_became_shorter() -> None:
     assert code(partial(take, Plain(5), 1, at=Position(3, 0, 8, 8)))
 
 
 @pytest.mark.parametrize("data", [pytest.param(Torch, id="IterableDataset"), pytest.param(Sized, id="with_len")])
-@defect(reason="IterableDataset inherits a __getitem__ that raises: it is taken for a map")
 def test_torchs_iterable(data: type) -> None:
     assert first_samples(data(), 2)[0].tolist() == [[0.0], [0.0]]
     assert take(data(), 1)[0].micro[0].ids == (0, 1, 2, 3)

@@ -1,6 +1,5 @@
 """Evaluation sees every sample once, whatever the number of ranks, and draws the same numbers for it."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,6 @@ from plait.launch.place import Place
 from plait.plan import Plan
 
 from .datasets import Augmented, Plain, Sized, Stream, Torch
-
-defect = partial(pytest.mark.xfail, strict=True)
 
 
 class Watch(nn.Module):
@@ -56,7 +53,6 @@ def test_evaluation_sees_every_sample_once(data: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@defect(reason="samples of an iterable are not keyed: their noise depends on the rank")
 def test_a_noisy_iterable_draws_the_same_for_any_number_of_ranks(ranks: int) -> None:
     rows = [row for rank in range(ranks) for row in evaluated(Stream(10, noisy=True), rank, ranks)]
     assert dict(rows) == dict(evaluated(Stream(10, noisy=True), 0, 1))
@@ -66,7 +62,7 @@ def test_a_noisy_iterable_draws_the_same_for_any_number_of_ranks(ranks: int) -> 
     "data",
     [
         pytest.param(Torch, id="IterableDataset"),
-        pytest.param(Sized, id="with_len", marks=defect(reason="taken for a map")),
+        pytest.param(Sized, id="with_len"),
     ],
 )
 def test_torchs_iterable(data: type) -> None:
@@ -80,7 +76,6 @@ def test_the_model_is_in_eval_mode_and_trains_on() -> None:
     assert model.training
 
 
-@defect(reason="evaluate calls model.train(): it thaws layers that were in eval mode")
 def test_a_frozen_layer_stays_frozen() -> None:
     model = nn.Sequential(nn.Dropout(0.5).eval(), nn.Identity())
     evaluated(Plain(4), 0, 1, model)

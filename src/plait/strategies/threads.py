@@ -98,7 +98,7 @@ class Replicas:
         self.master = model
         self.devices = devices
         self.models = [model, *(copy.deepcopy(model).to(d) for d in devices[1:])]
-        self.randomness = [Randomness(m, seed, sketch.places) for m in self.models]
+        self.randomness = [Randomness(m, seed, sketch.places, sketch.host_random) for m in self.models]
 
     def send_weights(self) -> None:
         """Copy the master's parameters and buffers to every replica."""
@@ -138,7 +138,8 @@ class Replicas:
                     for o, g in zip(mine, gradients)
                     if g is not None and o.requires_grad
                 ]
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                with self.randomness[i].replay():
+                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
             _in_threads(back, parts)
 

@@ -1,0 +1,196 @@
+"""Reading the samples of each step, here or in loader processes: the iteration behind `data.py`'s rules."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from plait.data import Batch, Micro, Position, Share, is_map, part
+from plait.errors import PlaitError, Problem
+from plait.randomness import first_draws, permutation, seed_host
+
+
+def batches(
+    data: Any, batch: int, seed: int, share: Share, at: Position, workers: int = 0, state: Any = None
+) -> Iterator[Batch]:
+    """The endless sequence of this rank's batches, from position `at` on.
+
+    `data` is what `Job.data` returned. `workers` loader processes fetch ahead (an iterable uses at most one).
+    """
+    if is_map(data):
+        plan, source = _Plan(len(data), batch, seed, share, at), _Mapped(data, seed)
+        if workers == 0:
+            for item in plan:
+                yield source[item]
+            return
+        told: Any = DataLoader(
+            _Told(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle
+        )
+    else:
+        stream = _Streamed(data, batch, seed, share, at, state)
+        if workers == 0:
+            yield from stream
+            return
+        told = DataLoader(_ToldStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
+    for item in told:
+        if isinstance(item, PlaitError):
+            raise item
+        yield item
+
+
+class _Told(Dataset):
+    """A source of batches whose PlaitErrors are returned: torch would rebuild them in the rank from their text."""
+
+    def __init__(self, source: Any):
+        self.source = source
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self.source[index]
+        except PlaitError as error:
+            return error
+
+
+class _ToldStream(IterableDataset):
+    def __init__(self, source: Any):
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.source
+        except PlaitError as error:
+            yield error
+
+
+def _shorter(at: Position, length: int) -> PlaitError:
+    return PlaitError(
+        Problem("K003", f"the run is at sample {at.start} of epoch {at.epoch}, and the data has only {length} samples",
+                why="it has become shorter since the checkpoint", fix=("resume with the data it was started with",))
+    )  # fmt: skip
+
+
+class _Plan:
+    """The sampler: for each step the position and, per micro-batch, the sample ids. Plain numbers, so it pickles."""
+
+    def __init__(self, length: int, batch: int, seed: int, share: Share, at: Position):
+        self.length, self.batch, self.seed, self.share, self.at = length, batch, seed, share, at
+
+    def __iter__(self) -> Iterator[tuple[Position, int, list[tuple[int, list[int]]], Position]]:
+        at, order, epoch = self.at, None, -1
+        if at.start >= self.length:
+            raise _shorter(at, self.length)
+        while True:
+            if epoch != at.epoch:
+                order, epoch = permutation(self.seed, at.epoch, self.length), at.epoch
+            assert order is not None
+            size = min(self.batch, self.length - at.start)
+            parts = [(f, order[at.start + f : at.start + f + n].tolist()) for f, n in self.share.parts(size)]
+            after = _advance(at, size, at.start + size == self.length)
+            yield at, size, parts, after
+            at = after
+
+
+def _advance(at: Position, size: int, ends: bool) -> Position:
+    start, epoch = (0, at.epoch + 1) if ends else (at.start + size, at.epoch)
+    return Position(at.step + 1, epoch, start, at.samples + size)
+
+
+class _Mapped:
+    """Loads the samples of one step. Seeds the host generators per sample once it sees that the data uses them."""
+
+    def __init__(self, data: Any, seed: int):
+        self.data, self.seed, self.augmented = data, seed, False
+        seed_host("untouched")
+        self.untouched = first_draws()
+
+    def __getitem__(self, item: tuple[Position, int, list[tuple[int, list[int]]], Position]) -> Batch:
+        at, size, parts, after = item
+        if not self.augmented:
+            seed_host("untouched")
+            micro = self._load(at, parts)
+            if first_draws() == self.untouched:
+                return Batch(at, size, micro, after)
+            self.augmented = True  # the samples just loaded drew unkeyed numbers: load them again
+        return Batch(at, size, self._load(at, parts), after)
+
+    def _load(self, at: Position, parts: list[tuple[int, list[int]]]) -> tuple[Micro, ...]:
+        loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
+        return tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
+
+    def _sample(self, epoch: int, i: int) -> Any:
+        if self.augmented:
+            seed_host(self.seed, "sample", epoch, i)
+        return self.data[i]
+
+
+class _Streamed(IterableDataset):
+    """Batches of an iterable: every rank reads every sample and keeps its own."""
+
+    def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position, state: Any):
+        self.data, self.batch, self.seed, self.share, self.at, self.state = data, batch, seed, share, at, state
+
+    def __iter__(self) -> Iterator[Batch]:
+        at = self.at
+        source = self._open(at)
+        while True:
+            samples, ended = self._take(source, at)
+            if not samples and at.start == 0:
+                raise PlaitError(
+                    Problem(
+                        "J007",
+                        "the job's data is empty",
+                        why="the iterable ended without a sample (a generator can be read only once)",
+                    )
+                )
+            if samples:
+                after = _advance(at, len(samples), ended)
+                state = self.data.state_dict() if hasattr(self.data, "state_dict") else None
+                yield Batch(at, len(samples), self._share(at, samples), after, state)
+                at = after
+            else:  # the epoch ended exactly at a batch's end
+                at = Position(at.step, at.epoch + 1, 0, at.samples)
+                ended = True
+            if ended:
+                source = self._open(at)
+
+    def _open(self, at: Position) -> Iterator[Any]:
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(at.epoch)
+        if at == self.at and self.state is not None:
+            self.data.load_state_dict(self.state)
+            return iter(self.data)
+        source = iter(self.data)
+        for i in range(at.start):
+            seed_host(self.seed, "sample", at.epoch, i)
+            if next(source, self) is self:
+                raise _shorter(at, i)
+        return source
+
+    def _take(self, source: Iterator[Any], at: Position) -> tuple[list[Any], bool]:
+        samples: list[Any] = []
+        while len(samples) < self.batch:
+            seed_host(self.seed, "sample", at.epoch, at.start + len(samples))
+            try:
+                samples.append(next(source))
+            except StopIteration:
+                return samples, True
+        return samples, False
+
+    def _share(self, at: Position, samples: list[Any]) -> tuple[Micro, ...]:
+        micro = []
+        for first, n in self.share.parts(len(samples)):
+            ids = list(range(at.start + first, at.start + first + n))
+            micro.append(part(self.data, samples[first : first + n] or samples[:1], first, ids))
+        return tuple(micro)
+
+
+def _settle(worker: int) -> None:
+    """Loader workers end with their rank, also when it is killed, and leave signals to it."""
+    from plait.launch.here import die_with_parent
+
+    os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the launcher's group only
+
+    torch.set_num_threads(1)
+    die_with_parent()

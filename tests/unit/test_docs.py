@@ -1,0 +1,170 @@
+"""The documents say what the code does: generated ones are fresh, commands parse, error codes and links exist."""
+
+import argparse
+import ast
+import importlib.util
+import re
+import shlex
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+from plait import Engine, Evaluate, Job
+from plait.cli import _job_arguments, _parser
+from plait.errors import explain
+from plait.job import load_job
+from plait.plan import KEYS, Plan
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "plait"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+WALK = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+ERRORS = (SOURCE / "errors.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+TECHNIQUES = [p for p in sorted((SOURCE / "strategies").glob("*.py")) if p.stem not in ("__init__", "strategy")]
+README_LINES, WALK_LINES = 25, 150
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands(text: str) -> list[str]:
+    """Command lines in a document: indented, after a $ in a block, or in backticks."""
+    blocks = re.findall(r"(?m)^(?:    |\$ |  fix +)((?:plait|torchrun|make|python)\b.*)$", text)
+    inline = re.findall(r"`((?:plait (?:train|verify|help)|torchrun|make) [^`]+)`", text)
+    return [command.strip() for command in (*blocks, *inline)]
+
+
+def run_by(text: str, program: str) -> list[list[str]]:
+    """The words after `program` of each of its command lines, comments left out."""
+    words = [shlex.split(command, comments=True) for command in commands(text)]
+    joined = [w[w.index("-m") + 1 :] if w[0] == "torchrun" and "-m" in w else w for w in words]
+    return [w[1:] for w in joined if w and w[0] == program]
+
+
+def codes_in_source() -> set[str]:
+    """Every string in the source that is an error code."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"[A-Z]\d{3}", node.value)
+            ):
+                found.add(node.value)
+    return found
+
+
+def test_techniques_are_generated_from_the_docstrings() -> None:
+    written = (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8")
+    assert written == generator().techniques(), "run  make docs"
+
+
+@pytest.mark.parametrize("path", TECHNIQUES, ids=lambda p: p.stem)
+def test_a_technique_has_the_fixed_headings(path: Path) -> None:
+    generate = generator()
+    title, opening, found = generate.sections(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+    missing = [heading for heading in generate.HEADINGS if not found.get(heading)]
+    assert title and opening and not missing, f"{path.name} has no section {', '.join(missing)}"
+
+
+def test_the_picture_is_of_the_command_beside_it() -> None:
+    """Its figures are those of the run it was made from; its rows are those of `plait verify`."""
+    content = (ROOT / "docs" / "verify.svg").read_text(encoding="utf-8")
+    shown = "".join(ElementTree.fromstring(content).itertext()).replace("\xa0", " ")
+    assert '$ plait verify examples/stdlib_gpt/job.py --plan "dp=2"' in shown
+    assert all(word in shown for word in ("reference", "candidate", "gradients, step 1", "collectives", "EQUAL"))
+    assert "✗" not in shown
+    assert re.findall(r"https?://[^\"' ]+", content) == ["http://www.w3.org/2000/svg"], "a picture fetches nothing"
+
+
+def test_every_error_code_has_a_page() -> None:
+    missing = sorted(code for code in codes_in_source() if explain(code) is None)
+    assert not missing, f"src/plait/errors.md has no section for {missing}"
+
+
+def test_every_page_is_of_an_error_code() -> None:
+    pages = re.findall(r"(?m)^## (\S+)", ERRORS)
+    assert len(pages) == len(set(pages)), "a code has two sections"
+    assert not sorted(set(pages) - codes_in_source()), "src/plait/errors.md explains codes that nothing raises"
+    for code in pages:
+        head, _, body = (explain(code) or "").partition("\n")
+        assert re.fullmatch(rf"{code} [^.]+", head) and len(body) > 20, code
+
+
+@pytest.mark.parametrize("text", [README, WALK], ids=["README", "walk"])
+def test_commands_parse(text: str) -> None:
+    found = run_by(text, "plait")
+    assert len(found) >= 2
+    for words in found:
+        _, rest = _job_arguments(words)
+        options = _parser().parse_args(rest)
+        if not hasattr(options, "job"):
+            assert explain(options.code)
+            continue
+        assert (ROOT / options.job.partition(":")[0]).is_file() or options.job == "waves.py"
+        if "presicion" not in (options.plan or ""):  # the walk shows what a slip looks like
+            Plan.parse(options.plan or "dp=*").fill(options.nproc)
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len(README.splitlines()) <= README_LINES
+    targets = set(re.findall(r"(?m)^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    assert {words[0] for words in run_by(README, "make")} <= targets
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["description"]
+    assert about in README
+
+
+def test_the_walk_covers_job_and_plan() -> None:
+    assert len(WALK.splitlines()) <= WALK_LINES
+    missing = [f.name for f in fields(Job) if f"# {f.name}" not in WALK] + [k for k in KEYS if f"| `{k}` |" not in WALK]
+    assert not missing, f"docs/walk.md does not explain {missing}"
+
+
+def test_the_walks_job_is_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_file, loop = re.findall(r"(?s)```python\n(.*?)```", WALK)
+    (tmp_path / "waves.py").write_text(job_file, encoding="utf-8")
+    job = load_job(str(tmp_path / "waves.py"), {"width": "8"})
+    assert isinstance(job.evaluate, Evaluate) and None not in [getattr(job, f.name) for f in fields(Job)]
+    monkeypatch.chdir(tmp_path)
+    with Engine(job, "dp=1", device="cpu") as engine:
+        losses = [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(40))]
+    assert losses[-1] < losses[0] / 2
+    used = {n.attr for n in ast.walk(ast.parse(loop)) if isinstance(n, ast.Attribute)}
+    assert {"resume", "batches", "step", "save", "evaluate", "parse"} <= used
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    lost = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
+    assert not lost, f"{path.name} links to {lost}"
+
+
+def test_files_the_source_speaks_of_exist() -> None:
+    lost = []
+    for path in (*SOURCE.rglob("*.py"), *PAGES):
+        for name in re.findall(
+            r"\b((?:docs|bench|examples|tests)/[\w./-]*\w\.(?:md|py|svg))\b", path.read_text("utf-8")
+        ):
+            if not (ROOT / name).exists():
+                lost.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not lost, "\n".join(lost)
+
+
+def test_a_slip_in_a_document_is_seen() -> None:
+    """The tests above can fail: a wrong command does not parse."""
+    with pytest.raises((argparse.ArgumentError, SystemExit, Exception)):
+        _parser().parse_args(["train", "job.py", "--plam", "dp=2"])
+    assert commands("    plait train x.py --nproc 2   # two\n") == ["plait train x.py --nproc 2   # two"]
+    assert run_by("`torchrun --nproc-per-node 2 -m plait train x.py`", "plait") == [["train", "x.py"]]
