@@ -22,7 +22,6 @@ import gc
 import json
 import random
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from plait.build import make_model
 from plait.engine import Engine
 from plait.job import Job, load_job
+from plait.launch.devices import kind_of
 from plait.launch.place import Place
 from plait.plan import Plan
 from plait.strategies import copies
@@ -115,11 +115,10 @@ def falls(plan: str, size: dict[str, int], device: torch.device) -> str:
 def checks(kind: str) -> list[dict[str, Any]]:
     small = {"depth": 2, "width": 64, "heads": 2, "length": 64, "batch": 8}
     device, rows = torch.device(kind), []
-    with_dropout = gpt(small, dropout=0.1)
     looks: dict[str, Callable[[], str]] = {
-        "verify gpt, dropout 0.1, dp=1": lambda: equal(with_dropout, "dp=1", kind),
+        "verify gpt, dropout 0.1, dp=1": lambda: equal(gpt(small, dropout=0.1), "dp=1", kind),
         "verify cnn, dp=1": lambda: equal(load_job(CNN), "dp=1", kind),
-        "verify gpt, dropout 0.1, compile=true": lambda: equal(with_dropout, "compile=true", kind),
+        "verify gpt, dropout 0.1, compile=true": lambda: equal(gpt(small, dropout=0.1), "compile=true", kind),
         f"plait train cnn --device {kind}": lambda: command_line(kind),
         "process group of one rank": lambda: one_rank(device),
     }
@@ -232,7 +231,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="rounds of timing (20)")
     parser.add_argument("--json", action="store_true", help="everything as one JSON line at the end")
     options = parser.parse_args()
-    kind = {"auto": "cuda" if shutil.which("nvidia-smi") else "cpu"}.get(options.device, options.device)
+    kind = kind_of(options.device)
     torch.set_num_threads(1)  # a forked copy of a thread pool is dead
     print(f"torch {torch.__version__} · {kind}\nchecks", flush=True)
     seen = checks(kind)
@@ -241,8 +240,7 @@ def main() -> int:
     peaks = (options.peak_fp32 or known[0], options.peak or known[1])
     print(f"gpt {SIZES[kind]} on {name} · {options.rounds} rounds of {BLOCK} steps · peaks {peaks} TFLOP/s")
     print(f"    {'':<30}" + "{:>12}{:>12}{:>8}{:>12}".format(*COLUMNS) + "   plait over it", flush=True)
-    peak_of = [peaks[plan_format(Plan.parse(plan)) is not None] for plan in MODES]
-    measured = [measure(Plan.parse(plan), kind, options.rounds, peak) for plan, peak in zip(MODES, peak_of)]
+    measured = [measure(p, kind, options.rounds, peaks[plan_format(p) is not None]) for p in map(Plan.parse, MODES)]
     if options.json:
         print(json.dumps({"torch": torch.__version__, "device": name, "checks": seen, "measured": measured}))
     return 0 if all(row["ok"] for row in seen) else 1

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from plait import data as data_module
 from plait.errors import PlaitError, Problem
@@ -20,6 +19,7 @@ from plait.plan import Plan
 from plait.randomness import Randomness
 from plait.sketch import Sketch, sketch
 from plait.strategies import ORDER
+from plait.torchseam import tree_map_only
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

@@ -160,14 +160,14 @@ def _state(engine: "Engine") -> tuple[dict[str, dict[str, Tensor]], dict[str, An
     model, aliases = _without_aliases(engine.model.state_dict())
     tensors, scalars, groups = _optimizer_state(engine.optimizer, engine.built.names or {})
     try:
-        data_state = json.loads(json.dumps(engine.data_state))
+        position = json.loads(json.dumps(asdict(engine.position)))
     except TypeError as error:
         raise PlaitError(
             Problem("K005", "the data set's state_dict() is not made of JSON values", why=str(error))
         ) from None
     manifest = {
         "format": FORMAT,
-        "position": asdict(engine.position),
+        "position": position,
         "plan": str(engine.plan),
         "seed": engine.job.seed,
         "batch": engine.job.batch,
@@ -175,7 +175,6 @@ def _state(engine: "Engine") -> tuple[dict[str, dict[str, Tensor]], dict[str, An
         "aliases": aliases,
         "optimizer": {"type": type(engine.optimizer).__name__, "scalars": scalars, "groups": groups},
         "scaler": engine.built.scaler.state_dict() if engine.built.scaler else None,
-        "data": data_state,
     }
     return {"model.safetensors": model, "optimizer.safetensors": tensors}, manifest
 
@@ -249,7 +248,6 @@ def _restore(engine: "Engine", path: Path, manifest: dict[str, Any], files: dict
     if engine.built.scaler and manifest["scaler"]:
         engine.built.scaler.load_state_dict(manifest["scaler"])
     engine.position = Position(**manifest["position"])
-    engine.data_state = manifest["data"]
 
 
 def _restore_optimizer(engine: "Engine", saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -278,10 +276,8 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _unwritable(path: Path, error: OSError) -> Problem:

@@ -15,21 +15,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, default_collate
 
 from plait.errors import PlaitError, Problem
 from plait.randomness import host_state, restore_host
+from plait.torchseam import tree_map_only
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is in its data: `step` steps done, next sample `start` of `epoch`, `samples` seen in all."""
+    """Where a run is in its data: `step` steps done, next sample `start` of `epoch`, `samples` seen in all.
+
+    `state` is an iterable data set's own state there, when it has one.
+    """
 
     step: int = 0
     epoch: int = 0
     start: int = 0
     samples: int = 0
+    state: Any = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,6 @@ class Batch:
     size: int
     micro: tuple[Micro, ...]
     after: Position
-    state: Any = None
-    """State of an iterable data set after this batch."""
 
     @property
     def count(self) -> int:

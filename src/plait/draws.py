@@ -13,17 +13,16 @@ import torch
 from numpy.random import Philox
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.torchseam import SEEDED
+from plait.torchseam import RECURRENT, SEEDED, TorchDispatchMode
 
 COMPOSITES = frozenset({
     F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.rrelu, torch.rrelu,
     F.scaled_dot_product_attention, F.multi_head_attention_forward, F.gumbel_softmax, F.fractional_max_pool2d,
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.native_dropout, torch.bernoulli, torch.normal,
     torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
-    torch.multinomial, torch.poisson, torch.binomial, torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh,
-    torch._VF.rnn_relu, Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
+    torch.multinomial, torch.poisson, torch.binomial, *RECURRENT,
+    Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
     Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_, Tensor.multinomial,
 })  # fmt: skip
 """Functions that may draw inside; each is run under `Drawn`, which sees the draws themselves."""

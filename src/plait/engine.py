@@ -10,15 +10,12 @@ of the global batch, so what is optimised is the weighted mean over the batch, h
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from plait.build import Built, build, call, differing, move, pick_device
 from plait.checkpoint import Checkpoints
@@ -29,37 +26,10 @@ from plait.job import Job
 from plait.launch.place import Place, current
 from plait.loading import batches
 from plait.plan import Plan
+from plait.steps import Spans, Step, tokens
 from plait.strategies.precision import autocast
-from plait.torchseam import leaves
+from plait.torchseam import leaves, scale_
 from plait.wide import Wide
-
-SPANS = ("data", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer")
-
-
-@dataclass
-class Step:
-    """What one optimizer step did. `samples`: seen after it, over all ranks."""
-
-    step: int
-    loss: float
-    """Weighted mean over the global batch."""
-    norm: float
-    """Gradient norm over all parameters, before clipping."""
-    lr: float
-    """Learning rate of the first parameter group."""
-    samples: int
-    size: int
-    """Samples in this step over all ranks."""
-    tokens: int
-    """Elements of integer inputs of rank 2 or more on this rank; 0 when the inputs are no tokens."""
-    skipped: bool
-    """True when an fp16 overflow skipped the update, on all ranks."""
-    stop: bool
-    """Some rank was asked to stop: all ranks see it in the same step."""
-    spans: list[tuple[str, float, float]]
-    """(name, start, seconds) of what took time on this rank; starts are `time.perf_counter`."""
-    by_rank: list[tuple[int, float]]
-    """(samples of this step, seconds computing in the step before) of each rank."""
 
 
 class Engine:
@@ -79,11 +49,10 @@ class Engine:
         self.built: Built = build(job, plan, self.place, pick_device(device, self.place), cast)
         self.job, self.plan, self.workers = job, plan, workers
         self.position = Position()
-        self.data_state: Any = None
         self.checkpoints = Checkpoints(Path(directory))
         self._stop = False
         self._busy = 0.0
-        self._spans: list[tuple[str, float, float]] = []
+        self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
 
     def __enter__(self) -> "Engine":
         return self
@@ -113,11 +82,11 @@ class Engine:
     def batches(self) -> Iterator[Batch]:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
         job = self.job
-        source = batches(self.built.data, job.batch, job.seed, self.share, self.position, self.workers, self.data_state)
+        source = batches(self.built.data, job.batch, job.seed, self.share, self.position, self.workers)
         while self.position.step < job.steps and not self._stop:
-            self._begin("data")
+            self._spans.begin("data")
             batch = next(source)
-            self._end("data")
+            self._spans.end("data")
             yield batch
 
     # — a step —
@@ -149,22 +118,22 @@ class Engine:
                 riding = self._ride(batch, loss_sum)
                 if built.reducer is not None:
                     built.reducer.arm()
-            self._begin("backward")
+            self._spans.begin("backward")
             backward()
-            self._end("backward")
+            self._spans.end("backward")
         riding = self._ride(batch, loss_sum) if riding is None else riding
-        self._begin("reduce")
+        self._spans.begin("reduce")
         if built.reducer is not None:
             if not runs:
                 built.reducer.arm()
             built.reducer.finish()
             riding[1].wait()
-        self._end("reduce")
+        self._spans.end("reduce")
         return riding[0]
 
     def _forward(self, batch: Batch, micro: Any, inputs: Any, targets: Any, weight: float, scale: float):
         built = self.built
-        self._begin("forward")
+        self._spans.begin("forward")
         with self._format(), built.randomness.at(batch.position.step, micro.first, micro.count):
             outputs = built.run(built.model, inputs)
             if weight:
@@ -173,7 +142,7 @@ class Engine:
                 sums = [o.sum() * 0.0 for o in leaves(outputs) if isinstance(o, Tensor) and o.requires_grad]
                 loss = torch.stack(sums).sum()
         _check_loss(loss)
-        self._end("forward")
+        self._spans.end("forward")
         scaled = loss * scale
 
         def backward() -> None:
@@ -190,27 +159,27 @@ class Engine:
 
     def _forward_in_threads(self, batch: Batch, micro: Any, inputs: Any, targets: Any, scale: float):
         built = self.built
-        self._begin("replicate")
+        self._spans.begin("replicate")
         built.replicas.send_weights()
-        self._end("replicate")
-        self._begin("forward")
+        self._spans.end("replicate")
+        self._spans.begin("forward")
         step = batch.position.step
         outputs, back = built.replicas.forward(call, self._format, inputs, step, micro.first, micro.count)
-        self._end("forward")
-        self._begin("loss")
+        self._spans.end("forward")
+        self._spans.begin("loss")
         with self._format():
             loss = self.job.loss(outputs, targets)
         _check_loss(loss)
         gathered = leaves(outputs)
         self.output_bytes = sum(o.nbytes for o in gathered if isinstance(o, Tensor))
         (loss * scale).backward()
-        self._end("loss")
+        self._spans.end("loss")
 
         def backward() -> None:
             back([o.grad if isinstance(o, Tensor) else None for o in gathered])
-            self._begin("collect")
+            self._spans.begin("collect")
             built.replicas.collect()
-            self._end("collect")
+            self._spans.end("collect")
 
         return loss.detach(), backward
 
@@ -241,7 +210,7 @@ class Engine:
     def update(self, batch: Batch, rider: Tensor) -> Step:
         """Clip by the global norm, take the optimizer step, advance the clock."""
         built, optimizer = self.built, self.optimizer
-        self._begin("optimizer")
+        self._spans.begin("optimizer")
         self._set_rate()
         lr = float(optimizer.param_groups[0]["lr"])
         gradients = [p.grad for p in built.parameters if p.grad is not None]
@@ -251,13 +220,13 @@ class Engine:
         if finite:
             factor = _clip_factor(norm * unscale, self.job.clip) * unscale
             if built.scaler is not None or self.job.clip is not None:
-                torch._foreach_mul_(gradients, factor)
+                scale_(gradients, factor)
             optimizer.step()
         if built.scaler is not None:
             built.scaler.update(finite)
         optimizer.zero_grad(set_to_none=True)
-        self.position, self.data_state = batch.after, batch.state
-        self._end("optimizer")
+        self.position = batch.after
+        self._spans.end("optimizer")
         return self._told(batch, rider, norm, unscale, lr, not finite)
 
     def _set_rate(self) -> None:
@@ -270,26 +239,13 @@ class Engine:
     def _told(self, batch: Batch, rider: Tensor, norm: Tensor, unscale: float, lr: float, skipped: bool) -> Step:
         ranks = self.plan.ranks
         loss, stop, *rows = rider.tolist()
-        spans, self._spans = self._spans, []
+        spans = self._spans.taken()
         self._busy = sum(seconds for name, _, seconds in spans if name in ("forward", "backward", "loss", "replicate"))
         self._stop = stop > 0
         return Step(
-            batch.after.step, loss, float(norm) * unscale, lr, batch.after.samples, batch.size, _tokens(batch), skipped, self._stop,
+            batch.after.step, loss, float(norm) * unscale, lr, batch.after.samples, batch.size, tokens(batch), skipped, self._stop,
             spans, [(int(n), seconds) for n, seconds in zip(rows[:ranks], rows[ranks:])],
         )  # fmt: skip
-
-    # — spans: what took time, and where a rank is —
-
-    def _begin(self, name: str) -> None:
-        self.place.beat(self.position.step, name if name in _BEATS else "forward")
-        self._spans.append((name, perf_counter(), 0.0))
-
-    def _end(self, name: str) -> None:
-        now = perf_counter()
-        for i in range(len(self._spans) - 1, -1, -1):
-            if self._spans[i][0] == name and self._spans[i][2] == 0.0:
-                self._spans[i] = (name, self._spans[i][1], now - self._spans[i][1])
-                return
 
     # — evaluation, checkpoints —
 
@@ -322,9 +278,6 @@ class Engine:
         return self.checkpoints.resume(self, missing_ok)
 
 
-_BEATS = ("data", "forward", "backward", "reduce", "optimizer")
-
-
 def _clip_factor(norm: Tensor, clip: float | None) -> Tensor | float:
     """As `torch.nn.utils.clip_grad_norm_`: clip / (norm + 1e-6), at most 1."""
     return 1.0 if clip is None else torch.clamp(clip / (norm + 1e-6), max=1.0)
@@ -341,13 +294,3 @@ def _check_loss(loss: Any) -> None:
                 fix=("return the mean over the samples",),
             )
         )
-
-
-def _tokens(batch: Batch) -> int:
-    """Elements of the first integer input with a sequence dim."""
-    count = 0
-    for micro in batch.micro:
-        first = next((t for t in tree_leaves(micro.inputs) if isinstance(t, Tensor)), None)
-        if first is not None and first.dim() == 2 and not first.is_floating_point():
-            count += first.numel() if micro.count else 0
-    return count

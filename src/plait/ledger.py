@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from plait.torchseam import TorchDispatchMode, tree_leaves
 
 
 @dataclass

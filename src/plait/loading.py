@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ from plait.errors import PlaitError, Problem
 from plait.randomness import first_draws, permutation, seed_host
 
 
-def batches(
-    data: Any, batch: int, seed: int, share: Share, at: Position, workers: int = 0, state: Any = None
-) -> Iterator[Batch]:
+def batches(data: Any, batch: int, seed: int, share: Share, at: Position, workers: int = 0) -> Iterator[Batch]:
     """The endless sequence of this rank's batches, from position `at` on.
 
     `data` is what `Job.data` returned. `workers` loader processes fetch ahead (an iterable uses at most one).
@@ -29,7 +28,7 @@ def batches(
             _Told(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle
         )
     else:
-        stream = _Streamed(data, batch, seed, share, at, state)
+        stream = _Streamed(data, batch, seed, share, at)
         if workers == 0:
             yield from stream
             return
@@ -128,8 +127,8 @@ class _Mapped:
 class _Streamed(IterableDataset):
     """Batches of an iterable: every rank reads every sample and keeps its own."""
 
-    def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position, state: Any):
-        self.data, self.batch, self.seed, self.share, self.at, self.state = data, batch, seed, share, at, state
+    def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position):
+        self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
 
     def __iter__(self) -> Iterator[Batch]:
         at = self.at
@@ -145,9 +144,9 @@ class _Streamed(IterableDataset):
                     )
                 )
             if samples:
-                after = _advance(at, len(samples), ended)
                 state = self.data.state_dict() if hasattr(self.data, "state_dict") else None
-                yield Batch(at, len(samples), self._share(at, samples), after, state)
+                after = replace(_advance(at, len(samples), ended), state=state)
+                yield Batch(at, len(samples), self._share(at, samples), after)
                 at = after
             else:  # the epoch ended exactly at a batch's end
                 at = Position(at.step, at.epoch + 1, 0, at.samples)
@@ -158,8 +157,8 @@ class _Streamed(IterableDataset):
     def _open(self, at: Position) -> Iterator[Any]:
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(at.epoch)
-        if at == self.at and self.state is not None:
-            self.data.load_state_dict(self.state)
+        if at is self.at and at.state is not None:
+            self.data.load_state_dict(at.state)
             return iter(self.data)
         source = iter(self.data)
         for i in range(at.start):

@@ -66,6 +66,7 @@ def moved(trace: Trace) -> float:
 def tensors(
     code: str, title: str, expected: dict[str, Tensor], actual: dict[str, Tensor], names: list[str], floor: float
 ) -> Probe:
+    """Compare tensors by name, relative to their scale or `floor`; the first wrong in the order of `names` is named."""
     missing = sorted(set(expected) ^ set(actual))
     if missing:
         where = "the split run" if missing[0] in expected else "one device"
@@ -91,6 +92,7 @@ def _ratio_text(expected: Tensor, actual: Tensor) -> str:
 
 
 def rows(code: str, title: str, expected: Trace, actual: Trace, keys: tuple[str, ...]) -> Probe:
+    """Compare numbers of every step."""
     worst, name, detail = 0.0, "", ""
     for step, (a, b) in enumerate(zip(expected.facts["rows"], actual.facts["rows"]), 1):
         for key in keys:
@@ -103,6 +105,7 @@ def rows(code: str, title: str, expected: Trace, actual: Trace, keys: tuple[str,
 
 
 def replicas(ranks: list[dict[str, Any]]) -> Probe:
+    """Whether what all ranks should hold alike was bit-equal on all, after every step."""
     drifted = [row for r in ranks for row in r["drifted"]]
     if not drifted:
         return Probe("R", "replicas, bit for bit", tolerance=0)
@@ -119,6 +122,7 @@ def replicas(ranks: list[dict[str, Any]]) -> Probe:
 
 
 def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
+    """Whether the ranks together saw the samples of the reference, in its order and with its content."""
     for step, (epoch, ids) in enumerate(expected.facts["ids"]):
         given = [i for r in ranks for i in r["ids"][step][1]]
         if given != ids or any(r["ids"][step][0] != epoch for r in ranks):
@@ -143,6 +147,7 @@ def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
 
 
 def collectives(ranks: list[dict[str, Any]]) -> Probe:
+    """Whether all ranks made the same calls, and as many bytes of each as the price says."""
     title = "collectives"
     for rank, r in enumerate(ranks[1:], 1):
         for k, (a, b) in enumerate(zip(ranks[0]["collectives"] + [""], r["collectives"] + [""])):
@@ -163,5 +168,6 @@ def collectives(ranks: list[dict[str, Any]]) -> Probe:
 
 
 def far(a: Tensor, b: Tensor, floor: float) -> bool:
+    """Whether two tensors differ by more than the tolerance."""
     scale = max(float(a.abs().max()) if a.numel() else 0.0, floor, 1e-300)
     return not bool(((a - b).abs().max() if a.numel() else torch.zeros(())) / scale <= TOLERANCE)

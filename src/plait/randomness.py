@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.draws import COMPOSITES, Drawn, key
 from plait.errors import PlaitError, Problem
-from plait.torchseam import checkpoint_frame, mask_op
+from plait.torchseam import DropoutBase, checkpoint_frame, mask_op
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
@@ -240,6 +240,5 @@ class _Keyed(TorchFunctionMode):
 
 def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:
     """Modules whose draws happen inside a composite function rather than a dropout: torch.compile cannot key these."""
-    dropouts = (nn.modules.dropout._DropoutNd,)
     owners = dict.fromkeys(place.split("#")[0] for place in places)
-    return [name for name in owners if not isinstance(model.get_submodule(name), dropouts)]
+    return [name for name in owners if not isinstance(model.get_submodule(name), DropoutBase)]

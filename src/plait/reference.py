@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from plait.data import is_map
 from plait.job import Job
 from plait.randomness import Randomness, permutation, seed_host
 from plait.sketch import sketch
+from plait.torchseam import tree_map_only
 from plait.wide import Wide
 
 Samples = tuple[int, int, list[Any]]

@@ -7,12 +7,44 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._pytree import register_dataclass, tree_leaves
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-__all__ = ["SEEDED", "FakeTensorMode", "checkpoint_frame", "fake_failures", "leaves", "mask_op"]
+__all__ = [
+    "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "FakeTensorMode", "TorchDispatchMode", "check_dims",
+    "checkpoint_frame", "fake_failures", "leaves", "mask_op", "own_buffers", "scale_", "schema", "tree_flatten",
+    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "warm_dynamo",
+]  # fmt: skip
+
+RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
+"""What recurrent layers call."""
+scale_ = torch._foreach_mul_
+"""(tensors, number or tensor) -> every tensor multiplied in place, in one call."""
+
+
+def schema(op: Any) -> Any:
+    """The schema of an operator: its arguments, which of them it writes, and their defaults."""
+    return op._schema
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module itself, by name; changing the dict changes the module."""
+    return module._buffers
+
+
+def check_dims(norm: BatchNormBase, input: Tensor) -> None:
+    """Raise what torch raises when the input of a batch norm has the wrong number of dims."""
+    norm._check_input_dim(input)
+
+
+def warm_dynamo() -> None:
+    """Import what the first optimizer would import."""
+    import torch._dynamo  # noqa: F401
 
 
 class _Seeded:

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from plait import reference
 from plait.build import check_plan, differing, make_model, make_optimizer
@@ -42,6 +41,7 @@ from plait.ledger import Ledger
 from plait.plan import Plan
 from plait.probes import Trace
 from plait.strategies import ORDER, precision
+from plait.torchseam import tree_leaves
 from plait.verdict import Verdict, judge
 
 CLIP = 0.1

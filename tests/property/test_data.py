@@ -67,10 +67,8 @@ lengths, sizes, parts = st.integers(1, 40), st.integers(1, 12), st.integers(1, 5
 seeds, sources = st.integers(0, 2**63 - 1), st.sampled_from([Ids, Stateful, Iterates])
 
 
-def take(
-    data: Any, steps: int, batch: int, seed: int, share: Share, at: Position | None = None, state: Any = None
-) -> list[Batch]:
-    return list(islice(batches(data, batch, seed, share, at or Position(), state=state), steps))
+def take(data: Any, steps: int, batch: int, seed: int, share: Share, at: Position | None = None) -> list[Batch]:
+    return list(islice(batches(data, batch, seed, share, at or Position()), steps))
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
@@ -137,9 +135,9 @@ def test_resuming_anywhere_gives_the_same_sequence(
     whole = take(source(length), steps, batch, seed, share)
     done = data.draw(st.integers(1, steps - 1))
     last = whole[done - 1]
-    again = take(source(length), steps - done, batch, seed, share, last.after, last.state)
+    again = take(source(length), steps - done, batch, seed, share, last.after)
     for a, b in zip(again, whole[done:], strict=True):
-        assert (a.position, a.after, a.size, a.state) == (b.position, b.after, b.size, b.state)
+        assert (a.position, a.after, a.size) == (b.position, b.after, b.size)
         assert [m.ids for m in a.micro] == [m.ids for m in b.micro]
         assert [m.targets.tolist() for m in a.micro] == [m.targets.tolist() for m in b.micro]
 
@@ -175,5 +173,5 @@ class Counting(Stateful):
 def test_a_state_that_counts_epochs_resumes(done: int) -> None:
     whole = take(Counting(6), 5, 4, 0, Share())
     last = whole[done - 1]
-    again = take(Counting(6), 5 - done, 4, 0, Share(), last.after, last.state)
+    again = take(Counting(6), 5 - done, 4, 0, Share(), last.after)
     assert [b.micro[0].targets.tolist() for b in again] == [b.micro[0].targets.tolist() for b in whole[done:]]

@@ -63,7 +63,6 @@ def same(a: list[Batch], b: list[Batch]) -> bool:
                 r.position,
                 r.after,
                 r.size,
-                r.state,
                 [(m.first, m.ids, m.inputs.tolist(), m.targets.tolist()) for m in r.micro],
             )
             for r in rows
@@ -139,7 +138,7 @@ def test_iterables_over_layouts_and_resumes(kind: type, length: int, workers: in
     assert together == expected
     for done in (1, 2, 4) if workers == 0 else (1,):
         last = alone[done - 1]
-        again = take(kind(length, noisy=True), 6 - done, at=last.after, workers=workers, state=last.state)
+        again = take(kind(length, noisy=True), 6 - done, at=last.after, workers=workers)
         assert samples(again) == samples(alone[done:])
         assert [b.after for b in again] == [b.after for b in alone[done:]]
 

@@ -1,6 +1,5 @@
 """The documents say what the code does: generated ones are fresh, commands parse, error codes and links exist."""
 
-import argparse
 import ast
 import importlib.util
 import re
@@ -15,7 +14,7 @@ import pytest
 
 from plait import Engine, Evaluate, Job
 from plait.cli import _job_arguments, _parser
-from plait.errors import explain
+from plait.errors import PlaitError, explain
 from plait.job import load_job
 from plait.plan import KEYS, Plan
 
@@ -39,7 +38,7 @@ def generator() -> ModuleType:
 
 def commands(text: str) -> list[str]:
     """Command lines in a document: indented, after a $ in a block, or in backticks."""
-    blocks = re.findall(r"(?m)^(?:    |\$ |  fix +)((?:plait|torchrun|make|python)\b.*)$", text)
+    blocks = re.findall(r"(?m)^(?:    |\$ )((?:plait|torchrun|make|python)\b.*)$", text)
     inline = re.findall(r"`((?:plait (?:train|verify|help)|torchrun|make) [^`]+)`", text)
     return [command.strip() for command in (*blocks, *inline)]
 
@@ -164,7 +163,7 @@ def test_files_the_source_speaks_of_exist() -> None:
 
 def test_a_slip_in_a_document_is_seen() -> None:
     """The tests above can fail: a wrong command does not parse."""
-    with pytest.raises((argparse.ArgumentError, SystemExit, Exception)):
+    with pytest.raises(PlaitError, match="U001"):
         _parser().parse_args(["train", "job.py", "--plam", "dp=2"])
     assert commands("    plait train x.py --nproc 2   # two\n") == ["plait train x.py --nproc 2   # two"]
     assert run_by("`torchrun --nproc-per-node 2 -m plait train x.py`", "plait") == [["train", "x.py"]]

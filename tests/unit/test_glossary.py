@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.engine import SPANS
+from plait.steps import SPANS
 from plait.plan import KEYS
 from plait.strategies import ORDER
 

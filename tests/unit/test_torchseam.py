@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from plait import torchseam
-from plait.torchseam import SEEDED, fake_failures, leaves, mask_op
+from plait.torchseam import SEEDED, checkpoint_frame, fake_failures, leaves, mask_op
 
 from .test_house import FILES, at, private_torch_names
 
@@ -216,12 +216,6 @@ def test_batch_norms_have_one_base_and_check_their_input() -> None:
     assert all(hasattr(norm, name) for name in names)
 
 
-@contract("torch.nn.modules.instancenorm._InstanceNorm")
-def test_instance_norms_have_one_base() -> None:
-    base = torch.nn.modules.instancenorm._InstanceNorm
-    assert all(issubclass(kind, base) for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d))
-
-
 @contract("torch.nn.modules.dropout._DropoutNd")
 def test_dropouts_have_one_base() -> None:
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -238,6 +232,26 @@ def test_a_module_keeps_its_buffers_in_a_dict() -> None:
 
 
 # — the step, the launcher, compilation —
+
+
+@contract("torch._C._autograd._top_saved_tensors_default_hooks")
+def test_a_checkpointed_function_knows_that_it_is_one() -> None:
+    """Only while its forward pass runs, not while it is computed again, and not under other hooks on saved tensors."""
+    frames = []
+
+    def body(x: Tensor) -> Tensor:
+        frames.append(checkpoint_frame())
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False)
+    z = torch.utils.checkpoint.checkpoint(body, y, use_reentrant=False)
+    assert None not in frames and frames[0] is not frames[1]
+    z.sum().backward()
+    assert len(frames) == 4 and frames[2:] == [None, None]
+    with torch.autograd.graph.save_on_cpu():
+        assert checkpoint_frame() is None
+    assert checkpoint_frame() is None
 
 
 @contract("torch._foreach_mul_")

@@ -58,7 +58,10 @@ def die_with_parent() -> None:
 def _warm_up(world: int) -> None:
     """Import what workers need, before forking. One thread: a forked copy of a thread pool is dead."""
     import torch
-    import torch._dynamo  # the first optimizer imports it lazily, in every worker
+
+    from plait.torchseam import warm_dynamo
+
+    warm_dynamo()  # the first optimizer imports it lazily, in every worker
     import torch.distributed
 
     import plait.engine  # noqa: F401

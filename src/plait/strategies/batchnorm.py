@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from plait.sketch import Sketch
 from plait.strategies.strategy import Charge
+from plait.torchseam import BatchNormBase, check_dims
 
 
 def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
@@ -49,7 +49,7 @@ def price(name: str, sketch: Sketch, microbatches: int) -> Iterable[Charge]:
     )
 
 
-class _Synchronised(_BatchNorm):
+class _Synchronised(BatchNormBase):
     _group: Any
 
     def forward(self, input: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class _Synchronised(_BatchNorm):
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        self._check_input_dim(input)
+        check_dims(self, input)
         out, mean, var, count = _BatchStatistics.apply(input, self.weight, self.bias, self.eps, self._group)
         if self.training and self.track_running_stats and self.running_mean is not None:
             assert self.num_batches_tracked is not None and self.running_var is not None

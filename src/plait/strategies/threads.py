@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from plait.data import split
 from plait.errors import Problem
@@ -45,7 +44,7 @@ from plait.plan import Plan
 from plait.randomness import Randomness
 from plait.sketch import Sketch
 from plait.strategies.strategy import Charge
-from plait.torchseam import leaves
+from plait.torchseam import leaves, tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 AXIS = None
 EXACT = True

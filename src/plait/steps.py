@@ -1,0 +1,77 @@
+"""What one optimizer step did, and where its time went."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from plait.data import Batch
+from plait.torchseam import tree_leaves
+
+SPANS = ("data", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer")
+
+
+@dataclass
+class Step:
+    """What one optimizer step did. `samples`: seen after it, over all ranks."""
+
+    step: int
+    loss: float
+    """Weighted mean over the global batch."""
+    norm: float
+    """Gradient norm over all parameters, before clipping."""
+    lr: float
+    """Learning rate of the first parameter group."""
+    samples: int
+    size: int
+    """Samples in this step over all ranks."""
+    tokens: int
+    """Elements of integer inputs of rank 2 or more on this rank; 0 when the inputs are no tokens."""
+    skipped: bool
+    """True when an fp16 overflow skipped the update, on all ranks."""
+    stop: bool
+    """Some rank was asked to stop: all ranks see it in the same step."""
+    spans: list[tuple[str, float, float]]
+    """(name, start, seconds) of what took time on this rank; starts are `time.perf_counter`."""
+    by_rank: list[tuple[int, float]]
+    """(samples of this step, seconds computing in the step before) of each rank."""
+
+
+class Spans:
+    """(name, start, seconds) of what takes time in a step; spans may nest. `beat` is told of each beginning."""
+
+    def __init__(self, beat: Callable[[str], None]):
+        self.beat = beat
+        self.open: list[tuple[str, float, float]] = []
+
+    def begin(self, name: str) -> None:
+        """Something begins."""
+        self.beat(name if name in _PHASES else "forward")
+        self.open.append((name, perf_counter(), 0.0))
+
+    def end(self, name: str) -> None:
+        """The innermost open span of this name ends."""
+        now = perf_counter()
+        for i in range(len(self.open) - 1, -1, -1):
+            if self.open[i][0] == name and self.open[i][2] == 0.0:
+                self.open[i] = (name, self.open[i][1], now - self.open[i][1])
+                return
+
+    def taken(self) -> list[tuple[str, float, float]]:
+        """The spans of the step, which is over."""
+        spans, self.open = self.open, []
+        return spans
+
+
+_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
+
+
+def tokens(batch: Batch) -> int:
+    """Elements of the first integer input with a sequence dim."""
+    count = 0
+    for micro in batch.micro:
+        first = next((t for t in tree_leaves(micro.inputs) if isinstance(t, Tensor)), None)
+        if first is not None and first.dim() == 2 and not first.is_floating_point():
+            count += first.numel() if micro.count else 0
+    return count

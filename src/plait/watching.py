@@ -1,0 +1,192 @@
+"""Watching a model run once: which module draws what, normalises over the batch, or changes a buffer.
+
+The run may be on fake tensors, which have shapes and no numbers, or on real ones. It leaves the model as it was.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from plait import draws, randomness
+from plait.torchseam import SEEDED, BatchNormBase, FakeTensorMode, TorchDispatchMode, own_buffers, schema, tree_map_only
+
+Call = Callable[[nn.Module, Any], Any]
+_NORMS = ("native_batch_norm", "_batch_norm_with_update", "_native_batch_norm_legit", "cudnn_batch_norm")
+
+
+@dataclass
+class Watched:
+    """What a run showed: drawn shapes by place, and names of modules and buffers."""
+
+    drawn: dict[str, torch.Size] = field(default_factory=dict)
+    unkeyed: list[str] = field(default_factory=list)
+    batch_norms: list[str] = field(default_factory=list)
+    batch_coupled: list[str] = field(default_factory=list)
+    counting: list[str] = field(default_factory=list)
+    host_random: bool = False
+
+
+def watch(model: nn.Module, inputs: Any, call: Call, fake: bool) -> Watched:
+    """Run the model once and return what it showed."""
+    watcher = _Watcher(model)
+    before = _state(model)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it prints pages for what is raised here anyway
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # whatever it is, training will say it
+            if fakes is None:
+                with watcher, watcher.operators:
+                    call(model, inputs)
+            else:
+                with fakes, watcher, watcher.operators:
+                    call(model, tree_map_only(torch.Tensor, fakes.from_tensor, inputs))
+    finally:
+        watcher.remove()
+        watcher.seen.counting += _restore(model, before)
+        logger.setLevel(level)
+    return watcher.seen
+
+
+Kept = list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]]
+
+
+def _state(model: nn.Module) -> Kept:
+    """What a forward pass may change on modules: attributes (caches), which tensors are buffers, and their values."""
+    return [
+        (m, dict(m.__dict__), dict(own_buffers(m)), {n: b.clone() for n, b in own_buffers(m).items() if b is not None})
+        for m in model.modules()
+    ]
+
+
+def _restore(model: nn.Module, before: Kept) -> list[str]:
+    """Put it back (a cache filled on fake tensors must not stay); returns the names of buffers that were replaced."""
+    names = {id(m): name for name, m in model.named_modules()}
+    replaced = []
+    for module, attributes, buffers, values in before:
+        changed = [n for n, b in buffers.items() if own_buffers(module).get(n) is not b]
+        replaced += [f"{names[id(module)]}.{n}".lstrip(".") for n in changed]
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        own_buffers(module).clear()
+        own_buffers(module).update(buffers)
+        for name, value in values.items():
+            buffers[name].copy_(value)
+    return replaced
+
+
+class _Watcher(TorchFunctionMode):
+    """Follows which module is running and which function it called; its `operators` see what that function drew."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.seen = Watched()
+        self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
+        self.calls: dict[str, int] = {}
+        self.drew = 0
+        self.operators = _Operators(self)
+        self.handles: list[Any] = []
+        norms = {id(b) for m in model.modules() if isinstance(m, BatchNormBase) for b in m.buffers()}
+        self.buffers = {id(b): name for name, b in model.named_buffers() if id(b) not in norms}
+        for name, module in model.named_modules():
+            self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
+
+    def _entering(self, name: str):
+        def enter(module: nn.Module, args: Any) -> None:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self.owner.append((name, f"{name}#{self.calls[name]}", module))
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.owner.pop()
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def place(self) -> str:
+        owner = self.owner[-1][1]
+        self.calls[owner] = self.calls.get(owner, 0) + 1
+        return f"{owner}#{self.calls[owner]}"
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        dropout = func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS
+        if dropout:
+            return self._dropout(func, *args, **kwargs)
+        self.operators.keyed = func in draws.COMPOSITES
+        self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.operators.keyed = self.operators.per_sample = False
+
+    def _dropout(
+        self,
+        func: Any,
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool = True,
+    ):
+        if training and train and p > 0.0:
+            shape = input.shape if func in randomness.PLAIN_DROPOUTS else input.shape[:2]
+            self.seen.drawn[self.place()] = shape
+        return input
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, watcher: _Watcher):
+        super().__init__()
+        self.watcher, self.keyed, self.per_sample = watcher, False, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        watcher = self.watcher
+        name, _, module = watcher.owner[-1]
+        if schema(func).is_mutable:
+            written = [_argument(func, args, kwargs or {}, a.name) for a in schema(func).arguments if a.is_write]
+            watcher.seen.counting += [watcher.buffers[id(t)] for t in written if id(t) in watcher.buffers]
+        if func in SEEDED and 0.0 not in [
+            _argument(func, args, kwargs or {}, name) for name in ("dropout_p", "dropout")
+        ]:
+            rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in draws.RULES
+            if self.keyed and rule and isinstance(result, torch.Tensor):
+                watcher.seen.drawn[watcher.place()] = result.shape
+            else:
+                watcher.seen.unkeyed.append(name or type(module).__name__)
+        elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs or {}):
+            if isinstance(module, BatchNormBase):
+                watcher.seen.batch_norms.append(name)
+            elif not self.per_sample:
+                watcher.seen.batch_coupled.append(name or type(module).__name__)
+        return result
+
+
+def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    training = _argument(func, args, kwargs, "training")
+    training = _argument(func, args, kwargs, "train") if training is None else training
+    return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
+    for i, argument in enumerate(schema(func).arguments):
+        if argument.name == name:
+            return (
+                args[i]
+                if i < len(args)
+                else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
+            )
+    return None
