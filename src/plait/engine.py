@@ -8,6 +8,7 @@ A step is forward, backward, reduce, clip, update. The loss of each micro-batch 
 of the global batch, so what is optimised is the weighted mean over the batch, however it was split.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -97,13 +98,13 @@ class Engine:
         return self.update(batch, loss)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global batch in every parameter's `.grad`; return the rider (see `_ride`)."""
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed rider (see `_rider`)."""
         built = self.built
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=built.device)
+        losses: list[Tensor] = []
         runs = [i for i, w in enumerate(weights) if w or built.lockstep]
-        riding = None
+        rider = torch.empty(0)
         for i in runs:
             micro = batch.micro[i]
             inputs, targets = move((micro.inputs, micro.targets), built.device, built.cast)
@@ -113,23 +114,23 @@ class Engine:
             else:
                 loss, backward = self._forward_in_threads(batch, micro, inputs, targets, scale)
             if weights[i]:
-                loss_sum += loss.double() * (weights[i] / total)
+                losses.append(loss.double() * (weights[i] / total))
             if i == runs[-1]:
-                riding = self._ride(batch, loss_sum)
+                rider = self._rider(batch, losses)
                 if built.reducer is not None:
-                    built.reducer.arm()
+                    built.reducer.arm(rider)
             self._spans.begin("backward")
             backward()
             self._spans.end("backward")
-        riding = self._ride(batch, loss_sum) if riding is None else riding
+        if not runs:
+            rider = self._rider(batch, losses)
+            if built.reducer is not None:
+                built.reducer.arm(rider)
         self._spans.begin("reduce")
         if built.reducer is not None:
-            if not runs:
-                built.reducer.arm()
-            built.reducer.finish()
-            riding[1].wait()
+            rider = built.reducer.finish()
         self._spans.end("reduce")
-        return riding[0]
+        return rider
 
     def _forward(self, batch: Batch, micro: Any, inputs: Any, targets: Any, weight: float, scale: float):
         built = self.built
@@ -143,7 +144,7 @@ class Engine:
                 loss = torch.stack(sums).sum()
         _check_loss(loss)
         self._spans.end("forward")
-        scaled = loss * scale
+        scaled = loss if scale == 1.0 else loss * scale
 
         def backward() -> None:
             with built.randomness.replay():
@@ -196,16 +197,17 @@ class Engine:
                                      why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
         return float(total)
 
-    def _ride(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Any]:
-        """Start the sum of what all ranks must know: loss, wish to stop, and each rank's samples and busy time."""
+    def _rider(self, batch: Batch, losses: list[Tensor]) -> Tensor:
+        """What all ranks must know, to be summed beside the gradients: loss, wish to stop, samples and busy time by rank."""
         rank, ranks = self.place.rank, self.plan.ranks
         row = [0.0] * (2 + 2 * ranks)
         row[1], row[2 + rank], row[2 + ranks + rank] = float(self.place.stopping()), float(batch.count), self._busy
+        if self.built.device.type == "cpu":
+            row[0] = sum(float(loss) for loss in losses)
+            return torch.tensor(row, dtype=torch.float64)
         rider = torch.tensor(row, dtype=torch.float64, device=self.built.device)
-        rider[0] = loss
-        if self.built.reducer is None:
-            return rider, None
-        return rider, dist.all_reduce(rider, group=self.built.group, async_op=True)
+        rider[0] = torch.stack(losses).sum() if losses else 0.0
+        return rider
 
     def update(self, batch: Batch, rider: Tensor) -> Step:
         """Clip by the global norm, take the optimizer step, advance the clock."""
@@ -216,10 +218,11 @@ class Engine:
         gradients = [p.grad for p in built.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         unscale = 1.0 / built.scaler.value if built.scaler else 1.0
-        finite = built.scaler is None or bool(torch.isfinite(norm))
+        norm = float(norm) if built.device.type == "cpu" else norm  # there, asking costs nothing
+        finite = built.scaler is None or math.isfinite(float(norm))
         if finite:
             factor = _clip_factor(norm * unscale, self.job.clip) * unscale
-            if built.scaler is not None or self.job.clip is not None:
+            if not (isinstance(factor, float) and factor == 1.0):
                 scale_(gradients, factor)
             optimizer.step()
         if built.scaler is not None:
@@ -236,7 +239,9 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * rate
 
-    def _told(self, batch: Batch, rider: Tensor, norm: Tensor, unscale: float, lr: float, skipped: bool) -> Step:
+    def _told(
+        self, batch: Batch, rider: Tensor, norm: Tensor | float, unscale: float, lr: float, skipped: bool
+    ) -> Step:
         ranks = self.plan.ranks
         loss, stop, *rows = rider.tolist()
         spans = self._spans.taken()
@@ -278,9 +283,12 @@ class Engine:
         return self.checkpoints.resume(self, missing_ok)
 
 
-def _clip_factor(norm: Tensor, clip: float | None) -> Tensor | float:
-    """As `torch.nn.utils.clip_grad_norm_`: clip / (norm + 1e-6), at most 1."""
-    return 1.0 if clip is None else torch.clamp(clip / (norm + 1e-6), max=1.0)
+def _clip_factor(norm: Tensor | float, clip: float | None) -> Tensor | float:
+    """As `torch.nn.utils.clip_grad_norm_`: clip / (norm + 1e-6), at most 1; NaN stays NaN."""
+    if clip is None:
+        return 1.0
+    factor = clip / (norm + 1e-6)
+    return torch.clamp(factor, max=1.0) if isinstance(factor, Tensor) else 1.0 if factor > 1.0 else factor
 
 
 def _check_loss(loss: Any) -> None:

@@ -62,16 +62,17 @@ def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
     """After the sum, give the chosen parameters this rank's own gradient back."""
     arm, plain = copies.Reducer.arm, copies.Reducer.finish
 
-    def late(self: Any) -> None:
-        arm(self)
+    def late(self: Any, rider: Any) -> None:
+        arm(self, rider)
         self.armed = False
 
-    def finish(self: Any) -> None:
+    def finish(self: Any) -> Any:
         everything = [p for b in self.buckets for p in b.parameters]
         own = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in everything]
-        plain(self)
+        rider = plain(self)
         for p, gradient in zip(everything, own):
             p.grad = gradient if which(p) else p.grad
+        return rider
 
     monkeypatch.setattr(copies.Reducer, "arm", late)
     monkeypatch.setattr(copies.Reducer, "finish", finish)
@@ -87,12 +88,13 @@ def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """19: the gradient of a shared weight enters twice."""
     real = copies.Reducer.finish
 
-    def finish(self: Any) -> None:
-        real(self)
+    def finish(self: Any) -> Any:
+        rider = real(self)
         for bucket in self.buckets:
             for p in bucket.parameters:
                 if p.shape == (17, 12):
                     p.grad.mul_(2)
+        return rider
 
     monkeypatch.setattr(copies.Reducer, "finish", finish)
     check(jobs.ragged(), "dp=2", "G", "embed.weight", "V003")
@@ -102,17 +104,17 @@ def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None
     """21: every rank clips by a norm of its own, before the sum."""
     real = copies.Reducer.arm
 
-    def arm(self: Any) -> None:
-        real(self)
+    def arm(self: Any, rider: Any) -> None:
+        real(self, rider)
         self.armed = False
 
-    def finish(self: Any) -> None:
+    def finish(self: Any) -> Any:
         grads = [p.grad for b in self.buckets for p in b.parameters if p.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(
             [p for b in self.buckets for p in b.parameters], 0.1, torch.nn.utils.get_total_norm(grads)
         )
         self.armed = True
-        plain(self)
+        return plain(self)
 
     plain = copies.Reducer.finish
     monkeypatch.setattr(copies.Reducer, "arm", arm)
@@ -200,12 +202,13 @@ def test_batch_norm_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """43: weight decay moves what one device leaves alone."""
 
-    def finish(self: Any) -> None:
-        plain(self)
+    def finish(self: Any) -> Any:
+        rider = plain(self)
         for bucket in self.buckets:
             for i, p in enumerate(bucket.parameters):
                 if p.grad is None:
                     p.grad = bucket.views[i].zero_()
+        return rider
 
     plain = copies.Reducer.finish
     monkeypatch.setattr(copies.Reducer, "finish", finish)
@@ -216,9 +219,10 @@ def test_a_collective_nobody_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     """C: traffic that the bill does not know."""
     real = copies.Reducer.finish
 
-    def finish(self: Any) -> None:
-        real(self)
+    def finish(self: Any) -> Any:
+        rider = real(self)
         dist.all_reduce(torch.zeros(3))
+        return rider
 
     monkeypatch.setattr(copies.Reducer, "finish", finish)
     check(jobs.groups(), "dp=2", "C", "", "V012")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.steps import SPANS
 from plait.plan import KEYS
+from plait.steps import SPANS
 from plait.strategies import ORDER
 
 ROOT = Path(__file__).parents[2]

@@ -74,7 +74,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def apply(built: Any) -> None:
     batchnorm.synchronise(built.model, built.sketch.batch_norms, built.group)
     built.lockstep = bool(built.sketch.batch_norms or built.sketch.counting)
-    built.reducer = Reducer(built.model, built.group)
+    built.reducer = Reducer(built.model, built.group, rider_of(built.plan))
 
 
 def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
@@ -85,10 +85,15 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
         sum(_numel(specs[i][0]) for i in b) * specs[b[0]][1].itemsize + len(b) * specs[b[0]][1].itemsize
         for b in buckets
     )
-    yield Charge("traffic", "dp", "allreduce_", len(buckets), total, "sum of the gradients")
+    rider, tail = rider_of(plan), tail_of(specs, rider_of(plan))
+    total += tail * specs[buckets[-1][0]][1].itemsize
     yield Charge(
-        "traffic", "dp", "allreduce_", 1, 8 * (2 + 2 * plan.ranks), "loss, wish to stop, each rank's samples and time"
+        "traffic", "dp", "allreduce_", len(buckets), total, "sum of the gradients, and the rider in the last bucket"
     )
+    if not tail:
+        yield Charge(
+            "traffic", "dp", "allreduce_", 1, 8 * rider, "the rider: loss, wish to stop, each rank's samples and time"
+        )
     if weighted:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     for name in sketch.batch_norms:
@@ -111,6 +116,17 @@ def fill(specs: list[tuple[tuple[int, ...], torch.dtype]]) -> list[list[int]]:
     return buckets
 
 
+def rider_of(plan: Plan) -> int:
+    """Numbers every rank must know after a step: loss, wish to stop, and each rank's samples and busy time."""
+    return 2 + 2 * plan.ranks
+
+
+def tail_of(specs: list[tuple[tuple[int, ...], torch.dtype]], rider: int) -> int:
+    """Elements the rider takes in the last bucket: 0 when its format cannot hold it."""
+    last = specs[fill(specs)[-1][0]][1]
+    return rider if last in (torch.float32, torch.float64) else 0
+
+
 def _numel(shape: Iterable[int]) -> int:
     n = 1
     for s in shape:
@@ -119,29 +135,38 @@ def _numel(shape: Iterable[int]) -> int:
 
 
 class _Bucket:
-    """Gradients of some parameters in one flat tensor, followed by one flag per parameter: did this rank use it?"""
+    """Gradients of some parameters in one flat tensor, one flag per parameter (did this rank use it?), and a tail."""
 
-    def __init__(self, parameters: list[nn.Parameter]):
+    def __init__(self, parameters: list[nn.Parameter], tail: int):
         self.parameters = parameters
         total = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(total + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        self.flags = self.flat[total:]
+        like = parameters[0]
+        self.flat = torch.zeros(total + len(parameters) + tail, dtype=like.dtype, device=like.device)
+        self.flags = self.flat[total : total + len(parameters)]
+        self.tail = self.flat[total + len(parameters) :]
         pieces = self.flat[:total].split([p.numel() for p in parameters])
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters)]
-        self.filled: set[int] = set()
+        self.waiting = len(parameters)
         self.work: Any = None
 
 
 class Reducer:
-    """Sums the gradients of all ranks of `group` inside the backward that follows `arm`."""
+    """Sums the gradients of all ranks of `group` inside the backward that follows `arm`, and a row of numbers with them.
 
-    def __init__(self, model: nn.Module, group: Any):
+    The row (the "rider") travels in the tail of the last bucket: a collective of its own would cost as much as a small
+    model's gradients. A bucket of 16-bit parameters cannot hold it; there it goes alone.
+    """
+
+    def __init__(self, model: nn.Module, group: Any, rider: int):
         self.group = group
         parameters = [p for p in model.parameters() if p.requires_grad]
-        order = fill([(tuple(p.shape), p.dtype) for p in parameters])
-        self.buckets = [_Bucket([parameters[i] for i in bucket]) for bucket in order]
+        specs = [(tuple(p.shape), p.dtype) for p in parameters]
+        order, tail = fill(specs), tail_of(specs, rider)
+        self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]
         self.armed = False
         self.next = 0
+        self.rider: Tensor = torch.zeros(0)
+        self.alone: Any = None
         for bucket in self.buckets:
             for i, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._ready(bucket, i))
@@ -155,22 +180,27 @@ class Reducer:
                 view.copy_(gradient)
                 parameter.grad = view
             if self.armed:
-                bucket.filled.add(i)
-                self._launch(complete=False)
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    self._launch(complete=False)
 
         return ready
 
-    def arm(self) -> None:
+    def arm(self, rider: Tensor) -> None:
         """The next backward is the last of the step: start each bucket's sum as soon as it is full."""
-        self.armed = True
-        self.next = 0
+        self.armed, self.next, self.rider, self.alone = True, 0, rider, None
         for bucket in self.buckets:
-            bucket.filled.clear()
+            bucket.waiting = len(bucket.parameters)
+        tail = self.buckets[-1].tail
+        if tail.numel():
+            tail.copy_(rider)
+        else:
+            self.alone = dist.all_reduce(rider, group=self.group, async_op=True)
 
     def _launch(self, complete: bool) -> None:
         while self.next < len(self.buckets):
             bucket = self.buckets[self.next]
-            if len(bucket.filled) < len(bucket.parameters) and not complete:
+            if bucket.waiting and not complete:
                 return
             self._flag(bucket)
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
@@ -178,21 +208,31 @@ class Reducer:
 
     def _flag(self, bucket: _Bucket) -> None:
         bucket.flags.fill_(1.0)
+        if bucket.waiting == 0:
+            return
         for i, parameter in enumerate(bucket.parameters):
             if parameter.grad is None:  # unused here; others may have used it
                 bucket.views[i].zero_()
                 bucket.flags[i] = 0.0
 
-    def finish(self) -> None:
-        """Start what is left, wait for all sums, and give every parameter used anywhere its gradient."""
+    def finish(self) -> Tensor:
+        """Start what is left, wait for all sums, give every parameter used anywhere its gradient; the summed rider."""
         self.armed = False
         self._launch(complete=True)
         for bucket in self.buckets:
             bucket.work.wait()
             bucket.work = None
-            missing = [i for i, p in enumerate(bucket.parameters) if p.grad is None]
-            if missing:
-                used = bucket.flags.tolist()
-                for i in missing:
-                    if used[i] > 0:
-                        bucket.parameters[i].grad = bucket.views[i]
+            if bucket.waiting:
+                self._give(bucket)
+        tail = self.buckets[-1].tail
+        if self.alone is not None:
+            self.alone.wait()
+            return self.rider
+        return tail.double()
+
+    def _give(self, bucket: _Bucket) -> None:
+        missing = [i for i, p in enumerate(bucket.parameters) if p.grad is None]
+        used = bucket.flags.tolist() if missing else []
+        for i in missing:
+            if used[i] > 0:
+                bucket.parameters[i].grad = bucket.views[i]
