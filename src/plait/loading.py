@@ -97,30 +97,31 @@ def _advance(at: Position, size: int, ends: bool) -> Position:
 
 
 class _Mapped:
-    """Loads the samples of one step. Seeds the host generators per sample once it sees that the data uses them."""
+    """Loads the samples of one step, the host generators that the data draws from seeded before each sample."""
 
     def __init__(self, data: Any, seed: int):
-        self.data, self.seed, self.augmented = data, seed, False
+        self.data, self.seed = data, seed
+        self.drawn: set[int] = set()
         seed_host("untouched")
         self.untouched = first_draws()
 
     def __getitem__(self, item: tuple[Position, int, list[tuple[int, list[int]]], Position]) -> Batch:
         at, size, parts, after = item
-        if not self.augmented:
+        while True:
             seed_host("untouched")
             micro = self._load(at, parts)
-            if first_draws() == self.untouched:
+            moved = {k for k, number in enumerate(first_draws()) if number != self.untouched[k]} - self.drawn
+            if not moved:
                 return Batch(at, size, micro, after)
-            self.augmented = True  # the samples just loaded drew unkeyed numbers: load them again
-        return Batch(at, size, self._load(at, parts), after)
+            self.drawn |= moved  # these samples drew unkeyed numbers: load them again, and seed that generator too
 
     def _load(self, at: Position, parts: list[tuple[int, list[int]]]) -> tuple[Micro, ...]:
         loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
         return tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
 
     def _sample(self, epoch: int, i: int) -> Any:
-        if self.augmented:
-            seed_host(self.seed, "sample", epoch, i)
+        if self.drawn:
+            seed_host(self.seed, "sample", epoch, i, only=self.drawn)
         return self.data[i]
 
 

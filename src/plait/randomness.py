@@ -18,7 +18,7 @@ by (seed, epoch, sample).
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,14 +37,17 @@ PLAIN_DROPOUTS = (F.dropout, torch.dropout)
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
 
 
-def seed_host(*words: Any) -> None:
-    """Seed Python's, numpy's and torch's CPU generators by the words."""
+def seed_host(*words: Any, only: Container[int] = (0, 1, 2)) -> None:
+    """Seed Python's (0), numpy's (1) and torch's (2) generators by the words, or `only` some of them."""
     number = key(*words)
-    random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+    if 0 in only:
+        random.seed(number)
+    if 1 in only:
+        np.random.seed(number & 0xFFFFFFFF)
+    if 2 in only:
+        torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
 
 
 def host_state() -> tuple[Any, Any, Tensor]:
