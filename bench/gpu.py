@@ -50,11 +50,8 @@ from plait.strategies import copies
 from plait.strategies.precision import autocast, plan_format
 from plait.verify import verify
 
-PEAKS = {
-    "H200 NVL": (60.0, 835.5), "H200": (67.0, 989.5), "H100 NVL": (60.0, 835.5), "H100 PCIe": (51.0, 756.5),
-    "H100": (67.0, 989.5), "A100": (19.5, 312.0),
-}  # fmt: skip
-"""Device name, most specific first -> dense TFLOP/s (fp32, 16 bits), from NVIDIA's data sheets. Others: --peak."""
+PEAKS = {"H200$": (67.0, 989.5), "H100.*HBM3$": (67.0, 989.5), "H100 PCIe": (51.0, 756.5), "A100": (19.5, 312.0)}
+"""Pattern of a device's name -> dense TFLOP/s (fp32, 16 bits), from NVIDIA's data sheets. Others: --peak."""
 
 GPT, CNN = str(EXAMPLES / "stdlib_gpt" / "job.py"), str(EXAMPLES / "digits" / "job.py")
 SIZES = {
@@ -132,8 +129,8 @@ def checks(kind: str) -> list[dict[str, Any]]:
         f"plait train cnn --device {kind}": lambda: command_line(kind),
         "process group of one rank": lambda: one_rank(device),
     }
-    for plan in ("dp=1", "precision=bf16", "precision=fp16", "compile=true"):
-        looks[f"20 steps, {plan}"] = lambda plan=plan: falls(plan, small, device)
+    plans = ("dp=1", "precision=bf16", "precision=fp16", "compile=true")
+    looks |= {f"20 steps, {plan}": partial(falls, plan, small, device) for plan in plans}
     for name, look in looks.items():
         began, row = perf_counter(), {"check": name, "ok": True}
         try:
@@ -190,34 +187,27 @@ def flops(job: Job, length: int) -> float:
     return float(counter.get_total_flops())
 
 
-def held(peak: bool = False) -> int:
-    """Bytes of tensors on the GPU once it is idle."""
-    if not torch.cuda.is_initialized():
-        return 0
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-
-
 def measure(plan: Plan, kind: str, rounds: int, peak: float | None) -> dict[str, Any]:
     """All variants built and warmed up one after the other, then timed in turn."""
     gc.collect()
     torch.compiler.reset()
     job, device, length = gpt(SIZES[kind]), torch.device(kind), SIZES[kind]["length"]
+    gpu, wait = kind == "cuda", torch.cuda.synchronize if kind == "cuda" else int
     takes, losses, memory, seconds = {}, {}, {}, {name: [] for name in VARIANTS}
     for name, build in VARIANTS.items():
-        before = held()
-        if kind == "cuda":
+        before = torch.cuda.memory_allocated() if gpu else 0
+        if gpu:
             torch.cuda.reset_peak_memory_stats()
         takes[name] = build(job, plan, device)
         losses[name] = [takes[name]() for _ in range(WARM)]
-        memory[name] = (held(peak=True) - before) / 2**30
+        memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else 0.0
     for i in range(rounds):
         for name in random.Random(i).sample(list(takes), len(takes)):
-            held()  # waits for the device
+            wait()
             began = perf_counter()
             for _ in range(BLOCK):
                 takes[name]()
-            held()
+            wait()
             seconds[name].append((perf_counter() - began) / BLOCK)
     apart = max(abs(a - b) for a, b in zip(losses["plait"], losses["hand-written"]))
     print(f"  {plan}   (losses of plait and of the hand-written loop in {WARM} steps apart by {apart:.1e})")
@@ -246,7 +236,7 @@ def main() -> int:
     print(f"torch {torch.__version__} · {kind}\nchecks", flush=True)
     seen = checks(kind)
     name = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
-    known = next((p for part, p in PEAKS.items() if re.search(rf"\b{part}\b", name)), (None, None))
+    known = next((p for part, p in PEAKS.items() if re.search(part, name)), (None, None))
     peaks = (options.peak_fp32 or known[0], options.peak or known[1])
     print(f"gpt {SIZES[kind]} on {name} · {options.rounds} rounds of {BLOCK} steps · peaks {peaks} TFLOP/s")
     print(f"    {'':<30}" + "{:>12}{:>12}{:>8}{:>12}".format(*COLUMNS) + "   plait over it", flush=True)

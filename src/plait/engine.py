@@ -78,8 +78,6 @@ class Engine:
     def share(self) -> Share:
         return Share(self.place.rank, self.plan.ranks, self.plan.microbatches)
 
-    # — data —
-
     def batches(self) -> Iterator[Batch]:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
         job = self.job
@@ -89,8 +87,6 @@ class Engine:
             batch = next(source)
             self._spans.end("data")
             yield batch
-
-    # — a step —
 
     def step(self, batch: Batch) -> Step:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps."""
@@ -251,8 +247,6 @@ class Engine:
             batch.after.step, loss, float(norm) * unscale, lr, batch.after.samples, batch.size, tokens(batch), skipped, self._stop,
             spans, [(int(n), seconds) for n, seconds in zip(rows[:ranks], rows[ranks:])],
         )  # fmt: skip
-
-    # — evaluation, checkpoints —
 
     def evaluate(self) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `evaluation.py`)."""

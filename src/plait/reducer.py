@@ -1,0 +1,145 @@
+"""Gradients of several ranks summed in buckets, inside the last backward of a step (see `strategies/copies.py`)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 8 << 20
+"""Bytes of gradients per all-reduce; docs/log.md has the measurements behind it."""
+
+
+def fill(specs: list[tuple[tuple[int, ...], torch.dtype]]) -> list[list[int]]:
+    """Indices of parameters per bucket: in reverse order (as backward finishes them), one dtype per bucket."""
+    buckets: list[list[int]] = []
+    size: dict[torch.dtype, int] = {}
+    open_bucket: dict[torch.dtype, list[int]] = {}
+    for i in reversed(range(len(specs))):
+        shape, dtype = specs[i]
+        if dtype not in open_bucket or size[dtype] >= BUCKET_BYTES:
+            open_bucket[dtype] = []
+            size[dtype] = 0
+            buckets.append(open_bucket[dtype])
+        open_bucket[dtype].append(i)
+        size[dtype] += numel(shape) * dtype.itemsize
+    return buckets
+
+
+def tail_of(specs: list[tuple[tuple[int, ...], torch.dtype]], rider: int) -> int:
+    """Elements the rider takes in the last bucket: 0 when its format cannot hold it."""
+    last = specs[fill(specs)[-1][0]][1]
+    return rider if last in (torch.float32, torch.float64) else 0
+
+
+def numel(shape: Iterable[int]) -> int:
+    """Elements of a tensor of that shape."""
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+class _Bucket:
+    """Gradients of some parameters in one flat tensor, one flag per parameter (did this rank use it?), and a tail."""
+
+    def __init__(self, parameters: list[nn.Parameter], tail: int):
+        self.parameters = parameters
+        total = sum(p.numel() for p in parameters)
+        like = parameters[0]
+        self.flat = torch.zeros(total + len(parameters) + tail, dtype=like.dtype, device=like.device)
+        self.flags = self.flat[total : total + len(parameters)]
+        self.tail = self.flat[total + len(parameters) :]
+        pieces = self.flat[:total].split([p.numel() for p in parameters])
+        self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters)]
+        self.waiting = len(parameters)
+        self.work: Any = None
+
+
+class Reducer:
+    """Sums the gradients of all ranks of `group` inside the backward that follows `arm`, and a row of numbers with them.
+
+    The row (the "rider") travels in the tail of the last bucket: a collective of its own would cost as much as a small
+    model's gradients. A bucket of 16-bit parameters cannot hold it; there it goes alone.
+    """
+
+    def __init__(self, model: nn.Module, group: Any, rider: int):
+        self.group = group
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        specs = [(tuple(p.shape), p.dtype) for p in parameters]
+        order, tail = fill(specs), tail_of(specs, rider)
+        self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]
+        self.armed = False
+        self.next = 0
+        self.rider: Tensor = torch.zeros(0)
+        self.alone: Any = None
+        for bucket in self.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._ready(bucket, i))
+
+    def _ready(self, bucket: _Bucket, i: int):
+        view = bucket.views[i]
+
+        def ready(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not view and gradient is not None:
+                view.copy_(gradient)
+                parameter.grad = view
+            if self.armed:
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    self._launch(complete=False)
+
+        return ready
+
+    def arm(self, rider: Tensor) -> None:
+        """The next backward is the last of the step: start each bucket's sum as soon as it is full."""
+        self.armed, self.next, self.rider, self.alone = True, 0, rider, None
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.parameters)
+        tail = self.buckets[-1].tail
+        if tail.numel():
+            tail.copy_(rider)
+        else:
+            self.alone = dist.all_reduce(rider, group=self.group, async_op=True)
+
+    def _launch(self, complete: bool) -> None:
+        while self.next < len(self.buckets):
+            bucket = self.buckets[self.next]
+            if bucket.waiting and not complete:
+                return
+            self._flag(bucket)
+            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            self.next += 1
+
+    def _flag(self, bucket: _Bucket) -> None:
+        bucket.flags.fill_(1.0)
+        if bucket.waiting == 0:
+            return
+        for i, parameter in enumerate(bucket.parameters):
+            if parameter.grad is None:  # unused here; others may have used it
+                bucket.views[i].zero_()
+                bucket.flags[i] = 0.0
+
+    def finish(self) -> Tensor:
+        """Start what is left, wait for all sums, give every parameter used anywhere its gradient; the summed rider."""
+        self.armed = False
+        self._launch(complete=True)
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.work = None
+            if bucket.waiting:
+                self._give(bucket)
+        tail = self.buckets[-1].tail
+        if self.alone is not None:
+            self.alone.wait()
+            return self.rider
+        return tail.double()
+
+    def _give(self, bucket: _Bucket) -> None:
+        missing = [i for i, p in enumerate(bucket.parameters) if p.grad is None]
+        used = bucket.flags.tolist() if missing else []
+        for i in missing:
+            if used[i] > 0:
+                bucket.parameters[i].grad = bucket.views[i]
