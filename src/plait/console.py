@@ -24,6 +24,7 @@ class Console:
         self.live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
         self.shown, self.verbose = shown, verbose
         self.first_loss: float | None = None
+        self.first_step = 1
         self.last: dict[str, Any] | None = None
         self.printed = time.monotonic()
         self.started = time.monotonic()
@@ -43,7 +44,8 @@ class Console:
             values = " ".join(f"{k} {v:.4g}" for k, v in status["evaluation"].items())
             self.say(f"evaluation at step {status['step']}: {values}")
             return
-        self.first_loss = status["loss"] if self.first_loss is None else self.first_loss
+        if self.first_loss is None:
+            self.first_loss, self.first_step = status["loss"], status["step"]
         self.last = status
         now = time.monotonic()
         if self.live is not None:
@@ -102,7 +104,7 @@ class Console:
     def done(self, path: Path, checkpoint: str | None) -> str:
         """The last line of a run."""
         seconds = time.monotonic() - self.started
-        steps = self.last["step"] if self.last else 0
+        steps = self.last["step"] - self.first_step + 1 if self.last else 0
         loss = (
             f" · loss {self.first_loss:.3f} → {self.last['loss']:.3f}"
             if self.last and self.first_loss is not None

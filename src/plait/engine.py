@@ -99,7 +99,8 @@ class Engine:
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
         losses: list[Tensor] = []
-        runs = [i for i, w in enumerate(weights) if w or built.lockstep]
+        most = Share(0, self.plan.ranks, self.plan.microbatches).parts(batch.size)  # rank 0's parts are the largest
+        runs = [i for i, w in enumerate(weights) if w or (built.lockstep and most[i][1])]
         rider = torch.empty(0)
         for i in runs:
             micro = batch.micro[i]

@@ -31,6 +31,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.ledger = ledger
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled model stays compiled while it is watched."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func.name().partition("::")
         if namespace == "c10d":

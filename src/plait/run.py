@@ -50,7 +50,6 @@ class Run:
 
         R002 when it cannot be made.
         """
-        known = environment()
         try:
             path = _new_folder(root, job_name(job))
         except OSError as error:
@@ -58,9 +57,7 @@ class Run:
         try:
             for part in ("events", "logs", "checkpoints"):
                 (path / part).mkdir()
-            (path / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-            _write_json(path / "job.json", {"job": job, "arguments": arguments, "command": sys.argv})
-            _write_json(path / "env.json", known)
+            Run(path).describe(job, plan, arguments)
             _point(path)
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
@@ -81,6 +78,12 @@ class Run:
                 Problem("K001", f"there is no run of {name} in {root}/ to resume", fix=("start without --resume",))
             )
         return Run((saved or runs)[0])
+
+    def describe(self, job: str, plan: Plan, arguments: dict[str, str]) -> None:
+        """Write down what is known before the start; a resumed run does it again, its plan may be another."""
+        (self.path / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
+        _write_json(self.path / "job.json", {"job": job, "arguments": arguments, "command": sys.argv})
+        _write_json(self.path / "env.json", environment())
 
     def point(self) -> None:
         """Make `latest` beside the run point to it. R002 when it cannot be made."""

@@ -110,6 +110,7 @@ def _directory(request: Request) -> Run:
         return Run.create(request.name, request.plan, request.arguments, request.runs)
     run = Run.latest(request.name, request.runs)
     run.point()
+    run.describe(request.name, request.plan, request.arguments)
     return run
 
 

@@ -99,7 +99,7 @@ def table(verdict: Verdict, job: str) -> str:
         where = f"   {p.name}" if p.name else ""
         detail = f": {p.detail}" if p.detail and not p.equal else ""
         lines.append(
-            f"  {p.title:<30}{shown:>16}   {p.tolerance if p.tolerance else 0:<9.0e}  {'✓' if p.equal else '✗'}{where}{detail}"
+            f"  {p.title:<30}{shown:>16}   {f'{p.tolerance:.0e}' if p.tolerance else '0':<9}  {'✓' if p.equal else '✗'}{where}{detail}"
         )
     lines += [f"not exact by nature: {line}" for line in verdict.inexact]
     if verdict.equal:

@@ -4,7 +4,7 @@ The job is made hard first, so that rare paths cannot hide: a small batch that d
 micro-batches (ragged weights), a data set short enough that a batch with fewer samples than ranks and a second epoch
 come up, a learning rate that is still warming up, and clipping at a fraction of the gradient norm (always active).
 Adam's eps is at least 1e-6, so that a gradient which is truly zero does not blow rounding up to a full step.
-Then `reference.py` trains it on one device in plain PyTorch, the engine trains it under the plan, and seven probes
+Then `reference.py` trains it on one device in plain PyTorch, the engine trains it under the plan, and the probes
 compare what they did:
 
     G  gradients of the first step, every parameter          U  weights after all steps, and every step's loss and norm

@@ -176,7 +176,9 @@ def test_augmentation_keyed_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """33: workers' generators."""
     real = loading.seed_host
     monkeypatch.setattr(
-        loading, "seed_host", lambda *words, **only: real(*words, dist.get_rank() if dist.is_initialized() else 0, **only)
+        loading,
+        "seed_host",
+        lambda *words, **only: real(*words, dist.get_rank() if dist.is_initialized() else 0, **only),
     )
     check(jobs.mlp(0.0), "dp=2", "D", "0.weight", "V006")
 

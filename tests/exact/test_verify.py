@@ -4,7 +4,10 @@ import jobs
 import pytest
 import torch
 
+from plait.engine import Engine
 from plait.errors import PlaitError
+from plait.launch import here
+from plait.launch.place import Place
 from plait.plan import Plan
 from plait.verify import verify
 
@@ -62,6 +65,39 @@ def test_low_precision_is_named_and_its_logic_proved() -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 @pytest.mark.parametrize("text", ("dp=2 compile=true", "compile=true microbatches=2"))
 def test_compiled_equal(text: str) -> None:
     assert verify(jobs.mlp(), Plan.parse(text)).equal
+
+
+def test_batch_norm_with_a_micro_batch_that_is_empty_everywhere() -> None:
+    """Two ranks with two micro-batches each, and three samples in the epoch's last batch: no NaN in the statistics."""
+
+    def train(place: Place) -> dict:
+        engine = Engine(
+            jobs.make(jobs.batch_norm().model, data=lambda: jobs.Numbers(10), batch=8, steps=4),
+            "dp=2 microbatches=2",
+            place=place,
+        )
+        for batch in engine.batches():
+            engine.step(batch)
+        return {"finite": all(bool(b.isfinite().all()) for b in engine.model.buffers())}
+
+    assert all(r["finite"] for r in here.run(train, 2))
+
+
+@pytest.mark.prove
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+def test_what_is_verified_compiled_is_compiled() -> None:
+    def compiled(place: Place) -> dict:
+        import torch._dynamo.utils as dynamo
+
+        from plait.ledger import Ledger
+
+        engine = Engine(jobs.mlp(), "compile=true", place=place)
+        with Ledger().watch():
+            engine.step(next(engine.batches()))
+        return {"graphs": dynamo.counters["stats"]["unique_graphs"]}
+
+    assert here.run(compiled, 1)[0]["graphs"] >= 1

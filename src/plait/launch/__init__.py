@@ -1,1 +1,1 @@
-"""How processes come to be: forked here (`here.py`) or started by others and joined (`joined.py`)."""
+"""How processes come to be: forked here (`here.py`) or started by others and joined (`place.py`)."""

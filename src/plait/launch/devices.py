@@ -1,6 +1,8 @@
 """Which accelerators this machine has, asked of the driver's files: no CUDA call, so that forking stays possible."""
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 from plait.errors import PlaitError, Problem
@@ -14,6 +16,9 @@ def cuda_names() -> list[str]:
         return []
     cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     names = [_model(card) for card in cards] or ["NVIDIA device" for _ in Path("/dev").glob("nvidia[0-9]*")]
+    if not names and shutil.which("nvidia-smi"):  # a virtual machine without the driver's files
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+        names = [line.partition(": ")[2].partition(" (")[0] for line in listed.splitlines() if line.startswith("GPU ")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return names

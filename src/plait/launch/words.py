@@ -24,7 +24,8 @@ class Words:
             self.write(rank, -1, "start")
 
     def write(self, rank: int, step: int, phase: str, memory: int = 0) -> None:
-        _ROW.pack_into(self.memory, _ROW.size * (rank + 1), step, PHASES.index(phase), time.monotonic(), memory)
+        at = _ROW.size * (rank + 1)  # one copy of a finished row: packing in place would zero it first, and be read so
+        self.memory[at : at + _ROW.size] = _ROW.pack(step, PHASES.index(phase), time.monotonic(), memory)
 
     def read(self, rank: int) -> tuple[int, str, float, int]:
         """(step, phase, monotonic time of the last change, peak bytes) of a rank."""

@@ -13,7 +13,7 @@ Costs
     launch overhead; traffic is that of one step.
 
 Choose when
-    The share of the batch does not fit, or a pipeline needs something to fill itself with.
+    The activations of the whole share do not fit.
 
 Avoid when
     The whole share fits: a larger matrix product is a faster one.

@@ -104,6 +104,8 @@ class _BatchStatistics(torch.autograd.Function):
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, mine, group=group)
         mean, squares, total = _merge(torch.stack(everyone), x.shape[1])
+        if int(total) == 1:
+            raise ValueError("Expected more than 1 value per channel when training, over all ranks")
         var = squares / total
         shape = [1, -1] + [1] * (x.dim() - 2)
         inverse = torch.rsqrt(var + eps)

@@ -20,7 +20,7 @@ Choose when
     The model, its gradients and its optimizer state fit on one device and the batch has a sample for each.
 
 Avoid when
-    They do not fit (shard them), or the share of a device is so small that the all-reduce is longer than backward.
+    They do not fit, or the share of a device is so small that the all-reduce is longer than backward.
 
 How it stays exact
     Each micro-batch's loss is scaled by its own weight over the weight of the *global* batch before backward, and

@@ -8,8 +8,8 @@ What it does
     2,000 good steps.
 
 Costs
-    Memory: activations halve; weights, gradients and optimizer state do not. Compute: 2 to 8 times faster matrix
-    products where the device has 16-bit units; fp16 on a CPU is slower than fp32 by far.
+    Memory: activations halve; weights, gradients and optimizer state do not. Compute: faster matrix products
+    where the device has 16-bit units; fp16 on a CPU is slower than fp32 by far.
 
 Choose when
     bf16: nearly always on hardware that has it. fp16: on accelerators without bf16.
