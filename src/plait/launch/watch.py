@@ -111,15 +111,15 @@ class Watch:
             if before is not None and before[2] != row[2]:
                 self.slowest = max(self.slowest, row[2] - before[2]) if before[0] > 0 else self.slowest
             self.last[rank] = row
-        running = [(row[0], row[2], rank) for rank, row in enumerate(rows) if row[1] != "end"]
+        running = [(row[0], row[1] == "reduce", row[2], rank) for rank, row in enumerate(rows) if row[1] != "end"]
         if not running or self.stopped_since:
             return None
-        newest = max(max(when for _, when, _ in running), self.awake)
-        first = min(step for step, _, _ in running) < 1
+        newest = max(max(when for *_, when, _ in running), self.awake)
+        first = min(step for step, *_ in running) < 1
         patience = FIRST_STEP if first else max(PATIENCE, 10 * self.slowest)
         if now - newest < patience:
             return None
-        return min(running)[2]  # fewest steps; among these the one whose last sign of life is oldest
+        return min(running)[-1]  # fewest steps; of these one that is not waiting for others, quiet the longest
 
     def is_stopped(self, rank: int) -> bool:
         try:
