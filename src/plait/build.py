@@ -213,3 +213,17 @@ def broadcast_text(text: str, rank: int, group: Any, device: torch.device) -> st
         data = torch.zeros(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(data, 0, group=group)
     return bytes(data.tolist()).decode()
+
+
+def check_loss(loss: Any) -> None:
+    """J010 when what the job's loss returned is not a scalar tensor."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise PlaitError(
+            Problem(
+                "J010",
+                "the job's loss is not a scalar tensor",
+                why=f"it returned {shape}",
+                fix=("return the mean over the samples",),
+            )
+        )

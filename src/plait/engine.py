@@ -8,7 +8,9 @@ A step is forward, backward, reduce, clip, update. The loss of each micro-batch 
 of the global batch, so what is optimised is the weighted mean over the batch, however it was split.
 """
 
+import gc
 import math
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.build import Built, build, call, differing, move, pick_device
+from plait.build import Built, build, call, check_loss, differing, move, pick_device
 from plait.checkpoint import Checkpoints
 from plait.data import Batch, Position, Share, weigh
 from plait.errors import FAILED, PlaitError, Problem
@@ -64,7 +66,10 @@ class Engine:
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself."""
         if self.place.joined and dist.is_initialized():
+            self.built.reducer = None
+            gc.collect()
             dist.destroy_process_group()
+            time.sleep(0.2)  # gloo's threads may abort a correct program that ends at once
 
     @property
     def model(self) -> torch.nn.Module:
@@ -113,16 +118,12 @@ class Engine:
             if weights[i]:
                 losses.append(loss.double() * (weights[i] / total))
             if i == runs[-1]:
-                rider = self._rider(batch, losses)
-                if built.reducer is not None:
-                    built.reducer.arm(rider)
+                rider = self._armed(batch, losses)
             self._spans.begin("backward")
             backward()
             self._spans.end("backward")
         if not runs:
-            rider = self._rider(batch, losses)
-            if built.reducer is not None:
-                built.reducer.arm(rider)
+            rider = self._armed(batch, losses)
         self._spans.begin("reduce")
         if built.reducer is not None:
             rider = built.reducer.finish()
@@ -139,7 +140,7 @@ class Engine:
             else:  # an empty share in a model that communicates: take part, add nothing
                 sums = [o.sum() * 0.0 for o in leaves(outputs) if isinstance(o, Tensor) and o.requires_grad]
                 loss = torch.stack(sums).sum()
-        _check_loss(loss)
+        check_loss(loss)
         self._spans.end("forward")
         scaled = loss if scale == 1.0 else loss * scale
 
@@ -167,7 +168,7 @@ class Engine:
         self._spans.begin("loss")
         with self._format():
             loss = self.job.loss(outputs, targets)
-        _check_loss(loss)
+        check_loss(loss)
         gathered = leaves(outputs)
         self.output_bytes = sum(o.nbytes for o in gathered if isinstance(o, Tensor))
         (loss * scale).backward()
@@ -193,6 +194,13 @@ class Engine:
             raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
                                      why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
         return float(total)
+
+    def _armed(self, batch: Batch, losses: list[Tensor]) -> Tensor:
+        """The rider, with the reducer ready to sum it and the gradients of the backward that follows."""
+        rider = self._rider(batch, losses)
+        if self.built.reducer is not None:
+            self.built.reducer.arm(rider)
+        return rider
 
     def _rider(self, batch: Batch, losses: list[Tensor]) -> Tensor:
         """What all ranks must know, to be summed beside the gradients: loss, wish to stop, samples and busy time by rank."""
@@ -284,16 +292,3 @@ def _clip_factor(norm: Tensor | float, clip: float | None) -> Tensor | float:
         return 1.0
     factor = clip / (norm + 1e-6)
     return torch.clamp(factor, max=1.0) if isinstance(factor, Tensor) else 1.0 if factor > 1.0 else factor
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise PlaitError(
-            Problem(
-                "J010",
-                "the job's loss is not a scalar tensor",
-                why=f"it returned {shape}",
-                fix=("return the mean over the samples",),
-            )
-        )

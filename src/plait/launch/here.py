@@ -35,11 +35,11 @@ def run(target: Target, world: int, listener: Listener | None = None) -> list[di
     Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C and SIGTERM ask
     the workers to stop (`Place.stopping`); a second one kills them.
     """
-    _warm_up(world)
+    _warm_up()
     words = Words(world)
     listening = _loopback_socket() if world > 1 else None
     workers = [_fork(target, rank, world, words, listening) for rank in range(world)]
-    server = _serve(listening, world) if listening is not None else None
+    server = _serve(listening) if listening is not None else None
     supervisor = Supervisor(workers, words, listener or Listener())
     try:
         with _stop_signals(words, supervisor):
@@ -55,7 +55,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _warm_up(world: int) -> None:
+def _warm_up() -> None:
     """Import what workers need, before forking. One thread: a forked copy of a thread pool is dead."""
     import torch
 
@@ -78,7 +78,7 @@ def _loopback_socket() -> socket.socket:
     return listening
 
 
-def _serve(listening: socket.socket, world: int) -> Any:
+def _serve(listening: socket.socket) -> Any:
     """The rendezvous store, in the launcher, on the loopback socket made before the fork."""
     from torch.distributed import TCPStore
 

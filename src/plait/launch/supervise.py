@@ -87,7 +87,7 @@ class Supervisor:
         if message["kind"] == "result":
             self.results[worker.rank] = message["value"] or {}
         elif message["kind"] == "failed":
-            step, phase, _, _ = self.words.read(worker.rank)
+            step, phase, _ = self.words.read(worker.rank)
             self.failures[worker.rank] = Failure.raised(worker.rank, step, phase, message)
             self.listener.message(worker.rank, {"kind": "log", "text": message["trace"]})
         else:
@@ -105,7 +105,7 @@ class Supervisor:
         self._drain()
         if worker.rank in self.results or worker.rank in self.failures:
             return
-        step, phase, _, _ = self.words.read(worker.rank)
+        step, phase, _ = self.words.read(worker.rank)
         self.failures[worker.rank] = self.watch.died(worker.rank, step, phase, worker.status or 0)
 
     def _drain(self) -> None:
@@ -119,7 +119,7 @@ class Supervisor:
         if not stopped:
             os.kill(pid, signal.SIGUSR1)
             self._read(0.3)
-        step, phase, when, _ = self.words.read(rank)
+        step, phase, when = self.words.read(rank)
         self.failures[rank] = self.watch.stall(rank, step, phase, when, stopped)
 
     def _settle(self) -> None:

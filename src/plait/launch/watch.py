@@ -99,7 +99,7 @@ class Watch:
             self.stopped_since.clear()
             self.awake = now
         self.checked = now
-        rows = [self.words.read(rank)[:3] for rank in range(self.words.world)]
+        rows = [self.words.read(rank) for rank in range(self.words.world)]
         for rank in range(len(rows)):
             if self.is_stopped(rank):
                 if now - self.stopped_since.setdefault(rank, now) > STOPPED_FOR:
