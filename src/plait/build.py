@@ -15,6 +15,7 @@ from plait.errors import PlaitError, Problem
 from plait.job import Job
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
+from plait.parts import Part, whole
 from plait.plan import Plan
 from plait.randomness import Randomness
 from plait.sketch import Sketch, sketch
@@ -54,6 +55,11 @@ class Built:
     precision: torch.dtype | None = None
     lockstep: bool = False
     """Every rank must run every micro-batch, also an empty one: its forward pass communicates, or changes a buffer."""
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: whole(tensor.detach()) for name, tensor in named}
 
     @property
     def inexact(self) -> list[str]:

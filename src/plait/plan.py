@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import os
 import re
 import tomllib
@@ -33,7 +34,13 @@ class Key:
 
 KEYS: dict[str, Key] = {
     "dp": Key("mesh", int, "copies of the model, each on its share of the batch; * fills the processes", wildcard=True),
+    "fsdp": Key("mesh", int, "processes that share one sharded copy, each on its share of the batch", wildcard=True),
     "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last"),
+    "zero": Key("memory", int, "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters", ("1", "2", "3")),
+    "recompute": Key(
+        "memory", str, "activations computed again in backward instead of kept", ("none", "selective", "full")
+    ),
+    "offload": Key("memory", str, "what is kept in host memory", ("none", "optimizer", "all")),
     "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16")),
     "compile": Key("compute", bool, "torch.compile the model"),
     "processes": Key(
@@ -41,13 +48,20 @@ KEYS: dict[str, Key] = {
     ),
 }
 
+AXES = tuple(name for name, key in KEYS.items() if key.wildcard)
+"""The axes of the mesh, from the slowest link to the fastest: rank = dp's index × fsdp + fsdp's index."""
+
 
 @dataclass(frozen=True)
 class Plan:
-    """How to split a job. `dp` is 0 while it is the wildcard ``*`` (see `fill`)."""
+    """How to split a job. A mesh axis is 0 while it is the wildcard ``*`` (see `fill`)."""
 
     dp: int = 1
+    fsdp: int = 1
     microbatches: int = 1
+    zero: int = 3
+    recompute: str = "none"
+    offload: str = "none"
     precision: str = "fp32"
     compile: bool = False
     processes: str = "per-device"
@@ -55,7 +69,7 @@ class Plan:
     @property
     def devices(self) -> int:
         """Devices the plan computes on."""
-        return self.dp
+        return self.dp * self.fsdp
 
     @property
     def world(self) -> int:
@@ -69,23 +83,26 @@ class Plan:
 
     def fill(self, nproc: int | None) -> "Plan":
         """The plan with its wildcard filled by `nproc` processes. P001 when the counts do not agree."""
-        if self.dp == 0:
-            return replace(self, dp=nproc or 1)
+        wild = next((name for name in AXES if getattr(self, name) == 0), None)
+        if wild is not None:
+            others = math.prod(getattr(self, name) for name in AXES if name != wild)
+            filled = replace(self, **{wild: max(1, (nproc or others) // max(others, 1))})
+            return filled if nproc is None else filled.fill(nproc)
         if nproc is not None and nproc != self.world:
-            how = "threads of processes=one" if self.processes == "one" else f"dp={self.dp}"
-            raise PlaitError(
-                Problem(
-                    "P001",
-                    f"the plan needs {_count(self.world, 'process')}, {_count(nproc, 'process')} were asked for",
-                    why=f"{how} = {_count(self.world, 'process')}",
-                    fix=(
-                        f"--nproc {self.world}",
-                        f'--plan "{replace(self, dp=nproc, processes="per-device")}"',
-                        f'--plan "{replace(self, dp=0, processes="per-device")}"  (fills the rest)',
-                    ),
-                )
-            )
+            raise PlaitError(self._not(nproc))
         return self
+
+    def _not(self, nproc: int) -> Problem:
+        """P001: the plan does not make `nproc` processes."""
+        used = " × ".join(f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "dp=1"
+        how = "threads of processes=one" if self.processes == "one" else used
+        others = self.devices // self.dp
+        fix = [f"--nproc {self.world}"]
+        if nproc % others == 0:
+            changed = replace(self, dp=nproc // others, processes="per-device")
+            fix += [f'--plan "{changed}"', f'--plan "{replace(changed, dp=0)}"  (fills the rest)']
+        what = f"the plan needs {_count(self.world, 'process')}, {_count(nproc, 'process')} were asked for"
+        return Problem("P001", what, why=f"{how} = {_count(self.world, 'process')}", fix=tuple(fix))
 
     @staticmethod
     def parse(text: str) -> "Plan":
@@ -212,6 +229,10 @@ def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> Pla
     if len(problems) > SHOWN:
         rest = len(problems) - SHOWN + 1
         problems[SHOWN - 1 :] = [Problem(problems[SHOWN - 1].code, f"… and {rest} more problems", where=where)]
+    wild = [key for key in AXES if good.get(key) == 0]
+    if len(wild) > 1:
+        what = f"{' and '.join(f'{key}=*' for key in wild)}: only one axis can fill the rest"
+        problems.append(Problem("T002", what, where=where, fix=(f"{wild[0]}=*",)))
     if problems:
         raise PlaitError(problems)
     return Plan(**good)
@@ -227,7 +248,9 @@ def _value(key: str, value: Any, where: str) -> tuple[list[Problem], Any]:
         return [], 0
     if spec.kind is bool and isinstance(value, bool):
         return [], value
-    if spec.kind is int and isinstance(value, int) and not isinstance(value, bool):
+    if spec.kind is int and spec.choices and not isinstance(value, bool) and str(value) in spec.choices:
+        return [], int(value)
+    if spec.kind is int and not spec.choices and isinstance(value, int) and not isinstance(value, bool):
         if 1 <= value <= 2**20:
             return [], value
         what = f"{key} = {_shown(value)}        expected a whole number from 1 to {2**20}"
@@ -235,8 +258,8 @@ def _value(key: str, value: Any, where: str) -> tuple[list[Problem], Any]:
     if spec.kind is str and value in spec.choices:
         return [], value
     if spec.choices:
-        hint = did_you_mean(_bare(value), spec.choices)
-        expected = f"expected {', '.join(spec.choices[:-1])} or {spec.choices[-1]}, {hint}"
+        hint = "" if spec.kind is int else did_you_mean(_bare(value), spec.choices)
+        expected = f"expected {', '.join(spec.choices[:-1])} or {spec.choices[-1]}" + (f", {hint}" if hint else "")
     else:
         expected = {"bool": "expected true or false", "int": "expected a whole number"}[spec.kind.__name__]
         expected += " or *" if spec.wildcard else ""

@@ -27,6 +27,51 @@ PROBES = (3, 5)
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A quantity of one unit call in a batch of n samples: fixed + each * n."""
+
+    fixed: float
+    each: float
+
+    def of(self, samples: float) -> float:
+        """The quantity in a batch of so many samples."""
+        return self.fixed + self.each * samples
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A submodule that is not cut further: the grain of sharding, recompute, stages and timing."""
+
+    name: str
+    kind: str
+    """The module's class."""
+    parameters: tuple[str, ...]
+    """Names of its parameters (as `named_parameters` of the whole model has them)."""
+    weights: int
+    """Bytes of its parameters."""
+    closed: bool
+    """Its parameters are used inside its own calls only: not tied to another unit's, not touched by code around it."""
+    repeated: bool
+    """One of several sisters of the same class: a block."""
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of a unit, in the order of the forward pass. Figures are those of the forward pass."""
+
+    unit: str
+    needs: tuple[int, ...]
+    """Earlier calls whose outputs its inputs depend on, through the model's own code between units."""
+    flops: Figure
+    inputs: Figure
+    """Bytes of the tensors it is given."""
+    output: Figure
+    """Bytes of the tensors it returns."""
+    saved: Figure
+    """Bytes that autograd keeps for its backward, parameters and what was kept before it not counted."""
+
+
+@dataclass(frozen=True)
 class Sketch:
     """What `build.py` and the strategies need to know of a model. All names are qualified module names."""
 
@@ -47,6 +92,12 @@ class Sketch:
     """True when the forward pass draws from Python's or numpy's generator."""
     by_values: bool = False
     """True when the model had to run on real tensors."""
+    units: tuple[Unit, ...] = ()
+    calls: tuple[UnitCall, ...] = ()
+    needs: tuple[int, ...] = ()
+    """Calls whose outputs the model's output depends on."""
+    rest: tuple[str, ...] = ()
+    """Parameters that belong to no unit: the model's own, used by the code between units."""
 
 
 def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call) -> Sketch:
