@@ -3,36 +3,44 @@
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError
-from plait.plan import KEYS, Key, Plan
+from plait.plan import AXES, KEYS, Key, Plan
 
 CODES = {"T001", "T002", "T003"}
 
 
 def legal(key: Key) -> st.SearchStrategy:
     if key.choices:
-        return st.sampled_from(key.choices)
+        return st.sampled_from(key.choices).map(key.kind)
     if key.kind is bool:
         return st.booleans()
-    numbers = st.integers(1, 2**20)
-    return numbers | st.just(0) if key.wildcard else numbers
+    return st.integers(1, 2**20)
 
 
-plans = st.fixed_dictionaries({name: legal(key) for name, key in KEYS.items()}).map(lambda values: Plan(**values))
+def with_wildcard(values: dict[str, Any], wild: str | None) -> Plan:
+    return Plan(**values | ({wild: 0} if wild else {}))
+
+
+plans = st.builds(
+    with_wildcard,
+    st.fixed_dictionaries({name: legal(key) for name, key in KEYS.items()}),
+    st.sampled_from((None, *AXES)),
+)
 scalars = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from(["*", "fp32", "one"])
+    | st.sampled_from(["*", "fp32", "one", "3"])
 )
-names = st.sampled_from([*KEYS, "mesh", "step", "compute"]) | st.text(max_size=5)
+names = st.sampled_from([*KEYS, "mesh", "step", "memory", "compute"]) | st.text(max_size=5)
 trees = st.recursive(scalars, lambda t: st.lists(t, max_size=3) | st.dictionaries(names, t, max_size=4), max_leaves=12)
 
 
@@ -85,7 +93,7 @@ def test_order_and_spaces_mean_nothing(plan: Plan, random, space: str) -> None:
 def test_a_filled_plan_fits_its_processes(plan: Plan, nproc: int | None) -> None:
     with suppress(PlaitError):
         filled = plan.fill(nproc)
-        assert filled.dp >= 1
+        assert all(getattr(filled, axis) >= 1 for axis in AXES)
         assert filled.ranks == filled.world <= filled.devices
         if plan.processes != "one" and nproc is not None:
             assert filled.world == nproc
@@ -111,7 +119,9 @@ def test_any_json_is_a_plan_or_refused(folder: Path, tree) -> None:
     refused_or_plan(Plan.load, folder / "tree.json")
 
 
-@given(st.lists(st.sampled_from(["zzz=1", "dp=0", "precision=x", "compile=2", "word"]), min_size=1, unique=True))
+@given(
+    st.lists(st.sampled_from(["zzz=1", "dp=0", "precision=x", "compile=2", "zero=4", "word"]), min_size=1, unique=True)
+)
 def test_every_fault_is_reported(words: list[str]) -> None:
     with pytest.raises(PlaitError) as caught:
         Plan.parse(" ".join(words))

@@ -2,12 +2,13 @@
 
 import json
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from plait.errors import PlaitError, Problem
-from plait.plan import KEYS, Plan
+from plait.plan import AXES, KEYS, Plan
 
 
 def problems(call, *arguments) -> list[Problem]:
@@ -81,11 +82,63 @@ def test_the_wildcard_is_filled() -> None:
     assert '--plan "dp=3"' in problem.fix
 
 
-def test_every_proposed_plan_fits_the_processes() -> None:
-    (problem,) = problems(Plan.parse("dp=2 processes=one").fill, 3)
-    for line in problem.fix:
-        if line.startswith("--plan"):
-            assert Plan.parse(line.split('"')[1]).fill(3)
+def test_the_wildcard_of_either_axis_is_filled() -> None:
+    assert Plan.parse("fsdp=*").fill(None) == Plan(fsdp=1)
+    assert Plan.parse("fsdp=*").fill(4) == Plan(fsdp=4)
+    assert Plan.parse("dp=2 fsdp=*").fill(6) == Plan.parse("dp=* fsdp=3").fill(6) == Plan(dp=2, fsdp=3)
+    assert Plan.parse("dp=2 fsdp=*").fill(None) == Plan(dp=2)
+    assert Plan(dp=2, fsdp=3).devices == Plan(dp=2, fsdp=3).world == Plan(dp=2, fsdp=3).ranks == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "nproc", "needs", "why", "fixes"),
+    [
+        ("dp=2 fsdp=2", 8, "4 processes", "dp=2 × fsdp=2 = 4 processes", ["dp=4 fsdp=2", "dp=* fsdp=2"]),
+        ("dp=2 fsdp=3", 8, "6 processes", "dp=2 × fsdp=3 = 6 processes", ["dp=2 fsdp=4", "dp=2 fsdp=*"]),
+        ("dp=2 fsdp=3", 7, "6 processes", "dp=2 × fsdp=3 = 6 processes", []),
+        ("fsdp=3", 4, "3 processes", "fsdp=3 = 3 processes", ["fsdp=4", "fsdp=*"]),
+        ("dp=2 fsdp=*", 3, "2 processes", "dp=2 = 2 processes", ["dp=3", "dp=*"]),
+        ("dp=* fsdp=4", 2, "4 processes", "fsdp=4 = 4 processes", ["fsdp=2", "fsdp=*"]),
+        ("fsdp=2", 1, "2 processes", "fsdp=2 = 2 processes", ["dp=1", "fsdp=*"]),
+        ("dp=2 processes=one", 3, "1 process", "threads of processes=one = 1 process", ["dp=3", "dp=*"]),
+    ],
+)
+def test_counts_that_do_not_agree(line: str, nproc: int, needs: str, why: str, fixes: list[str]) -> None:
+    (problem,) = problems(Plan.parse(line).fill, nproc)
+    assert problem.code == "P001"
+    assert f"the plan needs {needs}, {nproc} process" in problem.what
+    assert problem.why == why
+    assert problem.fix[0] == f"--nproc {needs.split()[0]}"
+    proposed = [fix.split('"')[1] for fix in problem.fix[1:]]
+    assert proposed == fixes
+    assert all(Plan.parse(fix).fill(nproc).world == nproc for fix in proposed)
+
+
+def test_only_one_axis_fills_the_rest(file) -> None:
+    for found in (problems(Plan.parse, "dp=* fsdp=*"), problems(Plan.load, file("p.toml", 'dp = "*"\nfsdp = "*"'))):
+        (problem,) = found
+        assert problem.code == "T002"
+        assert "dp=* and fsdp=*: only one axis can fill the rest" in problem.what
+        assert problem.fix == ("dp=*", "fsdp=*")
+
+
+def test_the_stage_of_zero_is_one_of_three(file) -> None:
+    assert [Plan.parse(f"zero={n}").zero for n in (1, 2, 3)] == [1, 2, 3]
+    assert Plan.load(file("p.toml", "[memory]\nzero = 2\n")) == Plan(zero=2)
+    (problem,) = problems(Plan.parse, "zero=4")
+    assert problem.code == "T002"
+    assert "zero = 4        expected 1, 2 or 3" in problem.what
+    for value in ("0", "-1", "true", '"3"', "3.0", "[3]", "0x" + "f" * 5000):
+        assert codes(problems(Plan.load, file("p.toml", f"zero = {value}\n"))) == ["T002"]
+
+
+def test_the_keys_are_the_fields_of_a_plan() -> None:
+    assert list(KEYS) == [field.name for field in fields(Plan)]
+    for name, key in KEYS.items():
+        default = getattr(Plan(), name)
+        assert type(default) is key.kind
+        assert not key.choices or str(default) in key.choices
+    assert all(KEYS[axis].table == "mesh" for axis in AXES)
 
 
 WRONG = [
@@ -101,6 +154,7 @@ WRONG = [
     "microbatches=*",
 ]
 WRONG += ["microbatches=two", "precision=bf61", "precision=FP32", "compile=yes", "compile=1", "processes=two"]
+WRONG += ["zero=4", "zero=0", "zero=*", "recompute=some", "offload=disk", "fsdp=0", "dp=* fsdp=*"]
 
 
 @pytest.mark.parametrize("line", [*WRONG, "dpp=2", "=3"])
@@ -192,6 +246,7 @@ HOSTILE = {
     "huge_int.toml": "[mesh]\ndp = " + "9" * 100_000,
     "huge_int.json": '{"mesh": {"dp": ' + "9" * 100_000 + "}}",
     "huge_hex.toml": "[mesh]\ndp = 0x" + "f" * 100_000,
+    "huge_choice.toml": "[memory]\nzero = 0x" + "f" * 8000,
     "huge_hex_elsewhere.toml": "[step]\ndp = 0x" + "f" * 100_000,
     "deep_table.toml": "[mesh." + "a." * 1500 + "a]",
     "deep_value.toml": "dp." + "a." * 1500 + "a = 1",
