@@ -2,7 +2,8 @@
 
 import inspect
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from plait.launch.place import Place
 from plait.parts import Part, whole
 from plait.plan import Plan
 from plait.randomness import Randomness
+from plait.sharded import Shards
 from plait.sketch import Sketch, sketch
 from plait.strategies import ORDER
 from plait.torchseam import tree_map_only
@@ -46,20 +48,38 @@ class Built:
     randomness: Any = None
     optimizer: Any = None
     names: dict[int, str] | None = None
-    parameters: tuple[nn.Parameter, ...] = ()
+    own: dict[str, nn.Parameter] = field(default_factory=dict)
+    """This rank's part of every parameter, by the model's name; tied ones once."""
     reducer: Any = None
+    """What sums gradients over the ranks: `reducer.Reducer`, `sharded.Shards`, or None."""
+    copies: Any = None
+    """The group of ranks that hold copies of this rank's parts."""
+    masters: dict[str, nn.Parameter] | None = None
+    """What the optimizer updates when it is not `own`: copies in host memory."""
+    prepared: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
+    """Called with the optimizer once it is made."""
     replicas: Any = None
     run: Any = call
     """(model, inputs) -> outputs."""
     scaler: Any = None
     precision: torch.dtype | None = None
-    lockstep: bool = False
-    """Every rank must run every micro-batch, also an empty one: its forward pass communicates, or changes a buffer."""
+    lockstep: str = ""
+    """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
+    a sample (layers that count samples), `sample` with one that weighs nothing."""
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: whole(tensor.detach()) for name, tensor in named}
+        if isinstance(self.reducer, Shards):
+            return self.reducer.parts()
+        return {name: whole(t.detach()) for name, t in (*self.own.items(), *self.model.named_buffers())}
+
+    def refresh(self) -> None:
+        """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
+        if isinstance(self.reducer, Shards):
+            self.reducer.reshard()
+        for name, master in (self.masters or {}).items():
+            with torch.no_grad():
+                master.copy_(self.own[name])
 
     @property
     def inexact(self) -> list[str]:
@@ -108,14 +128,15 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
         _same_everywhere(model, group)
     example = samples if data_module.is_map(samples) else job.data()  # reading an iterable moves it
     sketched = sketch(model, lambda n: move(data_module.first_samples(example, n)[0], device, cast), call)
-    built = Built(job, plan, place, device, group, model, samples, sketched, cast)
+    built = Built(job, plan, place, device, group, model, samples, sketched, cast, own=dict(model.named_parameters()))
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
     if built.replicas is None:  # replicas bring their own, one per thread
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
-    built.optimizer, built.names = make_optimizer(job, model)
-    built.parameters = tuple(p for p in model.parameters() if p.requires_grad)
+    built.optimizer, built.names = make_optimizer(job, built.masters or built.own)
+    for prepare in built.prepared:
+        prepare(built.optimizer)
     return built
 
 
@@ -148,10 +169,10 @@ def _supported(model: nn.Module) -> None:
         )
 
 
-def make_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[int, str]]:
-    """The job's optimizer, and the name of each parameter by id."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
+    """The job's optimizer of these parameters, and the name of each by id."""
+    names = {id(p): name for name, p in own.items()}
+    optimizer = job.optimizer([p for p in own.values() if p.requires_grad])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PlaitError(
             Problem("J006", f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")

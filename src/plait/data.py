@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from plait.errors import PlaitError, Problem
 from plait.randomness import host_state, restore_host
-from plait.torchseam import tree_map_only
 
 
 @dataclass(frozen=True)
@@ -120,10 +119,8 @@ def first_samples(data: Any, count: int) -> tuple[Any, Any]:
 
 
 def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
-    """The micro-batch of these samples. Without ids it is empty, but has the shape of a batch (of `samples`)."""
-    inputs, targets = collate(data, samples)
-    if not ids:
-        inputs, targets = tree_map_only(torch.Tensor, lambda t: t[:0] if t.dim() else t, (inputs, targets))
+    """The micro-batch of these samples. Without ids it is empty: what it holds is one of `samples`, for its shape."""
+    inputs, targets = collate(data, samples[: len(ids) or 1])
     return Micro(first, len(ids), inputs, targets, tuple(ids))
 
 
@@ -137,4 +134,4 @@ def weigh(weight: Weigh, micro: Micro) -> float:
     if weight is None:
         return float(micro.count)
     value = weight(micro.targets)
-    return float(value.sum() if isinstance(value, torch.Tensor) else value)
+    return float(value.sum() if isinstance(value, Tensor) else value)

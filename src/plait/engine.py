@@ -31,7 +31,7 @@ from plait.loading import batches
 from plait.plan import Plan
 from plait.steps import Spans, Step, tokens
 from plait.strategies.precision import autocast
-from plait.torchseam import leaves, scale_
+from plait.torchseam import leaves, scale_, tree_map_only
 from plait.wide import Wide
 
 
@@ -106,10 +106,13 @@ class Engine:
         losses: list[Tensor] = []
         most = Share(0, self.plan.ranks, self.plan.microbatches).parts(batch.size)  # rank 0's parts are the largest
         runs = [i for i, w in enumerate(weights) if w or (built.lockstep and most[i][1])]
+        reducer = built.reducer
         rider = torch.empty(0)
         for i in runs:
             micro = batch.micro[i]
             inputs, targets = move((micro.inputs, micro.targets), built.device, built.cast)
+            if reducer is not None:
+                reducer.before(i == runs[-1])
             scale = weights[i] / total * (built.scaler.value if built.scaler else 1.0)
             if built.replicas is None:
                 loss, backward = self._forward(batch, micro, inputs, targets, weights[i], scale)
@@ -121,19 +124,24 @@ class Engine:
                 rider = self._armed(batch, losses)
             self._spans.begin("backward")
             backward()
+            if reducer is not None and i != runs[-1]:
+                reducer.after()
             self._spans.end("backward")
         if not runs:
             rider = self._armed(batch, losses)
         self._spans.begin("reduce")
-        if built.reducer is not None:
-            rider = built.reducer.finish()
+        if reducer is not None:
+            rider = reducer.finish()
         self._spans.end("reduce")
         return rider
 
     def _forward(self, batch: Batch, micro: Any, inputs: Any, targets: Any, weight: float, scale: float):
         built = self.built
+        count = micro.count or int(built.lockstep == "sample")
+        if not count:
+            inputs = tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, inputs)
         self._spans.begin("forward")
-        with self._format(), built.randomness.at(batch.position.step, micro.first, micro.count):
+        with self._format(), built.randomness.at(batch.position.step, micro.first, count):
             outputs = built.run(built.model, inputs)
             if weight:
                 loss = self.job.loss(outputs, targets)
@@ -220,8 +228,8 @@ class Engine:
         self._spans.begin("optimizer")
         self._set_rate()
         lr = float(optimizer.param_groups[0]["lr"])
-        gradients = [p.grad for p in built.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        gradients = [p.grad for p in built.own.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if built.reducer is None else built.reducer.norm(gradients)
         unscale = 1.0 / built.scaler.value if built.scaler else 1.0
         norm = float(norm) if built.device.type == "cpu" else norm  # there, asking costs nothing
         finite = built.scaler is None or math.isfinite(float(norm))
@@ -232,7 +240,8 @@ class Engine:
             optimizer.step()
         if built.scaler is not None:
             built.scaler.update(finite)
-        optimizer.zero_grad(set_to_none=True)
+        for parameter in built.own.values():
+            parameter.grad = None
         self.position = batch.after
         self._spans.end("optimizer")
         return self._told(batch, rider, norm, unscale, lr, not finite)
@@ -272,7 +281,8 @@ class Engine:
 
     def _check_copies(self) -> None:
         """C006 when the copies of the weights are not bit-equal on all ranks."""
-        wrong = differing(list(self.model.named_parameters()), self.built.group) if self.built.reducer else []
+        named = [(name, part.tensor) for name, part in self.built.parts().items() if name in self.built.own]
+        wrong = differing(named, self.built.copies) if self.built.copies is not None else []
         if wrong:
             what = f"copies of {wrong[0]} have drifted apart by step {self.position.step}"
             why, fix = (

@@ -93,6 +93,16 @@ class Reducer:
 
         return ready
 
+    def before(self, last: bool) -> None:
+        """Before a micro-batch's forward pass: nothing to prepare."""
+
+    def after(self) -> None:
+        """After a backward that does not end the step: gradients have added up in place."""
+
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """The norm of the summed gradients, which every rank holds whole."""
+        return torch.nn.utils.get_total_norm(gradients)
+
     def arm(self, rider: Tensor) -> None:
         """The next backward is the last of the step: start each bucket's sum as soon as it is full."""
         self.armed, self.next, self.rider, self.alone = True, 0, rider, None

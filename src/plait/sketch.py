@@ -76,6 +76,9 @@ class Sketch:
     """What `build.py` and the strategies need to know of a model. All names are qualified module names."""
 
     parameters: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    """(name, shape, dtype) of every parameter that is trained, tied ones once."""
+    frozen: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+    """The same of every parameter that is not."""
     places: dict[str, int | None] = field(default_factory=dict)
     """Random place `module#call#draw` -> batch dim of the tensor drawn there (None: it has none)."""
     unkeyed: tuple[str, ...] = ()
@@ -98,10 +101,52 @@ class Sketch:
     """Calls whose outputs the model's output depends on."""
     rest: tuple[str, ...] = ()
     """Parameters that belong to no unit: the model's own, used by the code between units."""
+    flops_between: Figure = Figure(0.0, 0.0)
+    """Floating-point operations of the code between units."""
+    saved_between: Figure = Figure(0.0, 0.0)
+    """Bytes that the code between units keeps for backward, besides what units keep too."""
+    unmeasured: str = ""
+    """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
 
 
-def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call) -> Sketch:
-    """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does."""
+class _Probe:
+    """The runs of one model, and how they have to be made: on fake tensors or for real, metered or not."""
+
+    def __init__(self, model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None):
+        self.model, self.inputs, self.call, self.wanted = model, inputs, call, wanted
+        self.by_values, self.unmeasured = False, ""
+        self.units: dict[str, bool] | None = None if wanted is None else units.named(model, wanted)
+        if self.units is None:
+            self.units = units.choose(model)
+        self.rounds: list[list[Watched]] = []
+
+    def run(self) -> None:
+        """Make all runs. What measuring alone cannot do must not stop a training: then it is left out, and said."""
+        try:
+            first = self._first(fake=True)
+        except fake_failures():
+            self.by_values, self.unmeasured = True, ""
+            first = self._first(fake=False)
+        again = self.wanted is None and self.units is not None and units.chosen_again(self.model, self.units, first[0].metered)
+        if again:
+            self.units = again
+            first = self.pair(0)
+        self.rounds.append(first)
+        if any(run.host_random for run in first):  # branches taken at random: see most of them
+            self.rounds += [self.pair(number) for number in range(1, ROUNDS)]
+
+    def _first(self, fake: bool) -> list[Watched]:
+        """The first pair of runs, without measuring when only measuring is what fails."""
+        pass
+
+
+def sketch(
+    model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None
+) -> Sketch:
+    """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does.
+
+    `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called.
+    """
     state = randomness.host_state()
     by_values, rounds = False, []
     try:
@@ -118,6 +163,7 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call) -> Sketch
     norms = {name: model.get_submodule(name) for run in small for name in run.batch_norms}
     return Sketch(
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
+        tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
         places=places,
         unkeyed=_unique([*(name for run in small for name in run.unkeyed), *coupled]),
         batch_norms=tuple(norms),

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FsdpReduceScatter
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -16,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
-    "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "FakeTensorMode", "TorchDispatchMode", "check_dims",
-    "checkpoint_frame", "fake_failures", "leaves", "mask_op", "own_buffers", "scale_", "schema", "tree_flatten",
-    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "warm_dynamo",
+    "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "FakeTensor", "FakeTensorMode", "FsdpAllGather", "FsdpReduceScatter", "TorchDispatchMode", "check_dims",
+    "checkpoint_frame", "fake_failures", "leaves", "mask_op", "own_buffers", "scale_", "schema", "storage_key",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version", "warm_dynamo",
 ]  # fmt: skip
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
@@ -35,6 +37,16 @@ def schema(op: Any) -> Any:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of a module itself, by name; changing the dict changes the module."""
     return module._buffers
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors have in common when they share memory, as long as one of them lives; also fake ones."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def version(tensor: Tensor) -> int:
+    """A number that grows with every write to the tensor in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def check_dims(norm: BatchNormBase, input: Tensor) -> None:
@@ -100,3 +112,18 @@ def mask_op(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> 
 
         return draw_mask(x, where, place, dim, p)
     return _mask(x, where, place, -2 if dim is None else dim, p)
+
+
+def local_of(t: Tensor) -> Tensor:
+    """The tensor that a DTensor wraps on this rank, storage shared; a plain tensor itself."""
+    return getattr(t, "_local_tensor", t)
+
+
+def gather_ahead(root: Any) -> None:
+    """Let FSDP2 start gathering a group of parameters without waiting for it, on every device."""
+    root._set_unshard_async_op(True)
+
+
+def is_view(t: Tensor) -> bool:
+    """Whether autograd follows a tensor as a view of another."""
+    return t._is_view()

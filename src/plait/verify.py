@@ -23,24 +23,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait import reference
-from plait.build import check_plan, differing, make_model, make_optimizer
+from plait import candidate, reference
+from plait.build import check_plan, make_model, make_optimizer
+from plait.candidate import GROUPS
 from plait.causes import WEIGHTS
 from plait.data import checked, first_samples, is_map
-from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.job import Job
 from plait.launch import here
 from plait.launch.devices import kind_of
-from plait.launch.place import Place
-from plait.ledger import Ledger
 from plait.plan import Plan
 from plait.probes import Trace
-from plait.strategies import ORDER, precision
+from plait.strategies import precision
 from plait.torchseam import tree_leaves
 from plait.verdict import Verdict, judge
 
@@ -59,8 +56,8 @@ def verify(job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bo
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         hard, expected = _reference(job, logic, steps, kind, Path(folder))
         hard = dataclasses.replace(hard, clip=expected.facts["clip"])
-        results = here.run(lambda place: _candidate(hard, logic, steps, kind, place, Path(folder)), logic.world)
-        actual = _trace(Path(folder) / "candidate", results[0])
+        results = here.run(lambda place: candidate.run(hard, logic, (steps, kind), place, Path(folder)), logic.world)
+        actual = candidate.whole(Path(folder), results)
     verdict = judge(expected, actual, results, logic)
     if verdict.code == "V005" and not quiet and not verify(_silent(job), plan, 3, device, quiet=True).equal:
         verdict = dataclasses.replace(verdict, code="V014", cause=WEIGHTS)
@@ -183,65 +180,10 @@ def _one_device(job: Job, steps: int, device: str, folder: Path) -> dict[str, An
             first_samples(holder[0], 1)  # raises when samples are not pairs
         return holder[-1]
 
-    make_optimizer(job, make_model(job))  # raises when the job cannot be trained by plait at all
+    make_optimizer(job, dict(make_model(job).named_parameters()))  # raises when the job cannot be trained by plait at all
     out = reference.train(dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device)
-    _save(folder / "reference", {k: out.pop(k) for k in ("initial", "gradients", "weights", "buffers")})
+    _save(folder / "reference", {k: out.pop(k) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
-
-
-def _candidate(job: Job, plan: Plan, steps: int, device: str, place: Place, folder: Path) -> dict[str, Any]:
-    engine = Engine(job, plan, device=device, place=place, cast=torch.float64)
-    built, model = engine.built, engine.model
-    tensors = {"initial": _copies(model.named_parameters())}
-    rows, ids, drifted, ledger = [], [], [], Ledger()
-    source = engine.batches()
-    for step in range(steps):
-        batch = next(source)
-        with ledger.watch() if step == 0 else _nothing():
-            rider = engine.backward(batch)
-        if step == 0:
-            tensors["gradients"] = _copies((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-        drifted += _drift(engine, step, "gradient")
-        told = engine.update(batch, rider)
-        drifted += _drift(engine, step, "weight")
-        rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
-        ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
-    if place.rank == 0:
-        _save(
-            folder / "candidate",
-            tensors | {"weights": _copies(model.named_parameters()), "buffers": _copies(model.named_buffers())},
-        )
-    priced = [
-        (c.op, c.calls, c.bytes)
-        for s in ORDER
-        if s.wanted(plan)
-        for c in s.price(plan, built.sketch, job.weight is not None)
-    ]
-    return {
-        "rows": rows, "ids": ids, "drifted": drifted, "seen": built.data.seen, "inexact": built.inexact,
-        "names": [n for n, _ in model.named_parameters()], "collectives": ledger.rows, "calls": dict(ledger.calls),
-        "bytes": dict(ledger.bytes), "priced": priced, "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
-    }  # fmt: skip
-
-
-def _drift(engine: Engine, step: int, what: str) -> list[list[Any]]:
-    """Replicas that are not bit-equal on all ranks after this step's `what`: [step, what, name]."""
-    if engine.built.reducer is None:
-        return []
-    named = [(n, p.grad if what == "gradient" else p) for n, p in engine.model.named_parameters()]
-    tensors = [(n, t if t is not None else torch.zeros(1)) for n, t in named]
-    if what == "weight":
-        tensors += list(engine.model.named_buffers())
-        names = engine.built.names or {}
-        for p, state in engine.optimizer.state.items():
-            tensors += [(f"{names[id(p)]} (optimizer {k})", v) for k, v in state.items() if isinstance(v, Tensor)]
-    if dist.get_world_size() == 1:
-        return []
-    return [[step + 1, what, name] for name in differing(tensors, engine.built.group)]
-
-
-def _copies(named: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:
@@ -251,11 +193,4 @@ def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:
 
 
 def _trace(path: Path, facts: dict[str, Any]) -> Trace:
-    tensors = {name: load_file(path / f"{name}.safetensors") for name in ("initial", "gradients", "weights", "buffers")}
-    return Trace(facts=facts, **tensors)
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: Any) -> None: ...
+    return Trace(facts=facts, **{name: load_file(path / f"{name}.safetensors") for name in GROUPS})

@@ -48,7 +48,7 @@ EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.world > 1
+    return plan.dp > 1 and plan.fsdp == 1 and plan.processes != "one"
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
@@ -68,7 +68,8 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Any) -> None:
     batchnorm.synchronise(built.model, built.sketch.batch_norms, built.group)
-    built.lockstep = bool(built.sketch.batch_norms or built.sketch.counting)
+    built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else ""
+    built.copies = built.group
     built.reducer = Reducer(built.model, built.group, rider_of(built.plan))
 
 

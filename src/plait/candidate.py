@@ -1,0 +1,104 @@
+"""The split side of `verify`: one rank trains under the plan and writes down its parts; the parts are put together.
+
+Whatever the layout, a rank holds rectangles of tensors (`parts.py`). Put together they must be the one device's
+tensors, and where ranks hold the same rectangle they must hold the same bits.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from plait.build import digests
+from plait.engine import Engine
+from plait.job import Job
+from plait.launch.place import Place
+from plait.ledger import Ledger
+from plait.parts import Part
+from plait.plan import Plan
+from plait.probes import Trace
+from plait.strategies import ORDER
+
+GROUPS = ("initial", "gradients", "weights", "buffers")
+"""What is compared tensor by tensor."""
+
+
+def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) -> dict[str, Any]:
+    """Train one rank for (steps, device) = `how`; its parts go into files, the rest is returned as JSON values."""
+    steps, device = how
+    engine = Engine(job, plan, device=device, place=place, cast=torch.float64)
+    built = engine.built
+    parts = built.parts()
+    tensors = {"initial": {n: parts[n].tensor.clone() for n in built.own}}
+    rows, ids, held, ledger = [], [], [], Ledger()
+    source = engine.batches()
+    for step in range(steps):
+        batch = next(source)
+        with ledger.watch() if step == 0 else nullcontext():
+            rider = engine.backward(batch)
+        gradients = {n: p.grad for n, p in built.own.items() if p.grad is not None}
+        if step == 0:
+            tensors["gradients"] = {n: g.clone() for n, g in gradients.items()}
+        held.append(["gradient", _held(gradients, parts)])
+        told = engine.update(batch, rider)
+        held.append(["weight", _held(_weights(engine), parts)])
+        rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
+        ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
+    tensors["weights"] = dict(built.own)
+    tensors["buffers"] = dict(engine.model.named_buffers())
+    for name, group in tensors.items():
+        file = folder / f"{name}-{place.rank}.safetensors"
+        save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
+    weighted = job.weight is not None
+    charges = [c for s in ORDER if s.wanted(plan) for c in s.price(plan, built.sketch, weighted)]
+    return {
+        "rows": rows, "ids": ids, "held": held, "seen": built.data.seen, "inexact": built.inexact,
+        "names": list(built.own), "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
+        "priced": [(c.op, c.calls, c.bytes) for c in charges if c.kind == "traffic"],
+        "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
+        "parts": {name: [part.shape, part.start] for name, part in parts.items()},
+    }  # fmt: skip
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    """What a rank holds after an update: parameters, buffers and the optimizer's tensors `name (optimizer key)`."""
+    built = engine.built
+    found = {**built.own, **dict(engine.model.named_buffers())}
+    for parameter, state in engine.optimizer.state.items():
+        name = (built.names or {})[id(parameter)]
+        found |= {f"{name} (optimizer {k})": v for k, v in state.items() if isinstance(v, Tensor)}
+    return found
+
+
+def _held(tensors: dict[str, Tensor], parts: dict[str, Part]) -> dict[str, int]:
+    """A digest of each tensor, by its name and where its part begins and ends."""
+    rows = digests(list(tensors.items())).tolist()
+    keys = {n: parts[n.partition(" (")[0]] for n in tensors}
+    return {f"{n} @{keys[n].start}{tuple(t.shape)}": row for (n, t), row in zip(tensors.items(), rows)}
+
+
+def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
+    """The ranks' parts put together. Elements that no rank holds are NaN. Notes in `ranks` what copies differ in."""
+    first: dict[tuple[int, str], int] = {}
+    for r in ranks:
+        r["drifted"] = []
+        for i, (what, digest) in enumerate(r["held"]):
+            for key, value in digest.items():
+                if first.setdefault((i, key), value) != value:
+                    r["drifted"].append([i // 2 + 1, what, key.partition(" @")[0]])
+    groups: dict[str, dict[str, Tensor]] = {name: {} for name in GROUPS}
+    for name, group in groups.items():
+        for rank, r in enumerate(ranks):
+            for key, tensor in load_file(folder / f"{name}-{rank}.safetensors").items():
+                shape, start = r["parts"][key]
+                if key not in group:
+                    group[key] = (
+                        torch.full(shape, float("nan"), dtype=tensor.dtype)
+                        if tensor.is_floating_point()
+                        else torch.zeros(shape, dtype=tensor.dtype)
+                    )
+                Part(tensor, tuple(shape), tuple(start)).inside(group[key]).copy_(tensor)
+    return Trace(facts=ranks[0], **groups)

@@ -1,0 +1,238 @@
+"""Running a sharded model: its collectives, the sums of its gradients, and its local parts (see `strategies/shard.py`).
+
+FSDP2 decides when a group of parameters is gathered and when its gradients are reduced. What is here decides how: on
+CPU processes gloo's own reduce-scatter is an all-reduce in disguise and is waited for at once, so parts are exchanged
+directly (an all-to-all and a sum, sends and receives for the gather) and waited for when somebody needs them, while
+backward goes on. docs/decisions/0006 has the measurements.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
+from plait.parts import Part, whole
+from plait.plan import Plan
+from plait.torchseam import FsdpAllGather, FsdpReduceScatter, local_of
+
+
+def padded(shape: Sequence[int], ranks: int) -> int:
+    """Elements of the largest part of a tensor cut along dim 0."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+class Gather(FsdpAllGather):
+    """Every rank sends its part to every other. `async_op` returns at once; the last part to arrive ends the wait."""
+
+    def __init__(self) -> None:
+        self.tag = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer that all parts are gathered into."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        size, rank = group.size(), group.rank()
+        self.tag = self.tag % 2**14 + 1  # two gathers may be under way between the same ranks
+        parts, works = output_tensor.chunk(size), []
+        for k in range(1, size):
+            to, source = (rank + k) % size, (rank - k) % size
+            works.append(dist.isend(input_tensor, group=group, group_dst=to, tag=self.tag))
+            works.append(dist.irecv(parts[source], group=group, group_src=source, tag=self.tag))
+        if parts[rank].data_ptr() != input_tensor.data_ptr():
+            parts[rank].copy_(input_tensor)
+        return _All(works, (output_tensor, input_tensor)) if async_op else _All(works, ()).wait()
+
+
+class _All(dist.Work):
+    """Several works as one; holds what they read and write."""
+
+    def __init__(self, works: list[Any], held: tuple[Tensor, ...]):
+        super().__init__()
+        self.works, self.held = works, held
+
+    def wait(self, *timeout: Any) -> None:  # type: ignore[override]
+        for work in self.works:
+            work.wait()
+        self.works, self.held = [], ()
+
+
+class Scatter(FsdpReduceScatter):
+    """Gradients summed into parts. The sum is made later: at the next group's turn, or in `finish`.
+
+    `output_tensor` is a view of what becomes a parameter's `.grad`; nobody reads it before `finish` returns.
+    """
+
+    def __init__(self, copies: Any):
+        self.copies = copies
+        """The group of ranks that hold copies of this rank's parts, or None."""
+        self.last = True
+        self.open: tuple[Any, Tensor, Tensor, Tensor] | None = None
+        self.sums: list[tuple[Any, Tensor]] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Buffers of FSDP2's own: what is sent, and this rank's part of the sum."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self.settle()
+        received = torch.empty_like(input_tensor)
+        work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
+        self.open = (work, received, output_tensor, input_tensor)
+
+    def settle(self) -> None:
+        """Make the sum that is open, and start adding up the copies' sums of it."""
+        if self.open is None:
+            return
+        work, received, output, _ = self.open
+        work.wait()
+        torch.sum(received.view(-1, output.numel()), 0, out=output)
+        self.open = None
+        if self.copies is not None and self.last:
+            self.sums.append((dist.all_reduce(output, group=self.copies, async_op=True), output))
+
+    def finish(self) -> None:
+        """Every sum is made."""
+        self.settle()
+        for work, _ in self.sums:
+            work.wait()
+        self.sums = []
+
+
+class DeviceScatter(Scatter):
+    """The same on a device with streams, where the library's own collectives overlap by themselves."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+        if self.copies is not None and self.last:
+            dist.all_reduce(output_tensor, group=self.copies)
+
+    def settle(self) -> None:
+        """Nothing is open: work is ordered by the stream."""
+
+
+class Shards:
+    """The sharded model of one rank: what the engine calls around backward, and the tensors the optimizer updates.
+
+    `own` are this rank's parts as plain parameters that share storage with FSDP2's: element-wise optimizers need no
+    more, and pay nothing for DTensor's dispatch. Scalars cannot be sharded: they stay whole, and their gradients travel
+    with the rider.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Any, copies: Any, scatter: Scatter):
+        self.model, self.zero, self.group, self.copies, self.scatter = model, plan.zero, group, copies, scatter
+        watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
+        self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        named = dict(model.named_parameters())
+        self.sharded = {n: p for n, p in named.items() if p.dim()}
+        self.scalars = [p for p in named.values() if not p.dim() and p.requires_grad]
+        self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if p.dim() else p for n, p in named.items()}
+        self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
+        self.used: set[str] = set()
+        self.partial: dict[str, Tensor] = {}
+        self.squares = 0.0
+        self.rider = torch.empty(0)
+        for module in self.modules:
+            module.register_forward_pre_hook(watch)
+
+    def _watch(self, module: nn.Module, args: Any) -> None:
+        """Note which parameters get a gradient; a parameter that no rank used must keep none, as on one device."""
+        if "_noting" in module.__dict__ or not torch.is_grad_enabled():
+            return
+        found = {id(p): n for n, p in self.model.named_parameters() if not hasattr(p, "placements")}
+        watched = 0
+        for parameter in module.parameters():
+            name = found.get(id(parameter))
+            if name in self.sharded and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
+                watched += 1
+        module.__dict__["_noting"] = watched
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of every parameter and buffer."""
+        found = {n: whole(t.detach()) for n, t in (*self.own.items(), *self.model.named_buffers())}
+        rank, size = self.group.rank(), self.group.size()
+        for name, parameter in self.sharded.items():
+            first = min(rank * -(-parameter.shape[0] // size), parameter.shape[0])
+            start = (first,) + (0,) * (parameter.dim() - 1)
+            found[name] = Part(self.own[name].detach(), tuple(parameter.shape), start)
+        return found
+
+    def before(self, last: bool) -> None:
+        """Before a micro-batch's forward pass: whether its backward ends the step."""
+        self.scatter.last = last and not self.partial
+        for module in self.modules:
+            module.set_requires_gradient_sync(last or self.zero > 1, recurse=False)
+            module.set_reshard_after_backward(last or self.zero > 2, recurse=False)
+
+    def after(self) -> None:
+        """After a micro-batch's backward that does not end the step: put its reduced gradients by."""
+        self.scatter.finish()
+        for name, parameter in self.sharded.items():
+            if parameter.grad is not None:
+                gradient, parameter.grad = local_of(parameter.grad), None
+                if name in self.partial:
+                    self.partial[name] += gradient
+                else:
+                    self.partial[name] = gradient
+
+    def arm(self, rider: Tensor) -> None:
+        """The next backward is the last of the step; `rider` is a row of numbers to sum over all ranks."""
+        self.rider = rider
+
+    def finish(self) -> Tensor:
+        """Give every part its summed gradient; the summed rider. One small sum over all ranks carries the rest."""
+        self.scatter.finish()
+        self._give()
+        parts = [self.own[n].grad for n in self.trained]
+        squares = float(torch.nn.utils.get_total_norm([g for g in parts if g is not None])) ** 2
+        flags = [float(n in self.used) for n in self.trained] + [float(p.grad is not None) for p in self.scalars]
+        scalars = [0.0 if p.grad is None else float(p.grad) for p in self.scalars]
+        row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.rider.device)
+        row = torch.cat([self.rider, row])
+        dist.all_reduce(row)
+        rider, squares, rest = row[: len(self.rider)], float(row[len(self.rider)]), row[len(self.rider) + 1 :].tolist()
+        self.squares = squares / (dist.get_world_size() // self.group.size())
+        used, scalars = rest[: len(flags)], rest[len(flags) :]
+        for name, times in zip(self.trained, used):
+            if not times:
+                self.own[name].grad = None
+        for parameter, times, value in zip(self.scalars, used[len(self.trained) :], scalars):
+            parameter.grad = torch.full_like(parameter, value) if times else None
+            self.squares += value**2 if times else 0.0
+        self.used.clear()
+        return rider
+
+    def _give(self) -> None:
+        late: list[tuple[Tensor, int]] = []
+        for name in self.trained:
+            parameter, own = self.sharded[name], self.own[name]
+            gradient = None if parameter.grad is None else local_of(parameter.grad)
+            if name in self.partial:
+                gradient = self.partial[name] if gradient is None else gradient.add_(self.partial[name])
+                late.append((gradient, padded(parameter.shape, self.group.size())))
+            own.grad, parameter.grad = gradient, None
+        self.partial = {}
+        if late and self.copies is not None:
+            flat = torch.cat([F.pad(g.reshape(-1), (0, n - g.numel())) for g, n in late])
+            dist.all_reduce(flat, group=self.copies)
+            for (gradient, _), part in zip(late, flat.split([n for _, n in late])):
+                gradient.copy_(part[: gradient.numel()].view_as(gradient))
+
+    def norm(self, gradients: Iterable[Tensor]) -> float:
+        """The gradient norm over all ranks' parts, as `finish` found it."""
+        return self.squares**0.5
+
+    def reshard(self) -> None:
+        """Forget gathered parameters: the parts have changed, or the memory is wanted."""
+        for module in self.modules:
+            module.reshard()

@@ -1,0 +1,177 @@
+"""Sharded data parallelism (fsdp, ZeRO): N processes share one copy of the training state, each on its own samples.
+
+What it does
+    Data parallelism holds parameters, gradients and optimizer state N times over. Here each of N processes keeps a
+    1/N part of every tensor. A unit's parameters are gathered just before it runs and dropped after; its gradients
+    are summed into parts; the optimizer updates parts. `zero` says what is kept as parts: 1 optimizer state, 2 and
+    gradients, 3 and parameters between a unit's forward and backward. `dp=M fsdp=N` makes M copies of N parts (hybrid:
+    sharded where links are fast, copied where they are slow).
+
+Picture
+    rank 0   ▒gather 1▒ F1 ▒2▒ F2 … ▒2▒ B2 ░sum 2░ ▒1▒ B1 ░1░ ─► step on my half
+    rank 1   ▒gather 1▒ F1 ▒2▒ F2 … ▒2▒ B2 ░sum 2░ ▒1▒ B1 ░1░ ─► step on my half
+
+Costs
+    Memory: all state / N, plus the unit or two that are gathered at the moment (zero 1 and 2 hold the whole
+    parameters from forward to backward). Traffic: zero 3 gathers the parameters twice and sums the gradients once, half
+    as much again as data parallelism; zero 1 and 2 gather once, as much as data parallelism.
+
+Choose when
+    Parameters, gradients and optimizer state do not fit beside the activations.
+
+Avoid when
+    They do: copies (dp) move less. Or the batch has fewer samples than there are processes.
+
+How it stays exact
+    As copies do: losses enter with their weight over the global batch's, gradients are summed and never averaged. The
+    norm that clips is that of all parts. Element-wise optimizers (SGD, Adam, RMSprop, …) do to a part what they do to
+    the whole; any other is found by trying it on whole tensors and on parts, and refused. Parameters that are tied,
+    used by several units or by code between units, are gathered with the root for the whole step.
+
+Paper
+    Rajbhandari et al. 2020, ZeRO (SC); Zhao et al. 2023, PyTorch FSDP (VLDB).
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from plait.errors import Problem
+from plait.plan import Plan
+from plait.sharded import DeviceScatter, Gather, Scatter, Shards, padded
+from plait.sketch import Sketch
+from plait.strategies import batchnorm
+from plait.strategies.precision import plan_format
+from plait.strategies.strategy import Charge
+from plait.torchseam import gather_ahead, is_view, tree_map_only
+
+AXIS = "fsdp"
+EXACT = True
+LEAST = 50
+"""A unit with less than 1/50 of the model's bytes is gathered with the root, unless it is a repeated block."""
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.fsdp > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    if plan.processes == "one":
+        why, fix = "threads of one process share its memory: there is nothing to shard", (f'--plan "fsdp={plan.fsdp}"',)
+        yield Problem("P019", f"fsdp={plan.fsdp} does not work with processes=one", why=why, fix=fix)
+    if plan.devices > batch:
+        what = f"global batch {batch} does not split over {plan.devices} ranks"
+        why = (
+            f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.devices} ranks: {plan.devices - batch} would never have a sample"
+        )
+        yield Problem("P012", what, why=why, fix=(f"--batch {plan.devices}",))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    for name in sketch.batch_coupled:
+        yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over the ranks"
+
+
+def groups(sketch: Sketch) -> list[str]:
+    """Units that are gathered on their own, in the order of their calls. The rest is gathered with the root.
+
+    A model that takes branches may skip a unit on one rank and not on another, where a gather would wait for ever:
+    there everything belongs to the root.
+    """
+    if sketch.by_values or sketch.host_random:
+        return []
+    total = sum(u.weights for u in sketch.units) or 1
+    calls = [c.unit for c in sketch.calls]
+    fit = {u.name for u in sketch.units if u.closed and (u.repeated or u.weights * LEAST >= total)}
+    return [name for name in calls if name in fit and calls.count(name) == 1]
+
+
+def apply(built: Any) -> None:
+    plan, model, device = built.plan, built.model, built.device
+    batchnorm.synchronise(model, built.sketch.batch_norms, built.group)
+    mesh = init_device_mesh(device.type, (plan.dp, plan.fsdp), mesh_dim_names=("dp", "fsdp"))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+    half = plan_format(plan) if built.cast is None else None
+    options: dict[str, Any] = {
+        "mesh": mesh["fsdp"],
+        "ignored_params": {p for p in model.parameters() if not p.dim()},
+        "offload_policy": OffloadPolicy(),
+    }
+    units = [model.get_submodule(name) for name in groups(built.sketch)]
+    for module in (*units, model):
+        module.register_forward_hook(_without_views)
+        policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+        fully_shard(module, mp_policy=policy, reshard_after_forward=plan.zero == 3 and module is not model, **options)
+    for here, ahead in itertools.pairwise(units):
+        here.set_modules_to_forward_prefetch([ahead])
+    copies = mesh["dp"].get_group() if plan.dp > 1 else None
+    scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
+    for module in (*units, model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reduce_scatter_unused_params(True)
+        module.set_custom_reduce_scatter(scatter)
+        if device.type == "cpu":
+            module.set_custom_all_gather(Gather())
+    if device.type == "cpu":
+        gather_ahead(model)
+    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter)
+    built.own, built.copies = built.reducer.own, copies
+    built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else "sample"
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """FSDP2's hook on an output that is a view is lost when the model's code changes it in place: give it a copy."""
+    return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
+
+
+def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+    """Gathers and sums of every group, with the padding of dims that do not divide; and what travels beside them."""
+    m, n, zero = plan.microbatches, plan.fsdp, plan.zero
+    rows = {name: (shape, dtype, True) for name, shape, dtype in sketch.parameters if shape}
+    rows |= {name: (shape, dtype, False) for name, shape, dtype in sketch.frozen if shape}
+    trained = 0
+    for group, names in members(sketch).items():
+        all_bytes = sum(padded(rows[p][0], n) * _width(plan, rows[p][1]) for p in names if p in rows)
+        bytes_ = sum(padded(rows[p][0], n) * rows[p][1].itemsize for p in names if p in rows and rows[p][2])
+        trained += bytes_
+        gathers = 1 if zero < 3 else 2 * m if group else m
+        sums = m if zero > 1 else 1
+        if all_bytes:
+            for op in ("send", "recv_"):
+                yield Charge("traffic", "fsdp", op, gathers * (n - 1), gathers * (n - 1) * all_bytes, f"gather {group}")
+        if bytes_:
+            yield Charge("traffic", "fsdp", "alltoall_base_", sums, sums * n * bytes_, f"gradients of {group}")
+        if bytes_ and plan.dp > 1 and sums == 1:
+            yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
+    if plan.dp > 1 and zero > 1 and m > 1:
+        yield Charge("traffic", "dp", "allreduce_", 1, trained, "copies' gradients, once per step")
+    flags = len(sketch.parameters) + sum(not shape for _, shape, _ in sketch.parameters)
+    rider = 8 * (2 + 2 * plan.ranks + 1 + flags)
+    yield Charge(
+        "traffic", "dp", "allreduce_", 1, rider, "loss, norm, stop, samples and time; which parameters were used"
+    )
+    if weighted:
+        yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
+    for name in sketch.batch_norms:
+        yield from batchnorm.price(name, sketch, m)
+
+
+def members(sketch: Sketch) -> dict[str, list[str]]:
+    """Names of the parameters of each group; the root's is the empty name."""
+    units = {u.name: u for u in sketch.units}
+    found = {name: list(units[name].parameters) for name in groups(sketch)}
+    taken = {p for names in found.values() for p in names}
+    everything = [name for name, _, _ in (*sketch.parameters, *sketch.frozen)]
+    return found | {"": [name for name in everything if name not in taken]}
+
+
+def _width(plan: Plan, dtype: torch.dtype) -> int:
+    half = plan_format(plan)
+    return half.itemsize if half is not None and dtype.is_floating_point else dtype.itemsize
