@@ -18,8 +18,9 @@ by (seed, epoch, sample).
 """
 
 import random
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,24 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     return np.argsort(Philox(key=key(seed, "order", epoch)).random_raw(length), kind="stable")
 
 
+class Region:
+    """A module's forward that may run again in backward: what notes the module's place must run inside of it too."""
+
+    def __init__(self, forward: Callable[..., Any]):
+        self.forward, self.enter, self.leave = forward, _nothing, _nothing
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        self.enter()
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.leave()
+
+
+def _nothing() -> None: ...
+
+
 class Randomness:
     """Gives a model its layout-free random numbers.
 
@@ -97,7 +116,13 @@ class Randomness:
         self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int]]] = {}
         owners = {place.split("#")[0] for place in places}
         for name, module in model.named_modules():
-            if name in owners:
+            region = module.__dict__.get("forward")
+            if name in owners and isinstance(region, Region):
+                region.enter, region.leave = (
+                    partial(self._enter(name), module, ()),
+                    partial(self._leave, module, (), None),
+                )
+            elif name in owners:
                 module.register_forward_pre_hook(self._enter(name), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
 

@@ -32,7 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plait.plan import Plan
 from plait.sketch import Sketch
+from plait.strategies.recompute import again
 from plait.strategies.strategy import Charge
 from plait.torchseam import BatchNormBase, check_dims
 
@@ -46,25 +48,14 @@ def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
         module.__dict__["_group"] = group
 
 
-def price(name: str, sketch: Sketch, microbatches: int) -> Iterable[Charge]:
-    """Per micro-batch: (mean, squares, count) gathered in forward, two numbers per channel summed in backward."""
+def price(name: str, sketch: Sketch, plan: Plan) -> Iterable[Charge]:
+    """Per forward pass: (mean, squares, count) gathered; per backward: two numbers per channel summed."""
     channels, dtype = sketch.channels[name]
-    yield Charge(
-        "traffic",
-        "dp",
-        "allgather_",
-        microbatches,
-        microbatches * (2 * channels + 1) * dtype.itemsize,
-        f"statistics of {name}",
-    )
-    yield Charge(
-        "traffic",
-        "dp",
-        "allreduce_",
-        microbatches,
-        microbatches * 2 * channels * dtype.itemsize,
-        f"their gradient in {name}",
-    )
+    m = plan.microbatches
+    passes = m * (1 + again(plan, sketch, name))
+    size = passes * (2 * channels + 1) * dtype.itemsize
+    yield Charge("traffic", "dp", "allgather_", passes, size, f"statistics of {name}")
+    yield Charge("traffic", "dp", "allreduce_", m, m * 2 * channels * dtype.itemsize, f"their gradient in {name}")
 
 
 class _Synchronised(BatchNormBase):

@@ -92,7 +92,7 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     if weighted:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     for name in sketch.batch_norms:
-        yield from batchnorm.price(name, sketch, plan.microbatches)
+        yield from batchnorm.price(name, sketch, plan)
 
 
 def rider_of(plan: Plan) -> int:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait.errors import Problem
 from plait.plan import Plan
@@ -101,7 +101,7 @@ def apply(built: Any) -> None:
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
         "ignored_params": {p for p in model.parameters() if not p.dim()},
-        "offload_policy": OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [model.get_submodule(name) for name in groups(built.sketch)]
     for module in (*units, model):
@@ -160,7 +160,7 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     if weighted:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     for name in sketch.batch_norms:
-        yield from batchnorm.price(name, sketch, m)
+        yield from batchnorm.price(name, sketch, plan)
 
 
 def members(sketch: Sketch) -> dict[str, list[str]]:

@@ -1,0 +1,135 @@
+"""Activation recomputation (recompute): forget what the forward pass computed, compute it again in backward.
+
+What it does
+    Backward needs what forward computed in between. `full` keeps only the inputs of each unit and runs the unit's
+    forward again when its backward begins. `selective` keeps what is dear to redo (matrix products, convolutions,
+    attention) and redoes what is cheap (norms, activations, dropout, casts).
+
+Picture
+    none        F1 F2 F3          B3 B2 B1        all activations live until their backward
+    full        F1 F2 F3       F3 B3 F2 B2 F1 B1  one unit's activations at a time
+    selective   F1 F2 F3       ·B3   ·B2   ·B1    · only the cheap part again
+
+Costs
+    Memory: full keeps a unit's inputs instead of all it saved; selective keeps the outputs of the dear operators.
+    Compute: full adds one forward pass, a third of the step; selective a few per cent. Traffic: none (a sharded
+    unit's parameters are there already, its backward needs them too).
+
+Choose when
+    Activations are what does not fit: long sequences, large micro-batches, deep models. Selective first.
+
+Avoid when
+    They fit.
+
+How it stays exact
+    The second forward must be the first one again: random numbers are keyed by place, so the same masks are drawn;
+    the number format is restored; buffers that a forward pass changes (running statistics) are put aside, so that the
+    second pass does not change them again.
+
+Paper
+    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Korthikanti et al. 2022, Reducing Activation
+    Recomputation in Large Transformer Models, for the selective choice.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+from plait.errors import Problem
+from plait.plan import Plan
+from plait.randomness import Region, host_state, restore_host
+from plait.sketch import Sketch
+from plait.strategies.strategy import Charge
+from plait.torchseam import own_buffers
+
+AXIS = None
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.recompute != "none"
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    if plan.processes == "one":
+        what = f"recompute={plan.recompute} does not work with processes=one"
+        why = "a recomputation finds its random numbers by torch's generator, which the threads would share"
+        yield Problem("P020", what, why=why, fix=(f'--plan "dp={plan.dp} recompute={plan.recompute}"',))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    return ()
+
+
+def marked(sketch: Sketch) -> list[str]:
+    """Units worth recomputing: they keep more than their inputs."""
+    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.inputs.of(1)}
+    return [u.name for u in sketch.units if u.name in worth]
+
+
+def again(plan: Plan, sketch: Sketch, module: str) -> bool:
+    """Whether a module's forward runs twice in a step."""
+    return wanted(plan) and any(module == u or module.startswith(u + ".") for u in marked(sketch))
+
+
+def apply(built: Any) -> None:
+    for name in marked(built.sketch):
+        module = built.model.get_submodule(name)
+        module.forward = Recomputed(module, built.plan.recompute == "selective", built.sketch.host_random)
+
+
+class Recomputed(Region):
+    """A unit's forward under an activation checkpoint. Hooks on the unit stay outside of it."""
+
+    def __init__(self, module: nn.Module, selective: bool, host_random: bool):
+        super().__init__(module.forward)
+        self.module, self.host_random = module, host_random
+        self.options: dict[str, Any] = {"use_reentrant": False}
+        if selective:
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own forward."""
+        if not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        state, runs = host_state()[:2] if self.host_random else None, 0
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            with nullcontext() if runs == 1 else self._second(state):
+                return self.run(*args, **kwargs)
+
+        return checkpoint(run, *args, **self.options, **kwargs)
+
+    @contextmanager
+    def _second(self, state: Any) -> Iterator[None]:
+        """Python's and numpy's generators as they were in the first pass, and buffers that may be written."""
+        now, kept = host_state()[:2], [(own_buffers(m), dict(own_buffers(m))) for m in self.module.modules()]
+        for buffers, _ in kept:
+            buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+        try:
+            if state is not None:
+                restore_host((*state, torch.get_rng_state()))
+            yield
+        finally:
+            if state is not None:
+                restore_host((*now, torch.get_rng_state()))
+            for buffers, originals in kept:
+                buffers.update(originals)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(op, "overloadpacket", op)
+    dear = packet in flop_registry or "attention" in str(packet)
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+    return ()
