@@ -1,300 +1,279 @@
 """Checkpoints: a directory of safetensors and a JSON manifest, published by one rename, every byte under a digest.
 
-    checkpoints/step-000200/manifest.json      what is inside, where the run was, and a digest of every file
-    checkpoints/step-000200/model.safetensors
-    checkpoints/step-000200/optimizer.safetensors
+    checkpoints/step-000200/manifest.json               what is inside and where, sealed; sizes and digests of the files
+    checkpoints/step-000200/model-00000.safetensors     the pieces of parameters and buffers that rank 0 wrote
+    checkpoints/step-000200/optimizer-00000.safetensors
+    checkpoints/step-000300.tmp-5f0c61d2/               being written, or left by a killed save: never read
 
-A save writes beside the old checkpoints, syncs, and renames; whatever moment it is killed at, the previous one is
-whole. A load checks the manifest's own digest and each file's size and digest before it believes a byte. Nothing is
-pickled, so loading runs no code.
+Every rank writes and reads its own pieces (`pieces.py`), so a checkpoint of one plan is read under any other. A save
+writes beside the old checkpoints and renames last; whatever moment it is killed at, the previous one is whole. A load
+believes nothing before its digest: what is damaged is refused by name, on all ranks alike, and the one before is used.
+Nothing is pickled, so loading runs no code.
 """
 
 import contextlib
-import hashlib
 import json
-import os
+import secrets
 import shutil
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-from torch import Tensor
 
-from plait.data import Position
+from plait import state
 from plait.errors import FAILED, PlaitError, Problem
+from plait.exchange import exchange
+from plait.manifest import Manifest, read_manifest
+from plait.pieces import Held, assign
+from plait.reading import Reader
+from plait.saving import Errand, Snapshot, discard, publish, write_part
+from plait.shardfile import Cancelled, Damaged
 
 if TYPE_CHECKING:
     from plait.engine import Engine
+    from plait.parts import Part
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+
+@dataclass
+class _Flight:
+    """A save between its copy and its publication."""
+
+    path: Path
+    building: Path
+    keep: int
+    empty: list[Held]
+    errand: Errand
+    publishing: bool = False
 
 
 class Checkpoints:
-    """The checkpoints in a directory."""
+    """The checkpoints in a directory, and the save that is on its way."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.refused: list[Problem] = []
         """Damaged checkpoints that `resume` passed over."""
+        self.parent: str | None = None
+        self._damaged: set[Path] = set()
+        self._flight: _Flight | None = None
+        self._snapshot = Snapshot()
+        self._held: list[list[Held]] = []
 
     def found(self) -> list[Path]:
         """Published checkpoints, newest first."""
-        return sorted(
-            (p for p in self.directory.glob("step-*") if p.is_dir() and p.name[5:].isdigit()),
-            key=lambda p: -int(p.name[5:]),
-        )
+        named = (p for p in self.directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
+        return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
 
-    def save(self, engine: "Engine", keep: int) -> Path:
-        """Write the engine's state; every rank calls it, rank 0 writes (the copies are equal), all wait."""
+    def save(self, engine: "Engine", keep: int, wait: bool = True) -> Path:
+        """Save the engine's state, and keep the newest `keep` checkpoints; every rank calls it.
+
+        It returns once the state is copied, or with `wait` once the checkpoint is published. A save that is still on
+        its way is finished first. K004 on all ranks when any rank could not write.
+        """
+        self.finish(engine)
         path = self.directory / f"step-{engine.position.step:06d}"
-        problem: Problem | None = None
-        if engine.place.rank == 0 and not path.exists():
-            try:
-                self._write(path, *_state(engine))
-                self._prune(keep)
-            except OSError as error:
-                problem = _unwritable(path, error)
-        if engine.built.reducer is not None:
-            failed = torch.tensor([problem is not None], dtype=torch.int32, device=engine.built.device)
-            dist.broadcast(failed, 0, group=engine.built.group)
-            if failed.item() and problem is None:
-                problem = Problem("K004", f"rank 0 could not write {path}")
-        if problem is not None:
-            raise PlaitError(problem, FAILED)
+        parts, values, token = self._agree(engine, path)
+        if token:
+            mine = assign(self._held)[engine.place.rank]
+            empty = [held for rank in self._held for held in rank if not held.bytes and 0 in held.shape]
+            tensors = dict(self._snapshot.take(mine, parts))
+            building = path.with_name(f"{path.name}.tmp-{token}")
+            rank = engine.place.rank
+            errand = Errand(lambda cancelled: write_part(building, rank, tensors, values, cancelled))
+            self._flight = _Flight(path, building, keep, empty, errand)
+        if wait:
+            self.finish(engine)
         return path
 
-    def _write(self, path: Path, files: dict[str, dict[str, Tensor]], manifest: dict[str, Any]) -> None:
-        building = path.with_name(path.name + ".tmp")
-        if building.exists():
-            shutil.rmtree(building)
-        building.mkdir(parents=True)
-        try:
-            manifest["files"] = {}
-            for name, tensors in files.items():
-                content = save_tensors(tensors)
-                _write_synced(building / name, content)
-                manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            manifest["digest"] = _digest(manifest)
-            _write_synced(building / MANIFEST, json.dumps(manifest, indent=1).encode())
-            _sync_directory(building)
-            os.rename(building, path)
-            _sync_directory(path.parent)
-        except OSError:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
+    def _agree(self, engine: "Engine", path: Path) -> tuple[dict[str, "Part"], dict[str, Any], str]:
+        """What this rank holds and knows, and the save's token, equal on all ranks; "" when there is nothing to save.
 
-    def _prune(self, keep: int) -> None:
-        for old in self.found()[max(1, keep) :]:
-            gone = old.with_name(old.name + ".old")
-            os.rename(old, gone)  # a half-deleted directory must not look like a checkpoint
-            shutil.rmtree(gone, ignore_errors=True)
+        What every rank holds is exchanged when it changed.
+        """
+        rank, word = engine.place.rank, dict[str, Any]()
+        parts, values, held = dict[str, Any](), dict[str, Any](), list[Held]()
+        try:
+            parts, values = state.parts_of(engine), state.values_of(engine)
+            held = state.held_of(parts)
+        except PlaitError as error:
+            word["problems"] = [vars(p) for p in error.problems]
+        if not self._held or held != self._held[rank]:
+            word["held"] = [[h.name, h.dtype, h.itemsize, h.shape, h.start, h.size] for h in held]
+        if rank == 0:
+            there = path.exists() and path not in self._damaged
+            word["token"] = "" if there else secrets.token_hex(4)
+            self._tidy()
+        said = [json.loads(text) for text in self._exchange(engine, json.dumps(word).encode())]
+        _raise_first(said)
+        known = self._held or [[] for _ in said]
+        self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
+        return parts, values, said[0]["token"]
+
+    def word(self, ranks: int) -> float:
+        """This rank's part of a sum over ranks: it reaches `ranks` when all have finished, and passes it after a failure."""
+        if self._flight is None:
+            return 0.0
+        return {0: 0.0, 1: 1.0, -1: 2.0 * ranks}[self._flight.errand.state]
+
+    def heard(self, engine: "Engine", total: float) -> None:
+        """Told the sum of all ranks' words, go on: publish, finish, or raise K004. All ranks hear the same sum."""
+        ranks = engine.place.world
+        if self._flight is None or total < ranks:
+            return
+        if total > ranks:
+            self._give_up(engine, self._flight)
+        elif not self._flight.publishing:
+            self._flight.publishing = True
+            if engine.place.rank == 0:
+                self._flight.errand = Errand(lambda _, flight=self._flight: self._publish(flight, ranks))
+        else:
+            self.parent, self._flight = self._flight.path.name, None
+
+    def finish(self, engine: "Engine") -> None:
+        """Wait until the save on its way is published; every rank calls it. K004 when it failed."""
+        while self._flight is not None:
+            self._flight.errand.join()
+            total = torch.tensor(self.word(engine.place.world), dtype=torch.float64, device=engine.built.device)
+            if engine.built.group is not None:
+                dist.all_reduce(total, group=engine.built.group)
+            self.heard(engine, float(total))
+
+    def _publish(self, flight: _Flight, ranks: int) -> None:
+        publish(flight.building, flight.path, ranks, self.parent, flight.empty)
+        self._damaged.discard(flight.path)
+        for old in [path for path in self.found() if path not in self._damaged][max(1, flight.keep) :]:
+            discard(old)
+
+    def _give_up(self, engine: "Engine", flight: _Flight) -> None:
+        """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
+        flight.errand.cancel()
+        self._flight = None
+        error = flight.errand.error
+        mine = error is not None and not isinstance(error, Cancelled)
+        word = {"problems": [vars(_unwritable(flight.path, error))]} if mine else {}
+        said = self._exchange(engine, json.dumps(word).encode())
+        if engine.place.rank == 0:
+            shutil.rmtree(flight.building, ignore_errors=True)
+        _raise_first([json.loads(text) for text in said], FAILED)
+
+    def _tidy(self) -> None:
+        """Remove what killed saves left. Only when none is on its way."""
+        for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.old")):
+            shutil.rmtree(path, ignore_errors=True)
 
     def resume(self, engine: "Engine", missing_ok: bool) -> Path | None:
-        """Load the newest good checkpoint into the engine. K001: none; K002: none is good; K003: of another job."""
+        """Load the newest good checkpoint into the engine; every rank calls it.
+
+        K001: there is none; K002: none is good; K003: it is of another job. Damaged ones are in `refused`.
+        """
+        self.finish(engine)
         self.refused = []
-        for path in self.found():
-            try:
-                manifest, files = read(path)
-            except PlaitError as error:
-                self.refused += error.problems
-                continue
-            _restore(engine, path, manifest, files)
-            return path
+        if engine.place.rank == 0:
+            self._tidy()
+        names = sorted({path.name for path in self.found()}, key=lambda name: -int(name[5:]))
+        mine = {"found": names, "tensors": list(state.model_parts(engine))}
+        said = [json.loads(text) for text in self._exchange(engine, json.dumps(mine).encode())]
+        everyone = {name for word in said for name in word["tensors"]}
+        for name in said[0]["found"]:
+            path = self.directory / name
+            loaded = self._load(engine, path, everyone)
+            if loaded:
+                self.parent = name
+                return path
+            self._damaged.add(path)
         if self.refused:
             raise PlaitError(self.refused)
         if missing_ok:
             return None
-        raise PlaitError(
-            Problem(
-                "K001",
-                f"there is no checkpoint in {self.directory}",
-                why="nothing was saved yet",
-                fix=("start without --resume",),
-            )
-        )
+        what, why = f"there is no checkpoint in {self.directory}", "nothing was saved yet"
+        raise PlaitError(Problem("K001", what, why=why, fix=("start without --resume",)))
 
-
-def read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """(manifest, tensors by file) of a checkpoint, every byte checked. K002 names the file that is not what it was."""
-    manifest = read_manifest(path)
-    files = {}
-    for name, expected in manifest["files"].items():
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise _damaged(path, name, "the name leaves the checkpoint's directory")
-        file = path / name
-        if file.is_symlink() or not file.is_file():
-            raise _damaged(path, name, "the file is missing")
-        content = file.read_bytes()
-        if len(content) != expected["bytes"]:
-            raise _damaged(path, name, f"{len(content)} bytes, the manifest says {expected['bytes']}")
-        if hashlib.sha256(content).hexdigest() != expected["sha256"]:
-            raise _damaged(path, name, "its bytes are not those that were saved (SHA-256 differs)")
+    def _load(self, engine: "Engine", path: Path, everyone: set[str]) -> bool:
+        """Whether the checkpoint was good and is loaded. All ranks check before any believes; any rank's no is everyone's."""
+        word: dict[str, Any] = {}
+        manifest, reader, parts = None, None, dict[str, Any]()
         try:
-            files[name] = load_tensors(content)
-        except SafetensorError as error:
-            raise _damaged(path, name, str(error)) from None
-    return manifest, files
+            manifest = read_manifest(path)
+            reader = Reader(path, manifest.files, manifest.tensors)
+            for file in list(manifest.files)[engine.place.rank :: engine.place.world]:
+                reader.file(file)
+            why = state.mismatch(engine, manifest, everyone)
+            if why:
+                raise PlaitError(_another_job(path, why))
+            parts = state.wanted(engine, manifest)
+            for name, part in parts.items():
+                reader.check(name, part)
+        except Damaged as error:
+            word["damaged"] = vars(damaged(path, error))
+        except PlaitError as error:
+            word["problems"] = [vars(p) for p in error.problems]
+        said = [json.loads(text) for text in self._exchange(engine, json.dumps(word).encode())]
+        wrong = [_problem(w["damaged"]) for w in said if "damaged" in w]
+        if wrong:
+            self.refused.append(wrong[0])
+            return False
+        _raise_first(said)
+        assert manifest is not None and reader is not None
+        for name, part in parts.items():
+            reader.read(name, part)
+        state.give(engine, manifest, parts)
+        return True
+
+    def _exchange(self, engine: "Engine", data: bytes) -> list[bytes]:
+        return exchange(data, engine.built.group, engine.built.device)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, its own digest checked."""
+def _held(row: list[Any]) -> Held:
+    name, dtype, itemsize, shape, start, size = row
+    return Held(name, dtype, itemsize, tuple(shape), tuple(start), tuple(size))
+
+
+def _problem(said: dict[str, Any]) -> Problem:
+    return Problem(said["code"], said["what"], said["why"], said["where"], tuple(said["fix"]))
+
+
+def _raise_first(said: list[dict[str, Any]], exit_code: int | None = None) -> None:
+    """The problems of the first rank that has any, on all ranks."""
+    for word in said:
+        if word.get("problems"):
+            problems = [_problem(p) for p in word["problems"]]
+            raise PlaitError(problems) if exit_code is None else PlaitError(problems, exit_code)
+
+
+def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
+    """The manifest of a checkpoint when it can be read, and every file and tensor of it that is damaged."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        good = isinstance(manifest, dict) and manifest.get("digest") == _digest(manifest)
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, MANIFEST, str(error)) from None
-    if not good:
-        raise _damaged(path, MANIFEST, "its content is not what was saved (digest differs)")
-    if manifest["format"] != FORMAT:
-        raise _damaged(path, MANIFEST, f"format {manifest['format']}, this plait reads {FORMAT}")
-    return manifest
+        manifest = read_manifest(path)
+    except Damaged as error:
+        return None, [damaged(path, error)]
+    reader, found = Reader(path, manifest.files, manifest.tensors), dict[str, Problem]()
+    steps = [lambda file=file: reader.file(file) for file in manifest.files]
+    steps += [lambda n=n, p=p: reader.check_piece(n, p) for n, e in manifest.tensors.items() for p in e.pieces]
+    for step in steps:
+        try:
+            step()
+        except Damaged as error:
+            problem = damaged(path, error)
+            found.setdefault(str(problem), problem)
+    return manifest, list(found.values())
 
 
-def _state(engine: "Engine") -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    model, aliases = _without_aliases(engine.model.state_dict())
-    tensors, scalars, groups = _optimizer_state(engine.optimizer, engine.built.names or {})
-    try:
-        position = json.loads(json.dumps(asdict(engine.position)))
-    except TypeError as error:
-        raise PlaitError(
-            Problem("K005", "the data set's state_dict() is not made of JSON values", why=str(error))
-        ) from None
-    manifest = {
-        "format": FORMAT,
-        "position": position,
-        "plan": str(engine.plan),
-        "seed": engine.job.seed,
-        "batch": engine.job.batch,
-        "torch": torch.__version__,
-        "aliases": aliases,
-        "optimizer": {"type": type(engine.optimizer).__name__, "scalars": scalars, "groups": groups},
-        "scaler": engine.built.scaler.state_dict() if engine.built.scaler else None,
-    }
-    return {"model.safetensors": model, "optimizer.safetensors": tensors}, manifest
+def damaged(path: Path, error: Damaged) -> Problem:
+    """K002 of what is wrong with a file of the checkpoint."""
+    fix = ("the checkpoint before it is used when there is one",)
+    return Problem("K002", f"{path}/{error.file} is damaged", why=error.why, fix=fix)
 
 
-def _without_aliases(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by name, each storage once, and name -> kept name for tied ones."""
-    kept: dict[tuple[Any, ...], str] = {}
-    tensors, aliases = {}, {}
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and place in kept:
-            aliases[name] = kept[place]
-        else:
-            kept[place] = name
-            tensors[name] = tensor.detach().cpu().contiguous().clone()
-    return tensors, aliases
+def _another_job(path: Path, why: str) -> Problem:
+    fix = ("resume with the job and the --job arguments it was started with",)
+    return Problem("K003", f"{path} was saved by another job", why=why, fix=fix)
 
 
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer, names: dict[int, str]
-) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
-    tensors, scalars = {}, {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            name = f"{names[id(parameter)]}/{key}"
-            if isinstance(value, Tensor):
-                tensors[name] = value.detach().cpu().contiguous().clone()
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                scalars[name] = value
-            else:
-                raise PlaitError(
-                    Problem("K005", f"optimizer state {name} is a {type(value).__name__}, which cannot be saved")
-                )
-    groups = []
-    for group in optimizer.param_groups:
-        plain = {
-            k: v
-            for k, v in group.items()
-            if k != "params" and (v is None or isinstance(v, (bool, int, float, str, list, tuple)))
-        }
-        groups.append({**plain, "params": [names[id(p)] for p in group["params"]]})
-    return tensors, scalars, groups
-
-
-def _restore(engine: "Engine", path: Path, manifest: dict[str, Any], files: dict[str, dict[str, Tensor]]) -> None:
-    saved = files["model.safetensors"]
-    saved |= {alias: saved[name] for alias, name in manifest["aliases"].items()}
-    own = {k: v for k, v in engine.model.state_dict().items() if isinstance(v, Tensor)}
-    wrong = sorted(set(saved) ^ set(own)) + [k for k in own if k in saved and own[k].shape != saved[k].shape]
-    groups = [[(engine.built.names or {})[id(p)] for p in g["params"]] for g in engine.optimizer.param_groups]
-    if wrong or groups != [g["params"] for g in manifest["optimizer"]["groups"]] or manifest["seed"] != engine.job.seed:
-        why = (
-            f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
-            if wrong
-            else "the parameter groups or the seed differ"
-        )
-        raise PlaitError(
-            Problem(
-                "K003",
-                f"{path} was saved by another job",
-                why=why,
-                fix=("resume with the job and the --job arguments it was started with",),
-            )
-        )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
-    _restore_optimizer(engine, manifest["optimizer"], files["optimizer.safetensors"])
-    if engine.built.scaler and manifest["scaler"]:
-        engine.built.scaler.load_state_dict(manifest["scaler"])
-    engine.position = Position(**manifest["position"])
-
-
-def _restore_optimizer(engine: "Engine", saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    index = {name: i for i, name in enumerate(n for g in saved["groups"] for n in g["params"])}
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in [*tensors.items(), *saved["scalars"].items()]:
-        parameter, _, key = name.rpartition("/")
-        state.setdefault(index[parameter], {})[key] = value
-    current = engine.optimizer.state_dict()
-    for mine, theirs in zip(current["param_groups"], saved["groups"]):
-        mine.update({k: tuple(v) if isinstance(mine.get(k), tuple) else v for k, v in theirs.items() if k != "params"})
-    engine.optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    content = {k: v for k, v in manifest.items() if k != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _unwritable(path: Path, error: OSError) -> Problem:
-    why = str(error)
+def _unwritable(path: Path, error: BaseException | None) -> Problem:
+    why = str(error) or type(error).__name__
     with contextlib.suppress(OSError):
         why += f"; {shutil.disk_usage(path.parent).free / 2**20:.1f} MiB are free there"
-    return Problem(
-        "K004",
-        f"the checkpoint {path} could not be written",
-        why=why,
-        fix=("make room, then --resume: earlier checkpoints are untouched",),
-    )
-
-
-def _damaged(path: Path, name: str, why: str) -> PlaitError:
-    return PlaitError(
-        Problem(
-            "K002", f"{path}/{name} is damaged", why=why, fix=("the checkpoint before it is used when there is one",)
-        )
-    )
+    fix = ("make room, then --resume: earlier checkpoints are untouched",)
+    return Problem("K004", f"the checkpoint {path} could not be written", why=why, fix=fix)

@@ -271,11 +271,11 @@ class Engine:
         self.place.beat(self.position.step, "evaluate")
         return evaluate(self.built)
 
-    def save(self, keep: int = 3) -> Path:
-        """Write a checkpoint of this step; keep the newest `keep`. All ranks call it."""
+    def save(self, keep: int = 3, wait: bool = True) -> Path:
+        """Write a checkpoint of this step, beside training unless `wait`; keep the newest `keep`. All ranks call it."""
         self.place.beat(self.position.step, "checkpoint")
         self._check_copies()
-        path = self.checkpoints.save(self, keep)
+        path = self.checkpoints.save(self, keep, wait)
         self.place.beat(self.position.step, "checkpoint")
         return path
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from launched import TEST_JOB, Command, rows
+from saved import tensors
 
-from plait.checkpoint import read
 from run.test_train import ledger
 
 STEPS = 40
@@ -19,8 +19,7 @@ ARGV = ("train", TEST_JOB, "--nproc", "2", "--save-every", "4", "--job.steps", s
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    _, files = read(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
-    return files["model.safetensors"] | files["optimizer.safetensors"]
+    return tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +81,14 @@ def test_damaged_checkpoint_is_refused_by_name(whole: dict[str, torch.Tensor], t
     assert command.wait() == 0
     checkpoints = tmp_path / "runs/latest/checkpoints"
     newest = checkpoints / "step-000012"
-    victim = newest / ("manifest.json" if damage == "manifest" else "model.safetensors")
+    victim = newest / ("manifest.json" if damage == "manifest" else "model-00000.safetensors")
     content = bytearray(victim.read_bytes())
     if damage == "missing":
         victim.unlink()
     elif damage == "cut":
         victim.write_bytes(content[:-1])
     elif damage == "swapped":
-        victim.write_bytes((checkpoints / "step-000008/model.safetensors").read_bytes())
+        victim.write_bytes((checkpoints / "step-000008/model-00000.safetensors").read_bytes())
     else:
         content[len(content) // 2] ^= 1
         victim.write_bytes(content)
@@ -136,7 +135,7 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
         command = Command(*ARGV, "--runs", str(disk / "runs"), "--resume", folder=tmp_path)
         assert command.wait() == 1
         assert "error[K004]" in command.output and "MiB are free" in command.output, command.output
-        read(disk / "runs/latest/checkpoints/step-000004")
+        tensors(disk / "runs/latest/checkpoints/step-000004")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=False)
 

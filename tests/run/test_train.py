@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 from launched import TEST_JOB, Command, rows
+from saved import tensors
 
 import plait
-from plait.checkpoint import read
 from plait.randomness import permutation
 
 
@@ -44,7 +44,7 @@ def test_same_result_under_every_plan(tmp_path: Path) -> None:
         folder.mkdir()
         command = Command("train", TEST_JOB, "--plan", plan, "--workers", str(number % 2), folder=folder)
         assert command.wait() == 0, command.output
-        finals.append(read(folder / "runs/latest/checkpoints/step-000030")[1]["model.safetensors"])
+        finals.append(tensors(folder / "runs/latest/checkpoints/step-000030"))
     for final in finals[1:]:
         for name, tensor in finals[0].items():
             assert float((final[name] - tensor).abs().max()) < 1e-12, name

@@ -1,0 +1,87 @@
+"""Reading parts of tensors out of a directory of safetensors files: any layout into any other.
+
+A rank opens the files it needs, hashes the pieces that overlap its own parts, and copies the overlaps. It never holds
+more than its parts: files are mapped, not loaded.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from plait.manifest import Entry, Piece
+from plait.parts import Part
+from plait.pieces import overlap
+from plait.shardfile import DTYPES, Damaged, ShardFile
+
+
+class Reader:
+    """The files of one checkpoint. `files` says (bytes, header digest) of each; None for foreign files, which have none."""
+
+    def __init__(self, folder: Path, files: dict[str, tuple[int, str]] | None, entries: dict[str, Entry]):
+        self.folder, self.files, self.entries = folder, files, entries
+        self._open: dict[str, ShardFile] = {}
+        self._checked: set[tuple[str, str]] = set()
+        self._listed: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        for entry in entries.values():
+            for piece in entry.pieces:
+                self._listed.setdefault(piece.file, {})[piece.key] = entry.dtype, piece.size
+
+    def file(self, name: str) -> ShardFile:
+        """The opened file, its size, header and list of tensors checked."""
+        if name not in self._open:
+            size, header = self.files[name] if self.files is not None else (None, None)
+            file = ShardFile(self.folder / name, size, header)
+            if self.files is not None:
+                self._same_tensors(file)
+            self._open[name] = file
+        return self._open[name]
+
+    def _same_tensors(self, file: ShardFile) -> None:
+        listed = self._listed.get(file.name, {})
+        found = {key: (stored.dtype, stored.shape) for key, stored in file.tensors.items()}
+        if listed != found:
+            wrong = sorted(key for key in listed.keys() | found.keys() if listed.get(key) != found.get(key))
+            raise Damaged(file.name, f"{wrong[0]} is not what the manifest says it is")
+
+    def check(self, name: str, part: Part) -> None:
+        """Hash every piece of the tensor that overlaps the part. Damaged names the file and the tensor."""
+        for piece in self._touched(name, part):
+            self.check_piece(name, piece)
+
+    def check_piece(self, name: str, piece: Piece) -> None:
+        """Hash one piece, once."""
+        file = self.file(piece.file)
+        if piece.sha256 is None or (piece.file, piece.key) in self._checked:
+            return
+        if file.sha256(piece.key) != piece.sha256:
+            raise Damaged(piece.file, f"the bytes of {name} are not those that were saved (SHA-256 differs)")
+        self._checked.add((piece.file, piece.key))
+
+    def read(self, name: str, part: Part) -> None:
+        """Copy the part of the tensor out of its pieces, into the part's own storage."""
+        mine = part.start, tuple(part.tensor.shape)
+        with torch.no_grad():
+            for piece in self._touched(name, part):
+                shared = overlap(mine, piece.rect)
+                if shared is None:
+                    continue
+                source = self.file(piece.file).tensor(piece.key)
+                target = part.tensor
+                for dim, (first, length) in enumerate(zip(*shared)):
+                    source = source.narrow(dim, first - piece.start[dim], length)
+                    target = target.narrow(dim, first - part.start[dim], length)
+                target.copy_(source)
+
+    def _touched(self, name: str, part: Part) -> Iterable[Piece]:
+        mine = part.start, tuple(part.tensor.shape)
+        return [piece for piece in self.entries[name].pieces if overlap(mine, piece.rect)]
+
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """All of a tensor, checked, in a CPU tensor of its own."""
+        entry = self.entries[name]
+        full = torch.empty(entry.shape, dtype=dtype or DTYPES[entry.dtype])
+        part = Part(full, entry.shape, (0,) * len(entry.shape))
+        self.check(name, part)
+        self.read(name, part)
+        return full
