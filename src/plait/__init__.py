@@ -10,18 +10,21 @@ if TYPE_CHECKING:
     from plait.engine import Engine, Step
     from plait.errors import PlaitError
     from plait.job import Evaluate, Job
+    from plait.losses import LinearCrossEntropy, linear_cross_entropy
     from plait.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Evaluate", "Job", "PlaitError", "Plan", "Step"]
+__all__ = ["Engine", "Evaluate", "Job", "LinearCrossEntropy", "PlaitError", "Plan", "Step", "linear_cross_entropy"]
 
 _HOME = {
     "Engine": "plait.engine",
     "Evaluate": "plait.job",
     "Job": "plait.job",
+    "LinearCrossEntropy": "plait.losses",
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
     "Step": "plait.engine",
+    "linear_cross_entropy": "plait.losses",
 }
 
 

@@ -114,6 +114,8 @@ def make_model(job: Job) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise PlaitError(Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module"))
     _supported(model)
+    if hasattr(job.loss, "attach"):
+        job.loss.attach(model)
     return in_training(model)
 
 

@@ -29,14 +29,7 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
     Returns `rows` (per step: loss, norm, lr, samples), `ids` (per step), `clip` (the norm used), and by name the
     tensors `initial`, `gradients` (of step 1, before clipping), `weights` and `buffers` (at the end).
     """
-    random.seed(job.seed)
-    np.random.seed(job.seed & 0xFFFFFFFF)
-    torch.manual_seed(job.seed)
-    model = job.model().to(device=device, dtype=dtype)
-    frozen = [m for m in model.modules() if model.training and not m.training]
-    model.train()
-    for module in frozen:
-        module.training = False
+    model = _model(job, dtype, device)
     data = job.data()
     state = torch.get_rng_state()
     sample = data[0] if is_map(data) else next(iter(job.data()))
@@ -73,6 +66,21 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
         out["rows"].append({"loss": float(loss.detach()), "norm": float(norm), "lr": lr, "samples": seen})
         out["ids"].append([epoch, ids])
     return out | {"weights": _copy(model.named_parameters()), "buffers": _copy(model.named_buffers())}
+
+
+def _model(job: Job, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """In training mode; parts that the job itself put in eval mode stay there."""
+    random.seed(job.seed)
+    np.random.seed(job.seed & 0xFFFFFFFF)
+    torch.manual_seed(job.seed)
+    model = job.model().to(device=device, dtype=dtype)
+    if hasattr(job.loss, "attach"):
+        job.loss.attach(model)
+    frozen = [m for m in model.modules() if model.training and not m.training]
+    model.train()
+    for module in frozen:
+        module.training = False
+    return model
 
 
 def _samples(job: Job, data: Any) -> Iterator[tuple[int, list[int], list[Any]]]:
