@@ -211,9 +211,9 @@ class Engine:
         return rider
 
     def _rider(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        """What all ranks must know, to be summed beside the gradients: loss, wish to stop, samples and busy time by rank."""
+        """What all ranks must know, summed beside the gradients: loss, wish to stop, samples and busy time by rank, saving."""
         rank, ranks = self.place.rank, self.plan.ranks
-        row = [0.0] * (2 + 2 * ranks)
+        row = [0.0] * (2 + 2 * ranks) + [self.checkpoints.word(self.place.world)]
         row[1], row[2 + rank], row[2 + ranks + rank] = float(self.place.stopping()), float(batch.count), self._busy
         if self.built.device.type == "cpu":
             row[0] = sum(float(loss) for loss in losses)
@@ -257,7 +257,8 @@ class Engine:
         self, batch: Batch, rider: Tensor, norm: Tensor | float, unscale: float, lr: float, skipped: bool
     ) -> Step:
         ranks = self.plan.ranks
-        loss, stop, *rows = rider.tolist()
+        loss, stop, *rows, saved = rider.tolist()
+        self.checkpoints.heard(self, saved)
         spans = self._spans.taken()
         self._busy = sum(seconds for name, _, seconds in spans if name in ("forward", "backward", "loss", "replicate"))
         self._stop = stop > 0

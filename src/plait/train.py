@@ -174,9 +174,10 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
             recorder.step(batch, step)
             loss = step.loss
             _evaluate(engine, recorder, step.step)
-            if step.stop or step.step % request.save_every == 0 or step.step == engine.job.steps:
+            last = step.stop or step.step == engine.job.steps
+            if last or step.step % request.save_every == 0:
                 recorder.flush()
-                saved = engine.save(request.keep)
+                saved = engine.save(request.keep, wait=last)
             stopped = step.stop and step.step < engine.job.steps
     finally:
         recorder.close()

@@ -96,5 +96,5 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
 
 
 def rider_of(plan: Plan) -> int:
-    """Numbers every rank must know after a step: loss, wish to stop, and each rank's samples and busy time."""
-    return 2 + 2 * plan.ranks
+    """Numbers all ranks must know after a step: loss, wish to stop, each rank's samples and busy time, how a save goes."""
+    return 3 + 2 * plan.ranks

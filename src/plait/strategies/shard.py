@@ -153,7 +153,7 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     if plan.dp > 1 and zero > 1 and m > 1:
         yield Charge("traffic", "dp", "allreduce_", 1, trained, "copies' gradients, once per step")
     flags = len(sketch.parameters) + sum(not shape for _, shape, _ in sketch.parameters)
-    rider = 8 * (2 + 2 * plan.ranks + 1 + flags)
+    rider = 8 * (3 + 2 * plan.ranks + 1 + flags)
     yield Charge(
         "traffic", "dp", "allreduce_", 1, rider, "loss, norm, stop, samples and time; which parameters were used"
     )
