@@ -135,7 +135,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         raise ValueError("a tied name of nothing")
     parent = content.get("parent")
     return Manifest(
-        tensors, files, _position(_get(content, "position", dict)), _get(content, "plan", str), _number(content, "seed"),
+        tensors, files, _position(_get(content, "position", dict)), _get(content, "plan", str), _number(content, "seed", 2 * _MOST),
         _number(content, "batch"), None if parent is None else _is(parent, str),
         {k: _is(v, str) for k, v in _get(content, "versions", dict).items()}, aliases, _get(optimizer, "type", str),
         groups, scalars, _scaler(content.get("scaler")),
@@ -214,9 +214,9 @@ def _get(value: dict[str, Any], name: str, kind: Callable[..., Any]) -> Any:
     return value[name]
 
 
-def _number(value: dict[str, Any], name: str) -> int:
+def _number(value: dict[str, Any], name: str, most: int = _MOST) -> int:
     number = _get(value, name, int)
-    if not 0 <= number <= _MOST * 2:
+    if not 0 <= number < most:
         raise ValueError(f"`{name}` is {str(number)[:30]}")
     return number
 
