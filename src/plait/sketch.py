@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait import randomness
+from plait import randomness, units
+from plait.metering import MeteredCall
 from plait.torchseam import BatchNormBase, fake_failures
 from plait.watching import Call, Watched, watch
 
@@ -109,55 +110,24 @@ class Sketch:
     """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
 
 
-class _Probe:
-    """The runs of one model, and how they have to be made: on fake tensors or for real, metered or not."""
-
-    def __init__(self, model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None):
-        self.model, self.inputs, self.call, self.wanted = model, inputs, call, wanted
-        self.by_values, self.unmeasured = False, ""
-        self.units: dict[str, bool] | None = None if wanted is None else units.named(model, wanted)
-        if self.units is None:
-            self.units = units.choose(model)
-        self.rounds: list[list[Watched]] = []
-
-    def run(self) -> None:
-        """Make all runs. What measuring alone cannot do must not stop a training: then it is left out, and said."""
-        try:
-            first = self._first(fake=True)
-        except fake_failures():
-            self.by_values, self.unmeasured = True, ""
-            first = self._first(fake=False)
-        again = self.wanted is None and self.units is not None and units.chosen_again(self.model, self.units, first[0].metered)
-        if again:
-            self.units = again
-            first = self.pair(0)
-        self.rounds.append(first)
-        if any(run.host_random for run in first):  # branches taken at random: see most of them
-            self.rounds += [self.pair(number) for number in range(1, ROUNDS)]
-
-    def _first(self, fake: bool) -> list[Watched]:
-        """The first pair of runs, without measuring when only measuring is what fails."""
-        pass
-
-
-def sketch(
-    model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None
-) -> Sketch:
+def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None) -> Sketch:
     """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does.
 
     `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called.
     """
     state = randomness.host_state()
-    by_values, rounds = False, []
-    try:
-        rounds.append(_pair(model, inputs, call, True, 0))
-    except fake_failures():
-        by_values = True
-        rounds.append(_pair(model, inputs, call, False, 0))
-    host_random = any(run.host_random for run in rounds[0])
-    for number in range(1, ROUNDS if host_random else 1):  # branches taken at random: see most of them
-        rounds.append(_pair(model, inputs, call, not by_values, number))
+    probe = _Probe(model, inputs, call, units.choose(model) if wanted is None else units.named(model, wanted))
+    first = probe.first()
+    again = units.chosen_again(model, probe.chosen, first[0].metered) if wanted is None else None
+    if again is not None and probe.metering:
+        probe.chosen = again
+        first = probe.pair(0)
+    host_random = any(run.host_random for run in first)
+    more = range(1, ROUNDS if host_random else 1)  # branches taken at random: see most of them
+    rounds = [first, *(probe.pair(number) for number in more)]
     randomness.restore_host(state)
+    if wanted is not None and probe.metering:
+        units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
     places, coupled = _places(rounds)
     norms = {name: model.get_submodule(name) for run in small for name in run.batch_norms}
@@ -171,7 +141,9 @@ def sketch(
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
         counting=_unique(name for run in small for name in run.counting),
         host_random=host_random,
-        by_values=by_values,
+        by_values=probe.by_values,
+        unmeasured=probe.unmeasured,
+        **_measures(model, probe.chosen, rounds),
     )
 
 
@@ -179,17 +151,83 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _pair(model: nn.Module, inputs: Callable[[int], Any], call: Call, fake: bool, number: int) -> list["Watched"]:
-    """The two runs, with the host generators in the same state, so that both take the same branches."""
-    runs = []
-    for n in PROBES:
-        example = inputs(n)
-        randomness.seed_host("sketch", number)
-        before = randomness.first_draws()
-        randomness.seed_host("sketch", number)
-        runs.append(watch(model if fake else copy.deepcopy(model), example, call, fake))
-        runs[-1].host_random = before[:2] != randomness.first_draws()[:2]
-    return runs
+class _Probe:
+    """Runs of one model, and how they have to be made: on fake tensors or for real, measuring units or not."""
+
+    def __init__(self, model: nn.Module, inputs: Callable[[int], Any], call: Call, chosen: dict[str, bool]):
+        self.model, self.inputs, self.call, self.chosen = model, inputs, call, chosen
+        self.by_values, self.metering, self.unmeasured = False, True, ""
+
+    def first(self) -> list[Watched]:
+        """The first pair. What only measuring cannot do must not stop a training: it is left out, and said."""
+        failures = fake_failures()
+        for self.by_values, self.metering in ((False, True), (False, False), (True, True)):
+            try:
+                return self.pair(0)
+            except Exception as error:
+                if self.metering:
+                    self.unmeasured = f"{type(error).__name__}: {error}"
+                elif not isinstance(error, failures):
+                    raise
+        self.metering = False
+        return self.pair(0)
+
+    def pair(self, number: int) -> list[Watched]:
+        """The two runs, with the host generators in the same state, so that both take the same branches."""
+        runs = []
+        for n in PROBES:
+            example = self.inputs(n)
+            randomness.seed_host("sketch", number)
+            before = randomness.first_draws()
+            randomness.seed_host("sketch", number)
+            model = copy.deepcopy(self.model) if self.by_values else self.model
+            metering = self.chosen if self.metering else None
+            runs.append(watch(model, example, self.call, not self.by_values, metering))
+            runs[-1].host_random = before[:2] != randomness.first_draws()[:2]
+        if self.metering:
+            self.unmeasured = ""
+        return runs
+
+
+def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watched]]) -> dict[str, Any]:
+    """The fields of a sketch that say what the units are and what their calls cost: those of the first round."""
+    everything = [run.metered for pair in rounds for run in pair]
+    called = _unique(call.unit for run in everything for call in run.calls)
+    names = {id(p): name for name, p in model.named_parameters()}
+    open_ = units.tied(model, called).union(*(run.opened for run in everything))
+    found = []
+    for name in called:
+        module = model.get_submodule(name)
+        parameters = list(module.parameters())
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        named = tuple(names[id(p)] for p in parameters)
+        found.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
+    small, large = (run.metered for run in rounds[0])
+    alike = units.same_calls(small, large)
+    others = large.calls if alike else [None] * len(small.calls)
+    inside = {name for unit in found for name in unit.parameters}
+    return {
+        "units": tuple(found),
+        "calls": tuple(_call(a, b) for a, b in zip(small.calls, others)),
+        "needs": small.needs,
+        "rest": tuple(name for name in names.values() if name not in inside),
+        "flops_between": _fit(small, large if alike else None, "flops"),
+        "saved_between": _fit(small, large if alike else None, "saved"),
+    }
+
+
+def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
+    figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
+    return UnitCall(small.unit, small.needs, **figures)
+
+
+def _fit(small: Any, large: Any, name: str) -> Figure:
+    """The line through both runs; when only one can be used, all of it is for each sample."""
+    a, b = PROBES
+    if large is None:
+        return Figure(0.0, getattr(small, name) / a)
+    each = (getattr(large, name) - getattr(small, name)) / (b - a)
+    return Figure(getattr(small, name) - a * each, each)
 
 
 def _places(rounds: list[list["Watched"]]) -> tuple[dict[str, int | None], list[str]]:

@@ -5,7 +5,8 @@ The run may be on fake tensors, which have shapes and no numbers, or on real one
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from plait import draws, randomness
-from plait.torchseam import SEEDED, BatchNormBase, FakeTensorMode, TorchDispatchMode, own_buffers, schema, tree_map_only
+from plait.metering import Meter, Metered, homes
+from plait.torchseam import (
+    SEEDED,
+    BatchNormBase,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    own_buffers,
+    schema,
+    tree_map_only,
+)
 
 Call = Callable[[nn.Module, Any], Any]
 _NORMS = ("native_batch_norm", "_batch_norm_with_update", "_native_batch_norm_legit", "cudnn_batch_norm")
@@ -30,30 +41,56 @@ class Watched:
     batch_coupled: list[str] = field(default_factory=list)
     counting: list[str] = field(default_factory=list)
     host_random: bool = False
+    metered: Metered = field(default_factory=Metered)
 
 
-def watch(model: nn.Module, inputs: Any, call: Call, fake: bool) -> Watched:
-    """Run the model once and return what it showed."""
-    watcher = _Watcher(model)
+def watch(model: nn.Module, inputs: Any, call: Call, fake: bool, units: Iterable[str] | None = None) -> Watched:
+    """Run the model once and return what it showed; with the names of units, also what their calls cost."""
+    fakes = _fakes(model) if fake else None
+    meter = None if units is None else _meter(model, units, fakes)
+    watcher = _Watcher(model, meter)
     before = _state(model)
-    fakes = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # it prints pages for what is raised here anyway
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with warnings.catch_warnings(), _keeping(meter), fakes or nullcontext():
             warnings.simplefilter("ignore")  # whatever it is, training will say it
-            if fakes is None:
-                with watcher, watcher.operators:
-                    call(model, inputs)
-            else:
-                with fakes, watcher, watcher.operators:
-                    call(model, tree_map_only(torch.Tensor, fakes.from_tensor, inputs))
+            given = tree_map_only(torch.Tensor, fakes.from_tensor, inputs) if fakes else inputs
+            with watcher, watcher.operators:
+                output = call(model, given)
+        if meter is not None:
+            watcher.seen.metered = meter.finish(output)
     finally:
         watcher.remove()
         watcher.seen.counting += _restore(model, before)
         logger.setLevel(level)
     return watcher.seen
+
+
+def _fakes(model: nn.Module) -> FakeTensorMode:
+    """A mode for fake tensors: the one that the model itself was built in, if it was."""
+    built = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
+    return built or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _meter(model: nn.Module, names: Iterable[str], fakes: FakeTensorMode | None) -> Meter:
+    units = {id(model.get_submodule(name)): name for name in names}
+    constants: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    if fakes is not None:  # autograd meets views of both
+        constants += [fakes.from_tensor(t) for t in constants if not isinstance(t, FakeTensor)]
+    return Meter(units, homes(model, units), constants)
+
+
+@contextmanager
+def _keeping(meter: Meter | None) -> Iterator[None]:
+    """Let autograd run, and tell the meter what it keeps; without a meter it stays off."""
+    if meter is None:
+        with torch.no_grad():
+            yield
+    else:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(meter.pack, meter.unpack):
+            yield
 
 
 Kept = list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]]
@@ -79,6 +116,8 @@ def _restore(model: nn.Module, before: Kept) -> list[str]:
         own_buffers(module).clear()
         own_buffers(module).update(buffers)
         for name, value in values.items():
+            if not buffers[name].is_leaf:  # written with what has a gradient
+                buffers[name].detach_()
             buffers[name].copy_(value)
     return replaced
 
@@ -86,9 +125,9 @@ def _restore(model: nn.Module, before: Kept) -> list[str]:
 class _Watcher(TorchFunctionMode):
     """Follows which module is running and which function it called; its `operators` see what that function drew."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, meter: Meter | None):
         super().__init__()
-        self.seen = Watched()
+        self.seen, self.meter = Watched(), meter
         self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
         self.calls: dict[str, int] = {}
         self.drew = 0
@@ -97,11 +136,13 @@ class _Watcher(TorchFunctionMode):
         norms = {id(b) for m in model.modules() if isinstance(m, BatchNormBase) for b in m.buffers()}
         self.buffers = {id(b): name for name, b in model.named_buffers() if id(b) not in norms}
         for name, module in model.named_modules():
-            self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
 
     def _entering(self, name: str):
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.meter is not None:
+                self.meter.enter(name, module, (args, kwargs))
             self.calls[name] = self.calls.get(name, 0) + 1
             self.owner.append((name, f"{name}#{self.calls[name]}", module))
 
@@ -109,6 +150,8 @@ class _Watcher(TorchFunctionMode):
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         self.owner.pop()
+        if self.meter is not None:
+            self.meter.leave(module, output)
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -121,9 +164,15 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        dropout = func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS
-        if dropout:
-            return self._dropout(func, *args, **kwargs)
+        if func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS:
+            result = self._dropout(func, *args, **kwargs)
+        else:
+            result = self._other(func, args, kwargs)
+        if self.meter is not None:
+            self.meter.function(func, args, kwargs, result)
+        return result
+
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.operators.keyed = func in draws.COMPOSITES
         self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
         try:
@@ -143,6 +192,9 @@ class _Watcher(TorchFunctionMode):
         if training and train and p > 0.0:
             shape = input.shape if func in randomness.PLAIN_DROPOUTS else input.shape[:2]
             self.seen.drawn[self.place()] = shape
+            if self.meter is not None:  # a mask is multiplied with, and kept for backward
+                mask = input.new_ones((*shape, *(1 for _ in input.shape[len(shape) :])))
+                return input.mul_(mask) if inplace else input * mask
         return input
 
 
@@ -154,6 +206,8 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         watcher = self.watcher
+        if watcher.meter is not None:
+            watcher.meter.operator(func, args, kwargs or {}, result)
         name, _, module = watcher.owner[-1]
         if schema(func).is_mutable:
             written = [_argument(func, args, kwargs or {}, a.name) for a in schema(func).arguments if a.is_write]

@@ -296,3 +296,28 @@ def test_the_compiled_mask_is_the_uncompiled_one(dim: int | None) -> None:
     assert torch.equal(compiled(*arguments[:2]), expected)
     assert sum("mask" in str(node.target) for g in graphs for node in g.graph.nodes if node.op == "call_function") == 1
     assert expected.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+
+
+# — measuring units: which tensors share memory, and which were written —
+
+
+@contract("torch._subclasses.fake_tensor.FakeTensor", "…._cdata")
+def test_views_of_real_and_of_fake_tensors_share_a_storage() -> None:
+    mode = torchseam.FakeTensorMode(allow_non_fake_inputs=True)
+    weight = nn.Parameter(torch.ones(3, 4))
+    known = mode.from_tensor(weight)
+    with mode:
+        turned = weight.t()
+    assert isinstance(turned, torchseam.FakeTensor) and turned.fake_mode is mode
+    assert torchseam.storage_key(turned) == torchseam.storage_key(known), "a view of a parameter is known as such"
+    assert torchseam.storage_key(weight[0]) == torchseam.storage_key(weight) != torchseam.storage_key(weight.clone())
+
+
+@contract("…._version")
+def test_a_write_in_place_moves_the_version() -> None:
+    x = torch.ones(3)
+    before = torchseam.version(x)
+    x[1:].add_(1)
+    assert torchseam.version(x) > before
+    with torch.inference_mode():
+        assert torchseam.version(torch.ones(3)) == 0

@@ -1,0 +1,259 @@
+"""Metering one run of a model: what each unit call computes, keeps for backward, and depends on.
+
+`watching.py` runs the model and tells the `Meter` of every module that is entered and left, every torch function and
+every operator. Three things are followed:
+
+- operators: floating-point operations, and which unit's parameters each operator reads, and from where;
+- what autograd saves, through its own hooks, by storage, so that a tensor saved twice counts once;
+- dependencies: every tensor carries the set of unit calls it was computed from. Code between units passes the sets
+  on from arguments to results; the output of a unit carries that call alone. This is how a skip connection is seen.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.flops import flops_of
+from plait.torchseam import storage_key, version
+
+NONE: frozenset[int] = frozenset()
+DEPTH = 4
+"""How deep to look for tensors in objects that are neither lists nor dicts, such as a state a block returns."""
+
+
+@dataclass
+class MeteredCall:
+    """What one call of a unit showed. Bytes, and floating-point operations of the forward pass."""
+
+    unit: str
+    needs: tuple[int, ...]
+    inputs: int = 0
+    flops: int = 0
+    output: int = 0
+    saved: int = 0
+
+
+@dataclass
+class Metered:
+    """What one run showed."""
+
+    calls: list[MeteredCall] = field(default_factory=list)
+    needs: tuple[int, ...] = ()
+    """Calls that the model's output depends on."""
+    opened: set[str] = field(default_factory=set)
+    """Units with a parameter or a submodule that was used from outside of their calls."""
+    entered: set[str] = field(default_factory=set)
+    """Modules that were called."""
+    outside: dict[str, int] = field(default_factory=dict)
+    """Modules that were called while no unit was running, and how often."""
+    flops: int = 0
+    """Of the code between units."""
+    saved: int = 0
+    """By the code between units, what a unit saves too not counted."""
+
+
+class Meter:
+    """Follows one run. `where` says which unit each module lies in: `homes`."""
+
+    def __init__(self, units: Mapping[int, str], where: Iterator[tuple[nn.Module, str]], constants: list[Tensor]):
+        self.seen = Metered()
+        self.units = units
+        self.modules: dict[int, set[str]] = {}
+        self.parameters: dict[int, set[str]] = {}
+        for module, home in where:
+            self.modules.setdefault(id(module), set()).add(home)
+            for parameter in module.parameters(recurse=False):
+                self.parameters.setdefault(id(parameter), set()).add(home)
+        self.constants = {storage_key(t) for t in constants}
+        self.alive: list[Any] = list(constants)  # ids and storages name tensors only as long as these live
+        self.running: nn.Module | None = None
+        self.depth = 0
+        self.given: list[tuple[Tensor, int]] = []
+        self.of: dict[int, frozenset[int]] = {}
+        self.written: dict[int, frozenset[int]] = {}
+        self.kept: dict[int, tuple[int | None, int]] = {}
+
+    # — calls —
+
+    def enter(self, name: str, module: nn.Module, given: Any) -> None:
+        """A module is called with `given`."""
+        self.seen.entered.add(name)
+        if self.running is not None:
+            self.depth += module is self.running
+            self._used(self.modules.get(id(module)))
+            return
+        self.seen.outside[name] = self.seen.outside.get(name, 0) + 1
+        unit = self.units.get(id(module))
+        if unit is None:
+            self._used(self.modules.get(id(module)))
+            return
+        tensors = list(tensors_in(given))
+        needs = self.sources(tensors)
+        self.seen.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors)))
+        self.running, self.depth = module, 0
+        self.given = [(t, version(t)) for t in tensors]
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """The module returns `output`."""
+        if module is not self.running:
+            return
+        if self.depth:
+            self.depth -= 1
+            return
+        self.running = None
+        tensors, this = list(tensors_in(output)), frozenset((len(self.seen.calls) - 1,))
+        self.seen.calls[-1].output = _bytes(tensors)
+        same = {id(t) for t, _ in self.given}
+        for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
+            self._mark(tensor, this | self.sources([tensor]) if id(tensor) in same else this)
+        for tensor, before in self.given:
+            if version(tensor) != before:
+                self._mark_storage(tensor, this)
+        self.given = []
+
+    def finish(self, output: Any) -> Metered:
+        """The run is over and returned `output`."""
+        self.seen.needs = tuple(sorted(self.sources(tensors_in(output))))
+        for call, size in self.kept.values():
+            if call is None:
+                self.seen.saved += size
+            else:
+                self.seen.calls[call].saved += size
+        self.alive.clear()  # autograd's graph may hold itself through these
+        return self.seen
+
+    def _used(self, homes: set[str] | None) -> None:
+        """Something that lies in these units is used here: from outside, unless one of them is running."""
+        here = "" if self.running is None else self.seen.calls[-1].unit
+        if homes is not None and here not in homes:
+            self.seen.opened |= homes - {""}
+
+    # — dependencies —
+
+    def sources(self, tensors: Any) -> frozenset[int]:
+        """The calls that these tensors were computed from."""
+        found = NONE
+        for tensor in tensors:
+            found |= self.of.get(id(tensor), NONE)
+            if self.written:
+                found |= self.written.get(storage_key(tensor), NONE)
+        return found
+
+    def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A torch function was called by the model's own code."""
+        if self.running is not None:
+            return
+        given = [*flat(args), *flat(kwargs)]
+        found = self.sources(given)
+        if not found:
+            return
+        if getattr(func, "__name__", "") == "__setitem__":
+            self._mark_storage(given[0], found)
+        inputs = {id(t) for t in given}
+        for tensor in flat(result):
+            self._mark(tensor, found)
+            if id(tensor) in inputs:  # in place, or out=
+                self._mark_storage(tensor, found)
+
+    def _mark(self, tensor: Tensor, sources: frozenset[int]) -> None:
+        self.of[id(tensor)] = sources
+        self.alive.append(tensor)
+
+    def _mark_storage(self, tensor: Tensor, sources: frozenset[int]) -> None:
+        """Also views of it, made before or after, see what was written."""
+        storage = storage_key(tensor)
+        self.written[storage] = self.written.get(storage, NONE) | sources
+        self.alive.append(tensor)
+
+    # — operators and what autograd keeps —
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator ran."""
+        for tensor in flat(args):
+            homes = self.parameters.get(id(tensor))
+            if homes is not None:
+                self._used(homes)
+        flops = flops_of(func, args, kwargs, result)
+        if self.running is None:
+            self.seen.flops += flops
+        else:
+            self.seen.calls[-1].flops += flops
+
+    def pack(self, tensor: Tensor) -> int:
+        """Autograd keeps a tensor. What it keeps already, parameters and buffers cost nothing more."""
+        storage = storage_key(tensor)
+        call = None if self.running is None else len(self.seen.calls) - 1
+        before = self.kept.get(storage)
+        if storage not in self.constants and (before is None or (before[0] is None and call is not None)):
+            self.kept[storage] = (call, _storage_bytes(tensor))
+        self.alive.append(tensor)
+        return len(self.alive) - 1
+
+    def unpack(self, index: int) -> Tensor:
+        """What was packed, for a model that differentiates in its forward pass."""
+        return self.alive[index]
+
+
+def homes(model: nn.Module, units: Mapping[int, str]) -> Iterator[tuple[nn.Module, str]]:
+    """Every module with the unit it lies in, or "", of units by the id of their module.
+
+    A module that is reached by several ways comes several times.
+    """
+
+    def walk(module: nn.Module, home: str) -> Iterator[tuple[nn.Module, str]]:
+        home = home or units.get(id(module), "")
+        yield module, home
+        for kid in module.children():
+            yield from walk(kid, home)
+
+    yield from walk(model, "")
+
+
+def flat(tree: Any) -> Iterator[Tensor]:
+    """The tensors among arguments of a torch function: lists, tuples and dicts."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from flat(item)
+    elif isinstance(tree, dict):
+        yield from flat(list(tree.values()))
+
+
+def tensors_in(tree: Any, depth: int = DEPTH) -> Iterator[Tensor]:
+    """The tensors in what a module is given or returns, also inside objects; the same tensor comes once."""
+    found: dict[int, Tensor] = {}
+    met: set[int] = set()
+
+    def walk(item: Any, depth: int) -> None:
+        if isinstance(item, Tensor):
+            found[id(item)] = item
+        elif id(item) in met or isinstance(item, (nn.Module, type, str, bytes, int, float)):
+            return
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            for inner in item:
+                walk(inner, depth)
+        elif isinstance(item, Mapping):
+            for inner in item.values():
+                walk(inner, depth)
+        elif depth and (dataclasses.is_dataclass(item) or hasattr(item, "__dict__")) and not callable(item):
+            met.add(id(item))
+            for inner in vars(item).values():
+                walk(inner, depth - 1)
+
+    walk(tree, depth)
+    return iter(found.values())
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().nbytes()
