@@ -113,7 +113,7 @@ def assign(held: list[list[Held]]) -> list[list[Held]]:
 
 
 def _cut(piece: Held) -> list[Held]:
-    if piece.bytes <= CUT:
+    if piece.bytes <= CUT or not piece.size:
         return [piece]
     rows = piece.size[0]
     each = max(1, CUT // (piece.bytes // rows))

@@ -1,0 +1,171 @@
+"""A save beside training: what it holds, what a kill leaves of it, and what its failure does."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from saved import tensors
+from torch import nn
+
+from plait import Engine, Job, PlaitError, Plan
+from plait import saving as module
+from plait.checkpoint import verify
+from plait.launch import here
+
+
+def wide() -> Job:
+    """A model whose save takes a few milliseconds."""
+    return jobs.make(
+        lambda: nn.Sequential(nn.Linear(6, 3000), nn.Tanh(), nn.Linear(3000, 40), nn.Linear(40, 1)), steps=40
+    )
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    write = module.write
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return write(*arguments)
+
+    monkeypatch.setattr(module, "write", slow)
+
+
+def listener() -> here.Listener:
+    return here.Listener(lambda *_: None)
+
+
+@pytest.mark.parametrize("plan", ("dp=1", "dp=2", "fsdp=2"))
+def test_training_goes_on_and_the_checkpoint_is_of_its_step(
+    tmp_path: Path, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowed(monkeypatch, 0.1)
+
+    def rank(place: Any, beside: bool) -> list[int]:
+        """Save step 3 and go on to step 12; the steps at which step 3's checkpoint was there."""
+        folder = tmp_path / str(beside)
+        engine = Engine(wide(), Plan.parse(plan), device="cpu", directory=folder, place=place)
+        there = []
+        for batch in engine.batches():
+            step = engine.step(batch).step
+            if step == 3:
+                engine.save(wait=not beside)
+            if engine.checkpoints.found():
+                there.append(step)
+            time.sleep(0.05)
+            if step == 12:
+                break
+        engine.save()
+        return there
+
+    world = Plan.parse(plan).world
+    there = here.run(lambda place: rank(place, True), world, listener())
+    assert 4 < there[0][0] <= 12, "published beside training, without a second save"
+    here.run(lambda place: rank(place, False), world, listener())
+    for step in ("step-000003", "step-000012"):
+        assert same(tensors(tmp_path / "True" / step), tensors(tmp_path / "False" / step))
+        assert not verify(tmp_path / "True" / step)[1]
+    assert sorted(p.name for p in (tmp_path / "True").iterdir()) == ["step-000003", "step-000012"]
+
+
+def test_snapshot_memory_is_used_again(tmp_path: Path) -> None:
+    engine = Engine(wide(), "dp=1", device="cpu", directory=tmp_path)
+    places = []
+    for batch, _ in zip(engine.batches(), range(3)):
+        engine.step(batch)
+        engine.save(wait=False)
+        places.append({h.name: t.data_ptr() for h, t in engine.checkpoints._snapshot._buffers.items()})
+    engine.checkpoints.finish(engine)
+    assert places[0] == places[1] == places[2]
+
+
+@pytest.mark.parametrize("beside", (True, False))
+@pytest.mark.parametrize("culprit", (0, 1))
+def test_a_failure_anywhere_is_everyones(
+    tmp_path: Path, beside: bool, culprit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = module.write
+    fail = [False]
+
+    def full(path: Path, *arguments: Any) -> Any:
+        if fail[0]:
+            write(path, *arguments)
+            raise OSError(28, "No space left on device")
+        return write(path, *arguments)
+
+    monkeypatch.setattr(module, "write", full)
+
+    def rank(place: Any) -> list[Any]:
+        engine = Engine(wide(), "dp=2", device="cpu", directory=tmp_path, place=place)
+        try:
+            for batch in engine.batches():
+                step = engine.step(batch).step
+                if step in (2, 4):
+                    fail[0] = step == 4 and place.rank == culprit
+                    engine.save(wait=not beside)
+                time.sleep(0.01)
+        except PlaitError as error:
+            return [error.codes, str(error), error.exit_code, engine.position.step]
+        return []
+
+    for codes, text, code, step in here.run(rank, 2, listener()):
+        assert codes == ["K004"] and "No space left" in text and "MiB are free" in text and code == 1
+        assert 4 <= step < 30
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
+    assert not verify(tmp_path / "step-000002")[1]
+
+
+def killed(folder: Path, kills: int) -> set[str]:
+    """Kill a process that saves in a loop, `kills` times; whatever it left, the newest checkpoint is whole and right.
+
+    Returns what half-done things the kills left behind.
+    """
+    moments = random.Random(3)
+    reference = Engine(wide(), "dp=1", device="cpu", directory=folder)
+    copies: dict[int, torch.Tensor] = {}
+    source, left = reference.batches(), set[str]()
+    for _ in range(kills):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                engine = Engine(wide(), "dp=1", device="cpu", directory=folder)
+                engine.resume(missing_ok=True)
+                for number, batch in enumerate(engine.batches()):
+                    engine.step(batch)
+                    engine.save(keep=2, wait=number % 2 == 0)
+                engine.checkpoints.finish(engine)
+            finally:
+                os._exit(0)
+        time.sleep(0.03 + moments.random() * 0.12)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        left |= {path.suffix[1:4] for path in folder.iterdir()}
+        engine = Engine(wide(), "dp=1", device="cpu", directory=folder)
+        path = engine.resume(missing_ok=True)
+        assert not engine.checkpoints.refused
+        if path is None:
+            continue
+        step = engine.position.step
+        while reference.position.step < step:
+            reference.step(next(source))
+            copies[reference.position.step] = next(reference.model.parameters()).detach().clone()
+        assert torch.equal(copies[step], next(engine.model.parameters())), step
+        assert path.name == f"step-{step:06d}"
+        if step > 30:  # start over: the job has 40 steps
+            for old in engine.checkpoints.found():
+                module.discard(old)
+    return left
+
+
+def test_killed_in_the_middle_of_saves(tmp_path: Path) -> None:
+    left = killed(tmp_path, 100)
+    assert "tmp" in left, "no kill met a save"
