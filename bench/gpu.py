@@ -40,7 +40,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from plait.build import make_model
+from plait.making import make_model
 from plait.engine import Engine
 from plait.job import Job, load_job
 from plait.launch.devices import kind_of

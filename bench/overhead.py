@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from plait.build import make_model
+from plait.making import make_model
 from plait.data import split
 from plait.engine import Engine
 from plait.job import Job, load_job

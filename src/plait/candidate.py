@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.build import digests
+from plait.digest import digests
 from plait.engine import Engine
 from plait.job import Job
 from plait.launch.place import Place

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.build import Built, build, call, check_loss, differing, move, pick_device
+from plait.build import Built, build, call, check_loss, move, pick_device
 from plait.checkpoint import Checkpoints
 from plait.data import Batch, Position, Share, weigh
+from plait.digest import differing
 from plait.errors import FAILED, PlaitError, Problem
 from plait.evaluation import evaluate
 from plait.job import Job

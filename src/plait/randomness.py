@@ -18,7 +18,7 @@ by (seed, epoch, sample).
 """
 
 import random
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -76,14 +76,19 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
 class Region:
     """A module's forward that may run again in backward: what notes the module's place must run inside of it too."""
 
-    def __init__(self, forward: Callable[..., Any]):
-        self.forward, self.enter, self.leave = forward, _nothing, _nothing
+    def __init__(self, module: nn.Module):
+        self.module, self.enter, self.leave = module, _nothing, _nothing
+        self.replaced = module.__dict__.get("forward")
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         self.enter()
         try:
-            return self.forward(*args, **kwargs)
+            if self.replaced is not None:
+                return self.replaced(*args, **kwargs)
+            return type(self.module).forward(
+                self.module, *args, **kwargs
+            )  # a strategy may have changed the class since
         finally:
             self.leave()
 
@@ -106,6 +111,7 @@ class Randomness:
     def __init__(self, model: nn.Module, seed: int, places: dict[str, int | None], always: bool = False):
         self.seed, self.places, self.needed = seed, places, bool(places) or always
         self.where = torch.zeros(4, dtype=torch.int64)  # seed, step, first sample, samples
+        self._where = self.where.numpy()  # writes to it are no operators, which those who watch would see
         self._mode = _Keyed(self)
         self._owner: list[str] = []
         self._entered: list[Any] = []
@@ -186,7 +192,7 @@ class Randomness:
                 )
             )
         where, owner, calls = self._snapshots[found]
-        self.where.copy_(torch.tensor(where))
+        self._where[:] = where
         self._owner[:], self._calls, self._cursor, self._resumed = owner, dict(calls), found, True
 
     def _after_event(self) -> None:

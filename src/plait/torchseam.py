@@ -18,9 +18,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
-    "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "FakeTensor", "FakeTensorMode", "FsdpAllGather", "FsdpReduceScatter", "TorchDispatchMode", "check_dims",
-    "checkpoint_frame", "fake_failures", "leaves", "mask_op", "own_buffers", "scale_", "schema", "storage_key",
-    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version", "warm_dynamo",
+    "RECURRENT",
+    "SEEDED",
+    "BatchNormBase",
+    "DropoutBase",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FsdpAllGather",
+    "FsdpReduceScatter",
+    "TorchDispatchMode",
+    "alias",
+    "check_dims",
+    "checkpoint_frame",
+    "convert",
+    "fake_failures",
+    "gather_ahead",
+    "in_backward",
+    "is_view",
+    "leaves",
+    "local_of",
+    "mask_op",
+    "materialise",
+    "own_buffers",
+    "scale_",
+    "schema",
+    "storage_key",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "version",
+    "warm_dynamo",
 ]  # fmt: skip
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
@@ -127,3 +156,29 @@ def gather_ahead(root: Any) -> None:
 def is_view(t: Tensor) -> bool:
     """Whether autograd follows a tensor as a view of another."""
     return t._is_view()
+
+
+def materialise(root: nn.Module, device: torch.device) -> None:
+    """Give the meta parameters and buffers of a sharded model storage on the device; the others stay what they are."""
+    root._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
+
+
+def convert(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The module on the device, its floating tensors in `dtype` when given; what is on the meta device stays there."""
+    return root._apply(
+        lambda t: t.to(
+            "meta" if t.device.type == "meta" else device,
+            dtype if dtype is not None and t.is_floating_point() else t.dtype,
+        )
+    )
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def alias(t: Tensor) -> Tensor:
+    """Inside a dispatch mode: the tensor without its place in autograd's graph, but with its version counter."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return t.detach()

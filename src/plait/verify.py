@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait import candidate, reference
-from plait.build import check_plan, make_model, make_optimizer
+from plait.build import check_plan
 from plait.candidate import GROUPS
 from plait.causes import WEIGHTS
 from plait.data import checked, first_samples, is_map
@@ -35,6 +35,7 @@ from plait.errors import PlaitError
 from plait.job import Job
 from plait.launch import here
 from plait.launch.devices import kind_of
+from plait.making import make_model, make_optimizer
 from plait.plan import Plan
 from plait.probes import Trace
 from plait.strategies import precision
@@ -180,7 +181,9 @@ def _one_device(job: Job, steps: int, device: str, folder: Path) -> dict[str, An
             first_samples(holder[0], 1)  # raises when samples are not pairs
         return holder[-1]
 
-    make_optimizer(job, dict(make_model(job).named_parameters()))  # raises when the job cannot be trained by plait at all
+    make_optimizer(
+        job, dict(make_model(job).named_parameters())
+    )  # raises when the job cannot be trained by plait at all
     out = reference.train(dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device)
     _save(folder / "reference", {k: out.pop(k) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.build import call, in_training
+from plait.build import call
+from plait.making import in_training
 from plait.randomness import host_state
 from plait.sketch import Sketch, sketch
 

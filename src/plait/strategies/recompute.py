@@ -31,14 +31,14 @@ Paper
     Recomputation in Large Transformer Models, for the selective choice.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from plait.errors import Problem
@@ -46,7 +46,7 @@ from plait.plan import Plan
 from plait.randomness import Region, host_state, restore_host
 from plait.sketch import Sketch
 from plait.strategies.strategy import Charge
-from plait.torchseam import own_buffers
+from plait.torchseam import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 
 AXIS = None
 EXACT = True
@@ -88,11 +88,11 @@ class Recomputed(Region):
     """A unit's forward under an activation checkpoint. Hooks on the unit stay outside of it."""
 
     def __init__(self, module: nn.Module, selective: bool, host_random: bool):
-        super().__init__(module.forward)
-        self.module, self.host_random = module, host_random
+        super().__init__(module)
+        self.host_random = host_random
         self.options: dict[str, Any] = {"use_reentrant": False}
         if selective:
-            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+            self.options["context_fn"] = _selective
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward."""
@@ -125,10 +125,46 @@ class Recomputed(Region):
                 buffers.update(originals)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    packet = getattr(op, "overloadpacket", op)
-    dear = packet in flop_registry or "attention" in str(packet)
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+Kept = dict[tuple[Any, int], tuple[list[tuple[Any, int]], Any]]
+"""(operator, which call of it) -> its outputs with their versions, and their structure."""
+
+
+def _selective() -> tuple["_Keeping", "_Keeping"]:
+    """The contexts of a forward pass and of its recomputation, which share what was kept."""
+    kept: Kept = {}
+    return _Keeping(kept, again=False), _Keeping(kept, again=True)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps the outputs of dear operators, and gives them back in the same order when the unit runs again.
+
+    One that was changed in place since is computed again: what it was made from is there. (torch's own contexts raise
+    there, and wherever the second run is not operator by operator the first.)
+    """
+
+    def __init__(self, kept: Kept, again: bool):
+        super().__init__()
+        self.kept, self.again, self.calls = kept, again, Counter[Any]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        dear = func.overloadpacket in flop_registry or "attention" in func.overloadpacket.__name__
+        if not dear:
+            return func(*args, **(kwargs or {}))
+        self.calls[func] += 1
+        place = (func, self.calls[func])
+        found = self.kept.pop(place, None) if self.again else None
+        if found is not None and all(_version(t) == number for t, number in found[0]):
+            return tree_unflatten([t for t, _ in found[0]], found[1])
+        out = func(*args, **(kwargs or {}))
+        if not self.again:
+            leaves, spec = tree_flatten(out)
+            held = [alias(t) if isinstance(t, Tensor) else t for t in leaves]
+            self.kept[place] = [(t, _version(t)) for t in held], spec
+        return out
+
+
+def _version(leaf: Any) -> int:
+    return version(leaf) if isinstance(leaf, Tensor) else 0
 
 
 def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:

@@ -33,7 +33,7 @@ Paper
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,14 +41,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from plait.errors import Problem
+from plait.elementwise import differs
+from plait.errors import PlaitError, Problem
 from plait.plan import Plan
 from plait.sharded import DeviceScatter, Gather, Scatter, Shards, padded
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
 from plait.strategies.precision import plan_format
 from plait.strategies.strategy import Charge
-from plait.torchseam import gather_ahead, is_view, tree_map_only
+from plait.torchseam import gather_ahead, in_backward, is_view, materialise, tree_map_only
 
 AXIS = "fsdp"
 EXACT = True
@@ -93,6 +94,14 @@ def groups(sketch: Sketch) -> list[str]:
 
 def apply(built: Any) -> None:
     plan, model, device = built.plan, built.model, built.device
+    found = differs(built.job, [tuple(p.shape) for p in model.parameters() if p.requires_grad])
+    if found is not None:
+        what = f"{found[0]} cannot update parts of parameters, which fsdp={plan.fsdp} needs"
+        why, fix = (
+            f"tried on whole tensors and on parts: {found[1]}",
+            (f'--plan "dp={plan.devices}"', "torch.optim.AdamW"),
+        )
+        raise PlaitError(Problem("P022", what, why=why, fix=fix))
     batchnorm.synchronise(model, built.sketch.batch_norms, built.group)
     mesh = init_device_mesh(device.type, (plan.dp, plan.fsdp), mesh_dim_names=("dp", "fsdp"))
     for parameter in model.parameters():
@@ -109,7 +118,7 @@ def apply(built: Any) -> None:
         policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
         fully_shard(module, mp_policy=policy, reshard_after_forward=plan.zero == 3 and module is not model, **options)
     for here, ahead in itertools.pairwise(units):
-        here.set_modules_to_forward_prefetch([ahead])
+        here.register_forward_pre_hook(_gather_next(ahead))
     copies = mesh["dp"].get_group() if plan.dp > 1 else None
     scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
     for module in (*units, model):
@@ -121,9 +130,34 @@ def apply(built: Any) -> None:
             module.set_custom_all_gather(Gather())
     if device.type == "cpu":
         gather_ahead(model)
+    materialise(model, device)
     built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter)
     built.own, built.copies = built.reducer.own, copies
+    for name, part in built.shares.items():
+        built.own[name].data.copy_(part)
+    built.shares = {}
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else "sample"
+
+
+def _gather_next(ahead: Any) -> Callable[..., None]:
+    """FSDP2's own forward prefetch would also gather when a unit runs again in backward, for nobody."""
+
+    def gather(module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            ahead.unshard(async_op=True)
+
+    return gather
+
+
+def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
+    """Takes a rank's part of a whole parameter: its stretch of dim 0."""
+
+    def mine(t: Tensor) -> Tensor:
+        each = -(-t.shape[0] // plan.fsdp)
+        first = min(rank % plan.fsdp * each, t.shape[0])
+        return t[first : min(first + each, t.shape[0])]
+
+    return mine
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

@@ -1,0 +1,29 @@
+"""Whether ranks hold the same bits: a 64-bit digest per tensor, compared over a group."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def digests(named: list[tuple[str, Tensor]]) -> Tensor:
+    """One 64-bit digest per tensor, sensitive to order: int64 of shape [len(named)]."""
+    rows = [digest(t.detach()) for _, t in named]
+    return torch.stack(rows) if rows else torch.zeros(0, dtype=torch.int64)
+
+
+def digest(t: Tensor) -> Tensor:
+    """One 64-bit digest, sensitive to the order of the elements."""
+    raw = t.contiguous().reshape(-1).view(torch.uint8).cpu()
+    raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)]).view(torch.int64)
+    odd = torch.arange(1, raw.numel() + 1) * 2 + 1  # wraps around: arithmetic modulo 2^64
+    return ((raw ^ (raw >> 29)) * odd).sum()
+
+
+def differing(named: list[tuple[str, Tensor]], group: Any) -> list[str]:
+    """Names of tensors that are not bit-equal on all ranks of the group."""
+    mine = digests(named)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [name for i, (name, _) in enumerate(named) if any(int(row[i]) != int(mine[i]) for row in everyone)]
