@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait import data as data_module
-from plait.errors import PlaitError, Problem
+from plait.digest import differing
+from plait.errors import FAILED, PlaitError, Problem
 from plait.job import Job
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
@@ -161,6 +162,16 @@ def broadcast_text(text: str, rank: int, group: Any, device: torch.device) -> st
         data = torch.zeros(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(data, 0, group=group)
     return bytes(data.tolist()).decode()
+
+
+def check_copies(built: Built, step: int) -> None:
+    """C006 when ranks that hold copies of the same parts do not hold the same bits."""
+    named = [(name, part.tensor) for name, part in built.parts().items() if name in built.own]
+    wrong = differing(named, built.copies) if built.copies is not None else []
+    if wrong:
+        what = f"copies of {wrong[0]} have drifted apart by step {step}"
+        why, fix = f"{len(wrong)} tensors differ between ranks", ("change weights only through the optimizer",)
+        raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
 
 
 def check_loss(loss: Any) -> None:

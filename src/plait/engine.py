@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.build import Built, build, call, check_loss, move, pick_device
+from plait.build import Built, build, call, check_copies, check_loss, move, pick_device
 from plait.checkpoint import Checkpoints
 from plait.data import Batch, Position, Share, weigh
-from plait.digest import differing
 from plait.errors import FAILED, PlaitError, Problem
 from plait.evaluation import evaluate
 from plait.job import Job
@@ -33,6 +32,7 @@ from plait.plan import Plan
 from plait.steps import Spans, Step, tokens
 from plait.strategies.precision import autocast
 from plait.torchseam import leaves, scale_, tree_map_only
+from plait.weights import load_weights
 from plait.wide import Wide
 
 
@@ -276,22 +276,14 @@ class Engine:
     def save(self, keep: int = 3, wait: bool = True) -> Path:
         """Write a checkpoint of this step, beside training unless `wait`; keep the newest `keep`. All ranks call it."""
         self.place.beat(self.position.step, "checkpoint")
-        self._check_copies()
+        check_copies(self.built, self.position.step)
         path = self.checkpoints.save(self, keep, wait)
         self.place.beat(self.position.step, "checkpoint")
         return path
 
-    def _check_copies(self) -> None:
-        """C006 when the copies of the weights are not bit-equal on all ranks."""
-        named = [(name, part.tensor) for name, part in self.built.parts().items() if name in self.built.own]
-        wrong = differing(named, self.built.copies) if self.built.copies is not None else []
-        if wrong:
-            what = f"copies of {wrong[0]} have drifted apart by step {self.position.step}"
-            why, fix = (
-                f"{len(wrong)} tensors differ between ranks",
-                ("change weights through the optimizer only, on every rank alike",),
-            )
-            raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
+    def load_weights(self, path: str | Path) -> None:
+        """Start from these weights: a safetensors file, a Hugging Face folder or a checkpoint. All ranks call it."""
+        load_weights(self, Path(path))
 
     def resume(self, missing_ok: bool = False) -> Path | None:
         """Load the newest good checkpoint. K001 when there is none and `missing_ok` is false."""

@@ -321,3 +321,65 @@ def test_a_write_in_place_moves_the_version() -> None:
     assert torchseam.version(x) > before
     with torch.inference_mode():
         assert torchseam.version(torch.ones(3)) == 0
+
+
+# — sharding: FSDP2's collectives, its parameters, and what runs in backward —
+
+
+@contract(
+    "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather",
+    "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter",
+    "…._set_unshard_async_op",
+)
+def test_fsdp_takes_collectives_of_ours() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for base in (torchseam.FsdpAllGather, torchseam.FsdpReduceScatter):
+        assert base.__abstractmethods__ == {"allocate", "__call__"}
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "_set_unshard_async_op"):
+        assert callable(getattr(FSDPModule, name))
+
+
+@contract("…._is_view")
+def test_a_view_is_known_as_one() -> None:
+    x = torch.ones(4, requires_grad=True) * 2
+    assert torchseam.is_view(x[:2]) and not torchseam.is_view(x) and not torchseam.is_view(x[:2].clone())
+
+
+@contract("…._apply")
+def test_apply_changes_tensors_in_place_of_a_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 3, device="meta"), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(7.0)
+    torchseam.materialise(model, torch.device("cpu"))
+    assert model[0].weight.device.type == "cpu" and model[1].running_mean.tolist() == [7.0] * 3
+    hollow = nn.Linear(2, 3, device="meta")
+    torchseam.convert(hollow, torch.device("cpu"), torch.float64)
+    assert hollow.weight.is_meta and hollow.weight.dtype == torch.float64
+
+
+@contract("torch._C._current_graph_task_id")
+def test_it_is_known_that_backward_runs() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(torchseam.in_backward()))
+    y.sum().backward()
+    assert seen == [True] and not torchseam.in_backward()
+
+
+@contract("torch._C._SetExcludeDispatchKeyGuard", "torch._C.DispatchKey.ADInplaceOrView")
+def test_an_alias_made_in_a_dispatch_mode_sees_writes() -> None:
+    held = []
+
+    class Mode(torchseam.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                held.append((torchseam.alias(out), torchseam.version(out)))
+            return out
+
+    with Mode():
+        y = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        y.sigmoid_()
+    ((kept, number),) = held
+    assert torchseam.version(kept) > number and kept.data_ptr() == y.data_ptr()

@@ -153,17 +153,17 @@ class _Keeping(TorchDispatchMode):
         self.calls[func] += 1
         place = (func, self.calls[func])
         found = self.kept.pop(place, None) if self.again else None
-        if found is not None and all(_version(t) == number for t, number in found[0]):
+        if found is not None and all(_writes(t) == number for t, number in found[0]):
             return tree_unflatten([t for t, _ in found[0]], found[1])
         out = func(*args, **(kwargs or {}))
         if not self.again:
             leaves, spec = tree_flatten(out)
             held = [alias(t) if isinstance(t, Tensor) else t for t in leaves]
-            self.kept[place] = [(t, _version(t)) for t in held], spec
+            self.kept[place] = [(t, _writes(t)) for t in held], spec
         return out
 
 
-def _version(leaf: Any) -> int:
+def _writes(leaf: Any) -> int:
     return version(leaf) if isinstance(leaf, Tensor) else 0
 
 
