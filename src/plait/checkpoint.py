@@ -210,7 +210,7 @@ class Checkpoints:
         except PlaitError as error:
             word["problems"] = [vars(p) for p in error.problems]
         said = [json.loads(text) for text in self._exchange(engine, json.dumps(word).encode())]
-        wrong = [_problem(w["damaged"]) for w in said if "damaged" in w]
+        wrong = [problem_of(w["damaged"]) for w in said if "damaged" in w]
         if wrong:
             self.refused.append(wrong[0])
             return False
@@ -230,7 +230,8 @@ def _held(row: list[Any]) -> Held:
     return Held(name, dtype, itemsize, tuple(shape), tuple(start), tuple(size))
 
 
-def _problem(said: dict[str, Any]) -> Problem:
+def problem_of(said: dict[str, Any]) -> Problem:
+    """A problem that travelled as JSON."""
     return Problem(said["code"], said["what"], said["why"], said["where"], tuple(said["fix"]))
 
 
@@ -238,7 +239,7 @@ def _raise_first(said: list[dict[str, Any]], exit_code: int | None = None) -> No
     """The problems of the first rank that has any, on all ranks."""
     for word in said:
         if word.get("problems"):
-            problems = [_problem(p) for p in word["problems"]]
+            problems = [problem_of(p) for p in word["problems"]]
             raise PlaitError(problems) if exit_code is None else PlaitError(problems, exit_code)
 
 

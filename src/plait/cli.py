@@ -73,9 +73,10 @@ def _parser() -> argparse.ArgumentParser:
         " · 2 bad plan or usage · 3 verify found a difference · 75 stopped, resumable",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"plait {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="train | verify | help", parser_class=_Parser)
+    commands = parser.add_subparsers(required=True, metavar="train | verify | checkpoint | help", parser_class=_Parser)
     _train_options(commands.add_parser("train", help="train a job under a plan"))
     _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
+    _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
     helping = commands.add_parser("help", help="explain an error code, such as P012")
     helping.add_argument("code", nargs="?")
     helping.add_argument("--json", action="store_true")
@@ -104,6 +105,9 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="continue this job's newest run from its newest good checkpoint"
     )
+    parser.add_argument(
+        "--weights", metavar="PATH", help="start from these: a safetensors file, a Hugging Face folder or a checkpoint"
+    )
     parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
     parser.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (3)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
@@ -111,6 +115,18 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", action="append", choices=("tensorboard",), default=[], help="also write metrics there")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (runs)")
     parser.set_defaults(run=_train)
+
+
+def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "info", "verify", "export"))
+    parser.add_argument("path", metavar="PATH", help="a run directory, its checkpoints, or one checkpoint")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step, instead of all or the newest")
+    parser.add_argument("--to", metavar="PATH", help="export: a folder, or a file that ends in .safetensors")
+    parser.add_argument("--shard", default="5GB", metavar="SIZE", help="export: largest file in a folder (5GB)")
+    parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16", "fp64"), help="export: number format of the weights")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=_checkpoint)
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +168,7 @@ def _train(options: Any) -> int:
     job, notes = train.scaled(job, options.batch, options.scale_lr)
     request = train.Request(
         options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
-        options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes,
+        options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes, options.weights,
     )  # fmt: skip
     code, summary = train.launch(request, sys.stderr if options.json else None)
     if options.json:
@@ -173,6 +189,12 @@ def _verify(options: Any) -> int:
     verdict = verify(job, plan, options.steps, options.device)
     print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
     return verdict.exit_code
+
+
+def _checkpoint(options: Any) -> int:
+    from plait.checkpoint_cli import run
+
+    return run(options)
 
 
 def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.build import Built, build, call, check_copies, check_loss, move, pick_device
 from plait.checkpoint import Checkpoints
 from plait.data import Batch, Position, Share, weigh
-from plait.errors import FAILED, PlaitError, Problem
+from plait.errors import PlaitError, Problem
 from plait.evaluation import evaluate
 from plait.job import Job
 from plait.launch.place import Place, current

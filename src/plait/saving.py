@@ -55,11 +55,11 @@ class Snapshot:
     """Copies of tensors on the CPU, their memory used again from save to save (page-locked beside CUDA)."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Held, Tensor] = {}
+        self._reused: dict[Held, Tensor] = {}
 
     def take(self, pieces: list[Held], parts: Mapping[str, Part]) -> dict[Held, Tensor]:
         """A copy of each piece, complete when this returns."""
-        old, self._buffers = self._buffers, {}
+        old, self._reused = self._reused, {}
         cuda = False
         with torch.no_grad():
             for piece in pieces:
@@ -69,10 +69,10 @@ class Snapshot:
                 buffer = old.get(piece)
                 if buffer is None:
                     buffer = torch.empty(piece.size, dtype=source.dtype, pin_memory=pin)
-                self._buffers[piece] = buffer.copy_(source, non_blocking=pin)
+                self._reused[piece] = buffer.copy_(source, non_blocking=pin)
         if cuda:
             torch.cuda.synchronize()
-        return self._buffers
+        return self._reused
 
 
 def _view(part: Part, rect: Rect) -> Tensor:
@@ -94,7 +94,8 @@ def write_part(
         if not keys:
             continue
         name = f"{kind}-{rank:05d}.safetensors"
-        written = write(building / name, {key: tensors[held] for key, held in keys.items()}, cancelled)
+        specs = {key: (tensors[held].dtype, held.size) for key, held in keys.items()}
+        written = write(building / name, specs, lambda key, keys=keys: tensors[keys[key]], cancelled)
         files[name] = {"bytes": written.bytes, "header": written.header}
         for key, held in keys.items():
             entry = entries.setdefault(held.name, {"dtype": held.dtype, "shape": held.shape, "pieces": []})

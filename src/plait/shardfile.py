@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,18 +50,24 @@ class Written:
     tensors: dict[str, str]
 
 
-def write(path: Path, tensors: dict[str, Tensor], cancelled: Callable[[], bool] = lambda: False) -> Written:
-    """Write contiguous CPU tensors, synced to the disk. OSError when it cannot; `cancelled` is asked every few MiB."""
-    ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps all of them aligned
+Spec = tuple[torch.dtype, tuple[int, ...]]
+"""What the header says of a tensor."""
+
+
+def write(
+    path: Path, specs: Mapping[str, Spec], get: Callable[[str], Tensor], cancelled: Callable[[], bool] = lambda: False
+) -> Written:
+    """Write contiguous CPU tensors, got one at a time by key, and sync them to the disk. OSError when it cannot.
+
+    `cancelled` is asked every few MiB.
+    """
+    ordered = sorted(specs, key=lambda key: (-specs[key][0].itemsize, key))  # keeps all of them aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in ordered:
-        begin, end = end, end + tensors[key].nbytes
-        header[key] = {
-            "dtype": NAMES[tensors[key].dtype],
-            "shape": list(tensors[key].shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape = specs[key]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -70,7 +76,7 @@ def write(path: Path, tensors: dict[str, Tensor], cancelled: Callable[[], bool] 
         _write_all(file, head)
         for key in ordered:
             digest = hashlib.sha256()
-            raw = memoryview(tensors[key].reshape(-1).view(torch.uint8).numpy().data)
+            raw = memoryview(get(key).reshape(-1).view(torch.uint8).numpy().data)
             for at in range(0, len(raw), CHUNK):
                 if cancelled():
                     raise Cancelled

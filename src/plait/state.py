@@ -86,7 +86,7 @@ def values_of(engine: "Engine") -> dict[str, Any]:
         "seed": engine.job.seed,
         "batch": engine.job.batch,
         "versions": {"plait": __version__, "torch": str(torch.__version__)},
-        "aliases": _aliases(engine.model),
+        "aliases": aliases_of(engine.model),
         "scaler": engine.built.scaler.state_dict() if engine.built.scaler else None,
         "optimizer": {
             "type": type(engine.optimizer).__name__,
@@ -96,7 +96,7 @@ def values_of(engine: "Engine") -> dict[str, Any]:
     }
 
 
-def _aliases(model: torch.nn.Module) -> dict[str, str]:
+def aliases_of(model: torch.nn.Module) -> dict[str, str]:
     """Names of tied tensors -> the name they are stored under."""
     first: dict[int, str] = {}
     named = [

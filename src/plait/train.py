@@ -21,6 +21,7 @@ from plait.launch.place import Place, current, joining
 from plait.plan import Plan
 from plait.record import Recorder
 from plait.run import Run
+from plait.weights import open_weights
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Request:
     shown: tuple[int, ...] = (0,)
     verbose: bool = False
     notes: tuple[str, ...] = ()
+    weights: str | None = None
+    """What to start from instead of the job's own initial weights."""
 
 
 def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
@@ -50,6 +53,8 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
     if joining():
         return _joined(request, console)
     check_plan(request.job, request.plan, kind_of(request.device))
+    if request.weights:
+        open_weights(Path(request.weights))  # what cannot be read is said before a start
     run = _directory(request)
     lock = run.lock()
     console.say(headline(request))
@@ -158,8 +163,9 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
     if place.rank == 0:
         for line in engine.built.inexact:
             report({"kind": "note", "text": f"note  not exact: {line}"})
-    if request.resume:
-        _resume(engine, run, report)
+    resumed = _resume(engine, run, report) if request.resume else None
+    if request.weights and resumed is None:
+        engine.load_weights(request.weights)
     recorder = Recorder(
         engine,
         run,
@@ -187,7 +193,7 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _resume(engine: Engine, run: Run, report: Callable[[dict[str, Any]], None]) -> None:
+def _resume(engine: Engine, run: Run, report: Callable[[dict[str, Any]], None]) -> Path | None:
     path = engine.resume(missing_ok=True)
     if engine.place.rank == 0:
         for problem in engine.checkpoints.refused:
@@ -203,6 +209,7 @@ def _resume(engine: Engine, run: Run, report: Callable[[dict[str, Any]], None]) 
         run.cut(engine.position.step)
     if engine.built.group is not None:
         broadcast_text("cut", engine.place.rank, engine.built.group, engine.built.device)  # nobody appends before
+    return path
 
 
 def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
