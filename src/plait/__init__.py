@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plait.blueprint import sketch_of
     from plait.engine import Engine, Step
     from plait.errors import PlaitError
     from plait.job import Evaluate, Job
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from plait.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Evaluate", "Job", "LinearCrossEntropy", "PlaitError", "Plan", "Step", "linear_cross_entropy"]
+__all__ = [
+    "Engine",
+    "Evaluate",
+    "Job",
+    "LinearCrossEntropy",
+    "PlaitError",
+    "Plan",
+    "Step",
+    "linear_cross_entropy",
+    "sketch_of",
+]
 
 _HOME = {
     "Engine": "plait.engine",
@@ -25,6 +36,7 @@ _HOME = {
     "PlaitError": "plait.errors",
     "Step": "plait.engine",
     "linear_cross_entropy": "plait.losses",
+    "sketch_of": "plait.blueprint",
 }
 
 

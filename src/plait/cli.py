@@ -73,9 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         " · 2 bad plan or usage · 3 verify found a difference · 75 stopped, resumable",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"plait {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="train | verify | checkpoint | help", parser_class=_Parser)
+    commands = parser.add_subparsers(
+        required=True, metavar="train | verify | sketch | checkpoint | help", parser_class=_Parser
+    )
     _train_options(commands.add_parser("train", help="train a job under a plan"))
     _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
+    _sketch_options(
+        commands.add_parser("sketch", help="show what a job's model costs, unit by unit, without running it")
+    )
     _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
     helping = commands.add_parser("help", help="explain an error code, such as P012")
     helping.add_argument("code", nargs="?")
@@ -84,15 +89,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
+def _job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "job", metavar="JOB", help="path/to/job.py or path/to/job.py:function; its arguments are --job.name value"
     )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
     parser.add_argument("--plan", help='one line such as "dp=2 microbatches=4", or a TOML file')
     parser.add_argument("--nproc", type=int, help="processes to start on this machine; fills dp=*")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +132,9 @@ def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="the checkpoint of this step, instead of all or the newest")
     parser.add_argument("--to", metavar="PATH", help="export: a folder, or a file that ends in .safetensors")
     parser.add_argument("--shard", default="5GB", metavar="SIZE", help="export: largest file in a folder (5GB)")
-    parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16", "fp64"), help="export: number format of the weights")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "fp16", "bf16", "fp64"), help="export: number format of the weights"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     parser.set_defaults(run=_checkpoint)
@@ -133,6 +144,24 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps to compare, at least 3 (4)")
     parser.set_defaults(run=_verify)
+
+
+def _sketch_options(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    parser.add_argument("--batch", type=int, default=1, help="samples to show the figures of (1)")
+    parser.set_defaults(run=_sketch)
+
+
+def _sketch(options: Any) -> int:
+    if options.batch < 1:
+        raise PlaitError(Problem("U002", f"--batch {options.batch} is not a whole number ≥ 1"))
+    from plait.blueprint import sketch_of
+    from plait.job import load_job
+    from plait.outline import outline, table
+
+    outlined = outline(sketch_of(load_job(options.job, options.arguments)), options.batch)
+    print(json.dumps(outlined.to_dict()) if options.json else table(outlined, options.job))
+    return 0
 
 
 def _plan(options: Any) -> Plan:

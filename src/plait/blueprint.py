@@ -1,0 +1,88 @@
+"""The sketch of a job without its weights: a model of any size is built on fake tensors, which have shapes only.
+
+A constructor may look at values that it has just made, such as the rates of a stochastic depth. Then small tensors
+are made for real and only large ones are fake. A small model whose forward pass looks at values is built as it is.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from plait import data
+from plait.build import call
+from plait.errors import PlaitError, Problem
+from plait.job import Job, user_line
+from plait.making import make_model
+from plait.randomness import host_state, restore_host
+from plait.sketch import Sketch, sketch
+from plait.torchseam import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
+
+SMALL = 1 << 20
+"""Bytes of a tensor that is made for real when a constructor looks at values."""
+HOLDS = 2 << 30
+"""Bytes of weights up to which a model is built as it is when nothing else works."""
+
+
+def sketch_of(job: Job) -> Sketch:
+    """The sketch of a job's model, without memory for its weights.
+
+    J015 when `Job.units` does not fit the model, J018 when a large model can only be understood by building it.
+    """
+    samples = data.checked(job.data(), "Job(data=…)")
+    example = samples if data.is_map(samples) else job.data()  # reading an iterable moves it
+    state = host_state()
+    failure: Exception | None = None
+    weights = 0
+    try:
+        for made_in in (_fake, _partly, nullcontext):
+            if made_in is nullcontext and weights > HOLDS:
+                break
+            try:
+                with made_in():
+                    model = make_model(job)
+                weights = sum(p.numel() * p.element_size() for p in model.parameters())
+                return sketch(model, lambda n: data.first_samples(example, n)[0], call, job.units)
+            except PlaitError:
+                raise
+            except Exception as error:
+                failure = error
+    finally:
+        restore_host(state)
+    raise _refused(failure, weights) from failure
+
+
+def _refused(error: Exception | None, weights: int) -> PlaitError:
+    raised = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    where = user_line(error) if error is not None else ""
+    if weights <= HOLDS:
+        return PlaitError(Problem("J003", f"the job's model raised {raised}", where=where))
+    why = f"on fake tensors it raised {raised}; its weights are {weights / 2**30:.0f} GiB"
+    fix = ("make the model smaller, for example with fewer layers",)
+    return PlaitError(Problem("J018", "this model cannot be sketched without building it", why, where, fix))
+
+
+def _fake() -> AbstractContextManager[Any]:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _partly() -> AbstractContextManager[Any]:
+    return _Partly()
+
+
+class _Partly(TorchDispatchMode):
+    """Small tensors are real, so that code may look at them; large ones, and what comes of them, are fake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not given or any(isinstance(t, FakeTensor) for t in given):
+            with self.fakes:
+                result = func(*args, **kwargs)
+            if given or any(t.numel() * t.element_size() > SMALL for t in tree_leaves(result) if isinstance(t, Tensor)):
+                return result
+        return func(*args, **kwargs)
