@@ -53,6 +53,8 @@ from plait.torchseam import gather_ahead, in_backward, is_view, materialise, tre
 
 AXIS = "fsdp"
 EXACT = True
+GROUP_BYTES = 8 << 20
+"""Bytes up to which units that follow each other share a group; docs/log.md has the measurements."""
 LEAST = 50
 """A unit with less than 1/50 of the model's bytes is gathered with the root, unless it is a repeated block."""
 
@@ -78,18 +80,32 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over the ranks"
 
 
-def groups(sketch: Sketch) -> list[str]:
-    """Units that are gathered on their own, in the order of their calls. The rest is gathered with the root.
+def groups(sketch: Sketch) -> list[list[str]]:
+    """Units that are gathered together, in the order of their calls. What is in no group is gathered with the root.
 
-    A model that takes branches may skip a unit on one rank and not on another, where a gather would wait for ever:
-    there everything belongs to the root.
+    Small units that follow from one another share a group: a collective has a price of its own. A model that takes
+    branches may skip a unit on one rank and not on another, where a gather would wait for ever: there everything
+    belongs to the root.
     """
     if sketch.by_values or sketch.host_random:
         return []
-    total = sum(u.weights for u in sketch.units) or 1
+    weights = {u.name: u.weights for u in sketch.units}
+    total = sum(weights.values()) or 1
     calls = [c.unit for c in sketch.calls]
     fit = {u.name for u in sketch.units if u.closed and (u.repeated or u.weights * LEAST >= total)}
-    return [name for name in calls if name in fit and calls.count(name) == 1]
+    found: list[list[str]] = []
+    after: set[int] = set()
+    for i, call in enumerate(sketch.calls):
+        if after.intersection(call.needs):
+            after.add(i)  # it follows from the last unit of the open group
+        if call.unit not in fit or calls.count(call.unit) > 1:
+            continue
+        if found and i in after and sum(weights[u] for u in found[-1]) < GROUP_BYTES:
+            found[-1].append(call.unit)
+        else:
+            found.append([call.unit])
+        after = {i}
+    return found if len(found) > 1 or sum(map(weights.get, sum(found, []))) >= GROUP_BYTES else []
 
 
 def apply(built: Any) -> None:
@@ -112,16 +128,17 @@ def apply(built: Any) -> None:
         "ignored_params": {p for p in model.parameters() if not p.dim()},
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
-    units = [model.get_submodule(name) for name in groups(built.sketch)]
-    for module in (*units, model):
-        module.register_forward_hook(_without_views)
-        policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
-        fully_shard(module, mp_policy=policy, reshard_after_forward=plan.zero == 3 and module is not model, **options)
+    units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
+    policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+    for modules in (*units, [model]):
+        for module in modules:
+            module.register_forward_hook(_without_views)
+        fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
     for here, ahead in itertools.pairwise(units):
-        here.register_forward_pre_hook(_gather_next(ahead))
+        here[0].register_forward_pre_hook(_gather_next(ahead[0]))
     copies = mesh["dp"].get_group() if plan.dp > 1 else None
     scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
-    for module in (*units, model):
+    for module in (*(modules[0] for modules in units), model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reduce_scatter_unused_params(True)
@@ -198,9 +215,9 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
 
 
 def members(sketch: Sketch) -> dict[str, list[str]]:
-    """Names of the parameters of each group; the root's is the empty name."""
+    """Names of the parameters of each group, by its first unit; the root's is the empty name."""
     units = {u.name: u for u in sketch.units}
-    found = {name: list(units[name].parameters) for name in groups(sketch)}
+    found = {names[0]: [p for name in names for p in units[name].parameters] for names in groups(sketch)}
     taken = {p for names in found.values() for p in names}
     everything = [name for name, _, _ in (*sketch.parameters, *sketch.frozen)]
     return found | {"": [name for name in everything if name not in taken]}
