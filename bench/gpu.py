@@ -40,11 +40,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from plait.making import make_model
 from plait.engine import Engine
 from plait.job import Job, load_job
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
+from plait.making import make_model
 from plait.plan import Plan
 from plait.strategies import copies
 from plait.strategies.precision import autocast, plan_format

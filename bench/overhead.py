@@ -48,12 +48,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from plait.making import make_model
 from plait.data import split
 from plait.engine import Engine
 from plait.job import Job, load_job
 from plait.launch import here
 from plait.launch.place import Place
+from plait.making import make_model
 from plait.plan import Plan
 from plait.randomness import permutation
 from plait.record import Recorder

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from plait.errors import PlaitError, Problem
 from plait.randomness import host_state, restore_host
+from plait.torchseam import tree_map_only
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Micro:
     inputs: Any
     targets: Any
     ids: tuple[int, ...]
+    spare: tuple[Any, Any] | None = None
+    """(inputs, targets) of one sample beside an empty micro-batch, for a forward pass that every rank must make."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,12 @@ def first_samples(data: Any, count: int) -> tuple[Any, Any]:
 
 
 def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
-    """The micro-batch of these samples. Without ids it is empty: what it holds is one of `samples`, for its shape."""
+    """The micro-batch of these samples. Without ids it is empty, and one of `samples` is beside it."""
     inputs, targets = collate(data, samples[: len(ids) or 1])
-    return Micro(first, len(ids), inputs, targets, tuple(ids))
+    spare = None if ids else (inputs, targets)
+    if not ids:
+        inputs, targets = tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, (inputs, targets))
+    return Micro(first, len(ids), inputs, targets, tuple(ids), spare)
 
 
 Weigh = Callable[[Any], Any] | None

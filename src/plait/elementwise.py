@@ -10,12 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.errors import PlaitError, Problem
 from plait.job import Job
+from plait.plan import Plan
 from plait.randomness import host_state, restore_host
 
 DIM, MANY, FEW = 160, 2, 4
 """Of each number of dims, `MANY` tensors are tried with dims up to `DIM` (some optimizers act on large dims only), the
 others with dims up to `FEW`: their place in the list may matter."""
+
+
+def check(job: Job, model: nn.Module, plan: Plan) -> None:
+    """P022 when the job's optimizer cannot update parts of the model's parameters, cut along dim 0."""
+    found = differs(job, [tuple(p.shape) for p in model.parameters() if p.requires_grad])
+    if found is not None:
+        what = f"{found[0]} cannot update parts of parameters, which fsdp={plan.fsdp} needs"
+        why = f"tried on whole tensors and on parts: {found[1]}"
+        raise PlaitError(Problem("P022", what, why=why, fix=(f'--plan "dp={plan.devices}"', "torch.optim.AdamW")))
 
 
 def differs(job: Job, shapes: list[tuple[int, ...]], steps: int = 3) -> tuple[str, str] | None:

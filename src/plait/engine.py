@@ -31,7 +31,7 @@ from plait.loading import batches
 from plait.plan import Plan
 from plait.steps import Spans, Step, tokens
 from plait.strategies.precision import autocast
-from plait.torchseam import leaves, scale_, tree_map_only
+from plait.torchseam import leaves, scale_
 from plait.weights import load_weights
 from plait.wide import Wide
 
@@ -111,7 +111,8 @@ class Engine:
         rider = torch.empty(0)
         for i in runs:
             micro = batch.micro[i]
-            inputs, targets = move((micro.inputs, micro.targets), built.device, built.cast)
+            pair = micro.spare if micro.spare and built.lockstep == "sample" else (micro.inputs, micro.targets)
+            inputs, targets = move(pair, built.device, built.cast)
             if reducer is not None:
                 reducer.before(i == runs[-1])
             scale = weights[i] / total * (built.scaler.value if built.scaler else 1.0)
@@ -139,8 +140,6 @@ class Engine:
     def _forward(self, batch: Batch, micro: Any, inputs: Any, targets: Any, weight: float, scale: float):
         built = self.built
         count = micro.count or int(built.lockstep == "sample")
-        if not count:
-            inputs = tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, inputs)
         self._spans.begin("forward")
         with self._format(), built.randomness.at(batch.position.step, micro.first, count):
             outputs = built.run(built.model, inputs)

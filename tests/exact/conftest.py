@@ -2,9 +2,9 @@
 
 import pytest
 
-from plait.strategies import shard
+from plait import gathering
 
 
 @pytest.fixture(autouse=True)
 def units_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "GROUP_BYTES", 0)
+    monkeypatch.setattr(gathering, "GROUP_BYTES", 0)

@@ -41,22 +41,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from plait.elementwise import differs
-from plait.errors import PlaitError, Problem
+from plait.elementwise import check
+from plait.errors import Problem
+from plait.gathering import differentiated, groups, members
 from plait.plan import Plan
-from plait.sharded import DeviceScatter, Gather, Scatter, Shards, padded
+from plait.sharded import DeviceScatter, Gather, Scatter, Shards, divides, padded
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
 from plait.strategies.precision import plan_format
 from plait.strategies.strategy import Charge
-from plait.torchseam import gather_ahead, in_backward, is_view, materialise, tree_map_only
+from plait.torchseam import gather_ahead, in_backward, is_view, leaves, materialise, tree_map_only
 
 AXIS = "fsdp"
 EXACT = True
-GROUP_BYTES = 8 << 20
-"""Bytes up to which units that follow each other share a group; docs/log.md has the measurements."""
-LEAST = 50
-"""A unit with less than 1/50 of the model's bytes is gathered with the root, unless it is a repeated block."""
 
 
 def wanted(plan: Plan) -> bool:
@@ -80,44 +77,9 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over the ranks"
 
 
-def groups(sketch: Sketch) -> list[list[str]]:
-    """Units that are gathered together, in the order of their calls. What is in no group is gathered with the root.
-
-    Small units that follow from one another share a group: a collective has a price of its own. A model that takes
-    branches may skip a unit on one rank and not on another, where a gather would wait for ever: there everything
-    belongs to the root.
-    """
-    if sketch.by_values or sketch.host_random:
-        return []
-    weights = {u.name: u.weights for u in sketch.units}
-    total = sum(weights.values()) or 1
-    calls = [c.unit for c in sketch.calls]
-    fit = {u.name for u in sketch.units if u.closed and (u.repeated or u.weights * LEAST >= total)}
-    found: list[list[str]] = []
-    after: set[int] = set()
-    for i, call in enumerate(sketch.calls):
-        if after.intersection(call.needs):
-            after.add(i)  # it follows from the last unit of the open group
-        if call.unit not in fit or calls.count(call.unit) > 1:
-            continue
-        if found and i in after and sum(weights[u] for u in found[-1]) < GROUP_BYTES:
-            found[-1].append(call.unit)
-        else:
-            found.append([call.unit])
-        after = {i}
-    return found if len(found) > 1 or sum(map(weights.get, sum(found, []))) >= GROUP_BYTES else []
-
-
 def apply(built: Any) -> None:
     plan, model, device = built.plan, built.model, built.device
-    found = differs(built.job, [tuple(p.shape) for p in model.parameters() if p.requires_grad])
-    if found is not None:
-        what = f"{found[0]} cannot update parts of parameters, which fsdp={plan.fsdp} needs"
-        why, fix = (
-            f"tried on whole tensors and on parts: {found[1]}",
-            (f'--plan "dp={plan.devices}"', "torch.optim.AdamW"),
-        )
-        raise PlaitError(Problem("P022", what, why=why, fix=fix))
+    check(built.job, model, plan)
     batchnorm.synchronise(model, built.sketch.batch_norms, built.group)
     mesh = init_device_mesh(device.type, (plan.dp, plan.fsdp), mesh_dim_names=("dp", "fsdp"))
     for parameter in model.parameters():
@@ -125,7 +87,7 @@ def apply(built: Any) -> None:
     half = plan_format(plan) if built.cast is None else None
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
-        "ignored_params": {p for p in model.parameters() if not p.dim()},
+        "ignored_params": {p for p in model.parameters() if not divides(p.shape)},
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
@@ -179,20 +141,21 @@ def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """FSDP2's hook on an output that is a view is lost when the model's code changes it in place: give it a copy."""
+    leaves(output)  # a dataclass that torch's trees have not met is one leaf to them
     return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
 
 
 def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     """Gathers and sums of every group, with the padding of dims that do not divide; and what travels beside them."""
     m, n, zero = plan.microbatches, plan.fsdp, plan.zero
-    rows = {name: (shape, dtype, True) for name, shape, dtype in sketch.parameters if shape}
-    rows |= {name: (shape, dtype, False) for name, shape, dtype in sketch.frozen if shape}
-    trained = 0
+    rows = {name: (shape, dtype, True) for name, shape, dtype in sketch.parameters if divides(shape)}
+    rows |= {name: (shape, dtype, False) for name, shape, dtype in sketch.frozen if divides(shape)}
+    trained, twice = 0, differentiated(sketch)
     for group, names in members(sketch).items():
         all_bytes = sum(padded(rows[p][0], n) * _width(plan, rows[p][1]) for p in names if p in rows)
         bytes_ = sum(padded(rows[p][0], n) * rows[p][1].itemsize for p in names if p in rows and rows[p][2])
         trained += bytes_
-        gathers = 1 if zero < 3 else 2 * m if group else m
+        gathers = 1 if zero < 3 else 2 * m if group in twice else m
         sums = m if zero > 1 else 1
         if all_bytes:
             for op in ("send", "recv_"):
@@ -203,7 +166,7 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
             yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
     if plan.dp > 1 and zero > 1 and m > 1:
         yield Charge("traffic", "dp", "allreduce_", 1, trained, "copies' gradients, once per step")
-    flags = len(sketch.parameters) + sum(not shape for _, shape, _ in sketch.parameters)
+    flags = len(sketch.parameters) + sum(not divides(shape) for _, shape, _ in sketch.parameters)
     rider = 8 * (3 + 2 * plan.ranks + 1 + flags)
     yield Charge(
         "traffic", "dp", "allreduce_", 1, rider, "loss, norm, stop, samples and time; which parameters were used"
@@ -212,15 +175,6 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     for name in sketch.batch_norms:
         yield from batchnorm.price(name, sketch, plan)
-
-
-def members(sketch: Sketch) -> dict[str, list[str]]:
-    """Names of the parameters of each group, by its first unit; the root's is the empty name."""
-    units = {u.name: u for u in sketch.units}
-    found = {names[0]: [p for name in names for p in units[name].parameters] for names in groups(sketch)}
-    taken = {p for names in found.values() for p in names}
-    everything = [name for name, _, _ in (*sketch.parameters, *sketch.frozen)]
-    return found | {"": [name for name in everything if name not in taken]}
 
 
 def _width(plan: Plan, dtype: torch.dtype) -> int:

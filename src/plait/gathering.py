@@ -1,0 +1,57 @@
+"""Which units' parameters are gathered together, and which with the root: the grain of sharding (`strategies/shard.py`)."""
+
+from plait.sketch import Sketch
+
+GROUP_BYTES = 8 << 20
+"""Bytes up to which units that follow each other share a group; docs/log.md has the measurements."""
+LEAST = 50
+"""A unit with less than 1/50 of the model's bytes is gathered with the root, unless it is a repeated block."""
+
+
+def groups(sketch: Sketch) -> list[list[str]]:
+    """Units that are gathered together, in the order of their calls. What is in no group is gathered with the root.
+
+    Small units that follow from one another share a group: a collective has a price of its own. A model that takes
+    branches may skip a unit on one rank and not on another, where a gather would wait for ever: there everything
+    belongs to the root. So it does where the forward pass runs a backward of its own, after which a unit's parameters
+    would be dropped too early.
+    """
+    if sketch.by_values or sketch.host_random or sketch.differentiates:
+        return []
+    weights = {u.name: u.weights for u in sketch.units}
+    total = sum(weights.values()) or 1
+    calls = [c.unit for c in sketch.calls]
+    fit = {u.name for u in sketch.units if u.closed and (u.repeated or u.weights * LEAST >= total)}
+    fit -= {c.unit for c in sketch.calls if c.writes}  # its input would be a view, which cannot be changed
+    joined = differentiated(sketch)  # a group is gathered in backward when that comes to its last unit
+    found: list[list[str]] = []
+    after: set[int] = set()
+    for i, call in enumerate(sketch.calls):
+        if after.intersection(call.needs):
+            after.add(i)  # it follows from the last unit of the open group
+        if call.unit not in fit or calls.count(call.unit) > 1:
+            continue
+        small = found and sum(weights[u] for u in found[-1]) < GROUP_BYTES
+        if small and i in after and joined.issuperset([*found[-1], call.unit]):
+            found[-1].append(call.unit)
+        else:
+            found.append([call.unit])
+        after = {i}
+    return found if len(found) > 1 or sum(weights[u] for names in found for u in names) >= GROUP_BYTES else []
+
+
+def differentiated(sketch: Sketch) -> set[str]:
+    """Units that backward comes to: they are gathered again there."""
+    reached = set(sketch.needs)
+    for i in reversed(range(len(sketch.calls))):
+        reached |= set(sketch.calls[i].needs) if i in reached else set()
+    return {call.unit for i, call in enumerate(sketch.calls) if i in reached and call.backward}
+
+
+def members(sketch: Sketch) -> dict[str, list[str]]:
+    """Names of the parameters of each group, by its first unit; the root's is the empty name."""
+    units = {u.name: u for u in sketch.units}
+    found = {names[0]: [p for name in names for p in units[name].parameters] for names in groups(sketch)}
+    taken = {p for names in found.values() for p in names}
+    everything = [name for name, _, _ in (*sketch.parameters, *sketch.frozen)]
+    return found | {"": [name for name in everything if name not in taken]}
