@@ -219,10 +219,23 @@ def give(engine: "Engine", manifest: Manifest, parts: dict[str, Part]) -> None:
                 value = torch.tensor(value, dtype=before.dtype, device=before.device)
             mine[key] = tuple(value) if isinstance(before, tuple) else value
     engine.optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
+    _exactly(engine.optimizer, state)
     if engine.built.scaler and manifest.scaler:
         engine.built.scaler.load_state_dict(manifest.scaler)
     engine.position = manifest.position
     engine.built.refresh()
+
+
+def _exactly(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
+    """torch casts loaded state to the parameter's number format and makes a generator of a text: put back what was saved."""
+    for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in state.get(i, {}).items():
+            cast = loaded.get(key)
+            if isinstance(value, Tensor) and isinstance(cast, Tensor) and cast.dtype != value.dtype:
+                loaded[key] = value.to(cast.device)
+            elif key in loaded and not isinstance(value, Tensor):
+                loaded[key] = value
 
 
 def _number(value: Any) -> Any:

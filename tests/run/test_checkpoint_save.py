@@ -1,5 +1,7 @@
 """A save beside training: what it holds, what a kill leaves of it, and what its failure does."""
 
+import dataclasses
+import math
 import os
 import random
 import signal
@@ -17,6 +19,7 @@ from plait import Engine, Job, PlaitError, Plan
 from plait import saving as module
 from plait.checkpoint import verify
 from plait.launch import here
+from plait.parts import Part
 
 
 def wide() -> Job:
@@ -83,7 +86,7 @@ def test_snapshot_memory_is_used_again(tmp_path: Path) -> None:
     for batch, _ in zip(engine.batches(), range(3)):
         engine.step(batch)
         engine.save(wait=False)
-        places.append({h.name: t.data_ptr() for h, t in engine.checkpoints._snapshot._buffers.items()})
+        places.append({h.name: t.data_ptr() for h, t in engine.checkpoints._snapshot._reused.items()})
     engine.checkpoints.finish(engine)
     assert places[0] == places[1] == places[2]
 
@@ -169,3 +172,67 @@ def killed(folder: Path, kills: int) -> set[str]:
 def test_killed_in_the_middle_of_saves(tmp_path: Path) -> None:
     left = killed(tmp_path, 100)
     assert "tmp" in left, "no kill met a save"
+
+
+def adafactor() -> Job:
+    """Its state of a matrix is a row and a column: of no part of the parameter."""
+    return jobs.make(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),
+        optimizer=lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    )
+
+
+def test_state_of_another_shape_belongs_to_a_whole_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(adafactor(), "dp=1", device="cpu", directory=tmp_path / "a")
+    for batch, _ in zip(engine.batches(), range(2)):
+        engine.step(batch)
+    path = engine.save()
+    again = Engine(adafactor(), "dp=1", device="cpu", directory=tmp_path / "a")
+    assert again.resume() == path
+    again.checkpoints = type(again.checkpoints)(tmp_path / "b")
+    assert same(tensors(path), tensors(again.save()))
+    weight = again.model[0].weight.detach()
+    half = {**again.built.parts(), "0.weight": Part(weight[:4], tuple(weight.shape), (0, 0))}
+    monkeypatch.setattr(again.built, "parts", lambda: half)
+    for act in (again.save, again.resume):
+        again.position = dataclasses.replace(again.position, step=9)
+        with pytest.raises(PlaitError) as caught:
+            act()
+        assert caught.value.codes == ["K006"], caught.value
+        assert "0.weight" in str(caught.value)
+    assert [p.name for p in (tmp_path / "b").iterdir()] == ["step-000002"]
+
+
+def test_the_optimizers_numbers_come_back_exactly(tmp_path: Path) -> None:
+    """Steps, a learning rate that is a tensor, tuples, odd floats, and values that only one parameter has."""
+
+    def job() -> Job:
+        return jobs.make(
+            lambda: nn.Linear(6, 1),
+            optimizer=lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), betas=(0.1 + 0.2, 1 / 3), capturable=False),
+        )
+
+    engine = Engine(job(), "dp=1", device="cpu", directory=tmp_path)
+    engine.step(next(engine.batches()))
+    state = engine.optimizer.state[engine.model.weight]
+    state |= {"small": 5e-324, "large": 2**53 + 1, "flag": True, "word": "a/b", "none": None, "nan": math.nan}
+    state |= {"half": torch.tensor(1 / 3, dtype=torch.bfloat16), "count": torch.tensor(2**61 + 1)}
+    engine.save()
+    again = Engine(job(), "dp=1", device="cpu", directory=tmp_path)
+    again.resume()
+    found = again.optimizer.state[again.model.weight]
+    assert found.keys() == state.keys() and math.isnan(found["nan"])
+    for key in ("small", "large", "flag", "word", "none"):
+        assert found[key] == state[key] and type(found[key]) is type(state[key]), key
+    assert found["count"] == 2**61 + 1 and found["step"].dtype == torch.float32
+    group = again.optimizer.param_groups[0]
+    assert group["betas"] == (0.1 + 0.2, 1 / 3) and torch.equal(group["lr"], torch.tensor(0.1))
+
+
+def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
+    engine = Engine(jobs.mlp(), "dp=1", device="cpu", directory=tmp_path)
+    engine.step(next(engine.batches()))
+    engine.optimizer.state[engine.model[0].weight]["history"] = [1, 2]
+    with pytest.raises(PlaitError, match="K005") as caught:
+        engine.save()
+    assert "0.weight/history is a list" in str(caught.value) and not list(tmp_path.iterdir())
