@@ -15,6 +15,7 @@ from plait.job import Job
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
 from plait.making import make, make_optimizer
+from plait.metering import tensors_in
 from plait.parts import Part, whole
 from plait.plan import Plan
 from plait.randomness import Randomness
@@ -172,6 +173,28 @@ def check_copies(built: Built, step: int) -> None:
         what = f"copies of {wrong[0]} have drifted apart by step {step}"
         why, fix = f"{len(wrong)} tensors differ between ranks", ("change weights only through the optimizer",)
         raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
+
+
+def nothing(loss: Callable[[], Tensor], outputs: Any) -> Tensor:
+    """Zero, computed from those of a model's outputs that the loss looks at, as on a rank that has samples.
+
+    Backward from it comes to the units that the other ranks' backwards come to. (Zero times the loss may be NaN.)
+    """
+    found = [(o, o.grad_fn, o.output_nr) for o in tensors_in(outputs) if o.requires_grad]
+    try:
+        made = loss()
+    except Exception:  # it may not bear an empty batch
+        return torch.stack([o.sum() * 0.0 for o, _, _ in found]).sum()
+    ends, ahead = {(node, number) for _, node, number in found}, [(made.grad_fn, made.output_nr)]
+    met = set(ahead)
+    while ahead:
+        edge = ahead.pop()
+        if edge not in ends and edge[0] is not None:
+            new = [other for other in edge[0].next_functions if other not in met]
+            met.update(new)
+            ahead.extend(new)
+    sums = [o.sum() * 0.0 for o, node, number in found if (node, number) in met]
+    return torch.stack(sums).sum() if sums else made * 0.0
 
 
 def check_loss(loss: Any) -> None:

@@ -8,6 +8,7 @@ time it is overwritten to the last time it is touched; what is drawn into it bef
 forgotten. After its last touch this rank's share is put by and the storage is dropped.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,7 +206,8 @@ def defer(
     """
     noting = Noting()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), noting:
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), noting:
+            warnings.simplefilter("ignore")  # whatever it is, the second run will say it
             fake = make()
     except fake_failures():
         return None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.flops import flops_of
-from plait.torchseam import storage_key, version
+from plait.torchseam import leaves, storage_key, version
 
 NONE: frozenset[int] = frozenset()
 DEPTH = 4
@@ -35,6 +35,8 @@ class MeteredCall:
     flops: int = 0
     output: int = 0
     saved: int = 0
+    backward: bool = False
+    writes: bool = False
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Metered:
     """Of the code between units."""
     saved: int = 0
     """By the code between units, what a unit saves too not counted."""
+    differentiates: bool = False
+    """The model asks for derivatives in its own forward pass."""
 
 
 class Meter:
@@ -106,12 +110,16 @@ class Meter:
             return
         self.running = None
         tensors, this = list(tensors_in(output)), frozenset((len(self.seen.calls) - 1,))
-        self.seen.calls[-1].output = _bytes(tensors)
+        call = self.seen.calls[-1]
+        call.output, call.backward = _bytes(tensors), any(t.requires_grad for t in tensors)
+        hidden = {id(t) for t in tensors if t.requires_grad} - {id(leaf) for leaf in leaves(output)}
+        self.seen.opened |= {call.unit} if hidden else set()  # nobody who looks through its output would see these
         same = {id(t) for t, _ in self.given}
         for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
             self._mark(tensor, this | self.sources([tensor]) if id(tensor) in same else this)
         for tensor, before in self.given:
             if version(tensor) != before:
+                call.writes = True
                 self._mark_storage(tensor, this)
         self.given = []
 
@@ -195,6 +203,7 @@ class Meter:
 
     def unpack(self, index: int) -> Tensor:
         """What was packed, for a model that differentiates in its forward pass."""
+        self.seen.differentiates = True
         return self.alive[index]
 
 

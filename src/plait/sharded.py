@@ -21,6 +21,11 @@ from plait.plan import Plan
 from plait.torchseam import FsdpAllGather, FsdpReduceScatter, local_of
 
 
+def divides(shape: Sequence[int]) -> bool:
+    """Whether a tensor is cut into parts: a scalar and one without elements stay whole."""
+    return bool(shape) and 0 not in shape
+
+
 def padded(shape: Sequence[int], ranks: int) -> int:
     """Elements of the largest part of a tensor cut along dim 0."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
@@ -133,9 +138,9 @@ class Shards:
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = dict(model.named_parameters())
-        self.sharded = {n: p for n, p in named.items() if p.dim()}
-        self.scalars = [p for p in named.values() if not p.dim() and p.requires_grad]
-        self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if p.dim() else p for n, p in named.items()}
+        self.sharded = {n: p for n, p in named.items() if divides(p.shape)}
+        self.scalars = [p for p in named.values() if not divides(p.shape) and p.requires_grad]
+        self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if n in self.sharded else p for n, p in named.items()}
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
         self.used: set[str] = set()
         self.partial: dict[str, Tensor] = {}
@@ -196,7 +201,7 @@ class Shards:
         parts = [self.own[n].grad for n in self.trained]
         squares = float(torch.nn.utils.get_total_norm([g for g in parts if g is not None])) ** 2
         flags = [float(n in self.used) for n in self.trained] + [float(p.grad is not None) for p in self.scalars]
-        scalars = [0.0 if p.grad is None else float(p.grad) for p in self.scalars]
+        scalars = [0.0 if p.grad is None else float(p.grad.sum()) for p in self.scalars]
         row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.rider.device)
         row = torch.cat([self.rider, row])
         dist.all_reduce(row)

@@ -70,6 +70,10 @@ class UnitCall:
     """Bytes of the tensors it returns."""
     saved: Figure
     """Bytes that autograd keeps for its backward, parameters and what was kept before it not counted."""
+    backward: bool = True
+    """Its output can be differentiated: something in it or before it is trained, and it runs with gradients on."""
+    writes: bool = False
+    """It changes a tensor that it is given, in place."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ class Sketch:
     """Floating-point operations of the code between units."""
     saved_between: Figure = Figure(0.0, 0.0)
     """Bytes that the code between units keeps for backward, besides what units keep too."""
+    differentiates: bool = False
+    """True when the forward pass asks for derivatives itself."""
     unmeasured: str = ""
     """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
 
@@ -210,6 +216,7 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watch
         "units": tuple(found),
         "calls": tuple(_call(a, b) for a, b in zip(small.calls, others)),
         "needs": small.needs,
+        "differentiates": any(run.differentiates for run in everything),
         "rest": tuple(name for name in names.values() if name not in inside),
         "flops_between": _fit(small, large if alike else None, "flops"),
         "saved_between": _fit(small, large if alike else None, "saved"),
@@ -218,7 +225,7 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watch
 
 def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
-    return UnitCall(small.unit, small.needs, **figures)
+    return UnitCall(small.unit, small.needs, **figures, backward=small.backward, writes=small.writes)
 
 
 def _fit(small: Any, large: Any, name: str) -> Figure:

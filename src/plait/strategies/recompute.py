@@ -68,8 +68,10 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def marked(sketch: Sketch) -> list[str]:
-    """Units worth recomputing: they keep more than their inputs."""
-    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.inputs.of(1)}
+    """Units worth recomputing: they keep more than their inputs. One that changes its inputs would run on others."""
+    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.inputs.of(1)} - {
+        c.unit for c in sketch.calls if c.writes
+    }
     return [u.name for u in sketch.units if u.name in worth]
 
 
@@ -81,15 +83,18 @@ def again(plan: Plan, sketch: Sketch, module: str) -> bool:
 def apply(built: Any) -> None:
     for name in marked(built.sketch):
         module = built.model.get_submodule(name)
-        module.forward = Recomputed(module, built.plan.recompute == "selective", built.sketch.host_random)
+        module.forward = Recomputed(module, built.plan.recompute == "selective", built.sketch, name)
 
 
 class Recomputed(Region):
     """A unit's forward under an activation checkpoint. Hooks on the unit stay outside of it."""
 
-    def __init__(self, module: nn.Module, selective: bool, host_random: bool):
+    def __init__(self, module: nn.Module, selective: bool, sketch: Sketch, name: str):
         super().__init__(module)
-        self.host_random = host_random
+        self.host_random = sketch.host_random
+        inside = {f"{name}.{path}" if path else name: m for path, m in module.named_modules()}
+        counting = [buffer.rpartition(".") for buffer in sketch.counting]
+        self.counting = [(own_buffers(inside[owner]), key) for owner, _, key in counting if owner in inside]
         self.options: dict[str, Any] = {"use_reentrant": False}
         if selective:
             self.options["context_fn"] = _selective
@@ -99,21 +104,28 @@ class Recomputed(Region):
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         state, runs = host_state()[:2] if self.host_random else None, 0
+        attributes = [(m, dict(m.__dict__)) for m in self.module.modules()]
+        buffers = [(held, name, held[name]) for held, name in self.counting]
+        buffers = [(held, name, None if b is None else b.clone()) for held, name, b in buffers]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             runs += 1
-            with nullcontext() if runs == 1 else self._second(state):
+            with nullcontext() if runs == 1 else self._second(state, attributes, buffers):
                 return self.run(*args, **kwargs)
 
         return checkpoint(run, *args, **self.options, **kwargs)
 
     @contextmanager
-    def _second(self, state: Any) -> Iterator[None]:
-        """Python's and numpy's generators as they were in the first pass, and buffers that may be written."""
+    def _second(self, state: Any, attributes: list[Any], counting: list[Any]) -> Iterator[None]:
+        """Python's and numpy's generators, attributes and buffers as they were before the first pass; put back after."""
         now, kept = host_state()[:2], [(own_buffers(m), dict(own_buffers(m))) for m in self.module.modules()]
         for buffers, _ in kept:
             buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+        for buffers, name, value in counting:
+            buffers[name] = None if value is None else value.clone()
+        later = [(m, dict(m.__dict__)) for m, _ in attributes]
+        _set(attributes)
         try:
             if state is not None:
                 restore_host((*state, torch.get_rng_state()))
@@ -121,8 +133,15 @@ class Recomputed(Region):
         finally:
             if state is not None:
                 restore_host((*now, torch.get_rng_state()))
+            _set(later)
             for buffers, originals in kept:
                 buffers.update(originals)
+
+
+def _set(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, values in attributes:
+        module.__dict__.clear()
+        module.__dict__.update(values)
 
 
 Kept = dict[tuple[Any, int], tuple[list[tuple[Any, int]], Any]]
@@ -145,6 +164,10 @@ class _Keeping(TorchDispatchMode):
     def __init__(self, kept: Kept, again: bool):
         super().__init__()
         self.kept, self.again, self.calls = kept, again, Counter[Any]()
+
+    def __enter__(self) -> "_Keeping":
+        self.calls.clear()  # a model that differentiates in its forward pass comes here several times
+        return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         dear = func.overloadpacket in flop_registry or "attention" in func.overloadpacket.__name__

@@ -98,6 +98,10 @@ def apply(built: Any) -> None:
         fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
     for here, ahead in itertools.pairwise(units):
         here[0].register_forward_pre_hook(_gather_next(ahead[0]))
+    twice = differentiated(built.sketch)
+    again = [*(modules[0] for names, modules in zip(groups(built.sketch), units) if names[0] in twice), model]
+    for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
+        here.set_modules_to_backward_prefetch([before])
     copies = mesh["dp"].get_group() if plan.dp > 1 else None
     scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
     for module in (*(modules[0] for modules in units), model):
