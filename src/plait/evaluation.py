@@ -1,7 +1,8 @@
 """Evaluation that does not know the layout: sums and counts over all ranks, every sample exactly once.
 
 The evaluation set is shared out without padding, ranks add up values and their number, and one sum over the ranks
-gives the mean. Averaging the ranks' means instead counts the samples of a smaller share more.
+gives the mean. Averaging the ranks' means instead counts the samples of a smaller share more. Where a forward pass
+gathers parameters, a rank whose share has ended runs along on a sample of another's, and its outputs are dropped.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 from plait.build import Built, broadcast_text, call, move
 from plait.data import collate, is_map, split
 from plait.randomness import seed_host
+from plait.sharded import Shards
 from plait.strategies.precision import autocast
 
 
@@ -27,8 +29,13 @@ def evaluate(built: Built) -> dict[str, float]:
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built.device.type, built.precision):
-            for pair in _share(job.evaluate.data(), job.batch, job.seed, place.rank, built.plan.ranks):
+            for pair, mine in _share(job.evaluate.data(), job.batch, job.seed, place.rank, built.plan.ranks):
+                if not mine and not isinstance(built.reducer, Shards):
+                    continue
                 inputs, targets = move(pair, built.device, built.cast)
+                if not mine:
+                    call(built.model, inputs)
+                    continue
                 for name, values in job.evaluate.metrics(call(built.model, inputs), targets).items():
                     values = torch.as_tensor(values).double()
                     row = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
@@ -39,20 +46,25 @@ def evaluate(built: Built) -> dict[str, float]:
     return _means(built, sums)
 
 
-def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[tuple[Any, Any]]:
-    """This rank's part of an evaluation set, in order, every sample on exactly one rank."""
+def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[tuple[tuple[Any, Any], bool]]:
+    """This rank's part of an evaluation set, in order, every sample on exactly one rank; as many batches on each.
+
+    False beside a batch: it is only there to make up the number.
+    """
     if is_map(data):
         first, count = split(len(data), ranks, rank)
-        for start in range(first, first + count, batch):
+        for offset in range(0, split(len(data), ranks, 0)[1], batch):  # rank 0's share is the largest
+            ids = range(first + offset, first + min(offset + batch, count))
             samples = []
-            for i in range(start, min(start + batch, first + count)):
+            for i in ids or [0]:
                 seed_host(seed, "evaluate", i)
                 samples.append(data[i])
-            yield collate(data, samples)
+            yield collate(data, samples), bool(ids)
         return
-    mine = (sample for i, sample in enumerate(_keyed(data, seed)) if i % ranks == rank)
-    while samples := [s for _, s in zip(range(batch), mine)]:
-        yield collate(data, samples)
+    source = enumerate(_keyed(data, seed))
+    while everyone := [(s, i % ranks == rank) for _, (i, s) in zip(range(batch * ranks), source)]:
+        samples = [s for s, mine in everyone if mine]
+        yield collate(data, samples or [everyone[0][0]]), bool(samples)
 
 
 def _keyed(data: Any, seed: int) -> Iterator[Any]:
