@@ -43,16 +43,22 @@ def differs(job: Job, shapes: list[tuple[int, ...]], steps: int = 3) -> tuple[st
             for i in range(2)
         ]
     except Exception as error:  # an optimizer may raise anything; the real one would have to run on parts as well
-        return "the job's optimizer", f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return _kind(job, values), f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:
         restore_host(state)
     for k, (expected, before) in enumerate(zip(whole, values)):
         found = torch.cat([p[k] for p in parts]) if before.dim() else parts[0][k]
         moved = float((expected - before).abs().max()) if before.numel() else 0.0
         if moved and not float((found - expected).abs().max()) <= 1e-9 * moved:
-            kind = type(job.optimizer([nn.Parameter(v) for v in values])).__name__
-            return kind, f"a tensor of shape {list(before.shape)} moves otherwise in two parts than as a whole"
+            return _kind(job, values), f"a tensor of shape {list(before.shape)} moves otherwise in two parts than as a whole"
     return None
+
+
+def _kind(job: Job, values: list[Tensor]) -> str:
+    try:
+        return type(job.optimizer([nn.Parameter(v) for v in values])).__name__
+    except Exception:  # what it needs it will say when it is made for the real parameters
+        return "the job's optimizer"
 
 
 def _small(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -47,6 +47,7 @@ from plait.randomness import Region, host_state, restore_host
 from plait.sketch import Sketch
 from plait.strategies.strategy import Charge
 from plait.torchseam import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
+from plait.wide import Wide
 
 AXIS = None
 EXACT = True
@@ -84,6 +85,7 @@ def apply(built: Any) -> None:
     for name in marked(built.sketch):
         module = built.model.get_submodule(name)
         module.forward = Recomputed(module, built.plan.recompute == "selective", built.sketch, name)
+        module.forward.wide = built.cast is torch.float64 and not built.plan.compile
 
 
 class Recomputed(Region):
@@ -91,7 +93,7 @@ class Recomputed(Region):
 
     def __init__(self, module: nn.Module, selective: bool, sketch: Sketch, name: str):
         super().__init__(module)
-        self.host_random = sketch.host_random
+        self.host_random, self.wide = sketch.host_random, False
         inside = {f"{name}.{path}" if path else name: m for path, m in module.named_modules()}
         counting = [buffer.rpartition(".") for buffer in sketch.counting]
         self.counting = [(own_buffers(inside[owner]), key) for owner, _, key in counting if owner in inside]
@@ -129,7 +131,8 @@ class Recomputed(Region):
         try:
             if state is not None:
                 restore_host((*state, torch.get_rng_state()))
-            yield
+            with Wide() if self.wide else nullcontext():  # torch's engine leaves the modes around backward
+                yield
         finally:
             if state is not None:
                 restore_host((*now, torch.get_rng_state()))

@@ -1,0 +1,89 @@
+"""Sharding, recomputation and offloading of unlike jobs equal one device in float64, or say what cannot be exact.
+
+Each job is tried under a few of the plans, so that every plan meets many kinds of jobs; `prove` tries them all.
+"""
+
+import jobs
+import jobs_real
+import jobs_unlike
+import pytest
+
+from plait import gathering
+from plait.plan import Plan
+from plait.verify import verify
+
+JOBS = {**jobs.ALL, **jobs_unlike.ALL, **jobs_real.ALL}
+PLANS = (
+    "fsdp=2",
+    "fsdp=4 zero=1 offload=all",
+    "dp=2 fsdp=2 recompute=full",
+    "fsdp=2 microbatches=3 zero=2 offload=optimizer",
+    "fsdp=3 recompute=selective",
+    "dp=2 fsdp=2 microbatches=2 zero=2 recompute=selective",
+    "fsdp=4 zero=2 recompute=full",
+    "fsdp=2 microbatches=3 zero=1 recompute=selective",
+    "fsdp=4 offload=optimizer recompute=selective",
+    "fsdp=2 microbatches=3 recompute=full offload=all",
+)
+BY_MICRO_BATCH = ("batch_norm", "norm_inside", "digits", "odd", "spectral")
+"""Jobs with batch statistics, or with buffers that count forward passes."""
+
+
+def equal_or_named(name: str, text: str) -> None:
+    verdict = verify(JOBS[name](), Plan.parse(text))
+    assert verdict.forced["clipped"]
+    if name in BY_MICRO_BATCH and "microbatches" in text:
+        assert verdict.inexact and verdict.code in ("", "V010")
+        return
+    if name == "counted" and "microbatches" in text:
+        return  # it counts its own calls: another number of them is another model, and no buffer says so
+    assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause)
+    assert not verdict.inexact
+
+
+def spread(names: list[str], each: int) -> list[tuple[str, str]]:
+    """`each` plans for every job; the k-th job begins with the k-th plan, and goes on in steps of three."""
+    return [(name, PLANS[(k + 3 * i) % len(PLANS)]) for k, name in enumerate(names) for i in range(each)]
+
+
+@pytest.mark.parametrize("name, text", spread(list(jobs.ALL), 1))
+def test_jobs(name: str, text: str) -> None:
+    equal_or_named(name, text)
+
+
+@pytest.mark.parametrize("name, text", spread(list(jobs_unlike.ALL), 1))
+def test_unlike_jobs(name: str, text: str) -> None:
+    equal_or_named(name, text)
+
+
+@pytest.mark.parametrize("name, text", spread(list(jobs_real.ALL), 1))
+def test_real_models(name: str, text: str) -> None:
+    equal_or_named(name, text)
+
+
+@pytest.mark.parametrize("name", ("frozen_first", "teacher", "structures", "in_place_on_output"))
+def test_units_that_share_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "GROUP_BYTES", 2500)  # two blocks in float64
+    equal_or_named(name, "fsdp=2 microbatches=2 recompute=selective")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("name", JOBS)
+def test_every_job_under_every_plan(name: str, text: str) -> None:
+    equal_or_named(name, text)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("offload", ("none", "optimizer", "all"))
+@pytest.mark.parametrize("recompute", ("none", "full", "selective"))
+@pytest.mark.parametrize(
+    "layout",
+    (
+        "fsdp=2", "fsdp=3", "fsdp=4 zero=1", "fsdp=4 zero=2", "fsdp=4 zero=3", "dp=2 fsdp=2", "fsdp=2 microbatches=3 zero=1",
+        "fsdp=2 microbatches=3 zero=2", "fsdp=2 microbatches=3 zero=3", "dp=2 fsdp=2 microbatches=2 zero=2",
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("name", ("mlp", "ragged", "branches", "gpt", "unet_example", "llama_tied"))
+def test_the_full_product(name: str, layout: str, recompute: str, offload: str) -> None:
+    equal_or_named(name, f"{layout} recompute={recompute} offload={offload}")
