@@ -8,8 +8,10 @@ time it is overwritten to the last time it is touched; what is drawn into it bef
 forgotten. After its last touch this rank's share is put by and the storage is dropped.
 """
 
+import ctypes
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +147,7 @@ class Drawing(_Following):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if _untouching(func):
-            return func(*args, **kwargs)
+            return self._view(func, args, kwargs)
         written, read = _roles(func, args, kwargs)
         touched = {k for t in (*written, *read) if (k := self.index(t)) is not None}
         number = self.number + 1
@@ -154,7 +156,9 @@ class Drawing(_Following):
         if len(written) == 1 and (k := self.index(written[0])) is not None:
             if not self.stories[k].live(number):
                 self.number = number
-                return self._dead(func, written[0], args, kwargs)
+                result = self._dead(func, written[0], args, kwargs)
+                self._end(touched, number)
+                return result
             if self.stories[k].starts(number):
                 storage = written[0].untyped_storage()
                 storage.resize_(self.sizes[k])
@@ -164,10 +168,25 @@ class Drawing(_Following):
             self.number = number
         for k in new:
             self.sizes[k] = next(t for i, t in self.known.values() if i == k).untyped_storage().nbytes()
-        for k in (*touched, *new):
+        self._end((*touched, *new), number)
+        return result
+
+    def _end(self, storages: Iterable[int], number: int) -> None:
+        for k in storages:
             if self.stories[k].ends(number):
                 self._ended(k, number)
-        return result
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch makes no view of a storage that is too small, so one that is away has its size for a moment."""
+        away = {k: t.untyped_storage() for t in tree_leaves((args, kwargs)) if (k := self.index(t)) is not None}
+        away = {k: storage for k, storage in away.items() if not storage.nbytes()}
+        for k, storage in away.items():
+            storage.resize_(self.sizes[k])
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for storage in away.values():
+                storage.resize_(0)
 
     def _dead(self, func: Any, t: Tensor, args: Any, kwargs: Any) -> Tensor:
         """What is written here is overwritten before anyone reads it: only the generator must move on."""
@@ -181,6 +200,20 @@ class Drawing(_Following):
             t.untyped_storage().resize_(0)
         else:
             del self.known[key]  # nothing of ours: it goes when nobody holds it
+
+
+@contextmanager
+def _giving_back() -> Iterator[None]:
+    """Let the C library return large blocks to the system as soon as they are free, which it stops to do by itself."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mmap_threshold, trim_threshold = -3, -1
+    mallopt(mmap_threshold, 1 << 16)
+    mallopt(trim_threshold, 1 << 16)
+    try:
+        yield
+    finally:  # where glibc's own adjustment ends
+        mallopt(mmap_threshold, 32 << 20)
+        mallopt(trim_threshold, 64 << 20)
 
 
 @dataclass
@@ -201,8 +234,8 @@ def defer(
 ) -> Deferred | None:
     """Build the model of `make` (which must do the same each time) without holding it; `share` takes a rank's part.
 
-    None when the model is small, when its constructor looks at values, which fake tensors do not have, or when a
-    parameter is part of another tensor.
+    None when the model is small, when its constructor looks at values, which fake tensors do not have, when a parameter
+    is part of another tensor, or when the two runs do not do the same.
     """
     noting = Noting()
     try:
@@ -227,10 +260,12 @@ def defer(
         found.digests[name] = digest(t)
         return True
 
-    with Drawing(noting, keep):
+    with _giving_back(), Drawing(noting, keep):
         try:
             found.model = make()
-        except Strayed:
+        except (
+            Exception
+        ):  # it strayed from the first run, or does what cannot be followed; a fault of its own comes again
             return None
     if found.shares.keys() != followed:
         return None

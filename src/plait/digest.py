@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+STRETCH = 1 << 18
+"""Numbers that are worked on at once: a large tensor must not be copied several times over."""
+
 
 def digests(named: list[tuple[str, Tensor]]) -> Tensor:
     """One 64-bit digest per tensor, sensitive to order: int64 of shape [len(named)]."""
@@ -16,9 +19,14 @@ def digests(named: list[tuple[str, Tensor]]) -> Tensor:
 def digest(t: Tensor) -> Tensor:
     """One 64-bit digest, sensitive to the order of the elements."""
     raw = t.contiguous().reshape(-1).view(torch.uint8).cpu()
-    raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)]).view(torch.int64)
-    odd = torch.arange(1, raw.numel() + 1) * 2 + 1  # wraps around: arithmetic modulo 2^64
-    return ((raw ^ (raw >> 29)) * odd).sum()
+    raw = raw if raw.numel() % 8 == 0 else torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
+    raw = raw.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64)
+    for start in range(0, raw.numel(), STRETCH):
+        part = raw[start : start + STRETCH]
+        odd = torch.arange(start + 1, start + len(part) + 1) * 2 + 1  # wraps around: arithmetic modulo 2^64
+        total += ((part ^ (part >> 29)) * odd).sum()
+    return total
 
 
 def differing(named: list[tuple[str, Tensor]], group: Any) -> list[str]:
