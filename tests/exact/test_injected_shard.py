@@ -1,0 +1,207 @@
+"""Bugs of sharding, recomputation and offloading, each injected before the workers are forked; verify sees every one."""
+
+from typing import Any
+
+import jobs
+import jobs_unlike
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait import engine, sharded
+from plait.errors import DIFFERENT
+from plait.plan import Plan
+from plait.randomness import Randomness
+from plait.sharded import Scatter, Shards
+from plait.strategies import batchnorm, offload, recompute, shard
+from plait.verify import verify
+
+
+def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:
+    verdict = verify(job, Plan.parse(plan))
+    assert verdict.exit_code == DIFFERENT
+    assert probe in [p.code for p in verdict.probes if not p.equal], verdict.to_dict()
+    assert name in verdict.parameter, verdict.to_dict()
+    assert verdict.code == code, (verdict.code, verdict.cause)
+
+
+def test_the_sum_divided_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5: FSDP2's own default. Adam never shows it."""
+    real = Scatter.settle
+
+    def settle(self: Any) -> None:
+        if self.open is not None:
+            self.open[0].wait()
+            self.open[1].div_(2)
+        real(self)
+
+    monkeypatch.setattr(Scatter, "settle", settle)
+    check(jobs.groups(), "fsdp=2", "G", "0.weight", "V002")
+
+
+def test_copies_of_parts_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """14: parts are summed inside a copy, and the copies go their own ways."""
+    monkeypatch.setattr(shard, "Scatter", lambda copies: Scatter(None))
+    check(jobs.groups(), "dp=2 fsdp=2", "R", "0.weight", "V004")
+
+
+def test_copies_summed_in_a_micro_batch_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12: what was summed over the copies is put by, and summed again at the end."""
+    real = Shards.before
+
+    def before(self: Any, last: bool) -> None:
+        real(self, last)
+        self.scatter.last = True
+
+    monkeypatch.setattr(Shards, "before", before)
+    check(jobs.groups(), "dp=2 fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V002")
+
+
+def test_clipped_by_the_norm_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """21: each rank clips by what it holds."""
+    monkeypatch.setattr(
+        Shards, "norm", lambda self, gradients: torch.nn.utils.get_total_norm([g for g in gradients if g.numel()])
+    )
+    check(jobs.groups(), "fsdp=2", "U2", "0.weight", "V007")
+
+
+def test_a_micro_batch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """13: only the last micro-batch's sum survives."""
+    monkeypatch.setattr(Shards, "after", lambda self: [setattr(p, "grad", None) for p in self.sharded.values()])
+    check(jobs.groups(), "fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V014")
+
+
+def test_the_first_partial_sum_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """13: the second of three overwrites what the first put by."""
+    real = Shards.after
+
+    def after(self: Any) -> None:
+        self.partial = {}
+        real(self)
+
+    monkeypatch.setattr(Shards, "after", after)
+    check(jobs.groups(), "fsdp=2 microbatches=3", "G", "0.weight", "V014")
+
+
+def test_recomputation_draws_other_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """37: the second forward goes on in the stream of the first."""
+    real_keep = Randomness.keep
+
+    def keep(self: Any, x: Any, p: float, shape: Any = None) -> Any:
+        mask = real_keep(self, x, p, shape)
+        return mask.flip(-1) if self._replaying else mask
+
+    monkeypatch.setattr(Randomness, "keep", keep)
+    job = jobs.make(jobs_unlike.Chain)
+    verdict = verify(job, Plan.parse("fsdp=2 recompute=full"))
+    assert verdict.exit_code == DIFFERENT and verdict.parameter == "first.weight"
+    assert verdict.code in ("V005", "V014")
+
+
+def test_recomputation_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """38: running statistics move twice in a step."""
+    monkeypatch.setattr(recompute, "own_buffers", lambda module: {})
+    check(jobs_unlike.ALL["norm_inside"](), "fsdp=2 recompute=full", "B", "num_batches_tracked", "V011")
+
+
+def test_selective_gives_back_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept of one matrix product comes back for the next of the same shape."""
+    real = recompute._Keeping.__torch_dispatch__
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = real(self, func, types, args, kwargs)
+        return out.flip(0) if self.again and "mm" in str(func) else out
+
+    monkeypatch.setattr(recompute._Keeping, "__torch_dispatch__", dispatch)
+    check(jobs.make(lambda: jobs_unlike.Chain()), "fsdp=2 recompute=selective", "G", "first.weight", "V014")
+
+
+def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """43: FSDP2's sum makes zeros of what nobody used; weight decay then moves it."""
+    real = Shards.finish
+
+    def finish(self: Any) -> Any:
+        self.used.update(self.trained)
+        return real(self)
+
+    monkeypatch.setattr(Shards, "finish", finish)
+    check(jobs.branches(), "fsdp=2", "G", "never.bias", "V003")
+
+
+def test_offload_gives_back_stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24: the device trains on with the weights of the step before."""
+    real = offload.apply
+
+    def apply(built: Any) -> None:
+        real(built)
+        before = {name: m.detach().clone() for name, m in built.masters.items()}
+
+        def stale(*_: Any) -> None:
+            for name, master in built.masters.items():
+                built.own[name].data.copy_(before[name])
+                before[name] = master.detach().clone()
+
+        built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(stale))
+
+    monkeypatch.setattr(offload, "apply", apply)
+    check(jobs.groups(), "fsdp=2 offload=optimizer", "U", "0.weight", "V009")
+
+
+def test_a_gathered_copy_outlives_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24: the parameters of the step before are used once more, because nobody dropped them."""
+    real = Shards.before
+
+    def before(self: Any, last: bool) -> None:
+        real(self, last)
+        for module in self.modules:
+            module.set_reshard_after_backward(False, recurse=False)
+
+    monkeypatch.setattr(Shards, "before", before)
+    check(jobs.groups(), "fsdp=2 zero=1", "U", "0.weight", "V009")
+
+
+def test_one_rank_holds_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """46: two parts of equal shape change places."""
+    real = sharded.Gather.__call__
+
+    def gather(self: Any, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        work = real(self, output_tensor, input_tensor, group, False)
+        output_tensor.copy_(output_tensor.view(group.size(), -1).flip(0).reshape(-1))
+        return work
+
+    monkeypatch.setattr(sharded.Gather, "__call__", gather)
+    verdict = verify(jobs.groups(), Plan.parse("fsdp=2"))
+    assert verdict.exit_code == DIFFERENT and verdict.parameter == "0.weight"
+
+
+def test_batch_norm_over_the_copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """38: statistics are of a rank's own share."""
+    monkeypatch.setattr(batchnorm, "synchronise", lambda model, names, group: None)
+    check(jobs.batch_norm(), "fsdp=2", "B", "0.weight", "V014")
+
+
+def test_a_gather_nobody_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C: traffic that the bill does not know."""
+    real = Shards.finish
+
+    def finish(self: Any) -> Any:
+        dist.all_reduce(torch.zeros(3))
+        return real(self)
+
+    monkeypatch.setattr(Shards, "finish", finish)
+    check(jobs.groups(), "fsdp=2", "C", "", "V012")
+
+
+def test_an_empty_share_goes_where_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without samples must not come back to a unit whose output the loss leaves alone."""
+    seen: list[int] = []
+    real = engine.nothing
+
+    def nothing(loss: Any, outputs: Any) -> Any:
+        zero = real(loss, outputs)
+        seen.append(1)
+        assert not torch.autograd.grad(zero, [outputs[1]], allow_unused=True, retain_graph=True)[0]
+        return zero
+
+    monkeypatch.setattr(engine, "nothing", nothing)
+    assert verify(jobs_unlike.aside(), Plan.parse("fsdp=3 zero=2")).equal
