@@ -24,6 +24,7 @@ a backward twice as long as the forward (F = I = W = 1):
 Each stage of v on a rank is 1/v as large, and so is what it holds. `plait.simulate` plays a table.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
@@ -73,8 +74,8 @@ def table(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 def sequential(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[Action]:
     """Naive model parallelism: one micro-batch after the other, through all stages and back.
 
-        rank 0  F0      B0 F1      B1
-        rank 1     F0 B0      F1 B1
+        rank 0  F0       B0 B0 F1       B1 B1
+        rank 1     F0 B0 B0       F1 B1 B1
 
     One rank computes while the others wait: bubble (p-1)/p. It holds one micro-batch: the least of all.
     """
@@ -89,8 +90,8 @@ def sequential(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -
 def gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[Action]:
     """All forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965).
 
-        rank 0  F0 F1 F2             B0 B1 B2
-        rank 1     F0 F1 F2    B0 B1 B2
+        rank 0  F0 F1 F2          B0 B0 B1 B1 B2 B2
+        rank 1     F0 F1 F2 B0 B0 B1 B1 B2 B2
 
     Bubble (p-1)/(m+p-1). Everything is held: m micro-batches. With several stages per rank it is breadth-first
     (Lamy-Poirier 2023, arXiv 2211.05953): all micro-batches through a rank's first stage, then through its next.
@@ -103,8 +104,8 @@ def gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> lis
 def one_f_one_b(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[Action]:
     """One forward, one backward: backward as soon as it can (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503).
 
-        rank 0  F0 F1       B0 F2    B1    B2
-        rank 1     F0 B0 F1    B1 F2 B2
+        rank 0  F0 F1       B0 B0 F2 B1 B1    B2 B2
+        rank 1     F0 B0 B0 F1 B1 B1 F2 B2 B2
 
     The bubble is gpipe's, (p-1)/(m+p-1); but rank r holds at most p - r micro-batches however many there are.
     """
@@ -118,8 +119,8 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
 def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[Action]:
     """1f1b with v stages per rank, looped over the ranks (Narayanan et al. 2021, arXiv 2104.04473; Megatron-LM).
 
-        rank 0  F0.0 F0.1 F2.0 F2.1      B2.0 …       stages 0 and 2
-        rank 1       F1.0 F1.1 F3.0 B3.0 F3.1 …       stages 1 and 3
+        rank 0  F0.0 F0.1 F2.0 F2.1 F0.2      B2.0 B2.0 F0.3 B2.1 B2.1 …       stages 0 and 2
+        rank 1       F1.0 F1.1 F3.0 B3.0 B3.0 F3.1 B3.1 B3.1 F1.2 B1.0 …       stages 1 and 3
 
     Micro-batches go in groups of p: a group through a rank's first stage, then through its second, …. A stage is 1/v as
     long, and so is the wait at both ends: bubble (p-1)/(vm+p-1) when p divides m. Messages are v times as many. Rank r
@@ -150,7 +151,7 @@ def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> l
 def zb(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[Action]:
     """Zero bubble ZB-H1: 1f1b with a backward in two halves (Qi et al. 2024, arXiv 2401.10241).
 
-        rank 0  F0 F1    I0 W0 F2 I1 W1    I2 W2
+        rank 0  F0 F1    I0 W0 F2 I1 W1 I2 W2
         rank 1     F0 I0 F1 I1 W0 F2 I2 W1 W2
 
     The rank before waits for I only, half as long as B; W fills the gaps. On rank r it comes r micro-batches after its
@@ -169,8 +170,8 @@ def zb(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[A
 def zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[Action]:
     """Zero bubble on a V: rank r holds stages r and 2p-1-r (Qi et al. 2024, arXiv 2405.15362, ZB-V).
 
-        rank 0  F0 F0 F0       F3 I3 W3 F0 …       stages 0 and 3: the first, and the loss
-        rank 1     F0 F2 F1 …                      stages 1 and 2
+        rank 0  F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 F0.3 I0.0 …       stages 0 and 3, so also the loss
+        rank 1       F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 …       stages 1 and 2
 
     The loss is on rank 0, so that backward starts where forward started and every rank holds the same: 2p activations
     of half a stage, which is 1f1b's first rank. Bubble (p-1)/(6m+p-1) from 2p-1 micro-batches on; below, the table of
@@ -178,7 +179,7 @@ def zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[
     """
     down, up, full = rank, 2 * ranks - 1 - rank, max(2 * ranks - 1, microbatches)
     row: list[Action] = []
-    count = dict.fromkeys([(kind, stage) for kind in "FIW" for stage in (down, up)], 0)
+    count: Counter[tuple[str, int]] = Counter()
 
     def do(stage: int, kinds: str) -> None:
         for kind in kinds:

@@ -100,11 +100,10 @@ def simulate(
             raise ValueError(f"{name} has {len(times)} times for {table.stages} stages")
     if saved and len(saved) != table.stages:
         raise ValueError(f"saved has {len(saved)} numbers for {table.stages} stages")
-    hops = _hops(table, link)
     whole = [i + w for i, w in zip(backward_input, backward_weight)]
     kinds = {"F": forward, "B": whole, "I": backward_input, "W": backward_weight}
     took = {kind: [t + send * _sends(table, kind, s) for s, t in enumerate(ts)] for kind, ts in kinds.items()}
-    starts = _starts(table, took, hops)
+    starts = _starts(table, took, hops(table.owner, link))
     events = tuple(
         Event(rank, action, start, start + took[action.kind][action.stage])
         for rank, row in enumerate(table.rows)
@@ -114,13 +113,13 @@ def simulate(
     return Played(table, events, makespan, tuple(saved) or (0.0,) * table.stages)
 
 
-def _hops(table: Table, link: float | Sequence[float]) -> list[float]:
+def hops(owner: Sequence[int], link: float | Sequence[float]) -> list[float]:
     """The time of a message over the boundary between stages s and s + 1: none within a rank."""
-    edges = table.stages - 1
+    edges = len(owner) - 1
     links = [float(link)] * edges if isinstance(link, (int, float)) else list(link)
     if len(links) != edges:
-        raise ValueError(f"link has {len(links)} times for {edges} boundaries between {table.stages} stages")
-    return [time if a != b else 0.0 for time, a, b in zip(links, table.owner, table.owner[1:])]
+        raise ValueError(f"link has {len(links)} times for {edges} boundaries between {len(owner)} stages")
+    return [time if a != b else 0.0 for time, a, b in zip(links, owner, owner[1:])]
 
 
 def _sends(table: Table, kind: str, stage: int) -> bool:
@@ -129,7 +128,7 @@ def _sends(table: Table, kind: str, stage: int) -> bool:
     return kind != "W" and 0 <= to < table.stages and table.owner[to] != table.owner[stage]
 
 
-def _starts(table: Table, took: dict[str, list[float]], hops: list[float]) -> list[list[float]]:
+def _starts(table: Table, took: dict[str, list[float]], wait: list[float]) -> list[list[float]]:
     """When each action of each row begins. Every rank goes on until it must wait; what it waits for wakes it."""
     count, last = table.microbatches, table.stages - 1
     # end of F at s·m + micro, of B or I at the same place in a second list; None while not done
@@ -148,12 +147,12 @@ def _starts(table: Table, took: dict[str, list[float]], hops: list[float]) -> li
             if kind == "F":
                 need, arrived, hop = (False, at - count), 0.0, 0.0
                 if stage:
-                    arrived, hop = forward[at - count], hops[stage - 1]
+                    arrived, hop = forward[at - count], wait[stage - 1]
             elif kind == "W" or forward[at] is None or stage == last:
                 need, hop = (kind == "W", at), 0.0
                 arrived = (backward if kind == "W" else forward)[at]
             else:
-                need, arrived, hop = (True, at + count), backward[at + count], hops[stage]
+                need, arrived, hop = (True, at + count), backward[at + count], wait[stage]
             if arrived is None:
                 waiting[need] = rank
                 break
