@@ -23,6 +23,8 @@ def groups(sketch: Sketch) -> list[list[str]]:
     calls = [c.unit for c in sketch.calls]
     fit = {u.name for u in sketch.units if u.closed and (u.repeated or u.weights * LEAST >= total)}
     fit -= {c.unit for c in sketch.calls if c.writes}  # its input would be a view, which cannot be changed
+    trained, owned = {name: dtype for name, _, dtype in sketch.parameters}, {u.name: u.parameters for u in sketch.units}
+    formats = lambda unit: {trained[p] for p in owned[unit] if p in trained}  # noqa: E731
     joined = differentiated(sketch)  # a group is gathered in backward when that comes to its last unit
     found: list[list[str]] = []
     after: set[int] = set()
@@ -32,7 +34,8 @@ def groups(sketch: Sketch) -> list[list[str]]:
         if call.unit not in fit or calls.count(call.unit) > 1:
             continue
         small = found and sum(weights[u] for u in found[-1]) < GROUP_BYTES
-        if small and i in after and joined.issuperset([*found[-1], call.unit]):
+        alike = small and formats(found[-1][0]) == formats(call.unit)
+        if alike and i in after and joined.issuperset([*found[-1], call.unit]):
             found[-1].append(call.unit)
         else:
             found.append([call.unit])

@@ -1,0 +1,92 @@
+"""A run that is killed and resumed under other layouts ends where an uninterrupted one ends, each sample used once."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launched import TEST_JOB, Command, rows
+from saved import tensors
+
+from plait import gathering
+from run.test_train import ledger
+
+STEPS = 24
+ARGV = ("train", TEST_JOB, "--save-every", "3", "--job.steps", str(STEPS), "--job.pause", "0.005")
+LAYOUTS = ("dp=4", "fsdp=2", "dp=1", "dp=2 fsdp=2", "fsdp=3 zero=1 recompute=full", "fsdp=2 microbatches=2 zero=2 offload=optimizer",
+           "dp=2 microbatches=2", "fsdp=4 recompute=selective offload=all")  # fmt: skip
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(autouse=True)
+def units_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a small model."""
+    monkeypatch.setattr(gathering, "GROUP_BYTES", 0)
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    return tensors(folder / f"runs/latest/checkpoints/step-{STEPS:06d}")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("whole")
+    command = Command(*ARGV, "--plan", "dp=1", folder=folder)
+    assert command.wait() == 0, command.output
+    return final(folder)
+
+
+def begun(folder: Path, layout: str, first: bool) -> Command:
+    return Command(*ARGV, "--plan", layout, *([] if first else ["--resume"]), folder=folder)
+
+
+def same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert float((found[name].double() - tensor.double()).abs().max()) <= TOLERANCE, name
+
+
+def trained(folder: Path, layouts: tuple[str, ...], moments: random.Random) -> None:
+    """One attempt under each layout, all but the last killed after a few steps of their own."""
+    for i, layout in enumerate(layouts):
+        command = begun(folder, layout, first=i == 0)
+        if i < len(layouts) - 1:
+            target = min(len(rows(folder)) + moments.randint(2, 8), STEPS)
+            command.until(lambda target=target: len(rows(folder)) >= target)
+            time.sleep(moments.random() * 0.03)
+            command.kill()
+            command.wait()
+        else:
+            assert command.wait() == 0, command.output
+
+
+def check(folder: Path, whole: dict[str, torch.Tensor]) -> None:
+    same(final(folder), whole)
+    assert [r["step"] for r in rows(folder)] == list(range(1, STEPS + 1))
+    used = ledger(folder / "runs/latest")
+    assert all(sorted(ids) == list(range(41)) for epoch, ids in used.items() if epoch < max(used))
+
+
+def test_resumed_under_another_layout_each_time(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    trained(tmp_path, ("dp=4", "fsdp=2", "dp=1", "dp=2 fsdp=2"), random.Random(1))
+    check(tmp_path, whole)
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(s, marks=pytest.mark.prove) for s in range(2, 40))])
+def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Path, seed: int) -> None:
+    moments = random.Random(f"layouts {seed}")
+    trained(tmp_path, tuple(moments.choices(LAYOUTS, k=moments.randint(2, 4))), moments)
+    check(tmp_path, whole)
+
+
+@pytest.mark.parametrize("fault, code", (("kill", "C003"), ("raise", "C005"), ("stop", "C001")))
+def test_a_failing_rank_of_a_sharded_run_is_named(fault: str, code: str, tmp_path: Path) -> None:
+    plan = ("--plan", "dp=2 fsdp=2" if fault == "kill" else "fsdp=3")
+    command = Command("train", TEST_JOB, *plan, "--job.fault", fault, "--job.pause", "0.05", folder=tmp_path)
+    command.until(lambda: len(rows(tmp_path)) >= 3)
+    began = time.monotonic()
+    assert command.wait(20) == 1
+    assert time.monotonic() - began < 10.0
+    assert f"error[{code}] rank 1" in command.output, command.output
+    assert command.output.count("error[") == 1 and "Traceback" not in command.output
