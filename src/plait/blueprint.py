@@ -7,7 +7,7 @@ are made for real and only large ones are fake. A small model whose forward pass
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait import data
 from plait.build import call
@@ -25,7 +25,12 @@ HOLDS = 2 << 30
 
 
 def sketch_of(job: Job) -> Sketch:
-    """The sketch of a job's model, without memory for its weights.
+    """The sketch of a job's model, without memory for its weights. As `sketched`."""
+    return sketched(job)[1]
+
+
+def sketched(job: Job) -> tuple[nn.Module, Sketch]:
+    """A job's model, with fake tensors where it can be, and its sketch.
 
     J015 when `Job.units` does not fit the model, J018 when a large model can only be understood by building it.
     """
@@ -42,7 +47,7 @@ def sketch_of(job: Job) -> Sketch:
                 with made_in():
                     model = make_model(job)
                 weights = sum(p.numel() * p.element_size() for p in model.parameters())
-                return sketch(model, lambda n: data.first_samples(example, n)[0], call, job.units)
+                return model, sketch(model, lambda n: data.first_samples(example, n)[0], call, job.units)
             except PlaitError:
                 raise
             except Exception as error:
@@ -67,15 +72,15 @@ def _fake() -> AbstractContextManager[Any]:
 
 
 def _partly() -> AbstractContextManager[Any]:
-    return _Partly()
+    return PartlyFake(FakeTensorMode(allow_non_fake_inputs=True))
 
 
-class _Partly(TorchDispatchMode):
+class PartlyFake(TorchDispatchMode):
     """Small tensors are real, so that code may look at them; large ones, and what comes of them, are fake."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes = fakes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -41,7 +41,7 @@ from plait.plan import Plan
 from plait.reducer import Reducer, fill, numel, tail_of
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, held
 
 AXIS = "dp"
 EXACT = True
@@ -91,6 +91,7 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
         )
     if weighted:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
+    yield held("gradients", total, "in buckets, with a flag for each")
     for name in sketch.batch_norms:
         yield from batchnorm.price(name, sketch, plan)
 

@@ -28,6 +28,7 @@ Paper
 """
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from torch import nn
 from plait.errors import Problem
 from plait.plan import Plan
 from plait.sketch import Sketch
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, held
 
 AXIS = None
 EXACT = True
@@ -87,4 +88,17 @@ def _host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
 
 
 def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
-    return ()
+    """The copies the optimizer updates, and their gradients during its step. With `all`, the shards are the copies."""
+    if plan.offload == "all":
+        return
+    rows = [(shape, dtype, True) for _, shape, dtype in sketch.parameters]
+    rows += [(shape, dtype, False) for _, shape, dtype in sketch.frozen]
+    sizes = [(_part(plan, shape) * dtype.itemsize, trained) for shape, dtype, trained in rows]
+    yield held("host copies", sum(size for size, _ in sizes), "parameters the optimizer updates")
+    gradients = sum(size for size, trained in sizes if trained)
+    yield held("host copies", gradients, "gradients it reads", ("optimizer", 0))
+
+
+def _part(plan: Plan, shape: tuple[int, ...]) -> int:
+    cut = plan.fsdp > 1 and shape and 0 not in shape
+    return -(-shape[0] // plan.fsdp) * prod(shape[1:]) if cut else prod(shape)

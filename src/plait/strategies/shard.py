@@ -43,6 +43,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from plait.elementwise import check
 from plait.errors import Problem
+from plait.gathered import memory
 from plait.gathering import differentiated, groups, members
 from plait.plan import Plan
 from plait.sharded import DeviceScatter, Gather, Scatter, Shards, divides, padded
@@ -94,7 +95,7 @@ def apply(built: Any) -> None:
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     for modules in (*units, [model]):
         for module in modules:
-            module.register_forward_hook(_without_views)
+            module.register_forward_hook(without_views)
         fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
     for here, ahead in itertools.pairwise(units):
         here[0].register_forward_pre_hook(_gather_next(ahead[0]))
@@ -143,7 +144,7 @@ def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
     return mine
 
 
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """FSDP2's hook on an output that is a view is lost when the model's code changes it in place: give it a copy."""
     leaves(output)  # a dataclass that torch's trees have not met is one leaf to them
     return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
@@ -151,6 +152,7 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     """Gathers and sums of every group, with the padding of dims that do not divide; and what travels beside them."""
+    yield from memory(plan, sketch)
     m, n, zero = plan.microbatches, plan.fsdp, plan.zero
     rows = {name: (shape, dtype, True) for name, shape, dtype in sketch.parameters if divides(shape)}
     rows |= {name: (shape, dtype, False) for name, shape, dtype in sketch.frozen if divides(shape)}

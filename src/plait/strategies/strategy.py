@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from plait.build import Built
 
 
+Moment = tuple[str, int]
+"""A named moment of a step (`rehearsal.py` notes them), and the place in the order of what happens at that moment."""
+START: Moment = ("start", -1)
+OVER: Moment = ("over", 0)
+
+
 @dataclass(frozen=True)
 class Charge:
-    """One predicted cost of a plan, per rank and step. `kind` traffic: `calls` collectives of `bytes` in all."""
+    """One predicted cost of a plan, per rank and step. `kind` traffic: `calls` collectives of `bytes` in all.
+
+    `kind` memory: `bytes` of the category `op`, held from the moment `since` to the moment `until`.
+    """
 
     kind: str
     axis: str
@@ -26,6 +35,13 @@ class Charge:
     calls: int
     bytes: int
     reason: str
+    since: Moment = START
+    until: Moment = OVER
+
+
+def held(category: str, size: float, reason: str, since: Moment = START, until: Moment = OVER) -> Charge:
+    """A charge of memory."""
+    return Charge("memory", "", category, 0, round(size), reason, since, until)
 
 
 class Strategy(Protocol):

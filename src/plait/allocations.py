@@ -1,0 +1,153 @@
+"""Metering memory: the storage of every tensor, from when it is made to when it is freed.
+
+Memory is that of tensors, not that of the process, whose allocator keeps and rounds as it likes. Storages are counted,
+so views cost nothing, and a storage counts until nothing refers to it, autograd's graph included. What an operator
+needs inside itself and frees before it returns is not seen. Works on real and on fake tensors alike, so that what is
+predicted (`rehearsal.py`) and what is measured are the same quantity.
+
+>>> with Allocations() as meter:                                 # doctest: +SKIP
+...     meter.hold("parameters", model.parameters())             # what there is already
+...     engine.step(batch)
+>>> meter.tape.peak().total                                      # doctest: +SKIP
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.torchseam import TorchDispatchMode, local_of, tree_leaves
+
+MADE = "temporary"
+"""Category of a storage that was made while the meter was on."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An entry of a tape: so many bytes more (or fewer) of a storage, or, without bytes, a moment with a name."""
+
+    bytes: int
+    storage: int = -1
+    moment: str = ""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment: its bytes by category, and the last named moment before it."""
+
+    total: int
+    categories: dict[str, int]
+    moment: str
+
+
+@dataclass
+class Tape:
+    """What was allocated and freed, in order, with named moments between."""
+
+    changes: list[Change] = field(default_factory=list)
+    categories: dict[int, str] = field(default_factory=dict)
+    """Of storages that are not just temporary."""
+
+    def peak(self) -> Peak:
+        """The fullest moment of the tape."""
+        now = most = at = 0
+        for i, change in enumerate(self.changes, 1):
+            now += change.bytes
+            if now > most:
+                most, at = now, i
+        return Peak(most, self.level(at), next((c.moment for c in reversed(self.changes[:at]) if c.moment), ""))
+
+    def level(self, at: int) -> dict[str, int]:
+        """Bytes by category after so many entries."""
+        found: dict[str, int] = {}
+        for change in self.changes[:at]:
+            if change.bytes:
+                category = self.categories.get(change.storage, MADE)
+                found[category] = found.get(category, 0) + change.bytes
+        return {name: size for name, size in found.items() if size}
+
+
+class Allocations(TorchDispatchMode):
+    """Writes the tape of everything that is allocated while it is on, also by backward in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.sizes: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
+        """By the id of the storage's Python object, which lives as long as the storage."""
+        self.uncounted: set[int] = set()
+        self.count = 0
+        self.resize: Callable[..., Any] | None = None
+
+    def __enter__(self) -> "Allocations":
+        before = self.resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # no operator: FSDP2 frees and allocates by it
+            result = before(storage, size)
+            number = self._number(storage)
+            if number is not None:
+                self._change(number, storage.nbytes() - self.sizes[number])
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        assert self.resize is not None
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+    def hold(self, category: str, tensors: Iterable[Any], free: bool = False) -> None:
+        """These exist already. `free`: they count nothing; another sum has them."""
+        for tensor in tensors:
+            self._meet(local_of(tensor), category, free)
+
+    def label(self, category: str, tensor: Tensor) -> int:
+        """Name what a tensor is; the number of its storage."""
+        number = self.numbers[id(local_of(tensor).untyped_storage())]
+        self.tape.categories[number] = category
+        return number
+
+    def moment(self, name: str) -> None:
+        """Something begins here."""
+        self.tape.changes.append(Change(0, moment=name))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf)
+        return result
+
+    def _meet(self, tensor: Tensor, category: str = MADE, free: bool = False) -> None:
+        tensor = local_of(tensor)
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        number = self._number(storage)
+        if number is None:
+            number, self.count = self.count, self.count + 1
+            self.numbers[id(storage)], self.sizes[number] = number, 0
+            self.uncounted |= {number} if free else set()
+            weakref.finalize(storage, self._freed, id(storage), number)
+        if category != MADE:
+            self.tape.categories[number] = category
+        self._change(number, storage.nbytes() - self.sizes[number])
+
+    def _number(self, storage: torch.UntypedStorage) -> int | None:
+        return self.numbers.get(id(storage))
+
+    def _freed(self, key: int, number: int) -> None:
+        if self.numbers.get(key) == number:
+            del self.numbers[key]
+        self._change(number, -self.sizes[number])
+
+    def _change(self, number: int, size: int) -> None:
+        if size and number not in self.uncounted:
+            self.sizes[number] += size
+            self.tape.changes.append(Change(size, number))

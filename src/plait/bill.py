@@ -1,0 +1,215 @@
+"""The bill: what a plan costs before it runs. Here: the bytes of one rank at the fullest moment of a step, by category.
+
+A micro-batch is rehearsed on fake tensors (`rehearsal.py`), the optimizer's step too. To what they allocate come the
+charges of the strategies, each from one moment of the step to another, and what one device holds in the categories that
+no strategy charges. The fullest moment is found by going through the step.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait import data
+from plait.allocations import Allocations, Change, Tape
+from plait.blueprint import PartlyFake, sketched
+from plait.build import check_plan
+from plait.data import Share
+from plait.job import Job
+from plait.making import make_optimizer
+from plait.plan import Plan
+from plait.rehearsal import Rehearsal, rehearse
+from plait.sharded import divides
+from plait.sketch import Sketch
+from plait.strategies import ORDER
+from plait.strategies.strategy import START, Charge, Moment, held
+from plait.torchseam import FakeTensorMode, tree_leaves
+
+CATEGORIES = (
+    "parameters", "gradients", "optimizer", "host copies", "buffers", "batch", "activations", "gathered", "exchange",
+    "temporary",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """So many bytes of a category at the fullest moment, and why."""
+
+    category: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What one rank (the first, whose share is the largest) holds at the fullest moment of a step."""
+
+    plan: str
+    samples: int
+    """Of its largest micro-batch."""
+    total: int
+    moment: str
+    """The named moment that came last."""
+    items: tuple[Item, ...]
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Bytes by category, in a fixed order; what is not there is left out."""
+        sums = {c: sum(i.bytes for i in self.items if i.category == c) for c in CATEGORIES}
+        return {c: size for c, size in sums.items() if size}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"categories": self.categories}
+
+
+@dataclass
+class Costing:
+    """What bills of one job have in common: its sketch, and rehearsals that several plans share."""
+
+    job: Job
+    model: nn.Module
+    sketch: Sketch
+    samples: Any
+    done: dict[Any, Rehearsal] = field(default_factory=dict)
+
+    @staticmethod
+    def of(job: Job) -> "Costing":
+        """Sketch the job."""
+        model, found = sketched(job)
+        samples = data.checked(job.data(), "Job(data=…)")
+        return Costing(job, model, found, samples)
+
+    def batch(self, count: int) -> tuple[Any, Any]:
+        """A micro-batch of so many samples."""
+        return data.first_samples(self.samples, count)
+
+    def rehearsed(self, plan: Plan, count: int) -> Rehearsal:
+        """One micro-batch under the plan."""
+        norms = plan.ranks if self.sketch.batch_norms and plan.processes != "one" else 1
+        key = (count, plan.precision, plan.recompute, plan.fsdp > 1, norms)
+        if key not in self.done:
+            model = sketched(self.job)[0] if self.done else self.model
+            self.done[key] = rehearse(model, self.sketch, self.job, plan, self.batch(count))
+        return self.done[key]
+
+    def bill(self, plan: Plan) -> Bill:
+        """The bill of a plan. Raises its refusals."""
+        check_plan(self.job, plan)
+        counts = [n for _, n in Share(0, plan.ranks, plan.microbatches).parts(self.job.batch)]
+        found = self.rehearsed(plan, max(counts))
+        state, step = _optimizer(self.job, plan, self.sketch)
+        charges = [c for s in ORDER if s.wanted(plan) for c in s.price(plan, self.sketch, self.job.weight is not None)]
+        charges = [c for c in charges if c.kind == "memory"]
+        taken = {c.op for c in charges}
+        size = sum(t.nbytes for t in tree_leaves(self.batch(1)) if isinstance(t, Tensor))
+        buffers = sum({id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values())
+        own = [*_one_device(plan, self.sketch), held("buffers", buffers, "of the model")]
+        own += [held("batch", size * sum(counts), f"{sum(counts)} samples")]
+        own += [held("optimizer", state, "what it keeps from step to step")]
+        charges += [c for c in own if c.op not in taken]
+        return _fullest(plan, max(counts), _joined(found.tape, step), charges)
+
+
+def bill(job: Job, plan: Plan) -> Bill:
+    """The memory that one rank of `job` needs under `plan`, before anything runs."""
+    return Costing.of(job).bill(plan)
+
+
+def _one_device(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
+    for name, shape, dtype in sketch.parameters:
+        size = prod(shape) * dtype.itemsize
+        yield held("parameters", size, "all of them")
+        yield held("gradients", size, "all of them", (f"gradient {name}", 0) if plan.microbatches == 1 else START)
+    yield held(
+        "parameters", sum(prod(shape) * dtype.itemsize for _, shape, dtype in sketch.frozen), "those not trained"
+    )
+
+
+def _optimizer(job: Job, plan: Plan, sketch: Sketch) -> tuple[int, Tape]:
+    """(bytes the optimizer keeps, the tape of its step), found by making two steps on fake parts."""
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes:
+        own = {n: nn.Parameter(torch.zeros(_part(plan, shape), dtype=d)) for n, shape, d in sketch.parameters}
+        for parameter in own.values():
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer, meter = make_optimizer(job, own)[0], Allocations()
+    for _ in range(2):
+        meter = Allocations()
+        with PartlyFake(fakes), meter:
+            meter.hold("", own.values(), free=True)
+            meter.hold("", [p.grad for p in own.values()], free=True)
+            meter.hold("", _state(optimizer), free=True)
+            optimizer.step()
+    kept = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in _state(optimizer)}
+    return sum(kept.values()), meter.tape
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [t for t in tree_leaves([list(s.values()) for s in optimizer.state.values()]) if isinstance(t, Tensor)]
+
+
+def _part(plan: Plan, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (-(-shape[0] // plan.fsdp), *shape[1:]) if plan.fsdp > 1 and divides(shape) else shape
+
+
+def _joined(micro: Tape, step: Tape) -> Tape:
+    """The tape of a micro-batch, then that of the optimizer's step."""
+    joined, offset = Tape(list(micro.changes)), 1 + max((c.storage for c in micro.changes), default=0)
+    joined.changes.append(Change(0, moment="optimizer"))
+    joined.changes += [Change(c.bytes, c.storage + offset, c.moment) for c in step.changes]
+    joined.changes.append(Change(0, moment="over"))
+    joined.categories |= dict.fromkeys(_kept(micro), "activations")
+    return joined
+
+
+def _kept(micro: Tape) -> set[int]:
+    """Storages that are there when forward is over: what is kept for backward."""
+    there: dict[int, int] = {}
+    for change in micro.changes:
+        if change.moment == "loss":
+            break
+        there[change.storage] = there.get(change.storage, 0) + change.bytes
+    return {storage for storage, size in there.items() if size}
+
+
+def _fullest(plan: Plan, count: int, tape: Tape, charges: list[Charge]) -> Bill:
+    """Go through the step: the tape's changes, and charges that begin and end at its named moments."""
+    places: dict[str, int] = {}
+    for i, change in enumerate(tape.changes):
+        if change.moment and (change.moment not in places or change.moment.startswith("backward end")):
+            places[change.moment] = i
+    reasons = {"activations": f"kept for backward, {count} samples", "temporary": "inside forward and backward"}
+    steps: list[tuple[int, int, int, tuple[str, str]]] = []
+    for i, change in enumerate(tape.changes):
+        if change.bytes:
+            category = tape.categories.get(change.storage, "temporary")
+            steps.append((i, 0, change.bytes, (category, reasons[category])))
+    for charge in charges:
+        since, until = _place(charge.since, places), _place(charge.until, places)
+        if since is not None and until is not None and charge.bytes:
+            what = (charge.op, charge.reason)
+            steps += [(*since, charge.bytes, what), (*until, -charge.bytes, what)]
+    steps.sort(key=lambda s: (s[0], s[1], s[2]))
+    now = most = at = 0
+    for k, (_, _, size, _) in enumerate(steps):
+        now += size
+        if now > most:
+            most, at = now, k
+    sums: dict[tuple[str, str], int] = {}
+    for _, _, size, what in steps[: at + 1]:
+        sums[what] = sums.get(what, 0) + size
+    items = sorted((Item(*what[:1], size, what[1]) for what, size in sums.items() if size), key=lambda i: -i.bytes)
+    last = max((place, name) for name, place in places.items() if place <= steps[at][0])[1]
+    return Bill(str(plan), count, most, last, tuple(items))
+
+
+def _place(moment: Moment, places: dict[str, int]) -> tuple[int, int] | None:
+    """Where in the tape; None when it never comes."""
+    name, order = moment
+    if name.startswith("gradient"):
+        return (places[name], order) if name in places else None
+    return places.get(name, places["start" if name.startswith("forward") else "end"]), order

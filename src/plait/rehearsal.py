@@ -1,0 +1,180 @@
+"""Rehearsing a micro-batch: its forward and backward on fake tensors, with a tape of what is allocated and freed.
+
+What happens inside one process is run as it will be: number format, recomputation, batch statistics over all ranks,
+the loss. What other ranks have part in, and where gradients and parameters are kept, is not: a gradient is dropped as
+soon as it is there, parameters count nothing. Those are charges of the strategies (`price`), which refer to the moments
+noted here by name: "start", "forward u", "forward end u", "loss", "backward u" (the gradient of unit u's output is
+there), "backward end u" (the gradient of its inputs is), "gradient p", "end".
+"""
+
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from plait import randomness
+from plait.allocations import Allocations, Tape
+from plait.build import call
+from plait.job import Job
+from plait.metering import tensors_in
+from plait.plan import Plan
+from plait.sketch import Sketch
+from plait.strategies import batchnorm, recompute, shard
+from plait.strategies.precision import autocast, plan_format
+from plait.torchseam import FakeTensor, FakeTensorMode, own_buffers, tree_leaves, tree_map_only
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The tape of one micro-batch, and the bytes of each parameter's gradient as backward leaves it."""
+
+    tape: Tape
+    gradients: dict[str, int] = field(default_factory=dict)
+
+
+def rehearse(model: nn.Module, sketch: Sketch, job: Job, plan: Plan, batch: tuple[Any, Any]) -> Rehearsal:
+    """Run one micro-batch (inputs, targets) of `job` through `model`, which is of no use afterwards."""
+    fakes = None if sketch.by_values else fakes_of(model)
+    if fakes is not None:
+        fake(model, fakes, plan_format(plan) if plan.fsdp > 1 else None)
+        batch = tree_map_only(Tensor, fakes.from_tensor, batch)
+    meter, gradients = Allocations(), {}
+    _wire(model, sketch, plan, meter)
+    names = dict(model.named_parameters())
+    for name, parameter in names.items():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_Dropping(name, meter, gradients))
+    state = randomness.host_state()
+    with ExitStack() as stack:
+        if fakes is not None:
+            stack.enter_context(fakes)
+        stack.enter_context(meter)
+        meter.hold("", [*names.values(), *model.buffers()], free=True)
+        meter.hold("", (t for t in tree_leaves(batch) if isinstance(t, Tensor)), free=True)
+        meter.moment("start")
+        keyed = _Dropouts() if sketch.places else nullcontext()  # as in training, where it prolongs a few lives
+        scaled = _forward(model, job, plan, keyed, batch) * 0.5
+        meter.moment("loss")
+        scaled.backward()
+        meter.moment("end")
+    randomness.restore_host(state)
+    return Rehearsal(meter.tape, gradients)
+
+
+def _forward(model: nn.Module, job: Job, plan: Plan, keyed: Any, batch: tuple[Any, Any]) -> Tensor:
+    with autocast("cpu", plan_format(plan)), keyed, torch.enable_grad():
+        outputs = call(model, batch[0])
+        return job.loss(outputs, batch[1])
+
+
+def fakes_of(model: nn.Module) -> FakeTensorMode:
+    """A mode for fake tensors: the one that the model itself was built in, if it was."""
+    built = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
+    return built or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake(model: nn.Module, fakes: FakeTensorMode, half: torch.dtype | None) -> None:
+    """Make every tensor of the model a fake one; with `half`, parameters in that format, as they are gathered."""
+
+    def one(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+        with fakes:
+            made = (t if isinstance(t, FakeTensor) else fakes.from_tensor(t.detach())).detach()
+            return made.to(dtype) if dtype is not None and t.is_floating_point() else made.clone()
+
+    made = {id(p): nn.Parameter(one(p, half), p.requires_grad) for p in model.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, made[id(parameter)])
+        buffers = own_buffers(module)
+        buffers.update({name: None if b is None else one(b, None) for name, b in buffers.items()})
+
+
+def _wire(model: nn.Module, sketch: Sketch, plan: Plan, meter: Allocations) -> None:
+    """What the plan's strategies change inside this process, and the marks of the units around it."""
+    if plan.devices > 1 and plan.processes != "one":
+        batchnorm.synchronise(model, sketch.batch_norms, batchnorm.Pretended(plan.devices))
+    writing = {call.unit for call in sketch.calls if call.writes}  # these could not change what the mark gives them
+    for name in ["", *(u.name for u in sketch.units if u.name not in writing)]:
+        mark, module = _Marks(name, meter), model.get_submodule(name)
+        module.register_forward_pre_hook(mark.before, with_kwargs=True)
+        module.register_forward_hook(mark.after)
+    if recompute.wanted(plan):
+        recompute.apply(SimpleNamespace(model=model, sketch=sketch, plan=plan, cast=None))
+    if shard.wanted(plan):
+        for names in shard.groups(sketch):
+            for name in names:
+                model.get_submodule(name).register_forward_hook(shard.without_views)
+        model.register_forward_hook(shard.without_views)
+
+
+class _Marks:
+    """Notes when a unit's forward and backward begin and end."""
+
+    def __init__(self, unit: str, meter: Allocations):
+        self.unit, self.meter = unit, meter
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.meter.moment(f"forward {self.unit}")
+        if not torch.is_grad_enabled():
+            return None
+
+        def one(t: Tensor) -> Tensor:
+            return _Ending.apply(t, self) if t.requires_grad else t
+
+        return tree_map_only(Tensor, one, (args, kwargs))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.meter.moment(f"forward end {self.unit}")
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self.meter.moment(f"backward {self.unit}"))
+
+
+class _Ending(torch.autograd.Function):
+    """Nothing; in backward, the moment when the gradient of a unit's input is there."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, marks: _Marks) -> Tensor:
+        ctx.marks = marks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.marks.meter.moment(f"backward end {ctx.marks.unit}")
+        return gradients[0], None
+
+
+class _Dropping:
+    """Notes the bytes of a parameter's gradient when it is there, and drops it."""
+
+    def __init__(self, name: str, meter: Allocations, gradients: dict[str, int]):
+        self.name, self.meter, self.gradients = name, meter, gradients
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.gradients[self.name] = parameter.grad.untyped_storage().nbytes()
+        parameter.grad = None
+        self.meter.moment(f"gradient {self.name}")
+
+
+class _Dropouts(TorchFunctionMode):
+    """Dropout as `randomness.py` computes it: a mask of its own, multiplied with."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        plain, feature = func in randomness.PLAIN_DROPOUTS, func in randomness.FEATURE_DROPOUTS
+        if not plain and not feature:
+            return func(*args, **(kwargs or {}))
+        return self._dropout(plain, *args, **(kwargs or {}))
+
+    def _dropout(
+        self, plain: bool, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+    ) -> Tensor:  # fmt: skip
+        if not (training and train) or p == 0.0:
+            return input
+        shape = input.shape if plain else (*input.shape[:2], *(1 for _ in input.shape[2:]))
+        mask = input.detach().new_ones(shape)
+        return input.mul_(mask) if inplace else input * mask
