@@ -196,7 +196,12 @@ def test_what_cannot_be_followed_is_built_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, text", (("gpt", "fsdp=3"), ("llama_tied", "dp=2 fsdp=2 recompute=full"), ("digits", "fsdp=2 zero=1"))
+    "name, text",
+    (
+        pytest.param("gpt", "fsdp=3", marks=pytest.mark.prove),
+        pytest.param("llama_tied", "dp=2 fsdp=2 recompute=full", marks=pytest.mark.prove),
+        ("digits", "fsdp=2 zero=1"),
+    ),
 )
 def test_verified(name: str, text: str) -> None:
     """`digits` shows its values nowhere; its running statistics must be right on every rank."""
@@ -210,7 +215,7 @@ def deep(width: int = 1024, depth: int = 18) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("source", ("drawn", "copied"))
+@pytest.mark.parametrize("source", (pytest.param("drawn", marks=pytest.mark.prove), "copied"))
 def test_memory_is_that_of_a_share(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred, "LARGE", 1 << 16)
 

@@ -25,6 +25,11 @@ PLANS = (
     "fsdp=4 offload=optimizer recompute=selective",
     "fsdp=2 microbatches=3 recompute=full offload=all",
 )
+TELLING = (
+    "frozen_first", "uneven", "scalars", "unused", "layer_drop", "tied_across", "in_place", "structures", "spectral", "teacher",
+    "forces", "writes_input", "counted", "objects", "aside", "multihead",
+)  # fmt: skip
+"""Unlike jobs that are tried always: most of them have found a fault. The others are tried by `prove`."""
 BY_MICRO_BATCH = ("batch_norm", "norm_inside", "digits", "odd", "spectral")
 """Jobs with batch statistics, or with buffers that count forward passes."""
 
@@ -51,17 +56,17 @@ def test_jobs(name: str, text: str) -> None:
     equal_or_named(name, text)
 
 
-@pytest.mark.parametrize("name, text", spread(list(jobs_unlike.ALL), 1))
+@pytest.mark.parametrize("name, text", spread([n for n in jobs_unlike.ALL if n in TELLING], 1))
 def test_unlike_jobs(name: str, text: str) -> None:
     equal_or_named(name, text)
 
 
-@pytest.mark.parametrize("name, text", spread(list(jobs_real.ALL), 1))
+@pytest.mark.parametrize("name, text", spread(["gpt", "digits", "llama_tied", "unet_example"], 1))
 def test_real_models(name: str, text: str) -> None:
     equal_or_named(name, text)
 
 
-@pytest.mark.parametrize("name", ("frozen_first", "teacher", "structures", "in_place_on_output"))
+@pytest.mark.parametrize("name", ("teacher", "in_place_on_output"))
 def test_units_that_share_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "GROUP_BYTES", 2500)  # two blocks in float64
     equal_or_named(name, "fsdp=2 microbatches=2 recompute=selective")

@@ -73,14 +73,16 @@ def test_resumed_under_another_layout_each_time(whole: dict[str, torch.Tensor], 
     check(tmp_path, whole)
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(s, marks=pytest.mark.prove) for s in range(2, 40))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.prove) for s in range(2, 40))])
 def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Path, seed: int) -> None:
     moments = random.Random(f"layouts {seed}")
     trained(tmp_path, tuple(moments.choices(LAYOUTS, k=moments.randint(2, 4))), moments)
     check(tmp_path, whole)
 
 
-@pytest.mark.parametrize("fault, code", (("kill", "C003"), ("raise", "C005"), ("stop", "C001")))
+@pytest.mark.parametrize(
+    "fault, code", (("kill", "C003"), ("raise", "C005"), pytest.param("stop", "C001", marks=pytest.mark.prove))
+)
 def test_a_failing_rank_of_a_sharded_run_is_named(fault: str, code: str, tmp_path: Path) -> None:
     plan = ("--plan", "dp=2 fsdp=2" if fault == "kill" else "fsdp=3")
     command = Command("train", TEST_JOB, *plan, "--job.fault", fault, "--job.pause", "0.05", folder=tmp_path)
