@@ -236,26 +236,26 @@ def flat(tree: Any) -> Iterator[Tensor]:
 def tensors_in(tree: Any, depth: int = DEPTH) -> Iterator[Tensor]:
     """The tensors in what a module is given or returns, also inside objects; the same tensor comes once."""
     found: dict[int, Tensor] = {}
-    met: set[int] = set()
-
-    def walk(item: Any, depth: int) -> None:
-        if isinstance(item, Tensor):
-            found[id(item)] = item
-        elif id(item) in met or isinstance(item, (nn.Module, type, str, bytes, int, float)):
-            return
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            for inner in item:
-                walk(inner, depth)
-        elif isinstance(item, Mapping):
-            for inner in item.values():
-                walk(inner, depth)
-        elif depth and (dataclasses.is_dataclass(item) or hasattr(item, "__dict__")) and not callable(item):
-            met.add(id(item))
-            for inner in vars(item).values():
-                walk(inner, depth - 1)
-
-    walk(tree, depth)
+    _walk(tree, depth, found, set())
     return iter(found.values())
+
+
+def _walk(item: Any, depth: int, found: dict[int, Tensor], met: set[int]) -> None:
+    """Not a function inside the other: that would hold itself, and the tensors, until the next garbage collection."""
+    if isinstance(item, Tensor):
+        found[id(item)] = item
+    elif id(item) in met or isinstance(item, (nn.Module, type, str, bytes, int, float)):
+        return
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        for inner in item:
+            _walk(inner, depth, found, met)
+    elif isinstance(item, Mapping):
+        for inner in item.values():
+            _walk(inner, depth, found, met)
+    elif depth and (dataclasses.is_dataclass(item) or hasattr(item, "__dict__")) and not callable(item):
+        met.add(id(item))
+        for inner in vars(item).values():
+            _walk(inner, depth - 1, found, met)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
