@@ -54,6 +54,12 @@ class Built:
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: Any = None
     """What sums gradients over the ranks: `reducer.Reducer`, `sharded.Shards`, or None."""
+    peers: Any = None
+    """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
+    pipe: Any = None
+    """This rank's part of the pipeline, if there is one."""
+    elsewhere: tuple[str, ...] = ()
+    """Units of other stages: their buffers are not this rank's."""
     copies: Any = None
     """The group of ranks that hold copies of this rank's parts."""
     masters: dict[str, nn.Parameter] | None = None
@@ -71,14 +77,19 @@ class Built:
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
-        if isinstance(self.reducer, Shards):
-            return self.reducer.parts()
-        return {name: whole(t.detach()) for name, t in (*self.own.items(), *self.model.named_buffers())}
+        sums = getattr(self.reducer, "inner", self.reducer)
+        named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
+        found = {name: whole(t.detach()) for name, t in named}
+        return found | sums.parts() if isinstance(sums, Shards) else found
+
+    def _elsewhere(self, name: str) -> bool:
+        return any(name.startswith(unit + ".") for unit in self.elsewhere)
 
     def refresh(self) -> None:
         """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
-        if isinstance(self.reducer, Shards):
-            self.reducer.reshard()
+        sums = getattr(self.reducer, "inner", self.reducer)
+        if isinstance(sums, Shards):
+            sums.reshard()
         for name, master in (self.masters or {}).items():
             with torch.no_grad():
                 master.copy_(self.own[name])
@@ -112,7 +123,7 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
     group = place.connect(device)
-    share = shard.share(plan, place.rank) if shard.wanted(plan) else None
+    share = shard.share(plan, place.rank) if shard.wanted(plan) and plan.pp == 1 else None
     made = make(job, device, cast, group, share)
     samples = data_module.checked(job.data(), "Job(data=…)")
     example = samples if data_module.is_map(samples) else job.data()  # reading an iterable moves it
@@ -120,13 +131,16 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     sketched = _open(sketch(made.fake, inputs, call, job.units), getattr(job.loss, "head", None))
     model = made.model
     built = Built(job, plan, place, device, group, model, samples, sketched, cast, own=dict(model.named_parameters()))
-    built.shares = made.shares
+    built.shares, built.peers = made.shares, group
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
     if built.replicas is None:  # replicas bring their own, one per thread
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
-    built.optimizer, built.names = make_optimizer(job, built.masters or built.own)
+    everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
+    built.optimizer, built.names = make_optimizer(job, everything)
+    for name in everything.keys() - built.own.keys():
+        built.optimizer.state.pop(everything[name], None)
     for prepare in built.prepared:
         prepare(built.optimizer)
     return built

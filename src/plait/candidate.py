@@ -48,7 +48,7 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
         ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
     tensors["weights"] = dict(built.own)
-    tensors["buffers"] = dict(engine.model.named_buffers())
+    tensors["buffers"] = {n: p.tensor for n, p in built.parts().items() if n not in built.own}
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
@@ -56,17 +56,24 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
     charges = [c for s in ORDER if s.wanted(plan) for c in s.price(plan, built.sketch, weighted)]
     return {
         "rows": rows, "ids": ids, "held": held, "seen": built.data.seen, "inexact": built.inexact,
-        "names": list(built.own), "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
-        "priced": [(c.op, c.calls, c.bytes) for c in charges if c.kind == "traffic"],
+        "names": [n for n, _ in engine.model.named_parameters()],
+        "stage": place.rank // plan.shares,
+        "collectives": rows_of(ledger, plan), "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
+        "priced": None if plan.pp > 1 else [(c.op, c.calls, c.bytes) for c in charges if c.kind == "traffic"],
         "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
         "parts": {name: [part.shape, part.start] for name, part in parts.items()},
     }  # fmt: skip
 
 
+def rows_of(ledger: Ledger, plan: Plan) -> list[str]:
+    """The collectives. What stages send each other depends on how many samples a pipeline has."""
+    return [row for row in ledger.rows if plan.pp == 1 or not row.startswith(("send", "recv_"))]
+
+
 def _weights(engine: Engine) -> dict[str, Tensor]:
     """What a rank holds after an update: parameters, buffers and the optimizer's tensors `name (optimizer key)`."""
     built = engine.built
-    found = {**built.own, **dict(engine.model.named_buffers())}
+    found = {name: part.tensor for name, part in built.parts().items()}
     for parameter, state in engine.optimizer.state.items():
         name = (built.names or {})[id(parameter)]
         found |= {f"{name} (optimizer {k})": v for k, v in state.items() if isinstance(v, Tensor)}

@@ -50,7 +50,9 @@ def differs(job: Job, shapes: list[tuple[int, ...]], steps: int = 3) -> tuple[st
         found = torch.cat([p[k] for p in parts]) if before.dim() else parts[0][k]
         moved = float((expected - before).abs().max()) if before.numel() else 0.0
         if moved and not float((found - expected).abs().max()) <= 1e-9 * moved:
-            return _kind(job, values), f"a tensor of shape {list(before.shape)} moves otherwise in two parts than as a whole"
+            return _kind(
+                job, values
+            ), f"a tensor of shape {list(before.shape)} moves otherwise in two parts than as a whole"
     return None
 
 

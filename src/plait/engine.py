@@ -12,7 +12,6 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.build import Built, build, call, check_copies, check_loss, move, nothing, pick_device
+from plait.build import Built, build, check_copies, pick_device
 from plait.checkpoint import Checkpoints
 from plait.data import Batch, Position, Share, weigh
 from plait.errors import PlaitError, Problem
@@ -28,12 +27,11 @@ from plait.evaluation import evaluate
 from plait.job import Job
 from plait.launch.place import Place, current
 from plait.loading import batches
+from plait.passes import Passes
 from plait.plan import Plan
 from plait.steps import Spans, Step, tokens
-from plait.strategies.precision import autocast
-from plait.torchseam import leaves, scale_
+from plait.torchseam import scale_
 from plait.weights import load_weights
-from plait.wide import Wide
 
 
 class Engine:
@@ -57,6 +55,7 @@ class Engine:
         self._stop = False
         self._busy = 0.0
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
+        self._passes = Passes(self.built, self._spans)
 
     def __enter__(self) -> "Engine":
         return self
@@ -81,8 +80,13 @@ class Engine:
         return self.built.optimizer
 
     @property
+    def output_bytes(self) -> int:
+        """Bytes of outputs gathered on the first device by processes=one; else 0."""
+        return self._passes.output_bytes
+
+    @property
     def share(self) -> Share:
-        return Share(self.place.rank, self.plan.ranks, self.plan.microbatches)
+        return Share(self.place.rank % self.plan.ranks, self.plan.ranks, self.plan.microbatches)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
@@ -104,99 +108,24 @@ class Engine:
         built = self.built
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
-        losses: list[Tensor] = []
         most = Share(0, self.plan.ranks, self.plan.microbatches).parts(batch.size)  # rank 0's parts are the largest
         runs = [i for i, w in enumerate(weights) if w or (built.lockstep and most[i][1])]
-        reducer = built.reducer
-        rider = torch.empty(0)
-        for i in runs:
-            micro = batch.micro[i]
-            pair = micro.spare if micro.spare and built.lockstep == "sample" else (micro.inputs, micro.targets)
-            inputs, targets = move(pair, built.device, built.cast)
-            if reducer is not None:
-                reducer.before(i == runs[-1])
-            scale = weights[i] / total * (built.scaler.value if built.scaler else 1.0)
-            if built.replicas is None:
-                loss, backward = self._forward(batch, micro, inputs, targets, weights[i], scale)
-            else:
-                loss, backward = self._forward_in_threads(batch, micro, inputs, targets, scale)
-            if weights[i]:
-                losses.append(loss.double() * (weights[i] / total))
-            if i == runs[-1]:
-                rider = self._armed(batch, losses)
-            self._spans.begin("backward")
-            backward()
-            if reducer is not None and i != runs[-1]:
-                reducer.after()
-            self._spans.end("backward")
-        if not runs:
-            rider = self._armed(batch, losses)
+        pieces = self._passes.pieces(batch, {i: weights[i] / total for i in runs})
+        rider = self._passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
         self._spans.begin("reduce")
-        if reducer is not None:
-            rider = reducer.finish()
+        if built.reducer is not None:
+            rider = built.reducer.finish()
         self._spans.end("reduce")
         return rider
-
-    def _forward(self, batch: Batch, micro: Any, inputs: Any, targets: Any, weight: float, scale: float):
-        built = self.built
-        count = micro.count or int(built.lockstep == "sample")
-        self._spans.begin("forward")
-        with self._format(), built.randomness.at(batch.position.step, micro.first, count):
-            outputs = built.run(built.model, inputs)
-            if weight:
-                loss = self.job.loss(outputs, targets)
-            else:  # an empty share in a model that communicates: take part, add nothing
-                loss = nothing(lambda: self.job.loss(outputs, targets), outputs)
-        check_loss(loss)
-        self._spans.end("forward")
-        scaled = loss if scale == 1.0 else loss * scale
-
-        def backward() -> None:
-            with built.randomness.replay():
-                scaled.backward()
-
-        return loss.detach(), backward
-
-    def _format(self) -> AbstractContextManager[Any]:
-        """The number format of the forward pass and the loss."""
-        if self.built.cast is torch.float64 and not self.plan.compile:
-            return Wide()
-        return autocast(self.built.device.type, self.built.precision)
-
-    def _forward_in_threads(self, batch: Batch, micro: Any, inputs: Any, targets: Any, scale: float):
-        built = self.built
-        self._spans.begin("replicate")
-        built.replicas.send_weights()
-        self._spans.end("replicate")
-        self._spans.begin("forward")
-        step = batch.position.step
-        outputs, back = built.replicas.forward(call, self._format, inputs, step, micro.first, micro.count)
-        self._spans.end("forward")
-        self._spans.begin("loss")
-        with self._format():
-            loss = self.job.loss(outputs, targets)
-        check_loss(loss)
-        gathered = leaves(outputs)
-        self.output_bytes = sum(o.nbytes for o in gathered if isinstance(o, Tensor))
-        (loss * scale).backward()
-        self._spans.end("loss")
-
-        def backward() -> None:
-            back([o.grad if isinstance(o, Tensor) else None for o in gathered])
-            self._spans.begin("collect")
-            built.replicas.collect()
-            self._spans.end("collect")
-
-        return loss.detach(), backward
 
     def _total_weight(self, batch: Batch, weights: list[float]) -> float:
         """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask."""
         if self.job.weight is None:
             return float(batch.size)
         total = torch.tensor(sum(weights), dtype=torch.float64)
-        if self.built.reducer is not None:
+        if self.built.peers is not None:
             total = total.to(self.built.device)
-            dist.all_reduce(total, group=self.built.group)
+            dist.all_reduce(total, group=self.built.peers)
         if not float(total) > 0:
             raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
                                      why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
@@ -211,9 +140,13 @@ class Engine:
 
     def _rider(self, batch: Batch, losses: list[Tensor]) -> Tensor:
         """What all ranks must know, summed beside the gradients: loss, wish to stop, samples and busy time by rank, saving."""
-        rank, ranks = self.place.rank, self.plan.ranks
+        rank, ranks = self.place.rank % self.plan.ranks, self.plan.ranks
         row = [0.0] * (2 + 2 * ranks) + [self.checkpoints.word(self.place.world)]
-        row[1], row[2 + rank], row[2 + ranks + rank] = float(self.place.stopping()), float(batch.count), self._busy
+        row[1], row[2 + rank], row[2 + ranks + rank] = (
+            float(self.place.stopping()),
+            batch.count / self.plan.pp,
+            self._busy / self.plan.pp,
+        )
         if self.built.device.type == "cpu":
             row[0] = sum(float(loss) for loss in losses)
             return torch.tensor(row, dtype=torch.float64)
@@ -234,7 +167,7 @@ class Engine:
         finite = built.scaler is None or math.isfinite(float(norm))
         if finite:
             factor = _clip_factor(norm * unscale, self.job.clip) * unscale
-            if not (isinstance(factor, float) and factor == 1.0):
+            if gradients and not (isinstance(factor, float) and factor == 1.0):
                 scale_(gradients, factor)
             optimizer.step()
         if built.scaler is not None:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.build import Built, broadcast_text, call, move
+from plait.build import Built, call, move
 from plait.data import collate, is_map, split
+from plait.exchange import exchange
 from plait.randomness import seed_host
 from plait.sharded import Shards
 from plait.strategies.precision import autocast
@@ -29,14 +30,15 @@ def evaluate(built: Built) -> dict[str, float]:
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built.device.type, built.precision):
-            for pair, mine in _share(job.evaluate.data(), job.batch, job.seed, place.rank, built.plan.ranks):
-                if not mine and not isinstance(built.reducer, Shards):
+            rank, ranks = place.rank % built.plan.ranks, built.plan.ranks
+            for pair, count in _share(job.evaluate.data(), job.batch, job.seed, rank, ranks):
+                if not count and not isinstance(getattr(built.reducer, "inner", built.reducer), Shards):
                     continue
                 inputs, targets = move(pair, built.device, built.cast)
-                if not mine:
-                    call(built.model, inputs)
+                outputs, here = _outputs(built, inputs, count or 1)
+                if not (count and here):
                     continue
-                for name, values in job.evaluate.metrics(call(built.model, inputs), targets).items():
+                for name, values in job.evaluate.metrics(outputs, targets).items():
                     values = torch.as_tensor(values).double()
                     row = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
                     sums[name] = sums[name] + row if name in sums else row
@@ -46,10 +48,17 @@ def evaluate(built: Built) -> dict[str, float]:
     return _means(built, sums)
 
 
-def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[tuple[tuple[Any, Any], bool]]:
+def _outputs(built: Built, inputs: Any, samples: int) -> tuple[Any, bool]:
+    """The model's outputs, and whether this rank has them: in a pipeline the last stage does."""
+    if built.pipe is None:
+        return call(built.model, inputs), True
+    return built.pipe.forward_only(inputs, samples, lambda: call(built.model, inputs))
+
+
+def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[tuple[tuple[Any, Any], int]]:
     """This rank's part of an evaluation set, in order, every sample on exactly one rank; as many batches on each.
 
-    False beside a batch: it is only there to make up the number.
+    Beside each batch how many of its samples are this rank's: 0 when it is only there to make up the number.
     """
     if is_map(data):
         first, count = split(len(data), ranks, rank)
@@ -59,12 +68,12 @@ def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[
             for i in ids or [0]:
                 seed_host(seed, "evaluate", i)
                 samples.append(data[i])
-            yield collate(data, samples), bool(ids)
+            yield collate(data, samples), len(ids)
         return
     source = enumerate(_keyed(data, seed))
     while everyone := [(s, i % ranks == rank) for _, (i, s) in zip(range(batch * ranks), source)]:
         samples = [s for s, mine in everyone if mine]
-        yield collate(data, samples or [everyone[0][0]]), bool(samples)
+        yield collate(data, samples or [everyone[0][0]]), len(samples)
 
 
 def _keyed(data: Any, seed: int) -> Iterator[Any]:
@@ -81,8 +90,8 @@ def _keyed(data: Any, seed: int) -> Iterator[Any]:
 
 def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:
     if built.reducer is not None:
-        text = broadcast_text("\n".join(sums), built.place.rank, built.group, built.device)
-        names = text.split("\n")  # a rank without samples has none of its own
+        told = exchange("\n".join(sums).encode(), built.group, built.device)
+        names = max(told, key=len).decode().split("\n")  # a rank without samples, or without the outputs, has none
         rows = torch.stack([sums.get(name, torch.zeros(2, dtype=torch.float64)) for name in names]).to(built.device)
         dist.all_reduce(rows, group=built.group)
         sums = dict(zip(names, rows))

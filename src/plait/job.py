@@ -77,6 +77,8 @@ class Job:
     """Of initial weights, sample order, augmentation and dropout."""
     evaluate: Evaluate | None = None
     """What to measure on held-out data."""
+    stages: tuple[str, ...] | None = None
+    """Names of the first unit of each pipeline stage but the first, instead of the cuts that are found."""
     units: tuple[str, ...] | None = None
     """Names of the modules to split by, such as "layers.*", when the automatic choice is not wanted."""
 
@@ -106,7 +108,7 @@ def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
         elif field.name == "clip":
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 expected = "a number > 0, or None"
-        elif field.name == "units":
+        elif field.name in ("units", "stages"):
             names = isinstance(value, tuple) and value and all(isinstance(name, str) and name for name in value)
             if value is not None and not names:
                 expected = 'a tuple of names of modules, such as ("layers.*",), or None'

@@ -108,7 +108,11 @@ def _supported(model: nn.Module) -> None:
 
 
 def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
-    """The job's optimizer of these parameters, and the name of each by id."""
+    """The job's optimizer of these parameters, and the name of each by id.
+
+    Parameters that other ranks hold are among them, as placeholders that never get a gradient: how the job groups its
+    parameters may depend on their number and order.
+    """
     names = {id(p): name for name, p in own.items()}
     optimizer = job.optimizer([p for p in own.values() if p.requires_grad])
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.flops import flops_of
+from plait.templates import taken
 from plait.torchseam import leaves, storage_key, version
 
 NONE: frozenset[int] = frozenset()
@@ -37,6 +38,8 @@ class MeteredCall:
     saved: int = 0
     backward: bool = False
     writes: bool = False
+    returned: tuple[Any, tuple[Any, ...]] = (None, ())
+    """The structure of its output: `templates.taken`."""
 
 
 @dataclass
@@ -114,6 +117,7 @@ class Meter:
         call.output, call.backward = _bytes(tensors), any(t.requires_grad for t in tensors)
         hidden = {id(t) for t in tensors if t.requires_grad} - {id(leaf) for leaf in leaves(output)}
         self.seen.opened |= {call.unit} if hidden else set()  # nobody who looks through its output would see these
+        call.returned = taken(output)
         same = {id(t) for t, _ in self.given}
         for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
             self._mark(tensor, this | self.sources([tensor]) if id(tensor) in same else this)

@@ -14,10 +14,15 @@ from plait.planfile import Key, as_toml, as_word, from_file, from_line
 
 __all__ = ["AXES", "KEYS", "Key", "Plan"]
 
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
+
 KEYS: dict[str, Key] = {
+    "pp": Key("mesh", int, "pipeline stages: each process holds some of the model's units", wildcard=True),
     "dp": Key("mesh", int, "copies of the model, each on its share of the batch; * fills the processes", wildcard=True),
     "fsdp": Key("mesh", int, "processes that share one sharded copy, each on its share of the batch", wildcard=True),
     "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last"),
+    "schedule": Key("step", str, "order of the stages' forwards and backwards", SCHEDULES),
+    "stages_per_rank": Key("step", int, "stages each process holds, for interleaved schedules"),
     "zero": Key(
         "memory", int, "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters", ("1", "2", "3")
     ),
@@ -33,16 +38,19 @@ KEYS: dict[str, Key] = {
 }
 
 AXES = tuple(name for name, key in KEYS.items() if key.wildcard)
-"""The axes of the mesh, from the slowest link to the fastest: rank = dp's index × fsdp + fsdp's index."""
+"""The axes of the mesh, from the slowest link to the fastest: rank = (pp's index × dp + dp's index) × fsdp + fsdp's index."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """How to split a job. A mesh axis is 0 while it is the wildcard ``*`` (see `fill`)."""
 
+    pp: int = 1
     dp: int = 1
     fsdp: int = 1
     microbatches: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
     zero: int = 3
     recompute: str = "none"
     offload: str = "none"
@@ -53,6 +61,11 @@ class Plan:
     @property
     def devices(self) -> int:
         """Devices the plan computes on."""
+        return self.pp * self.shares
+
+    @property
+    def shares(self) -> int:
+        """Between how many devices the samples of a batch are shared out."""
         return self.dp * self.fsdp
 
     @property
@@ -63,7 +76,7 @@ class Plan:
     @property
     def ranks(self) -> int:
         """Data-parallel processes: between how many the samples of a batch are shared out."""
-        return self.world
+        return 1 if self.processes == "one" else self.shares
 
     def fill(self, nproc: int | None) -> "Plan":
         """The plan with its wildcard filled by `nproc` processes. P001 when the counts do not agree."""
@@ -81,7 +94,7 @@ class Plan:
         used = " × ".join(f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "dp=1"
         how = "threads of processes=one" if self.processes == "one" else used
         fix = [f"--nproc {self.world}"]
-        for name in AXES:
+        for name in sorted(AXES, key=lambda axis: (getattr(self, axis) == 1, axis == "pp")):
             others = self.devices // getattr(self, name)
             if nproc % others == 0:
                 changed = replace(self, processes="per-device", **{name: nproc // others})

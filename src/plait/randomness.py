@@ -117,7 +117,7 @@ class Randomness:
         self._entered: list[Any] = []
         self._pushed = 0
         self._calls: dict[str, int] = {}
-        self._cursor = 0
+        self._cursor = self._outside = 0
         self._replaying = self._resumed = False
         self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int]]] = {}
         owners = {place.split("#")[0] for place in places}
@@ -182,7 +182,7 @@ class Randomness:
         found = torch.default_generator.initial_seed()
         if found == self._cursor and self._resumed:
             return
-        if found == self._cursor or found not in self._snapshots:
+        if found == self._outside or found not in self._snapshots:
             raise PlaitError(
                 Problem(
                     "J014",
@@ -204,8 +204,11 @@ class Randomness:
             self._snapshots[self._cursor] = (self.where.tolist(), list(self._owner), dict(self._calls))
 
     @contextmanager
-    def at(self, step: int, first: int, count: int) -> Iterator[None]:
-        """Random numbers of the samples first … first + count − 1 of the global batch of `step`: a forward pass."""
+    def at(self, step: int, first: int, count: int, stage: int = 0) -> Iterator[None]:
+        """Random numbers of the samples first … first + count − 1 of the global batch of `step`: a forward pass.
+
+        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no number.
+        """
         seed_host(self.seed, "forward", step)
         if not self.needed:
             yield
@@ -216,10 +219,15 @@ class Randomness:
         self._calls, self._replaying = {}, False
         self._owner.clear()
         self._entered.clear()
-        self._cursor = key(self.seed, "event", step, first) & 0x7FFFFFFFFFFFFFFF
+        self._cursor = key(self.seed, "event", step, first, stage) & 0x7FFFFFFFFFFFFFFF
         with self._mode:
             self._after_event()
             yield
+
+    def passed(self, calls: dict[str, int]) -> None:
+        """Modules were called elsewhere, so often: the places that follow count on from there."""
+        for name, times in calls.items():
+            self._calls[name] = self._calls.get(name, 0) + times
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -228,6 +236,7 @@ class Randomness:
             yield
             return
         self._replaying, self._resumed = True, False
+        self._outside = torch.default_generator.initial_seed()  # what a checkpoint finds that restores nothing
         self._entered.clear()
         try:
             yield

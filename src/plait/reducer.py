@@ -64,9 +64,8 @@ class Reducer:
     model's gradients. A bucket of 16-bit parameters cannot hold it; there it goes alone.
     """
 
-    def __init__(self, model: nn.Module, group: Any, rider: int):
+    def __init__(self, parameters: list[nn.Parameter], group: Any, rider: int):
         self.group = group
-        parameters = [p for p in model.parameters() if p.requires_grad]
         specs = [(tuple(p.shape), p.dtype) for p in parameters]
         order, tail = fill(specs), tail_of(specs, rider)
         self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]
@@ -92,6 +91,17 @@ class Reducer:
                     self._launch(complete=False)
 
         return ready
+
+    def settle(self) -> None:
+        """Sum what the gradients are now, without a rider: when several backward passes end a step."""
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.parameters)
+            for view, parameter in zip(bucket.views, bucket.parameters):
+                if parameter.grad is not None and parameter.grad is not view:
+                    parameter.grad = view.copy_(parameter.grad)
+        self.next = 0
+        self._launch(complete=True)
+        self._wait()
 
     def before(self, last: bool) -> None:
         """Before a micro-batch's forward pass: nothing to prepare."""
@@ -136,16 +146,19 @@ class Reducer:
         """Start what is left, wait for all sums, give every parameter used anywhere its gradient; the summed rider."""
         self.armed = False
         self._launch(complete=True)
-        for bucket in self.buckets:
-            bucket.work.wait()
-            bucket.work = None
-            if bucket.waiting:
-                self._give(bucket)
+        self._wait()
         tail = self.buckets[-1].tail
         if self.alone is not None:
             self.alone.wait()
             return self.rider
         return tail.double()
+
+    def _wait(self) -> None:
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.work = None
+            if bucket.waiting:
+                self._give(bucket)
 
     def _give(self, bucket: _Bucket) -> None:
         missing = [i for i, p in enumerate(bucket.parameters) if p.grad is None]

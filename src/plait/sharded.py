@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from plait.parts import Part, whole
 from plait.plan import Plan
-from plait.torchseam import FsdpAllGather, FsdpReduceScatter, local_of
+from plait.torchseam import FsdpAllGather, FsdpReduceScatter, end_backward, local_of
 
 
 def divides(shape: Sequence[int]) -> bool:
@@ -133,11 +133,11 @@ class Shards:
     with the rider.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Any, copies: Any, scatter: Scatter):
+    def __init__(self, model: nn.Module, plan: Plan, group: Any, copies: Any, scatter: Scatter, names: set[str]):
         self.model, self.zero, self.group, self.copies, self.scatter = model, plan.zero, group, copies, scatter
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        named = dict(model.named_parameters())
+        named = {n: p for n, p in model.named_parameters() if n in names}
         self.sharded = {n: p for n, p in named.items() if divides(p.shape)}
         self.scalars = [p for p in named.values() if not divides(p.shape) and p.requires_grad]
         self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if n in self.sharded else p for n, p in named.items()}
@@ -216,6 +216,27 @@ class Shards:
             self.squares += value**2 if times else 0.0
         self.used.clear()
         return rider
+
+    def hold(self, on: bool) -> None:
+        """Between the first forward and the last backward of a pipelined step, gradients stay whole (`on`); then not."""
+        root = self.modules[0]
+        root.set_is_last_backward(not on)
+        for module in self.modules:
+            module.set_requires_gradient_sync(not on, recurse=False)
+            module.set_reshard_after_backward(not on or (self.zero > 2 and module is not root), recurse=False)
+        if not on:
+            end_backward(root)
+
+    def settle(self, peers: Any) -> None:
+        """Give every part its summed gradient, without a rider."""
+        self.scatter.finish()
+        self._give()
+        for parameter in self.scalars:
+            flat = torch.zeros(2, dtype=torch.float64)
+            if parameter.grad is not None:
+                flat[0], flat[1] = float(parameter.grad), 1.0
+            dist.all_reduce(flat, group=peers)
+            parameter.grad = torch.full_like(parameter, float(flat[0])) if flat[1] else None
 
     def _give(self) -> None:
         late: list[tuple[Tensor, int]] = []

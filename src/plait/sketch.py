@@ -18,6 +18,7 @@ from torch import nn
 
 from plait import randomness, units
 from plait.metering import MeteredCall
+from plait.templates import NOTHING, Template, template
 from plait.torchseam import BatchNormBase, fake_failures
 from plait.watching import Call, Watched, watch
 
@@ -74,6 +75,8 @@ class UnitCall:
     """Its output can be differentiated: something in it or before it is trained, and it runs with gradients on."""
     writes: bool = False
     """It changes a tensor that it is given, in place."""
+    template: Template = NOTHING
+    """The structure of what it returns."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,8 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watch
 
 def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
-    return UnitCall(small.unit, small.needs, **figures, backward=small.backward, writes=small.writes)
+    form = template(small.returned, None if large is None else large.returned, PROBES)
+    return UnitCall(small.unit, small.needs, **figures, template=form, backward=small.backward, writes=small.writes)
 
 
 def _fit(small: Any, large: Any, name: str) -> Figure:

@@ -171,7 +171,7 @@ def wanted(engine: "Engine", manifest: Manifest) -> dict[str, Part]:
     """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
     model = model_parts(engine)
     found = {f"model/{name}": part for name, part in model.items()}
-    mine = {name for _, names in _groups(engine) for name in names}
+    mine = {name for _, names in _groups(engine) for name in names if name in model}
     for name, entry in manifest.tensors.items():
         kind, _, rest = name.partition("/")
         parameter = rest.rpartition("/")[0]

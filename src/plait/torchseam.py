@@ -153,6 +153,15 @@ def gather_ahead(root: Any) -> None:
     root._set_unshard_async_op(True)
 
 
+def end_backward(root: Any) -> None:
+    """Tell a sharded model that the step's backward passes are over: what still has to be reduced is reduced now."""
+    state = root._get_fsdp_state()
+    for inner in state._state_ctx.all_states:
+        for group in inner._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
 def is_view(t: Tensor) -> bool:
     """Whether autograd follows a tensor as a view of another."""
     return t._is_view()

@@ -145,7 +145,7 @@ def headline(request: Request) -> str:
     kind = kind_of(request.device).upper()
     backend = f" ({'nccl' if kind == 'CUDA' else 'gloo'})" if plan.world > 1 else ""
     where = f"{plan.world} {kind} process" + ("es" if plan.world > 1 else "") + backend
-    shares = sorted({split(job.batch, plan.devices, i)[1] for i in range(plan.devices)}, reverse=True)
+    shares = sorted({split(job.batch, plan.shares, i)[1] for i in range(plan.shares)}, reverse=True)
     share = " or ".join(map(str, shares)) + " per device"
     parts = f", in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
     name = Path(request.name.partition(":")[0])

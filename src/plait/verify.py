@@ -68,7 +68,7 @@ def verify(job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bo
 
 def _reference(job: Job, plan: Plan, steps: int, device: str, folder: Path) -> tuple[Job, Trace]:
     """Train the reference. A model that cannot train on one sample gets a short batch with two for each part."""
-    enough = 2 * plan.devices * plan.microbatches
+    enough = 2 * plan.shares * plan.microbatches
     for short in (1, enough):
         hard = harden(job, plan, short)
         try:
@@ -103,7 +103,7 @@ def _silent(job: Job) -> Job:
 
 def harden(job: Job, plan: Plan, short: int) -> Job:
     """The job with the rare paths forced: see the module's text."""
-    parts = plan.devices * plan.microbatches
+    parts = plan.shares * plan.microbatches
     batch = 2 * parts + max(1, parts // 2)
     warm, given = 10 * batch, job.schedule
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait import data, engine, loading, randomness
+from plait import data, engine, loading, passes, randomness
 from plait.errors import DIFFERENT
 from plait.plan import Plan
 from plait.strategies import batchnorm, copies
@@ -186,13 +186,13 @@ def test_augmentation_keyed_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_same_dropout_mask_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """36: masks drawn from each rank's beginning."""
     real = randomness.Randomness.at
-    monkeypatch.setattr(engine.Engine, "_forward", _forward_with_first_zero(engine.Engine._forward))
+    monkeypatch.setattr(passes.Passes, "forward", _forward_with_first_zero(passes.Passes.forward))
     assert real is randomness.Randomness.at
     check(jobs.mlp(), "dp=2", "G", "0.weight", "V005")
 
 
 def _forward_with_first_zero(real: Any) -> Any:
-    return lambda self, batch, micro, *rest: real(self, batch, replace(micro, first=0), *rest)
+    return lambda self, piece, step: real(self, replace(piece, first=0), step)
 
 
 def test_batch_norm_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:

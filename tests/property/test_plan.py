@@ -94,7 +94,8 @@ def test_a_filled_plan_fits_its_processes(plan: Plan, nproc: int | None) -> None
     with suppress(PlaitError):
         filled = plan.fill(nproc)
         assert all(getattr(filled, axis) >= 1 for axis in AXES)
-        assert filled.ranks == filled.world <= filled.devices
+        assert filled.world <= filled.devices
+        assert filled.ranks == (1 if plan.processes == "one" else filled.world // filled.pp)
         if plan.processes != "one" and nproc is not None:
             assert filled.world == nproc
 

@@ -37,7 +37,7 @@ def evaluated(data: Any, rank: int, ranks: int, model: nn.Module | None = None) 
 
     job = Job(*[int] * 4, batch=3, steps=1, evaluate=Evaluate(lambda: data, metrics))
     mean = evaluate(
-        SimpleNamespace(job=job, place=Place(rank, ranks), plan=Plan(dp=ranks), model=model or nn.Identity(), reducer=None,
+        SimpleNamespace(job=job, place=Place(rank, ranks), plan=Plan(dp=ranks), model=model or nn.Identity(), reducer=None, pipe=None,
                         device=torch.device("cpu"), precision=None, cast=None)
     )  # fmt: skip
     assert mean == ({"ids": sum(i for i, _ in seen) / len(seen)} if seen else {})

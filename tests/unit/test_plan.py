@@ -166,7 +166,7 @@ def test_a_wrong_line_has_its_code_and_its_place(line: str) -> None:
 
 
 def test_all_faults_of_a_line_come_together() -> None:
-    found = problems(Plan.parse, "pd=2 microbatch=3 precision=bf61 compile=maybe words dp=0")
+    found = problems(Plan.parse, "ddp=2 microbatch=3 precision=bf61 compile=maybe words dp=0")
     assert sorted(codes(found)) == ["T001", "T001", "T002", "T002", "T002", "T002"]
     text = "\n".join(p.what for p in found)
     for hint in (

@@ -340,6 +340,18 @@ def test_fsdp_takes_collectives_of_ours() -> None:
         assert callable(getattr(FSDPModule, name))
 
 
+@contract("…._get_fsdp_state", "…._state_ctx", "…._fsdp_param_groups", "…._root_post_backward_final_callback")
+def test_what_ends_the_backward_of_a_sharded_model_is_there() -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    state = FSDPState()
+    assert callable(FSDPModule._get_fsdp_state) and callable(FSDPParamGroup.post_backward)
+    assert state._state_ctx.all_states == [] and state._fsdp_param_groups == []
+    assert callable(state._root_post_backward_final_callback)
+
+
 @contract("…._is_view")
 def test_a_view_is_known_as_one() -> None:
     x = torch.ones(4, requires_grad=True) * 2

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from plait.errors import PlaitError
 from plait.job import load_job
 from plait.outline import outline, short
 from plait.sketch import Figure, Sketch, UnitCall, sketch
+from plait.templates import NOTHING
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -79,7 +81,7 @@ def opened(found: Sketch) -> list[str]:
 
 def test_an_mlp() -> None:
     found = of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)), 4)
-    assert found.calls == (
+    assert tuple(replace(c, template=NOTHING) for c in found.calls) == (
         UnitCall("0", (), each(2 * 4 * 8), each(4 * 4), each(4 * 8), each(4 * 4)),
         UnitCall("3", (0,), each(2 * 8 * 2), each(4 * 8), each(4 * 2), each(4 * 8)),
     )

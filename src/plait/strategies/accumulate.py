@@ -44,13 +44,13 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    smallest = batch // plan.devices
+    smallest = batch // plan.shares
     if plan.microbatches > smallest >= 1:
         yield Problem(
             "P014",
             f"a share of {smallest} samples does not split into {plan.microbatches} micro-batches",
-            why=f"batch {batch} / {plan.devices} devices = {batch / plan.devices:.4g} samples each",
-            fix=(f"microbatches={smallest}", f"--batch {plan.microbatches * plan.devices}"),
+            why=f"batch {batch} / {plan.shares} shares = {batch / plan.shares:.4g} samples each",
+            fix=(f"microbatches={smallest}", f"--batch {plan.microbatches * plan.shares}"),
         )
 
 

@@ -52,7 +52,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    if plan.world > batch:
+    if plan.shares > batch:
         yield Problem(
             "P012",
             f"global batch {batch} does not split over dp={plan.dp}",
@@ -67,10 +67,11 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Any) -> None:
-    batchnorm.synchronise(built.model, built.sketch.batch_norms, built.group)
+    batchnorm.synchronise(built.model, built.sketch.batch_norms, built.peers)
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else ""
-    built.copies = built.group
-    built.reducer = Reducer(built.model, built.group, rider_of(built.plan))
+    built.copies = built.peers
+    rider = rider_of(built.plan) if built.pipe is None else 0
+    built.reducer = Reducer([p for p in built.own.values() if p.requires_grad], built.peers, rider)
 
 
 def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:

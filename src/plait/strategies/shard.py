@@ -81,14 +81,14 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def apply(built: Any) -> None:
     plan, model, device = built.plan, built.model, built.device
     check(built.job, model, plan)
-    batchnorm.synchronise(model, built.sketch.batch_norms, built.group)
-    mesh = init_device_mesh(device.type, (plan.dp, plan.fsdp), mesh_dim_names=("dp", "fsdp"))
-    for parameter in model.parameters():
+    batchnorm.synchronise(model, built.sketch.batch_norms, built.peers)
+    mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.fsdp), mesh_dim_names=("pp", "dp", "fsdp"))
+    for parameter in built.own.values():
         parameter.data = parameter.data.contiguous()
     half = plan_format(plan) if built.cast is None else None
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
-        "ignored_params": {p for p in model.parameters() if not divides(p.shape)},
+        "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in built.own},
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
@@ -114,10 +114,11 @@ def apply(built: Any) -> None:
             module.set_custom_all_gather(Gather())
     if device.type == "cpu":
         gather_ahead(model)
-    materialise(model, device)
-    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter)
+    if built.shares:
+        materialise(model, device)
+    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter, set(built.own))
     built.own, built.copies = built.reducer.own, copies
-    for name, part in built.shares.items():
+    for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
         built.own[name].data.copy_(part)
     built.shares = {}
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else "sample"

@@ -1,0 +1,122 @@
+"""Where to cut a model into stages: boundaries in the order of its unit calls, for balanced time and few bytes across.
+
+A cut is pure arithmetic on a sketch. Stages are stretches of the sequence of unit calls; what later stages need of
+earlier ones (skip connections, encoder outputs, masks computed from them) crosses every boundary between.
+"""
+
+from dataclasses import dataclass
+
+from plait.errors import PlaitError, Problem, did_you_mean
+from plait.sketch import Sketch
+
+SLACK = 1.1
+"""How much longer than the best possible the longest stage may be, for fewer bytes across."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stage of every unit call, and the calls whose outputs cross into each stage from the one before it."""
+
+    stages: int
+    owner: tuple[int, ...]
+    crossing: tuple[tuple[int, ...], ...]
+    """By stage: calls of earlier stages that it or a later one needs. Nothing crosses into stage 0."""
+
+    def units(self, sketch: Sketch, stage: int) -> set[str]:
+        """Names of the units with a call in a stage."""
+        return {call.unit for call, owner in zip(sketch.calls, self.owner) if owner == stage}
+
+
+def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> Cut:
+    """Cut into `stages`. `first`: the first unit of each stage but stage 0, when the user chose.
+
+    P023 when the model has fewer unit calls than stages, or nothing is known of its units.
+    """
+    calls = sketch.calls
+    if len(calls) < stages:
+        why = sketch.unmeasured or f"its units are called {len(calls)} times in a forward pass"
+        fix = (f"at most {max(len(calls), 1)} stages", "Job(units=…) names smaller units")
+        raise PlaitError(Problem("P023", f"the model cannot be cut into {stages} stages", why=why, fix=fix))
+    starts = _given(sketch, stages, first) if first is not None else _balanced(sketch, stages)
+    bounds = [0, *starts, len(calls)]
+    owner = tuple(s for s in range(stages) for _ in range(bounds[s], bounds[s + 1]))
+    return Cut(stages, owner, tuple(_crossing(sketch, owner, s) for s in range(stages)))
+
+
+def _given(sketch: Sketch, stages: int, first: tuple[str, ...]) -> list[int]:
+    if len(first) != stages - 1:
+        what = f"Job(stages=…) names {len(first)} cuts, {stages} stages need {stages - 1}"
+        raise PlaitError(Problem("P023", what, fix=("one unit for the start of each stage but the first",)))
+    names = [call.unit for call in sketch.calls]
+    found = []
+    for unit in first:
+        if unit not in names:
+            what = f"Job(stages=…) names no unit of the model: {unit}        {did_you_mean(unit, sorted(set(names)))}"
+            raise PlaitError(Problem("P023", what, fix=("plait sketch JOB lists the units",)))
+        found.append(names.index(unit))
+    if found != sorted(set(found)) or found[0] == 0:
+        raise PlaitError(Problem("P023", "Job(stages=…) is not in the order of the units' calls", why=", ".join(first)))
+    return found
+
+
+def costs(sketch: Sketch) -> list[float]:
+    """Relative time of every call: operations, and a little for bytes, so that no call is free."""
+    return [c.flops.of(1) + 10.0 * (c.output.of(1) + c.saved.of(1)) + 1.0 for c in sketch.calls]
+
+
+def across(sketch: Sketch) -> list[float]:
+    """Bytes per sample that cross a boundary before each call (and, last, after all of them)."""
+    last = {i: i for i in range(len(sketch.calls))}
+    for j, call in enumerate(sketch.calls):
+        for i in call.needs:
+            last[i] = j
+    for i in sketch.needs:
+        last[i] = len(sketch.calls)
+    size = [c.output.of(1) for c in sketch.calls]
+    return [sum(size[i] for i in range(b) if last[i] >= b) for b in range(len(sketch.calls) + 1)]
+
+
+def _balanced(sketch: Sketch, stages: int) -> list[int]:
+    """The boundaries with the fewest bytes across among those whose longest stage is within `SLACK` of the best."""
+    cost, bytes_ = costs(sketch), across(sketch)
+    total = [0.0]
+    for c in cost:
+        total.append(total[-1] + c)
+    n = len(cost)
+    best = _search(n, stages, lambda a, b: total[b] - total[a], max)[0]
+    limit = best * SLACK
+
+    def bytes_of(a: int, b: int) -> float:
+        return (
+            bytes_[b]
+            if total[b] - total[a] <= limit and b < n
+            else 0.0
+            if total[b] - total[a] <= limit
+            else float("inf")
+        )
+
+    return _search(n, stages, bytes_of, lambda x, y: x + y)[1]
+
+
+def _search(n: int, stages: int, price, join) -> tuple[float, list[int]]:
+    """(smallest joined price, boundaries) of cutting 0 … n into stretches, by dynamic programming."""
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(1, stages + 1):
+        row: dict[int, tuple[float, int]] = {}
+        ends = [n] if stage == stages else range(stage, n - (stages - stage) + 1)
+        for end in ends:
+            row[end] = min(
+                (join(value, price(begin, end)), begin) for begin, (value, _) in rows[-1].items() if begin < end
+            )
+        rows.append(row)
+    bounds, end = [], n
+    for row in reversed(rows[1:]):
+        end = row[end][1]
+        bounds.append(end)
+    return rows[-1][n][0], bounds[-2::-1]
+
+
+def _crossing(sketch: Sketch, owner: tuple[int, ...], stage: int) -> tuple[int, ...]:
+    """Calls before `stage` that it, a later stage, or the model's output needs."""
+    needed = {i for j, call in enumerate(sketch.calls) if owner[j] >= stage for i in call.needs} | set(sketch.needs)
+    return tuple(sorted(i for i in needed if owner[i] < stage)) if stage else ()

@@ -1,0 +1,128 @@
+"""The forward and backward passes of one step on one rank: micro-batch by micro-batch, in threads, or by a pipeline's table.
+
+Every loss enters with its weight over the weight of the global batch, whoever computes it and in whatever order.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.build import Built, call, check_loss, move, nothing
+from plait.data import Batch
+from plait.pipe import Piece
+from plait.steps import Spans
+from plait.strategies.precision import autocast
+from plait.torchseam import leaves
+from plait.wide import Wide
+
+
+class Passes:
+    """Leaves the gradients of this rank's samples in the parameters' `.grad`."""
+
+    def __init__(self, built: Built, spans: Spans):
+        self.built, self.spans = built, spans
+        self.output_bytes = 0
+        """Of the outputs that processes=one gathers on its first device."""
+
+    def pieces(self, batch: Batch, runs: dict[int, float]) -> list[Piece]:
+        """The micro-batches to run, on the device. `runs`: number -> its weight over the global batch's."""
+        built, found = self.built, []
+        for i, weight in runs.items():
+            micro = batch.micro[i]
+            pair = micro.spare if micro.spare and built.lockstep == "sample" else (micro.inputs, micro.targets)
+            inputs, targets = move(pair, built.device, built.cast)
+            samples = micro.count or int(built.lockstep == "sample")
+            scale = weight * (built.scaler.value if built.scaler else 1.0)
+            found.append(Piece(inputs, targets, micro.first, samples, weight, scale))
+        return found
+
+    def run(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Forward and backward of all. `arm` is given the weighted losses when the last backward is about to begin."""
+        built, losses, rider = self.built, list[Tensor](), torch.empty(0)
+        if built.pipe is not None:
+            return self._pipelined(pieces, step, arm)
+        for piece in pieces:
+            last = piece is pieces[-1]
+            if built.reducer is not None:
+                built.reducer.before(last)
+            loss, backward = self.forward(piece, step) if built.replicas is None else self._in_threads(piece, step)
+            if piece.weight:
+                losses.append(loss.double() * piece.weight)
+            if last:
+                rider = arm(losses)
+            self.spans.begin("backward")
+            backward()
+            if built.reducer is not None and not last:
+                built.reducer.after()
+            self.spans.end("backward")
+        return rider if pieces else arm(losses)
+
+    def forward(self, piece: Piece, step: int) -> tuple[Tensor, Callable[[], None]]:
+        """(loss, what runs its backward pass) of one micro-batch."""
+        built = self.built
+        self.spans.begin("forward")
+        with built.randomness.at(step, piece.first, piece.samples):
+            loss = self._loss(self._model(piece), piece)
+        self.spans.end("forward")
+        scaled = loss if piece.scale == 1.0 else loss * piece.scale
+
+        def backward() -> None:
+            with built.randomness.replay():
+                scaled.backward()
+
+        return loss.detach(), backward
+
+    def _model(self, piece: Piece) -> Any:
+        with self._format():
+            return self.built.run(self.built.model, piece.inputs)
+
+    def _loss(self, outputs: Any, piece: Piece) -> Tensor:
+        """The job's loss, or zero for an empty share in a model that communicates: it takes part and adds nothing."""
+        with self._format():
+            whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731
+            loss = whole() if piece.weight else nothing(whole, outputs)
+        check_loss(loss)
+        return loss
+
+    def _format(self) -> AbstractContextManager[Any]:
+        """The number format of the forward pass and the loss."""
+        if self.built.cast is torch.float64 and not self.built.plan.compile:
+            return Wide()
+        return autocast(self.built.device.type, self.built.precision)
+
+    def _pipelined(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        built = self.built
+        built.pipe.number = step
+        self.spans.begin("forward")
+        built.reducer.before(False)
+        losses = built.pipe.step(pieces, self._model, self._loss)
+        self.spans.end("forward")
+        rider = arm(losses)
+        built.reducer.before(True)
+        return rider
+
+    def _in_threads(self, piece: Piece, step: int) -> tuple[Tensor, Callable[[], None]]:
+        built = self.built
+        self.spans.begin("replicate")
+        built.replicas.send_weights()
+        self.spans.end("replicate")
+        self.spans.begin("forward")
+        outputs, back = built.replicas.forward(call, self._format, piece.inputs, step, piece.first, piece.samples)
+        self.spans.end("forward")
+        self.spans.begin("loss")
+        loss = self._loss(outputs, piece)
+        gathered = leaves(outputs)
+        self.output_bytes = sum(o.nbytes for o in gathered if isinstance(o, Tensor))
+        (loss * piece.scale).backward()
+        self.spans.end("loss")
+
+        def backward() -> None:
+            back([o.grad if isinstance(o, Tensor) else None for o in gathered])
+            self.spans.begin("collect")
+            built.replicas.collect()
+            self.spans.end("collect")
+
+        return loss.detach(), backward

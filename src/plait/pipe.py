@@ -1,0 +1,223 @@
+"""Executing a pipeline table on one rank: forwards, backwards, and the tensors that cross between stages.
+
+A rank goes through its row of the table in order. Before an action it waits for what the neighbours send for it; after
+it, it sends on without waiting. Messages carry a tag of their own (stage, micro-batch, which tensor), so the order in
+which they arrive does not matter, and since sending never waits, a table without a deadlock has none here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.actions import Action, Table
+from plait.errors import FAILED, PlaitError, Problem
+from plait.halves import halves
+from plait.staging import Run, Stages
+from plait.templates import tensors
+
+
+@dataclass
+class Piece:
+    """One micro-batch of this rank's share: what the stages run on, and how much it weighs."""
+
+    inputs: Any
+    targets: Any
+    first: int
+    samples: int
+    weight: float
+    """Its weight over the global batch's. 0 when it only takes part."""
+    scale: float
+    """Factor on its loss before backward."""
+
+
+@dataclass
+class _Open:
+    """A stage's forward pass that waits for its backward."""
+
+    leaves: list[Tensor]
+    """Received tensors that gradients are sent back for."""
+    outputs: list[Tensor]
+    """Tensors that gradients will come back for."""
+    loss: Tensor | None
+    run: Run
+    weights: Callable[[], None] = lambda: None
+    """The second half of a split backward."""
+
+
+class Pipe:
+    """This rank's stages, its neighbours and its row of the table."""
+
+    def __init__(self, stages: Stages, group: Any, table: Callable[[int], Table]):
+        self.stages, self.group, self.table = stages, group, table
+        self.rank = group.rank()
+        self.randomness: Any = None
+        self.number = 0
+        """The step, which random numbers are keyed by."""
+        self.sent: list[tuple[Any, Tensor]] = []
+        self.events: list[tuple[str, float, float]] = []
+        """(action, start, seconds) of the last step."""
+
+    def step(
+        self, pieces: list[Piece], forward: Callable[[Piece], Any], loss: Callable[[Any, Piece], Tensor]
+    ) -> list[Tensor]:
+        """Forward and backward of all pieces by the table; the losses, on the rank of the last stage."""
+        self.events, self.given = [], dict[tuple[int, int], dict[int, Any]]()
+        self.back: dict[tuple[int, int], list[Tensor]] = {}
+        self.open: dict[tuple[int, int], _Open] = {}
+        self.losses: list[Tensor] = []
+        if not pieces:
+            return []
+        table = self.table(len(pieces))
+        self.owner = table.owner
+        for action in table.rows[self.rank]:
+            began = perf_counter()
+            piece = pieces[action.micro]
+            if action.kind == "F":
+                self._forward(action, piece, forward, loss)
+            else:
+                with self.randomness.replay():
+                    self._backward(action, piece)
+            self.events.append((str(action), began, perf_counter() - began))
+        for work, _ in self.sent:
+            work.wait()
+        self.sent = []
+        done = [name for name, _, _ in self.events]
+        if done != [str(a) for a in table.rows[self.rank]] or self.open:
+            raise PlaitError(Problem("P026", "the pipeline did not run its table", why=f"ran {' '.join(done)}"), FAILED)
+        return self.losses
+
+    def forward_only(self, inputs: Any, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
+        """(the model's output, True) on the rank of the last stage; elsewhere the output is unknown. No gradients."""
+        self.given, self.owner, output = {}, self.table(1).owner, None
+        for stage in range(self.stages.cut.stages):
+            if self.owner[stage] == self.rank:
+                received, _ = self._received(stage, 0, samples, grad=False)
+                output, run = self.stages.forward(stage, samples, received, call)
+                self._pass_on(stage, 0, run.kept)
+        for work, _ in self.sent:
+            work.wait()
+        self.sent = []
+        return output, self.owner[-1] == self.rank
+
+    # — one action —
+
+    def _forward(
+        self, action: Action, piece: Piece, forward: Callable[[Piece], Any], loss_of: Callable[[Any, Piece], Tensor]
+    ) -> None:
+        stage, micro = action.stage, action.micro
+        received, leaves = self._received(stage, micro, piece.samples, grad=True)
+        last = stage == self.stages.cut.stages - 1
+        with self.randomness.at(self.number, piece.first, piece.samples, stage):
+            output, run = self.stages.forward(stage, piece.samples, received, lambda: forward(piece))
+            loss = loss_of(output, piece) if last else None
+        if loss is not None and piece.weight:
+            self.losses.append(loss.detach().double() * piece.weight)
+        outputs = self._pass_on(stage, micro, run.kept)
+        self.open[stage, micro] = _Open(leaves, outputs, None if loss is None else loss * piece.scale, run)
+
+    def _backward(self, action: Action, piece: Piece) -> None:
+        stage, micro = action.stage, action.micro
+        was = self.open[stage, micro]
+        self.stages.again = was.run
+        if action.kind == "W":
+            was.weights()
+        else:
+            outputs, gradients = self._ends(was, stage, micro, piece)
+            if action.kind == "I" and was.leaves:
+                was.weights = halves(outputs, gradients, was.leaves)
+            elif action.kind == "I":  # nobody waits for gradients of the first stage's inputs
+                was.weights = lambda: _run(outputs, gradients)
+            else:
+                _run(outputs, gradients)
+            self._send_back(was, stage, micro)
+        if action.kind != "I":
+            del self.open[stage, micro]
+
+    def _ends(self, was: _Open, stage: int, micro: int, piece: Piece) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What backward starts from: the loss, or what went to the next stage and the gradients that came back for it."""
+        if was.loss is not None:
+            return ([was.loss], [None]) if was.loss.requires_grad else ([], [])
+        pairs = [(t, g) for t, g in zip(was.outputs, self._gradients(stage, micro, piece)) if t.requires_grad]
+        for t, g in pairs:
+            if t.is_leaf:  # a value that only passes through
+                t.grad = g if t.grad is None else t.grad + g
+        pairs = [(t, g) for t, g in pairs if not t.is_leaf]
+        return [t for t, _ in pairs], [g for _, g in pairs]
+
+    def _send_back(self, was: _Open, stage: int, micro: int) -> None:
+        if not stage:
+            return
+        back = [torch.zeros_like(t) if t.grad is None else t.grad for t in was.leaves]
+        if self.owner[stage - 1] == self.rank:
+            self.back[stage - 1, micro] = back
+        else:
+            self._send(back, self.owner[stage - 1], stage, micro, forward=False)
+
+    # — what crosses —
+
+    def _received(self, stage: int, micro: int, samples: int, grad: bool) -> tuple[dict[int, Any], list[Tensor]]:
+        """Outputs of earlier stages' calls that cross into this one, as leaves; and those that take gradients."""
+        calls = self.stages.cut.crossing[stage]
+        if not calls:
+            return {}, []
+        slots = [slot for call in calls for slot in self.stages.template(call).slots]
+        if self.owner[stage - 1] == self.rank:
+            values = self.given.pop((stage, micro))
+            found = [t.detach() for call in calls for t in tensors(values[call])]
+        else:
+            found = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.stages.device) for s in slots]
+            self._receive(found, self.owner[stage - 1], stage, micro, forward=True)
+        found = [t.requires_grad_(slot.grad and grad) for t, slot in zip(found, slots)]
+        source = iter(found)
+        received = {call: self.stages.template(call).fill(source) for call in calls}
+        return received, [t for t in found if t.requires_grad]
+
+    def _pass_on(self, stage: int, micro: int, kept: dict[int, Any]) -> list[Tensor]:
+        """Send what crosses out of a stage; the tensors that gradients will come back for."""
+        if stage + 1 == self.stages.cut.stages:
+            return []
+        calls = self.stages.cut.crossing[stage + 1]
+        slots = [slot for call in calls for slot in self.stages.template(call).slots]
+        found = [t for call in calls for t in tensors(kept[call])]
+        if self.owner[stage + 1] == self.rank:
+            self.given[stage + 1, micro] = kept
+        else:
+            self._send([t.detach() for t in found], self.owner[stage + 1], stage + 1, micro, forward=True)
+        return [t for t, slot in zip(found, slots) if slot.grad]
+
+    def _gradients(self, stage: int, micro: int, piece: Piece) -> list[Tensor]:
+        if self.owner[stage + 1] == self.rank:
+            return self.back.pop((stage, micro))
+        calls = self.stages.cut.crossing[stage + 1]
+        slots = [slot for call in calls for slot in self.stages.template(call).slots if slot.grad]
+        found = [torch.empty(s.shape(piece.samples), dtype=s.dtype, device=self.stages.device) for s in slots]
+        self._receive(found, self.owner[stage + 1], stage + 1, micro, forward=False)
+        return found
+
+    def _send(self, values: list[Tensor], to: int, boundary: int, micro: int, forward: bool) -> None:
+        for k, t in enumerate(values):
+            t = t.contiguous()
+            work = dist.isend(t, group=self.group, group_dst=to, tag=_tag(boundary, micro, forward, k))
+            self.sent.append((work, t))
+
+    def _receive(self, into: list[Tensor], source: int, boundary: int, micro: int, forward: bool) -> None:
+        works = [
+            dist.irecv(t, group=self.group, group_src=source, tag=_tag(boundary, micro, forward, k))
+            for k, t in enumerate(into)
+        ]
+        for work in works:
+            work.wait()
+
+
+def _run(outputs: list[Tensor], gradients: list[Tensor | None]) -> None:
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+
+
+def _tag(boundary: int, micro: int, forward: bool, k: int) -> int:
+    return ((boundary * 1024 + micro) * 2 + forward) * 64 + k + 32768

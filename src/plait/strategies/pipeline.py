@@ -1,0 +1,192 @@
+"""Pipeline parallelism (pp): each process holds some of the model's units, micro-batches flow through them.
+
+What it does
+    The sequence of unit calls is cut into stages, for balanced time and few bytes across. Every stage runs the model's
+    own forward; units of other stages give what was received, or an unknown (`staging.py`), so no model is rewritten,
+    traced or required to be a chain. A table says in which order a rank runs the forwards and backwards of its
+    micro-batches (`schedules.py`); activations travel to the next stage, their gradients back.
+
+Picture
+    1f1b     rank 0   F0 F1 F2 B0 F3 B1    B2    B3
+             rank 1      F0 F1 . B0 F2 B1 F3 B2 B3
+
+Costs
+    Time: ranks wait while the pipeline fills and drains, the bubble: (p − 1) / (m + p − 1) of the step for p stages and
+    m micro-batches; `interleaved` and zero-bubble schedules wait less. Memory: parameters, gradients and optimizer state
+    of a stage only, activations of the micro-batches under way. Traffic: the activations between stages, the least of
+    all ways to split.
+
+Choose when
+    The model does not fit on one node's devices, or the links between nodes are slow.
+
+Avoid when
+    There are few micro-batches: the bubble eats what is gained. Or few unit calls, which no cut balances.
+
+How it stays exact
+    The loss of a micro-batch enters with its weight over the global batch's, gradients add up in place. A parameter that
+    several stages use (tied, or used by the code between units) lives on each of them, and its gradients are summed over
+    those. Random numbers are keyed by place and sample, which a cut does not change. The norm that clips is that of all
+    stages.
+
+Paper
+    Huang et al. 2019, GPipe (NeurIPS); Narayanan et al. 2019, PipeDream (SOSP); 2021, Megatron-LM (SC), interleaved;
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from plait.cutting import Cut, cut
+from plait.errors import PlaitError, Problem
+from plait.mesh import group_of
+from plait.pipe import Pipe
+from plait.plan import Plan
+from plait.randomness import Region
+from plait.schedules import problems, table
+from plait.sketch import Sketch
+from plait.staged import Staged
+from plait.staging import Stages
+from plait.strategies.strategy import Charge
+
+AXIS = "pp"
+EXACT = True
+SPLIT = ("zb", "zbv", "auto")
+"""Schedules that split backward passes."""
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.pp > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile}
+    for key, given in others.items():
+        if given:
+            yield Problem("P027", f"pp={plan.pp} does not work with {key}", fix=(f'--plan "pp={plan.pp}"',))
+    if plan.shares > batch:
+        why = f"{batch} samples for {plan.shares} pipelines of pp={plan.pp} stages"
+        yield Problem(
+            "P012",
+            f"global batch {batch} does not split over {plan.shares} pipelines",
+            why=why,
+            fix=(f"--batch {plan.shares}",),
+        )
+    if plan.fsdp > 1 and plan.zero == 3 and plan.schedule in SPLIT:
+        what = f"schedule={plan.schedule} does not work with zero=3"
+        why = "the second half of a backward needs parameters that zero=3 has given back after the first"
+        yield Problem("P027", what, why=why, fix=("zero=2", "schedule=1f1b"))
+    for what in problems(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank):
+        yield Problem("P028", what, fix=("schedule=1f1b stages_per_rank=1", "schedule=interleaved stages_per_rank=2"))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    return ()
+
+
+def apply(built: Any) -> None:
+    plan, sketch, place = built.plan, built.sketch, built.place
+    if sketch.host_random:
+        why = "its forward pass draws from Python's or numpy's generator, and not every stage would draw the same"
+        raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("pp=1",)))
+    writing = next((c.unit for c in sketch.calls if c.writes), None)
+    if writing is not None:
+        why = "what it writes is not what it returns, and only that travels between stages"
+        raise PlaitError(
+            Problem("P024", f"unit {writing} changes a tensor that it is given, in place", why=why, fix=("pp=1",))
+        )
+    made = cut(sketch, plan.pp * plan.stages_per_rank, built.job.stages)
+    index = place.rank // plan.shares
+    owner = table(plan.schedule, plan.pp, max(plan.microbatches, 1), plan.stages_per_rank).owner
+    homes = holders(built.own, sketch, made, owner, plan.pp)
+    stages = Stages(built.model, sketch, made, built.device)
+    stages.drop({n for n, ranks in homes.items() if index not in ranks})
+    built.own = {n: p for n, p in built.own.items() if index in homes[n]}
+    built.peers = group_of(plan, place.rank, ("dp", "fsdp"))
+    built.pipe = Pipe(
+        stages,
+        group_of(plan, place.rank, ("pp",)),
+        lru_cache(lambda m: table(plan.schedule, plan.pp, m, plan.stages_per_rank)),
+    )
+    mine = {unit for s in range(made.stages) if owner[s] == index for unit in made.units(sketch, s)}
+    built.sketch = restricted(sketch, set(built.own), mine)
+    shared = {n: ranks for n, ranks in homes.items() if len(ranks) > 1}
+    groups = {ranks: group_of(plan, place.rank, ("pp",), ranks) for ranks in sorted(set(shared.values()))}
+
+    built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
+
+    def finish(_: Any) -> None:
+        stages.skip = _passed(built, sketch)
+        stages.install()
+        built.pipe.randomness = built.randomness
+        trained = [n for n, _, _ in sketch.parameters]
+        built.reducer = Staged(trained, built, plan.dp if plan.fsdp > 1 or plan.dp > 1 else 1)
+        built.reducer.shared = {n: groups[ranks] for n, ranks in sorted(shared.items())}
+        built.reducer.counted = {n for n in built.own if min(homes[n]) == index}
+
+    built.prepared.append(finish)
+
+
+def holders(
+    own: dict[str, Any], sketch: Sketch, made: Cut, owner: tuple[int, ...], ranks: int
+) -> dict[str, tuple[int, ...]]:
+    """The ranks of a pipeline that hold each parameter: those with a unit that has it; all, when code between units may."""
+    found: dict[str, set[int]] = {name: set() for name in own}
+    units = {u.name: u for u in sketch.units}
+    for call, stage in zip(sketch.calls, made.owner):
+        for name in units[call.unit].parameters:
+            found[name].add(owner[stage])
+            if not units[call.unit].closed and name in outside(sketch):
+                found[name] |= set(range(ranks))
+    return {name: tuple(sorted(r or range(ranks))) for name, r in found.items()}
+
+
+def outside(sketch: Sketch) -> set[str]:
+    """Parameters of units that code between units uses too."""
+    return {p for u in sketch.units if not u.closed for p in u.parameters}
+
+
+def restricted(sketch: Sketch, names: set[str], units: set[str]) -> Sketch:
+    """The sketch of the stages of one rank."""
+    number = {i: k for k, i in enumerate(i for i, c in enumerate(sketch.calls) if c.unit in units)}
+    calls = tuple(
+        replace(sketch.calls[i], needs=tuple(number[j] for j in sketch.calls[i].needs if j in number)) for i in number
+    )
+    inside = lambda module: any(module == u or module.startswith(u + ".") for u in units)  # noqa: E731
+    return replace(
+        sketch,
+        parameters=tuple(row for row in sketch.parameters if row[0] in names),
+        frozen=tuple(row for row in sketch.frozen if row[0] in names),
+        batch_norms=tuple(n for n in sketch.batch_norms if inside(n)),
+        units=tuple(u for u in sketch.units if u.name in units),
+        calls=calls,
+        rest=tuple(n for n in sketch.rest if n in names),
+    )
+
+
+def _passed(built: Any, sketch: Sketch) -> Callable[[int], None]:
+    """Tells the random numbers how often modules inside a unit of another stage were called by one call of it."""
+    times = Counter(call.unit for call in sketch.calls)
+    most: dict[str, int] = {}
+    for place in sketch.places:
+        module, number, _ = place.split("#")
+        most[module] = max(most.get(module, 0), int(number or 0))
+    again = {
+        u for u in times if isinstance(vars(built.model.get_submodule(u)).get("forward"), Region)
+    }  # notes itself inside
+    inside = {
+        u: {m: n // times[u] for m, n in most.items() if m.startswith(u + ".") or (m == u and u in again)}
+        for u in times
+        if times[u] > 1
+    }
+
+    def passed(call: int) -> None:
+        built.randomness.passed(inside.get(sketch.calls[call].unit, {}))
+
+    return passed
+
+
+def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+    return ()
