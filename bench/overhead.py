@@ -48,6 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
+from plait.build import call
 from plait.data import split
 from plait.engine import Engine
 from plait.job import Job, load_job
@@ -137,7 +138,7 @@ def loop(job: Job, model: Any, optimizer: Any, loader: Any, backward: Any = None
         factor = job.schedule(seen)
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * factor
-        loss = job.loss(model(inputs), targets)
+        loss = job.loss(call(model, inputs), targets)
         backward(loss)
         clip(model.parameters(), job.clip)
         optimizer.step()

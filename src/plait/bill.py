@@ -20,12 +20,13 @@ from plait.build import check_plan
 from plait.data import Share
 from plait.job import Job
 from plait.making import make_optimizer
+from plait.outline import short
 from plait.plan import Plan
 from plait.rehearsal import Rehearsal, rehearse
 from plait.sharded import divides
 from plait.sketch import Sketch
 from plait.strategies import ORDER
-from plait.strategies.strategy import START, Charge, Moment, held
+from plait.strategies.strategy import Charge, Moment, held
 from plait.torchseam import FakeTensorMode, tree_leaves
 
 CATEGORIES = (
@@ -77,11 +78,11 @@ class Costing:
     done: dict[Any, Rehearsal] = field(default_factory=dict)
 
     @staticmethod
-    def of(job: Job) -> "Costing":
-        """Sketch the job."""
-        model, found = sketched(job)
+    def of(job: Job, found: tuple[nn.Module, Sketch] | None = None) -> "Costing":
+        """Sketch the job, unless `blueprint.sketched` did so already."""
+        model, sketch = found or sketched(job)
         samples = data.checked(job.data(), "Job(data=…)")
-        return Costing(job, model, found, samples)
+        return Costing(job, model, sketch, samples)
 
     def batch(self, count: int) -> tuple[Any, Any]:
         """A micro-batch of so many samples."""
@@ -100,18 +101,44 @@ class Costing:
         """The bill of a plan. Raises its refusals."""
         check_plan(self.job, plan)
         counts = [n for _, n in Share(0, plan.ranks, plan.microbatches).parts(self.job.batch)]
-        found = self.rehearsed(plan, max(counts))
         state, step = _optimizer(self.job, plan, self.sketch)
         charges = [c for s in ORDER if s.wanted(plan) for c in s.price(plan, self.sketch, self.job.weight is not None)]
         charges = [c for c in charges if c.kind == "memory"]
         taken = {c.op for c in charges}
         size = sum(t.nbytes for t in tree_leaves(self.batch(1)) if isinstance(t, Tensor))
         buffers = sum({id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values())
-        own = [*_one_device(plan, self.sketch), held("buffers", buffers, "of the model")]
+        own = [*_one_device(self.sketch), held("buffers", buffers, "of the model")]
         own += [held("batch", size * sum(counts), f"{sum(counts)} samples")]
         own += [held("optimizer", state, "what it keeps from step to step")]
         charges += [c for c in own if c.op not in taken]
-        return _fullest(plan, max(counts), _joined(found.tape, step), charges)
+        bills = []
+        for (count, turns), last in _turns(counts).items():
+            tape = _joined(self.rehearsed(plan, count).tape, step if last else None)
+            bills.append(_fullest(plan, count, tape, [c for c in charges if c.turns <= turns]))
+        return max(bills, key=lambda b: b.total)
+
+
+def _turns(counts: list[int]) -> dict[tuple[int, frozenset[str]], bool]:
+    """The kinds of micro-batches of a step, as (samples, the turns they are), and whether one is the last."""
+    last = len(counts) - 1
+    words = [frozenset({"later" if i else "first", "early" if i < last else "last"}) for i in range(len(counts))]
+    return {(n, turns): "last" in turns for n, turns in zip(counts, words)}
+
+
+def table(found: Bill) -> str:
+    """What `plait sketch --plan` prints: bytes by category, and what they are."""
+    moment = found.moment.replace("start", "before the first unit").replace("end", "the end of backward")
+    lines = [f"memory  {short(found.total)}B per rank under {found.plan}, at most; micro-batches of {found.samples}"]
+    lines.append(f"        at {moment}" if found.moment in ("start", "end") else f"        after {moment}")
+    for category, size in found.categories.items():
+        items = [i for i in found.items if i.category == category]
+        why = "; ".join(f"{i.reason} {short(i.bytes)}B" if len(items) > 1 else i.reason for i in items[:SHOWN])
+        more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+        lines.append(f"  {category:<12}{short(size) + 'B':>8}  {why}{more}")
+    return "\n".join(lines)
+
+
+SHOWN = 3
 
 
 def bill(job: Job, plan: Plan) -> Bill:
@@ -119,11 +146,12 @@ def bill(job: Job, plan: Plan) -> Bill:
     return Costing.of(job).bill(plan)
 
 
-def _one_device(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
+def _one_device(sketch: Sketch) -> Iterable[Charge]:
     for name, shape, dtype in sketch.parameters:
         size = prod(shape) * dtype.itemsize
         yield held("parameters", size, "all of them")
-        yield held("gradients", size, "all of them", (f"gradient {name}", 0) if plan.microbatches == 1 else START)
+        yield held("gradients", size, "all of them", (f"gradient {name}", 0), turns="first")
+        yield held("gradients", size, "all of them", turns="later")
     yield held(
         "parameters", sum(prod(shape) * dtype.itemsize for _, shape, dtype in sketch.frozen), "those not trained"
     )
@@ -156,11 +184,12 @@ def _part(plan: Plan, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (-(-shape[0] // plan.fsdp), *shape[1:]) if plan.fsdp > 1 and divides(shape) else shape
 
 
-def _joined(micro: Tape, step: Tape) -> Tape:
-    """The tape of a micro-batch, then that of the optimizer's step."""
+def _joined(micro: Tape, step: Tape | None) -> Tape:
+    """The tape of a micro-batch, then that of the optimizer's step, if it follows."""
     joined, offset = Tape(list(micro.changes)), 1 + max((c.storage for c in micro.changes), default=0)
     joined.changes.append(Change(0, moment="optimizer"))
-    joined.changes += [Change(c.bytes, c.storage + offset, c.moment) for c in step.changes]
+    changes = step.changes if step is not None else ()
+    joined.changes += [Change(c.bytes, c.storage + offset, c.moment) for c in changes]
     joined.changes.append(Change(0, moment="over"))
     joined.categories |= dict.fromkeys(_kept(micro), "activations")
     return joined

@@ -149,18 +149,28 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 def _sketch_options(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     parser.add_argument("--batch", type=int, default=1, help="samples to show the figures of (1)")
+    parser.add_argument("--plan", help="also the memory that each rank needs under this plan, at the job's batch")
     parser.set_defaults(run=_sketch)
 
 
 def _sketch(options: Any) -> int:
     if options.batch < 1:
         raise PlaitError(Problem("U002", f"--batch {options.batch} is not a whole number ≥ 1"))
-    from plait.blueprint import sketch_of
+    plan = Plan.read(options.plan).fill(None) if options.plan else None
+    from plait.blueprint import sketched
     from plait.job import load_job
     from plait.outline import outline, table
 
-    outlined = outline(sketch_of(load_job(options.job, options.arguments)), options.batch)
-    print(json.dumps(outlined.to_dict()) if options.json else table(outlined, options.job))
+    job = load_job(options.job, options.arguments)
+    found = sketched(job)
+    outlined = outline(found[1], options.batch)
+    facts, text = outlined.to_dict(), table(outlined, options.job)
+    if plan is not None:
+        from plait import bill
+
+        predicted = bill.Costing.of(job, found).bill(plan)
+        facts, text = facts | {"bill": predicted.to_dict()}, f"{text}\n\n{bill.table(predicted)}"
+    print(json.dumps(facts) if options.json else text)
     return 0
 
 

@@ -15,7 +15,7 @@ from plait.plan import Plan
 from plait.sharded import divides, padded
 from plait.sketch import Sketch
 from plait.strategies.precision import plan_format
-from plait.strategies.strategy import START, Charge, Moment, held
+from plait.strategies.strategy import OVER, START, Charge, Moment, held
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class _Group:
     """Whole gradients, as backward leaves them."""
     widened: bool
     """Gathered in another format than they are kept in."""
+
+    @property
+    def label(self) -> str:
+        """As a reader knows it."""
+        return self.first or "what has no unit of its own"
 
 
 def memory(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
@@ -66,28 +71,32 @@ def _group(plan: Plan, sketch: Sketch, names: list[str] | None) -> _Group:
     )
 
 
-def _gather(plan: Plan, group: _Group, asked: Moment, wanted: Moment, dropped: Moment) -> Iterable[Charge]:
+def _gather(
+    plan: Plan, group: _Group, asked: Moment, wanted: Moment, dropped: Moment, *, turns: str = ""
+) -> Iterable[Charge]:
     """The buffer from when it is asked for to when it is copied out of; the whole parameters until they are dropped."""
-    label = group.first or "what has no unit of its own"
-    whole, (name, order) = plan.fsdp * group.parts, wanted
     if group.widened:
-        yield held("temporary", group.parts, f"parts of {label} to send", asked, (asked[0], asked[1] + 1))
-    yield held("gathered", whole, f"buffer of {label}, on its way", asked, (name, order + 1))
-    yield held("gathered", whole, f"parameters of {label}", wanted, dropped)
+        sent = (asked[0], asked[1] + 1)
+        yield held("temporary", group.parts, f"parts of {group.label} to send", asked, sent, turns)
+    whole, copied = plan.fsdp * group.parts, (wanted[0], wanted[1] + 1)
+    yield held("gathered", whole, f"buffer of {group.label}, on its way", asked, copied, turns)
+    yield held("gathered", whole, f"parameters of {group.label}", wanted, dropped, turns)
 
 
 def _forward(plan: Plan, found: list[_Group], root: _Group) -> Iterable[Charge]:
-    early = plan.zero < 3 and plan.microbatches > 1  # there since the first micro-batch
     everything = [(None, root), *((before, here) for before, here in zip([None, *found], found))]
     for before, group in everything:
-        begins = f"forward {group.first}"
-        dropped = (f"forward end {group.last}", 1) if plan.zero == 3 and group is not root else _done(group)
-        if early:
-            label = group.first or "what has no unit of its own"
-            yield held("gathered", plan.fsdp * group.parts, f"parameters of {label}", START, dropped)
-        else:
-            asked = (f"forward {before.first}", 10) if before else (begins, 0)
-            yield from _gather(plan, group, asked, (begins, 2), dropped)
+        begins, done = f"forward {group.first}", _done(group)
+        asked, wanted = (f"forward {before.first}", 10) if before else (begins, 0), (begins, 2)
+        if plan.zero == 3:
+            dropped = done if group is root else (f"forward end {group.last}", 1)
+            yield from _gather(plan, group, asked, wanted, dropped)
+            continue
+        yield from _gather(plan, group, asked, wanted, done, turns="first last")
+        yield from _gather(plan, group, asked, wanted, OVER, turns="first early")
+        whole, label = plan.fsdp * group.parts, f"parameters of {group.label}"
+        yield held("gathered", whole, label, START, done, "later last")
+        yield held("gathered", whole, label, START, OVER, "later early")
 
 
 def _gathered_again(plan: Plan, sketch: Sketch, found: list[_Group], root: _Group) -> Iterable[Charge]:
@@ -115,25 +124,38 @@ _ROOT = _Group("", "", 0, 0, (), False)
 def _sums(plan: Plan, back: list[_Group], root: _Group) -> Iterable[Charge]:
     order = [root if g is _ROOT else g for g in back]
     summed = [(f"backward end {g.first}", 100 * (i + 1)) for i, g in enumerate(order)]
+    once = "last" if plan.zero == 1 else ""
     for i, group in enumerate(order):
-        label = group.first or "what has no unit of its own"
         name, at = summed[i]
         settled = (summed[i + 1][0], summed[i + 1][1] + SETTLED) if i + 1 < len(order) else ("end", 10**6)
-        there = plan.zero == 1 and plan.microbatches > 1
         for parameter, size in group.gradients:
-            since = START if there else (f"gradient {parameter}", 0)
-            yield held("gradients", size, f"whole gradient of {parameter}", since, (name, at + 5))
+            made, sent, why = (f"gradient {parameter}", 0), (name, at + 5), f"whole gradient of {parameter}"
+            if plan.zero > 1:
+                yield held("gradients", size, why, made, sent)
+            else:
+                for since, until, turns in _kept_whole(made, sent):
+                    yield held("gradients", size, why, since, until, turns)
         whole = plan.fsdp * group.sums
-        yield held("exchange", whole, f"gradients of {label} to send", (name, at + 3), settled)
-        yield held("exchange", whole, f"gradients of {label} received", (name, at + 8), settled)
-        yield held("gradients", group.sums, f"1/{plan.fsdp} of those of {label}", (name, at + 6))
-        if plan.zero > 1 and plan.microbatches > 1:
-            yield held("gradients", group.sums, f"sums of earlier micro-batches of {label}", START, ("end", 10**7))
-    if plan.zero > 1 and plan.microbatches > 1 and plan.dp > 1:
-        late = 2 * sum(g.sums for g in order)
-        yield held(
-            "exchange", late, "sums of all micro-batches, to add up over copies", ("end", 10**6 + 1), ("end", 10**7)
-        )
+        yield held("exchange", whole, f"gradients of {group.label} to send", (name, at + 3), settled, once)
+        yield held("exchange", whole, f"gradients of {group.label} received", (name, at + 8), settled, once)
+        yield held("gradients", group.sums, f"1/{plan.fsdp} of those of {group.label}", (name, at + 6), OVER, once)
+        if plan.zero > 1:
+            why = f"sums of earlier micro-batches of {group.label}"
+            yield held("gradients", group.sums, why, START, OVER, "later early")
+            yield held("gradients", group.sums, why, START, ("end", 10**7), "later last")
+    if plan.zero > 1 and plan.dp > 1:
+        late, why = 2 * sum(g.sums for g in order), "sums of all micro-batches, to add up over copies"
+        yield held("exchange", late, why, ("end", 10**6 + 1), ("end", 10**7), "later last")
+
+
+def _kept_whole(made: Moment, sent: Moment) -> Iterable[tuple[Moment, Moment, str]]:
+    """From when and to when gradients are there that are summed in the last micro-batch only."""
+    return (
+        (made, sent, "first last"),
+        (made, OVER, "first early"),
+        (START, sent, "later last"),
+        (START, OVER, "later early"),
+    )
 
 
 SETTLED = 7

@@ -1,5 +1,6 @@
 """The memory of a real training step, measured: what `bill.py` predicts."""
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ def measure(engine: Engine, steps: int = 2) -> Peak:
     for _ in range(steps):
         engine.step(next(source))
     batch = next(source)
+    gc.collect()
     with Allocations() as meter:
         hold(meter, engine, batch)
         meter.moment("forward and backward")

@@ -1,12 +1,15 @@
 """Rehearsing a micro-batch: its forward and backward on fake tensors, with a tape of what is allocated and freed.
 
 What happens inside one process is run as it will be: number format, recomputation, batch statistics over all ranks,
-the loss. What other ranks have part in, and where gradients and parameters are kept, is not: a gradient is dropped as
-soon as it is there, parameters count nothing. Those are charges of the strategies (`price`), which refer to the moments
-noted here by name: "start", "forward u", "forward end u", "loss", "backward u" (the gradient of unit u's output is
-there), "backward end u" (the gradient of its inputs is), "gradient p", "end".
+the loss. Whole numbers are real, because code likes to look at them (which tokens are masked). What other ranks have
+part in, and where gradients and parameters are kept, is not: a gradient is dropped as soon as it is there, parameters
+count nothing. Those are charges of the strategies (`price`), which refer to the moments noted here by name: "start",
+"forward u", "forward end u", "loss", "backward u" (the gradient of unit u's output is there), "backward end u" (the
+gradient of its inputs is), "gradient p", "end".
 """
 
+import gc
+import threading
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait import randomness
 from plait.allocations import Allocations, Tape
+from plait.blueprint import PartlyFake
 from plait.build import call
 from plait.job import Job
 from plait.metering import tensors_in
@@ -25,7 +29,15 @@ from plait.plan import Plan
 from plait.sketch import Sketch
 from plait.strategies import batchnorm, recompute, shard
 from plait.strategies.precision import autocast, plan_format
-from plait.torchseam import FakeTensor, FakeTensorMode, own_buffers, tree_leaves, tree_map_only
+from plait.torchseam import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    own_buffers,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ def rehearse(model: nn.Module, sketch: Sketch, job: Job, plan: Plan, batch: tupl
     fakes = None if sketch.by_values else fakes_of(model)
     if fakes is not None:
         fake(model, fakes, plan_format(plan) if plan.fsdp > 1 else None)
-        batch = tree_map_only(Tensor, fakes.from_tensor, batch)
+        batch = tree_map_only(Tensor, lambda t: fakes.from_tensor(t) if t.is_floating_point() else t, batch)
     meter, gradients = Allocations(), {}
     _wire(model, sketch, plan, meter)
     names = dict(model.named_parameters())
@@ -49,9 +61,11 @@ def rehearse(model: nn.Module, sketch: Sketch, job: Job, plan: Plan, batch: tupl
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_Dropping(name, meter, gradients))
     state = randomness.host_state()
+    gc.collect()
     with ExitStack() as stack:
         if fakes is not None:
-            stack.enter_context(fakes)
+            stack.enter_context(PartlyFake(fakes))
+            stack.enter_context(_Workspaces())
         stack.enter_context(meter)
         meter.hold("", [*names.values(), *model.buffers()], free=True)
         meter.hold("", (t for t in tree_leaves(batch) if isinstance(t, Tensor)), free=True)
@@ -178,3 +192,37 @@ class _Dropouts(TorchFunctionMode):
         shape = input.shape if plain else (*input.shape[:2], *(1 for _ in input.shape[2:]))
         mask = input.detach().new_ones(shape)
         return input.mul_(mask) if inplace else input * mask
+
+
+class _Workspaces(TorchDispatchMode):
+    """Gives fake outputs their real sizes where these are a matter of the library that computes them: it is asked.
+
+    A recurrent layer on CPU keeps a workspace for backward that torch's own rule has as empty.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket.__name__ not in ASKED:
+            return result
+        real: list[Any] = []
+        given = tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs))
+
+        def ask() -> None:
+            made = tree_map(
+                lambda x: torch.empty_strided(*x[:2], dtype=x[2]).zero_() if _is_spec(x) else x, given, is_leaf=_is_spec
+            )
+            real.extend(func(*made[0], **made[1]))  # with gradients on: without, it keeps nothing
+
+        thread = threading.Thread(target=ask)  # modes are those of a thread: there it runs for real
+        thread.start()
+        thread.join()
+        pairs = zip(result, real, strict=True)
+        return tuple(fake if fake.shape == made.shape else fake.new_empty(made.shape) for fake, made in pairs)
+
+
+ASKED = ("mkldnn_rnn_layer",)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 3 and isinstance(x[0], torch.Size)

@@ -37,11 +37,15 @@ class Charge:
     reason: str
     since: Moment = START
     until: Moment = OVER
+    turns: frozenset[str] = frozenset()
+    """Only in a micro-batch that is all of these: `first` or `later`, `early` or `last` (a single one is first and last)."""
 
 
-def held(category: str, size: float, reason: str, since: Moment = START, until: Moment = OVER) -> Charge:
-    """A charge of memory."""
-    return Charge("memory", "", category, 0, round(size), reason, since, until)
+def held(
+    category: str, size: float, reason: str, since: Moment = START, until: Moment = OVER, turns: str = ""
+) -> Charge:
+    """A charge of memory; `turns` are words."""
+    return Charge("memory", "", category, 0, round(size), reason, since, until, frozenset(turns.split()))
 
 
 class Strategy(Protocol):

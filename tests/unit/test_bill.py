@@ -1,0 +1,180 @@
+"""The bill's arithmetic by hand, on a multi-layer perceptron; the meter on what it is hard to see."""
+
+import gc
+import json
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from plait import Job, Plan
+from plait.allocations import Allocations
+from plait.bill import Costing, bill
+from plait.cli import main
+from plait.reducer import fill
+
+WIDTH, BATCH = 100, 60
+PARAMETERS = 4 * (20 * WIDTH + WIDTH + WIDTH * 10 + 10)
+
+
+class Rows:
+    def __len__(self) -> int:
+        return BATCH
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((20,), float(i)), torch.tensor(i % 10)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
+def job(optimizer: Any = torch.optim.SGD, model: Any = mlp) -> Job:
+    return Job(model, nn.functional.cross_entropy, Rows, lambda p: optimizer(p, lr=0.1), BATCH, 10)
+
+
+def of(plan: str, **given: Any) -> dict[str, int]:
+    return bill(job(**given), Plan.parse(plan)).categories
+
+
+# — the meter —
+
+
+def test_the_meter_sees_what_a_step_by_hand_makes() -> None:
+    """What forward keeps: the output of the ReLU, which both it and the head need, and the sum. The rest is freed."""
+    model, x = mlp(), torch.randn(BATCH, 20)
+    with Allocations() as meter:
+        meter.hold("parameters", model.parameters())
+        meter.hold("batch", [x])
+        loss = model(x).sum()
+        forward = meter.tape.level(len(meter.tape.changes))
+        loss.backward()
+        for parameter in model.parameters():
+            meter.label("gradients", parameter.grad)
+        del loss, parameter
+    after = meter.tape.level(len(meter.tape.changes))
+    assert forward == {"parameters": PARAMETERS, "batch": 4 * BATCH * 20, "temporary": 4 * BATCH * WIDTH + 4}
+    assert after == {"parameters": PARAMETERS, "batch": 4 * BATCH * 20, "gradients": PARAMETERS}
+
+
+def test_views_share_resizing_counts_and_what_is_freed_is_gone() -> None:
+    with Allocations() as meter:
+        base = torch.zeros(1000)
+        view = base[10:20]
+        assert meter.tape.peak().total == 4000
+        base.untyped_storage().resize_(0)
+        assert sum(meter.tape.level(len(meter.tape.changes)).values()) == 0
+        base.untyped_storage().resize_(8000)
+        del base
+        assert sum(meter.tape.level(len(meter.tape.changes)).values()) == 8000
+        del view
+    assert sum(meter.tape.level(len(meter.tape.changes)).values()) == 0
+    assert meter.tape.peak().total == 8000
+
+
+def test_the_meter_is_on_in_backward_and_in_what_is_computed_again_there() -> None:
+    inner = nn.Sequential(nn.Linear(50, 4000), nn.ReLU(), nn.Linear(4000, 50))
+    x = torch.randn(10, 50, requires_grad=True)
+    with Allocations() as meter:
+        meter.hold("parameters", inner.parameters(), free=True)
+        y = checkpoint(inner, x, use_reentrant=False)
+        kept = sum(meter.tape.level(len(meter.tape.changes)).values())
+        assert kept < 4 * 10 * 4000
+        meter.moment("backward")
+        y.sum().backward()
+    assert meter.tape.peak().total > 2 * 4 * 10 * 4000
+    assert meter.tape.peak().moment == "backward"
+
+
+def test_nothing_of_the_meter_stays_behind() -> None:
+    before = torch.UntypedStorage.resize_
+    with pytest.raises(ZeroDivisionError), Allocations():
+        raise ZeroDivisionError
+    assert torch.UntypedStorage.resize_ is before
+    with Allocations() as meter:
+        pass
+    torch.zeros(10)
+    assert meter.tape.changes == []
+
+
+# — the bill —
+
+
+def test_one_device() -> None:
+    found = of("dp=1")
+    assert found["parameters"] == PARAMETERS
+    assert found["batch"] == BATCH * (4 * 20 + 8)
+    assert "optimizer" not in found and "host copies" not in found and "gathered" not in found
+
+
+def test_the_optimizers_state_is_found_by_running_it() -> None:
+    assert "optimizer" not in of("dp=1")
+    assert of("dp=1", optimizer=torch.optim.AdamW)["optimizer"] == 2 * PARAMETERS + 4 * 4  # and a step for each
+    momentum = lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)  # noqa: E731
+    assert of("dp=1", optimizer=momentum)["optimizer"] == PARAMETERS
+
+
+def test_copies_hold_gradients_in_buckets_with_a_flag_for_each_and_the_rider() -> None:
+    assert len(fill([((10,), torch.float32)])) == 1
+    assert of("dp=2")["gradients"] == PARAMETERS + 4 * (4 + 3 + 2 * 2)
+    assert of("dp=2")["parameters"] == PARAMETERS
+
+
+def test_shards_hold_parts_padded_to_the_largest() -> None:
+    shapes = [(WIDTH, 20), (WIDTH,), (10, WIDTH), (10,)]
+    for n in (2, 3):
+        parts = sum(4 * -(-s[0] // n) * prod(s[1:]) for s in shapes)
+        found = of(f"fsdp={n}", optimizer=torch.optim.AdamW)
+        assert found["parameters"] == parts
+        assert found["optimizer"] == 2 * parts + 4 * 4
+
+
+def test_host_copies_count_where_the_host_is() -> None:
+    found = of("dp=2 offload=optimizer")
+    assert found["host copies"] in (PARAMETERS, 2 * PARAMETERS)  # with gradients when the fullest moment is the update
+    assert "host copies" not in of("fsdp=2 offload=all")
+
+
+def test_micro_batches_hold_the_activations_of_one() -> None:
+    deep = lambda: nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(20, 20), nn.Tanh())), nn.Linear(20, 10))  # noqa: E731
+    whole, third = (of(plan, model=deep)["activations"] for plan in ("dp=1", "dp=1 microbatches=3"))
+    assert 2 * third < whole < 4 * third
+
+
+def test_recomputation_forgets_and_the_bill_says_so() -> None:
+    blocks = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(20, 64),
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)),
+        nn.Linear(64, 10),
+    )
+    kept = {r: of(f"dp=1 recompute={r}", model=blocks)["activations"] for r in ("none", "selective", "full")}
+    assert kept["full"] < kept["selective"] < kept["none"]
+
+
+def test_the_bill_adds_up_and_is_the_same_every_time() -> None:
+    costing = Costing.of(job(torch.optim.AdamW))
+    plans = [Plan.parse(p) for p in ("dp=1", "dp=2 microbatches=2", "fsdp=2", "fsdp=2 zero=1 microbatches=3", "dp=1")]
+    bills = [costing.bill(plan) for plan in plans]
+    for found in bills:
+        assert found.total == sum(found.categories.values()) == sum(i.bytes for i in found.items)
+        assert all(i.bytes > 0 and i.reason for i in found.items)
+    gc.collect()
+    assert bills[0] == bills[-1] == bill(job(torch.optim.AdamW), plans[0])
+
+
+def test_a_plan_that_cannot_work_has_no_bill() -> None:
+    with pytest.raises(Exception, match="P012"):
+        bill(job(), Plan.parse(f"dp={BATCH + 1}"))
+
+
+def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sketch", "examples/digits/job.py", "--plan", "fsdp=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "per rank under fsdp=2" in shown and "  parameters" in shown and "1/2 of each" in shown
+    assert main(["sketch", "examples/digits/job.py", "--plan", "fsdp=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["bill"]
+    assert found["total"] == sum(found["categories"].values())
+    assert found["plan"] == "fsdp=2"
