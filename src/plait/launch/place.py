@@ -43,6 +43,15 @@ class Place:
             dist.init_process_group(backend, timeout=WAIT)
         return dist.group.WORLD
 
+    def alone(self, device: Any) -> None:
+        """A group of this process only, where there is none: what shards parameters wants one."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            self.joined = True  # the engine leaves it
+
 
 def current() -> Place:
     """The place another launcher gave this process (RANK set), or alone. SIGTERM asks a joined run to stop."""

@@ -48,10 +48,10 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    if plan.offload == "all" and plan.fsdp == 1:
-        what = "offload=all needs fsdp: it copies the parameters of one unit at a time to the device"
-        why = f"fsdp=1, so all {plan.devices} devices hold every parameter all the time"
-        yield Problem("P021", what, why=why, fix=(f'--plan "fsdp={max(2, plan.dp)} offload=all"', "offload=optimizer"))
+    if plan.offload == "all" and plan.fsdp == 1 and plan.dp > 1:
+        what = f"offload=all does not work with copies alone (dp={plan.dp})"
+        why = "it copies the parameters of one unit at a time to the device, which is fsdp's work"
+        yield Problem("P021", what, why=why, fix=(f'--plan "fsdp={plan.dp} offload=all"', "offload=optimizer"))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

@@ -58,19 +58,17 @@ EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.fsdp > 1
+    return plan.fsdp > 1 or plan.offload == "all"
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.processes == "one":
         why, fix = "threads of one process share its memory: there is nothing to shard", (f'--plan "fsdp={plan.fsdp}"',)
         yield Problem("P019", f"fsdp={plan.fsdp} does not work with processes=one", why=why, fix=fix)
-    if plan.devices > batch:
-        what = f"global batch {batch} does not split over {plan.devices} ranks"
-        why = (
-            f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.devices} ranks: {plan.devices - batch} would never have a sample"
-        )
-        yield Problem("P012", what, why=why, fix=(f"--batch {plan.devices}",))
+    if plan.shares > batch:
+        what = f"global batch {batch} does not split over {plan.shares} ranks"
+        why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares} ranks: {plan.shares - batch} would never have a sample"
+        yield Problem("P012", what, why=why, fix=(f"--batch {plan.shares}",))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
@@ -82,6 +80,7 @@ def apply(built: Any) -> None:
     plan, model, device = built.plan, built.model, built.device
     check(built.job, model, plan)
     batchnorm.synchronise(model, built.sketch.batch_norms, built.peers)
+    built.place.alone(device)
     mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.fsdp), mesh_dim_names=("pp", "dp", "fsdp"))
     for parameter in built.own.values():
         parameter.data = parameter.data.contiguous()
@@ -164,10 +163,10 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
         trained += bytes_
         gathers = 1 if zero < 3 else 2 * m if group in twice else m
         sums = m if zero > 1 else 1
-        if all_bytes:
+        if all_bytes and n > 1:
             for op in ("send", "recv_"):
                 yield Charge("traffic", "fsdp", op, gathers * (n - 1), gathers * (n - 1) * all_bytes, f"gather {group}")
-        if bytes_:
+        if bytes_ and n > 1:
             yield Charge("traffic", "fsdp", "alltoall_base_", sums, sums * n * bytes_, f"gradients of {group}")
         if bytes_ and plan.dp > 1 and sums == 1:
             yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
@@ -178,7 +177,7 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
     yield Charge(
         "traffic", "dp", "allreduce_", 1, rider, "loss, norm, stop, samples and time; which parameters were used"
     )
-    if weighted:
+    if weighted and plan.ranks > 1:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     for name in sketch.batch_norms:
         yield from batchnorm.price(name, sketch, plan)
