@@ -4,8 +4,8 @@
     python bench/gpu.py --peak 989 --json        MFU against this many TFLOP/s; a JSON line after the table
     python bench/gpu.py --device cpu             tiny sizes: keeps this script working, its speeds mean nothing
 
-Checks: `plait verify` in float64 of the GPT (with dropout), the digits CNN and the compiled GPT (first: they fork, which
-a process that has used CUDA cannot); `plait train`; a process group of one rank (NCCL on CUDA) with plait's all-reduces;
+Checks: `plait verify` in float64 of the GPT (with dropout), the digits CNN, the compiled and the recomputed GPT, FSDP2
+on one rank and offloading (first: they fork, which a process that has used CUDA cannot); `plait train`; a process group of one rank (NCCL on CUDA) with plait's all-reduces;
 and that the loss falls in 20 steps, by number format and compiled.
 
 Measurements: training steps of a GPT by `Engine` and by a hand-written loop with the same weights, samples and choices
@@ -102,6 +102,7 @@ def one_rank(device: torch.device) -> str:
         dist.all_reduce(numbers)
         assert numbers.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
         alone, ranked = (Engine(load_job(CNN), "dp=1", place=place, device=device.type) for _ in range(2))
+        ranked.built.peers = group
         copies.apply(ranked.built)
         losses = [[e.step(batch).loss for batch, _ in zip(e.batches(), range(3))] for e in (alone, ranked)]
         torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0.0)
@@ -126,10 +127,14 @@ def checks(kind: str) -> list[dict[str, Any]]:
         "verify gpt, dropout 0.1, dp=1": lambda: equal(gpt(small, dropout=0.1), "dp=1", kind),
         "verify cnn, dp=1": lambda: equal(load_job(CNN), "dp=1", kind),
         "verify gpt, dropout 0.1, compile=true": lambda: equal(gpt(small, dropout=0.1), "compile=true", kind),
+        "verify gpt, recompute=full": lambda: equal(gpt(small, dropout=0.1), "recompute=full", kind),
+        "verify gpt, recompute=selective": lambda: equal(gpt(small, dropout=0.1), "recompute=selective", kind),
+        "verify gpt, FSDP2 on one rank": lambda: equal(gpt(small, dropout=0.1), "offload=all microbatches=2", kind),
+        "verify gpt, offload=optimizer": lambda: equal(gpt(small, dropout=0.1), "offload=optimizer", kind),
         f"plait train cnn --device {kind}": lambda: command_line(kind),
         "process group of one rank": lambda: one_rank(device),
     }
-    plans = ("dp=1", "precision=bf16", "precision=fp16", "compile=true")
+    plans = ("dp=1", "precision=bf16", "precision=fp16", "compile=true", "offload=all precision=bf16")
     looks |= {f"20 steps, {plan}": partial(falls, plan, small, device) for plan in plans}
     for name, look in looks.items():
         began, row = perf_counter(), {"check": name, "ok": True}
