@@ -1,5 +1,6 @@
 """Which units' parameters are gathered together, and which with the root: the grain of sharding (`strategies/shard.py`)."""
 
+from plait.errors import PlaitError, Problem
 from plait.sketch import Sketch
 
 GROUP_BYTES = 8 << 20
@@ -49,6 +50,17 @@ def differentiated(sketch: Sketch) -> set[str]:
     for i in reversed(range(len(sketch.calls))):
         reached |= set(sketch.calls[i].needs) if i in reached else set()
     return {call.unit for i, call in enumerate(sketch.calls) if i in reached and call.backward}
+
+
+def check_formats(sketch: Sketch) -> None:
+    """P029 when one group would sum gradients of several number formats in one collective."""
+    formats = {name: dtype for name, _, dtype in sketch.parameters}
+    for group, names in members(sketch).items():
+        found = sorted({str(formats[n]).removeprefix("torch.") for n in names if n in formats})
+        if len(found) > 1:
+            what = f"trained parameters of several number formats are gathered together: {', '.join(found)}"
+            fix = ("one format for all trained parameters", "freeze those of the other", '--plan "dp=…"')
+            raise PlaitError(Problem("P029", what, why=f"in {group or 'the root'}, of fsdp's groups", fix=fix))
 
 
 def members(sketch: Sketch) -> dict[str, list[str]]:

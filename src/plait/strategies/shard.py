@@ -44,7 +44,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from plait.elementwise import check
 from plait.errors import Problem
 from plait.gathered import memory
-from plait.gathering import differentiated, groups, members
+from plait.gathering import check_formats, differentiated, groups, members
 from plait.plan import Plan
 from plait.sharded import DeviceScatter, Gather, Scatter, Shards, divides, padded
 from plait.sketch import Sketch
@@ -79,6 +79,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def apply(built: Any) -> None:
     plan, model, device = built.plan, built.model, built.device
     check(built.job, model, plan)
+    check_formats(built.sketch)
     batchnorm.synchronise(model, built.sketch.batch_norms, built.peers)
     built.place.alone(device)
     mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.fsdp), mesh_dim_names=("pp", "dp", "fsdp"))
