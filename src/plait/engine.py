@@ -29,7 +29,7 @@ from plait.launch.place import Place, current
 from plait.loading import batches
 from plait.passes import Passes
 from plait.plan import Plan
-from plait.steps import Spans, Step, tokens
+from plait.steps import Spans, Step, sort_of, tokens
 from plait.torchseam import scale_
 from plait.weights import load_weights
 
@@ -192,7 +192,7 @@ class Engine:
         loss, stop, *rows, saved = rider.tolist()
         self.checkpoints.heard(self, saved)
         spans = self._spans.taken()
-        self._busy = sum(seconds for name, _, seconds in spans if name in ("forward", "backward", "loss", "replicate"))
+        self._busy = sum(took for name, _, took in spans if sort_of(name) in ("forward", "backward", "loss", "replicate"))
         self._stop = stop > 0
         return Step(
             batch.after.step, loss, float(norm) * unscale, lr, batch.after.samples, batch.size, tokens(batch), skipped, self._stop,

@@ -96,10 +96,10 @@ class Passes:
     def _pipelined(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         built = self.built
         built.pipe.number = step
-        self.spans.begin("forward")
+        self.spans.beat("forward")
         built.reducer.before(False)
         losses = built.pipe.step(pieces, self._model, self._loss)
-        self.spans.end("forward")
+        self.spans.open += built.pipe.clock.spans
         rider = arm(losses)
         built.reducer.before(True)
         return rider

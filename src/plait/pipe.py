@@ -49,6 +49,33 @@ class _Open:
     """The second half of a split backward."""
 
 
+class Clock:
+    """(name, start, seconds) of what takes time in a step, in order: `receive F1.0`, `F1.0`, `send F1.0`, `F1.1`, ….
+
+    The times are the host's, from `time.perf_counter`.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float]] = []
+        self.name, self.open, self.last = "", False, 0.0
+
+    def begin(self, action: Action) -> None:
+        """An action begins; it may receive first."""
+        self.name, self.open, self.last = str(action), True, perf_counter()
+
+    def lap(self, what: str) -> None:
+        """What ends now took all the time since the last one ended."""
+        now = perf_counter()
+        self.spans.append((what + self.name, self.last, now - self.last))
+        self.last = now
+
+    def computed(self) -> None:
+        """What the action computes is done, if that was not said before."""
+        if self.open:
+            self.lap("")
+            self.open = False
+
+
 class Pipe:
     """This rank's stages, its neighbours and its row of the table."""
 
@@ -59,41 +86,44 @@ class Pipe:
         self.number = 0
         """The step, which random numbers are keyed by."""
         self.sent: list[tuple[Any, Tensor]] = []
-        self.events: list[tuple[str, float, float]] = []
-        """(action, start, seconds) of the last step."""
+        self.clock = Clock()
+        """What took time in the last step."""
 
     def step(
         self, pieces: list[Piece], forward: Callable[[Piece], Any], loss: Callable[[Any, Piece], Tensor]
     ) -> list[Tensor]:
         """Forward and backward of all pieces by the table; the losses, on the rank of the last stage."""
-        self.events, self.given = [], dict[tuple[int, int], dict[int, Any]]()
+        self.clock.spans, self.given = [], dict[tuple[int, int], dict[int, Any]]()
         self.back: dict[tuple[int, int], list[Tensor]] = {}
         self.open: dict[tuple[int, int], _Open] = {}
         self.losses: list[Tensor] = []
+        done: list[Action] = []
         if not pieces:
             return []
         table = self.table(len(pieces))
         self.owner = table.owner
         for action in table.rows[self.rank]:
-            began = perf_counter()
+            self.clock.begin(action)
             piece = pieces[action.micro]
             if action.kind == "F":
                 self._forward(action, piece, forward, loss)
             else:
                 with self.randomness.replay():
                     self._backward(action, piece)
-            self.events.append((str(action), began, perf_counter() - began))
+            self.clock.computed()
+            done.append(action)
         for work, _ in self.sent:
             work.wait()
         self.sent = []
-        done = [name for name, _, _ in self.events]
-        if done != [str(a) for a in table.rows[self.rank]] or self.open:
-            raise PlaitError(Problem("P026", "the pipeline did not run its table", why=f"ran {' '.join(done)}"), FAILED)
+        if done != list(table.rows[self.rank]) or self.open:
+            why = f"ran {' '.join(map(str, done))}"
+            raise PlaitError(Problem("P026", "the pipeline did not run its table", why=why), FAILED)
         return self.losses
 
     def forward_only(self, inputs: Any, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
         """(the model's output, True) on the rank of the last stage; elsewhere the output is unknown. No gradients."""
         self.given, self.owner, output = {}, self.table(1).owner, None
+        self.clock.spans = []
         for stage in range(self.stages.cut.stages):
             if self.owner[stage] == self.rank:
                 received, _ = self._received(stage, 0, samples, grad=False)
@@ -200,10 +230,12 @@ class Pipe:
         return found
 
     def _send(self, values: list[Tensor], to: int, boundary: int, micro: int, forward: bool) -> None:
+        self.clock.computed()
         for k, t in enumerate(values):
             t = t.contiguous()
             work = dist.isend(t, group=self.group, group_dst=to, tag=_tag(boundary, micro, forward, k))
             self.sent.append((work, t))
+        self.clock.lap("send ")
 
     def _receive(self, into: list[Tensor], source: int, boundary: int, micro: int, forward: bool) -> None:
         works = [
@@ -212,6 +244,7 @@ class Pipe:
         ]
         for work in works:
             work.wait()
+        self.clock.lap("receive ")
 
 
 def _run(outputs: list[Tensor], gradients: list[Tensor | None]) -> None:

@@ -1,8 +1,9 @@
 """What a rank writes while it trains: metrics (rank 0), events (every rank), and the status that becomes the live line.
 
 An event is something that took time on a rank: ``{"step": 12, "epoch": 0, "start": 352, "size": 32, "spans": [["data", 0.0, 0.0004], …]}``
-with starts and durations in seconds, the starts from the step's first span. `start` and `size` say which samples of
-the epoch's order the step used: together with the seed they are the ledger of samples.
+with starts and durations in seconds, the starts from the step's first span, which began `at` on the host's clock: one
+clock for all ranks of a host. Under `pp` the spans are those of actions: `receive F1.0`, `F1.0`, `send F1.0`. `start` and
+`size` say which samples of the epoch's order the step used: together with the seed they are the ledger of samples.
 """
 
 import json
@@ -19,6 +20,7 @@ from plait.data import Batch
 from plait.engine import Engine, Step
 from plait.errors import PlaitError, Problem
 from plait.run import Run
+from plait.steps import sort_of
 
 COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
 
@@ -48,7 +50,8 @@ class Recorder:
             return
         spent: dict[str, float] = {}
         for name, _, took in step.spans:
-            spent[name] = spent.get(name, 0.0) + took
+            sort = sort_of(name)
+            spent[sort] = spent.get(sort, 0.0) + took
         tokens = step.tokens * step.size // max(1, batch.count)  # ranks hold equal lengths; scale to the batch
         self.recent.append((seconds, spent, step.size, tokens))
         row = {

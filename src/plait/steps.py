@@ -9,7 +9,7 @@ from torch import Tensor
 from plait.data import Batch
 from plait.torchseam import tree_leaves
 
-SPANS = ("data", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer")
+SPANS = ("data", "receive", "send", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer")
 
 
 @dataclass
@@ -33,9 +33,15 @@ class Step:
     stop: bool
     """Some rank was asked to stop: all ranks see it in the same step."""
     spans: list[tuple[str, float, float]]
-    """(name, start, seconds) of what took time on this rank; starts are `time.perf_counter`."""
+    """(name, start, seconds) of what took time on this rank; starts are `time.perf_counter`. Names are those of `SPANS`,
+    and under `pp` those of actions, `receive F1.3`, `F1.3` and `send F1.3`: see `sort_of`."""
     by_rank: list[tuple[int, float]]
     """(samples of this step, seconds computing in the step before) of each rank."""
+
+
+def sort_of(name: str) -> str:
+    """Which of `SPANS` a span counts as: F1.3 is forward, B, I and W are backward, `receive F1.3` is receive."""
+    return _SORTS.get(name[0]) or name.partition(" ")[0]
 
 
 class Spans:
@@ -64,6 +70,7 @@ class Spans:
         return spans
 
 
+_SORTS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 _PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
