@@ -8,6 +8,7 @@ no strategy charges. The fullest moment is found by going through the step.
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class Bill:
     moment: str
     """The named moment that came last."""
     items: tuple[Item, ...]
+    notes: tuple[str, ...] = ()
+    """What the plan does to memory that is not in the bill."""
 
     @property
     def categories(self) -> dict[str, int]:
@@ -108,7 +111,7 @@ class Costing:
         size = sum(t.nbytes for t in tree_leaves(self.batch(1)) if isinstance(t, Tensor))
         buffers = sum({id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values())
         own = [*_one_device(self.sketch), held("buffers", buffers, "of the model")]
-        own += [held("batch", size * sum(counts), f"{sum(counts)} samples")]
+        own += [held("batch", size * sum(counts), f"samples: {sum(counts)}")]
         own += [held("optimizer", state, "what it keeps from step to step")]
         charges += [c for c in own if c.op not in taken]
         bills = []
@@ -127,18 +130,20 @@ def _turns(counts: list[int]) -> dict[tuple[int, frozenset[str]], bool]:
 
 def table(found: Bill) -> str:
     """What `plait sketch --plan` prints: bytes by category, and what they are."""
-    moment = found.moment.replace("start", "before the first unit").replace("end", "the end of backward")
     lines = [f"memory  {short(found.total)}B per rank under {found.plan}, at most; micro-batches of {found.samples}"]
-    lines.append(f"        at {moment}" if found.moment in ("start", "end") else f"        after {moment}")
+    lines.append(f"        fullest after: {MOMENTS.get(found.moment.strip(), found.moment)}")
     for category, size in found.categories.items():
         items = [i for i in found.items if i.category == category]
         why = "; ".join(f"{i.reason} {short(i.bytes)}B" if len(items) > 1 else i.reason for i in items[:SHOWN])
         more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
         lines.append(f"  {category:<12}{short(size) + 'B':>8}  {why}{more}")
+    lines += [f"not in it: {note}" for note in found.notes]
     return "\n".join(lines)
 
 
 SHOWN = 3
+MOMENTS = MappingProxyType({"backward": "the loss", "end": "the end of backward", "forward": "start"})
+"""The model as a whole has no name of its own."""
 
 
 def bill(job: Job, plan: Plan) -> Bill:
@@ -211,7 +216,7 @@ def _fullest(plan: Plan, count: int, tape: Tape, charges: list[Charge]) -> Bill:
     for i, change in enumerate(tape.changes):
         if change.moment and (change.moment not in places or change.moment.startswith("backward end")):
             places[change.moment] = i
-    reasons = {"activations": f"kept for backward, {count} samples", "temporary": "inside forward and backward"}
+    reasons = {"activations": f"kept for backward, samples: {count}", "temporary": "inside forward and backward"}
     steps: list[tuple[int, int, int, tuple[str, str]]] = []
     for i, change in enumerate(tape.changes):
         if change.bytes:
@@ -233,7 +238,16 @@ def _fullest(plan: Plan, count: int, tape: Tape, charges: list[Charge]) -> Bill:
         sums[what] = sums.get(what, 0) + size
     items = sorted((Item(*what[:1], size, what[1]) for what, size in sums.items() if size), key=lambda i: -i.bytes)
     last = max((place, name) for name, place in places.items() if place <= steps[at][0])[1]
-    return Bill(str(plan), count, most, last, tuple(items))
+    return Bill(str(plan), count, most, last, tuple(items), tuple(_notes(plan)))
+
+
+def _notes(plan: Plan) -> Iterable[str]:
+    if plan.compile:
+        yield "what compile=true saves by fusing operators"
+    if plan.processes == "one":
+        yield f"the {plan.dp - 1} other copies of the model that threads of this process compute with"
+    if plan.pp > 1:
+        yield f"pp={plan.pp}: these are the bytes of a rank that has the whole model"
 
 
 def _place(moment: Moment, places: dict[str, int]) -> tuple[int, int] | None:

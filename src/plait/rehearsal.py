@@ -80,9 +80,19 @@ def rehearse(model: nn.Module, sketch: Sketch, job: Job, plan: Plan, batch: tupl
 
 
 def _forward(model: nn.Module, job: Job, plan: Plan, keyed: Any, batch: tuple[Any, Any]) -> Tensor:
-    with autocast("cpu", plan_format(plan)), keyed, torch.enable_grad():
-        outputs = call(model, batch[0])
-        return job.loss(outputs, batch[1])
+    """As `passes.py`: the model and the loss each in a context of the number format, which drops its casts at its end."""
+    with keyed, torch.enable_grad():
+        return _loss(_outputs(model, plan, batch[0]), job, plan, batch[1])
+
+
+def _outputs(model: nn.Module, plan: Plan, inputs: Any) -> Any:
+    with autocast("cpu", plan_format(plan)):
+        return call(model, inputs)
+
+
+def _loss(outputs: Any, job: Job, plan: Plan, targets: Any) -> Tensor:
+    with autocast("cpu", plan_format(plan)):
+        return job.loss(outputs, targets)
 
 
 def fakes_of(model: nn.Module) -> FakeTensorMode:
