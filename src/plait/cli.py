@@ -74,13 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"plait {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="train | verify | sketch | checkpoint | help", parser_class=_Parser
+        required=True, metavar="train | verify | sketch | report | checkpoint | help", parser_class=_Parser
     )
     _train_options(commands.add_parser("train", help="train a job under a plan"))
     _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
     _sketch_options(
         commands.add_parser("sketch", help="show what a job's model costs, unit by unit, without running it")
     )
+    _report_options(commands.add_parser("report", help="draw a step of a run: what each rank did, measured and predicted"))
     _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
     helping = commands.add_parser("help", help="explain an error code, such as P012")
     helping.add_argument("code", nargs="?")
@@ -151,6 +152,22 @@ def _sketch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="samples to show the figures of (1)")
     parser.add_argument("--plan", help="also the memory that each rank needs under this plan, at the job's batch")
     parser.set_defaults(run=_sketch)
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", nargs="?", default="runs/latest", help="a run directory (runs/latest)")
+    parser.add_argument("--timeline", action="store_true", help="write RUN/timeline.html and RUN/trace.json, for Perfetto")
+    parser.add_argument("--step", type=int, metavar="N", help="which step to draw (one that took the median time)")
+    parser.add_argument("--open", action="store_true", help="open the picture in a browser")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=_report)
+
+
+def _report(options: Any) -> int:
+    from plait.report.command import run
+
+    return run(options)
 
 
 def _sketch(options: Any) -> int:
