@@ -1,0 +1,1 @@
+"""What a run looked like, measured beside predicted. Nothing here imports torch."""

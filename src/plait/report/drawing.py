@@ -1,0 +1,203 @@
+"""A timeline as one HTML page that fetches nothing: two SVGs in a box that scrolls, light or dark as the reader likes."""
+
+from html import escape
+from math import ceil
+from statistics import median
+
+from plait import __version__
+from plait.report.spans import COMPUTE, Span
+from plait.report.style import STYLE
+from plait.report.timeline import Block, Row, Timeline
+
+WIDTH, WIDEST, NUMBER = 960, 16000, 17
+"""Pixels: of a picture at least and at most, and of a typical box so that its number fits."""
+ROW, BOX, TOP, AXIS, NAMES = 30, 24, 4, 24, 148
+BOXES = 5000
+"""More are not drawn: a browser becomes slow."""
+WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, gradient of the inputs",
+    "W": "backward, gradient of the weights",
+}
+LEGEND = {
+    "F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights", "receive": "receive",
+    "send": "send", "forward": "forward", "replicate": "replicate", "loss": "loss", "backward": "backward",
+    "collect": "collect", "data": "data", "reduce": "reduce, optimizer",
+}  # fmt: skip
+SORTS = {"I": "B", "receive": "send", "forward": "F", "backward": "B"}
+
+
+def page(found: Timeline) -> str:
+    """The whole page."""
+    ranks = drawn(found)
+    blocks = [("Measured", found.measured)] + ([("Predicted", found.predicted)] if found.predicted else [])
+    scale = _scale([block for _, block in blocks])
+    first = min((b.start for _, block in blocks for row in block.rows for b in row.boxes), default=0.0)
+    last = max((b.end for _, block in blocks for row in block.rows for b in row.boxes), default=0.0)
+    width = round((last - first) * scale) + 24
+    pictures = "".join(_picture(name, found, block, ranks, (first, scale, width)) for name, block in blocks)
+    title = f"{found.run.resolve().name} · step {found.step}"
+    legend = "".join(f'<li><span class="key {kind}"></span>{escape(text)}</li>' for kind, text in _legend(found))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<link rel=\"icon\" href=\"data:,\">\n<style>{STYLE}</style></head><body>\n<h1>{escape(title)}</h1>\n"
+        f"<p>{escape(_summary(found))}</p>\n"
+        + "".join(f'<p class="note">{escape(text)}</p>\n' for text in _notes(found, ranks))
+        + f'<ul class="legend">{legend}</ul>\n'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="timeline">'
+        f'<div style="width:{width + NAMES}px">{pictures}</div></div>\n'
+        f"{_tables(found)}<footer>plait {__version__} · {escape(str(found.run))} · the same as a trace for Perfetto: trace.json</footer>\n"
+        "</body></html>\n"
+    )  # fmt: skip
+
+
+def _legend(found: Timeline) -> list[tuple[str, str]]:
+    """(class, words) of the colours that are in the picture."""
+    there = {b.sort for row in found.measured.rows for b in row.boxes}
+    words: dict[str, list[str]] = {}
+    for sort, text in LEGEND.items():
+        if sort in there and text not in words.setdefault(_class(sort), []):
+            words[_class(sort)].append(text)
+    return [(kind, ", ".join(texts)) for kind, texts in words.items() if texts] + [("k-idle", "idle")]
+
+
+def drawn(found: Timeline) -> list[int]:
+    """Ranks to draw: all, or as many as `BOXES` allows, evenly from the first to the last."""
+    ranks = len(found.measured.rows)
+    blocks = [b for b in (found.measured, found.predicted) if b]
+    total = sum(len(row.boxes) for block in blocks for row in block.rows)
+    if total <= BOXES or ranks <= 2:
+        return list(range(ranks))
+    count = max(2, min(ranks, ranks * BOXES // total))
+    return sorted({round(i * (ranks - 1) / (count - 1)) for i in range(count)})
+
+
+def _summary(found: Timeline) -> str:
+    plan = f"plan {found.plan}"
+    if found.measured.bubble is None:
+        return f"{plan} · no pipeline: where each rank's time went"
+    parts = [plan, f"bubble {percent(found.measured.bubble)} measured"]
+    parts[-1] += f", {percent(found.predicted.bubble)} predicted" if found.predicted else ""
+    parts.append(f"from first to last action {ms(found.measured.makespan)} measured")
+    parts[-1] += f", {ms(found.predicted.makespan)} predicted" if found.predicted else ""
+    return " · ".join(parts)
+
+
+def _notes(found: Timeline, ranks: list[int]) -> list[str]:
+    notes = [found.note] if found.note else []
+    if found.predicted:
+        notes.append(
+            "The number in a box is its micro-batch. Predicted: the planned table, played with the median times of "
+            f"{found.steps} measured step{'s' if found.steps != 1 else ''}."
+        )
+    if len(ranks) < len(found.measured.rows):
+        which = ", ".join(map(str, ranks))
+        notes.append(f"More than {BOXES:,} boxes: of {len(found.measured.rows)} ranks only {which} are drawn.")
+    return notes
+
+
+def _scale(blocks: list[Block]) -> float:
+    """Pixels per second: the picture at least `WIDTH` wide, and wide enough for numbers in typical boxes."""
+    boxes = [b for block in blocks for row in block.rows for b in row.boxes]
+    seconds = max((b.end for b in boxes), default=0.0) - min((b.start for b in boxes), default=0.0)
+    forward = [b.end - b.start for b in boxes if b.sort == "F"]
+    wanted = NUMBER / median(forward) if forward and median(forward) > 0 else 0.0
+    return min(max(WIDTH / seconds, wanted), WIDEST / seconds) if seconds else 1.0
+
+
+def _picture(name: str, found: Timeline, block: Block, ranks: list[int], frame: tuple[float, float, int]) -> str:
+    rows = [row for row in block.rows if row.rank in ranks or found.predicted is block]
+    first, scale, width = frame
+    height = TOP + ROW * len(rows) + AXIS
+    bubble = "" if block.bubble is None else f" · bubble {percent(block.bubble)}"
+    key = name.lower()
+    names = "".join(f'<text x="0" y="{TOP + ROW * i + 17}">{escape(r.label)}</text>' for i, r in enumerate(rows))
+    what = f"{name}: a row per rank, time from left to right"
+    body = "".join(_row(row, TOP + ROW * i, block, frame) for i, row in enumerate(rows))
+    return (
+        f"<h2>{name}{escape(bubble)}</h2>\n"
+        f'<div class="rows"><svg class="names" width="{NAMES}" height="{height}" aria-hidden="true">{names}</svg>'
+        f'<svg class="time" id="{key}" role="img" aria-labelledby="{key}-title {key}-desc" width="{width}" '
+        f'height="{height}"><title id="{key}-title">{escape(what)}</title>'
+        f'<desc id="{key}-desc">{escape(_summary(found))}</desc>\n'
+        f"{body}{_axis(first, scale, width, height)}</svg></div>\n"
+    )
+
+
+def _row(row: Row, y: int, block: Block, frame: tuple[float, float, int]) -> str:
+    first, scale, _ = frame
+    start = 0.0 if block.makespan else min((b.start for b in row.boxes), default=0.0)
+    end = block.makespan or max((b.end for b in row.boxes), default=0.0)
+    x, w = (start - first) * scale, (end - start) * scale
+    idle = f'<rect class="idle" x="{x:.2f}" y="{y}" width="{w:.2f}" height="{BOX}"/>'
+    return f'<g data-rank="{row.rank}">{idle}{"".join(_box(b, row, y, first, scale) for b in row.boxes)}</g>\n'
+
+
+def _box(box: Span, row: Row, y: int, first: float, scale: float) -> str:
+    x, w = (box.start - first) * scale, max((box.end - box.start) * scale, 0.01)
+    at = f"{ms(box.end - box.start)} from {ms(box.start)} on · {row.label}"
+    said, text = box.name, ""
+    if box.about is not None:
+        kind, stage, micro = box.about
+        what = WORDS[kind] if box.sort in COMPUTE else f"{box.sort}, for the {WORDS[kind]}"
+        said = f"{what} · stage {stage} · micro-batch {micro}"
+        text = str(micro) if box.sort in COMPUTE else ""
+    elif w > 7 * len(box.name) + 6:
+        text = box.name
+    label = ""
+    if text and w >= 6.2 * len(text) + 2:
+        label = f'<text x="{x + w / 2:.2f}" y="{y + 16}">{escape(text)}</text>'
+    about = f' data-name="{escape(box.name)}"'
+    rect = f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{BOX}"/>'
+    return f'<g class="{_class(box.sort)}"{about}><title>{escape(said)} · {escape(at)}</title>{rect}{label}</g>'
+
+
+def _class(sort: str) -> str:
+    return f"k-{SORTS.get(sort, sort)}"
+
+
+def _axis(first: float, scale: float, width: int, height: int) -> str:
+    """Ticks at round times, 70 pixels or more apart; 0 is the first action."""
+    step = next(n * 10.0**e for e in range(-9, 9) for n in (1, 2, 5) if n * 10.0**e * scale >= 70)
+    y, parts, k = height - AXIS + 2, [], ceil(first / step)
+    while (k * step - first) * scale < width - 20:
+        x = (k * step - first) * scale
+        anchor = ' class="start"' if x < 20 else ""
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{y + 4}"/>')
+        parts.append(f'<text{anchor} x="{x:.1f}" y="{y + 16}">{ms(k * step)}</text>')
+        k += 1
+    return f'<g class="axis">{"".join(parts)}</g>'
+
+
+def _tables(found: Timeline) -> str:
+    if not found.times:
+        return ""
+    kinds = [kind for kind in COMPUTE if any(k == kind for _, k in found.times)]
+    head = "".join(f"<th>{kind}</th>" for kind in kinds)
+    rows = ""
+    for stage in sorted({s for s, _ in found.times}):
+        cells = "".join(f"<td>{ms(t) if (t := found.times.get((stage, kind))) else ''}</td>" for kind in kinds)
+        rows += f"<tr><th>{stage}</th>{cells}</tr>"
+    first = f"<table><caption>Median time of a micro-batch</caption><tr><th>stage</th>{head}</tr>{rows}</table>"
+    idle = ""
+    shares = len(found.measured.rows) // len(found.predicted.rows) if found.predicted else 1
+    for row in found.measured.rows:
+        told = percent(found.predicted.idle(found.predicted.rows[row.rank // shares])) if found.predicted else ""
+        idle += f"<tr><th>{row.rank}</th><td>{percent(found.measured.idle(row))}</td><td>{told}</td></tr>"
+    head = "<tr><th>rank</th><th>measured</th><th>predicted</th></tr>"
+    return f"{first}\n<table><caption>Share of the time not computing</caption>{head}{idle}</table>\n"
+
+
+def percent(share: float | None) -> str:
+    """27.3 %."""
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, or seconds when they are many."""
+    if abs(seconds) >= 10:
+        return f"{seconds:.3g} s"
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if abs(value) >= 100 or value == round(value) else f"{value:.3g} ms"

@@ -1,0 +1,121 @@
+"""The events of a run as they were written, on one clock: which steps there are, and which one to show."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any, NamedTuple
+
+from plait.errors import PlaitError, Problem
+from plait.plan import Plan
+from plait.run import Run
+
+WARM_UP, KEPT = 3, 200
+"""The first steps are not typical, and the last ones tell enough."""
+COMPUTE = ("F", "B", "I", "W")
+
+
+class Span(NamedTuple):
+    """What took a rank's time from `start` to `end`, in seconds. Its name is one of `plait.steps.SPANS` or an action."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def sort(self) -> str:
+        """F, B, I or W for an action; else the name without what it is about: receive, send, data, reduce, …."""
+        return self.name[0] if self.name[0] in COMPUTE else self.name.partition(" ")[0]
+
+    @property
+    def about(self) -> tuple[str, int, int] | None:
+        """(kind, stage, micro-batch) of the action it is, or is for; None for a span of a whole step."""
+        found = re.fullmatch(r"(?:\w+ )?([FBIW])(\d+)\.(\d+)", self.name)
+        return (found[1], int(found[2]), int(found[3])) if found else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step on all ranks: each rank's spans in order, on one clock."""
+
+    step: int
+    size: int
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first span's start to the last one's end, waiting for data left out: how long the step took."""
+        found = [s for spans in self.ranks for s in spans if s.name != "data"]
+        return max(s.end for s in found) - min(s.start for s in found) if found else 0.0
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches that went through the pipeline; 0 without one."""
+        return len({s.about[2] for spans in self.ranks for s in spans if s.about})
+
+
+def read(run: Run, step: int | None) -> tuple[Plan, list[Measured], Measured]:
+    """(the run's plan, typical steps, the one to show). R003 when there is no run, R004 when it has no such events."""
+    if not (run.path / "plan.toml").is_file():
+        others = sorted(str(p) for p in run.path.parent.glob("*") if (p / "plan.toml").is_file())[-3:]
+        fix = tuple(f"plait report {p} --timeline" for p in others) or ("plait train JOB   makes one",)
+        raise PlaitError(Problem("R003", f"there is no run in {run.path}", fix=fix))
+    plan = Plan.load(run.path / "plan.toml").fill(None)
+    rows = [_rows(run.events(rank), step) for rank in range(plan.world)]
+    common = sorted(set(rows[0]).intersection(*rows[1:]))
+    if step is not None and step not in common:
+        have = f"steps {common[0]} to {common[-1]} are there" if common else "no step was recorded by every rank"
+        raise PlaitError(Problem("R004", f"{run.path} has no events of step {step}", why=have))
+    if not common:
+        why = f"no step was recorded by every one of the {plan.world} ranks in {run.path / 'events'}"
+        raise PlaitError(Problem("R004", f"{run.path} has no events", why=why, fix=("train for a step or more",)))
+    found = {n: _measured(n, [row[n] for row in rows]) for n in common}
+    first = [n for n in common if n > WARM_UP] or common
+    largest = max(found[n].size for n in first)
+    typical = [found[n] for n in first if found[n].size == largest][-KEPT:]
+    middle = median_low(m.seconds for m in typical)
+    shown = next(m for m in typical if m.seconds == middle) if step is None else found[step]
+    return plan, [m for m in typical if m.microbatches == shown.microbatches] or [shown], shown
+
+
+def _rows(path: Path, step: int | None) -> dict[int, Any]:
+    """The last rows of an events file, and that of `step`. A line torn by a kill is left out."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    wanted = [line for line in lines[:-KEPT] if step is not None and line.startswith(b'{"step": %d,' % step)]
+    found = {}
+    for line in (*wanted, *lines[-KEPT:]):
+        try:
+            row = json.loads(line)
+            found[int(row["step"])] = row
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _measured(step: int, rows: list[Any]) -> Measured:
+    """One step of all ranks. Hosts have clocks of their own: there all ranks end the step's last sum together."""
+    ranks = [[Span(n, r["at"] + start, r["at"] + start + took) for n, start, took in r["spans"]] for r in rows]
+    ends = [max((s.end for s in spans if s.name == "reduce"), default=None) for spans in ranks]
+    longest = max(spans[-1].end - spans[0].start for spans in ranks if spans)
+    known = [end for end in ends if end is not None]
+    apart = max(known) - min(known) > longest if len(known) == len(ranks) else False
+    shifted = []
+    for spans, end in zip(ranks, ends):
+        by = (end or 0.0) if apart else 0.0
+        shifted.append(tuple(flat([Span(s.name, s.start - by, s.end - by) for s in spans])))
+    return Measured(step, rows[0]["size"], tuple(shifted))
+
+
+def flat(spans: list[Span]) -> list[Span]:
+    """Spans that do not overlap: one that lies inside another is cut out of it."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        outer = found[-1] if found else None
+        if outer is not None and span.start < outer.end:
+            found[-1] = outer._replace(end=span.start)
+            rest = Span(outer.name, span.end, outer.end)
+            found += [span] + ([rest] if rest.end > rest.start else [])
+        else:
+            found.append(span)
+    return found

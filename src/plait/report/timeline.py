@@ -1,0 +1,197 @@
+"""The picture of a step as values: rows of boxes, one row per rank, measured above predicted.
+
+Predicted is what `plait.simulate` makes of the planned table with the measured median time of each stage's F, B, I and W,
+of handing a message over, and of a message on its way over each boundary between stages. So a difference between the
+two is neither a slow stage nor a slow link but what no table shows: times that vary, and cores or links that are shared.
+
+A *bubble* is counted in both in one way: the share of time × ranks, from the first action's start to the last one's end,
+in which no action computes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from plait.actions import Table
+from plait.plan import Plan
+from plait.report.spans import COMPUTE, Measured, Span, read
+from plait.run import Run
+from plait.schedules import table
+from plait.simulate import Played, hops, simulate
+
+SPANS = 100_000
+"""About how many the medians are of, at most."""
+Link = tuple[str, int, int]
+"""Which message: the F or B (an I counts as one) it is for, with stage and micro-batch."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank did; its boxes do not overlap and are in order."""
+
+    rank: int
+    label: str
+    boxes: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of all ranks, with second 0 at the first action's start. `bubble` and `makespan` are of the pipeline, if any."""
+
+    rows: tuple[Row, ...]
+    bubble: float | None
+    makespan: float
+
+    def idle(self, row: Row) -> float:
+        """The share of the makespan in which this rank computes nothing."""
+        busy = sum(b.end - b.start for b in row.boxes if b.sort in COMPUTE)
+        return 1.0 - busy / self.makespan if self.makespan else 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of a run, measured and, under `pp`, predicted."""
+
+    run: Path
+    plan: Plan
+    step: int
+    steps: int
+    """How many steps the medians are of."""
+    measured: Block
+    predicted: Block | None
+    times: dict[tuple[int, str], float]
+    """Median seconds of each (stage, kind)."""
+    note: str = ""
+
+
+def timeline(path: Path, step: int | None = None) -> Timeline:
+    """The timeline of a run's typical step, or of `step`. R003 and R004 as `read` says."""
+    plan, typical, shown = read(Run(path), step)
+    if not shown.microbatches:
+        start = min(s.start for spans in shown.ranks for s in spans)
+        block = _block([f"rank {r}" for r in range(len(shown.ranks))], shown.ranks, start)
+        return Timeline(path, plan, shown.step, len(typical), block, None, {})
+    planned = table(plan.schedule, plan.pp, shown.microbatches, plan.stages_per_rank) if plan.pp > 1 else None
+    if planned is None or not _ran(planned, plan, shown):
+        labels = [f"rank {r}" for r in range(len(shown.ranks))]
+        note = "This step was run under another plan than the run's last, so nothing is predicted for it."
+        return Timeline(path, plan, shown.step, 1, _block(labels, shown.ranks), None, {}, note)
+    typical = typical[-max(5, SPANS // max(1, sum(map(len, shown.ranks)))) :]
+    times, link, send = medians(planned, plan, typical)
+    labels = [label(r, planned, plan.shares) for r in range(plan.world)]
+    waits = _arrivals(planned, plan, shown)
+    measured = _block(labels, [_received(spans, waits) for spans in shown.ranks])
+    predicted = predict(planned, times, link, send)
+    note = "" if plan.shares == 1 else f"The {plan.shares} pipelines beside each other are predicted as one."
+    return Timeline(path, plan, shown.step, len(typical), measured, predicted, times, note)
+
+
+def label(rank: int, planned: Table, shares: int = 1) -> str:
+    """rank 0 · stage 0; with several stages, rank 0 · stages 0, 3."""
+    mine = [str(s) for s, owner in enumerate(planned.owner) if owner == rank // shares]
+    return f"rank {rank} · stage{'s' if len(mine) > 1 else ''} {', '.join(mine)}"
+
+
+def predict(planned: Table, times: dict[tuple[int, str], float], link: list[float], send: float) -> Block:
+    """The table played with these times of (stage, kind), of each boundary's messages, and of handing one over."""
+    at = lambda s, kind: times.get((s, kind), 0.0)  # noqa: E731
+    stages = range(planned.stages)
+    inputs = [at(s, "I" if (s, "I") in times else "B") for s in stages]
+    played = simulate(planned, [at(s, "F") for s in stages], inputs, [at(s, "W") for s in stages], link, send)
+    rows = _drawn(played, hops(planned.owner, link), send)
+    return _block([label(r, planned) for r in range(planned.ranks)], rows)
+
+
+def medians(
+    planned: Table, plan: Plan, steps: list[Measured]
+) -> tuple[dict[tuple[int, str], float], list[float], float]:
+    """Median seconds of each (stage, kind), of a message over each boundary, and of handing one over."""
+    took: dict[tuple[int, str], list[float]] = {}
+    links: list[list[float]] = [[] for _ in range(planned.stages - 1)]
+    sends: list[float] = []
+    for measured in steps:
+        arrivals = _arrivals(planned, plan, measured)
+        for rank, spans in enumerate(measured.ranks):
+            for s in spans:
+                if s.about is None:
+                    continue
+                kind, stage, _ = s.about
+                if s.sort in COMPUTE:
+                    took.setdefault((stage, kind), []).append(s.end - s.start)
+                elif s.sort == "send":
+                    sends.append(s.end - s.start)
+                elif s in arrivals:
+                    links[stage - 1 if kind == "F" else stage].append(s.end - arrivals[s])
+    return (
+        {key: median(found) for key, found in sorted(took.items())},
+        [median(found) if found else 0.0 for found in links],
+        median(sends) if sends else 0.0,
+    )
+
+
+def _ran(planned: Table, plan: Plan, measured: Measured) -> bool:
+    """Whether these are the actions of the table."""
+    if len(measured.ranks) != plan.world:
+        return False
+    rows = [[s.name for s in spans if s.sort in COMPUTE] for spans in measured.ranks]
+    return all(row == [str(a) for a in planned.rows[r // plan.shares]] for r, row in enumerate(rows))
+
+
+def _arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, float]:
+    """For each receive span, when its message was on its way and the rank there to take it."""
+    sent: dict[tuple[int, Link], Span] = {}
+    for rank, spans in enumerate(measured.ranks):
+        for s in spans:
+            if s.sort == "send" and s.about:
+                kind, stage, micro = s.about
+                to = stage + 1 if kind == "F" else stage - 1
+                sent[rank % plan.shares, ("F" if kind == "F" else "B", to, micro)] = s
+    found: dict[Span, float] = {}
+    for rank, spans in enumerate(measured.ranks):
+        for s in spans:
+            if s.sort == "receive" and s.about:
+                kind, stage, micro = s.about
+                message = sent.get((rank % plan.shares, ("F" if kind == "F" else "B", stage, micro)))
+                if message is not None:
+                    found[s] = min(s.end, max(s.start, message.end))
+    return found
+
+
+def _received(spans: tuple[Span, ...], arrivals: dict[Span, float]) -> list[Span]:
+    """Receive spans without the wait before the message was sent: that is idle."""
+    return [s._replace(start=arrivals.get(s, s.start)) for s in spans]
+
+
+def _drawn(played: Played, links: list[float], send: float) -> list[list[Span]]:
+    """A played table's rows as spans: receive, compute and send of each action."""
+    planned = played.table
+    ends = {("F" if e.action.kind == "F" else "B", e.action.stage, e.action.micro): e.end
+            for e in played.events if e.action.kind != "W"}  # fmt: skip
+    rows: list[list[Span]] = [[] for _ in range(planned.ranks)]
+    for rank, action, start, end in played.events:
+        row, name, forward = rows[rank], str(action), action.kind == "F"
+        before, after = (action.stage - 1, action.stage + 1) if forward else (action.stage + 1, action.stage - 1)
+        other = lambda s, r=rank: 0 <= s < planned.stages and planned.owner[s] != r  # noqa: E731
+        if action.kind != "W" and other(before):
+            sent = ends["F" if forward else "B", before, action.micro]
+            free = max(sent, row[-1].end if row else 0.0)
+            arrived = sent + links[min(before, action.stage)]
+            if arrived > free:
+                row.append(Span(f"receive {name}", free, arrived))
+        sends = action.kind != "W" and other(after)
+        row.append(Span(name, start, end - send * sends))
+        if sends and send:
+            row.append(Span(f"send {name}", end - send, end))
+    return rows
+
+
+def _block(
+    labels: list[str], rows: list[list[Span]] | tuple[tuple[Span, ...], ...], zero: float | None = None
+) -> Block:
+    computing = [s for spans in rows for s in spans if s.sort in COMPUTE]
+    start = min(s.start for s in computing) if zero is None else zero
+    makespan = max(s.end for s in computing) - start if computing else 0.0
+    shifted = [tuple(Span(s.name, s.start - start, s.end - start) for s in spans) for spans in rows]
+    busy = sum(s.end - s.start for s in computing)
+    bubble = 1.0 - busy / (makespan * len(rows)) if makespan else None
+    return Block(tuple(Row(r, name, spans) for r, (name, spans) in enumerate(zip(labels, shifted))), bubble, makespan)
