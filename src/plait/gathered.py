@@ -1,7 +1,7 @@
 """What a rank of a sharded model holds, and when: its parts, and what FSDP2 and `sharded.py` make beside them.
 
 A group's parameters arrive in one buffer and are copied out of it into the whole tensors; its gradients are copied
-into one buffer, sent, received in another, and summed into the part that stays. The next group's buffer is gathered
+into one buffer, sent, and summed into the part that stays. The next group's buffer is gathered
 while this group computes, in both directions. Of two things at one moment, the smaller number comes first.
 """
 
@@ -137,7 +137,8 @@ def _sums(plan: Plan, back: list[_Group], root: _Group) -> Iterable[Charge]:
                     yield held("gradients", size, why, since, until, turns)
         whole = plan.fsdp * group.sums
         yield held("exchange", whole, f"gradients of {group.label} to send", (name, at + 3), settled, once)
-        yield held("exchange", whole, f"gradients of {group.label} received", (name, at + 8), settled, once)
+        others = (plan.fsdp - 2) * group.sums  # the first part arrives where the sum stays
+        yield held("exchange", others, f"gradients of {group.label} received", (name, at + 8), settled, once)
         yield held("gradients", group.sums, f"1/{plan.fsdp} of those of {group.label}", (name, at + 6), OVER, once)
         if plan.zero > 1:
             why = f"sums of earlier micro-batches of {group.label}"

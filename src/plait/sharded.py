@@ -31,6 +31,10 @@ def padded(shape: Sequence[int], ranks: int) -> int:
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
+TAGS = 2**14
+"""Messages that carry gradients have tags above this, those that carry parameters below."""
+
+
 class Gather(FsdpAllGather):
     """Every rank sends its part to every other. `async_op` returns at once; the last part to arrive ends the wait."""
 
@@ -76,8 +80,8 @@ class Scatter(FsdpReduceScatter):
     def __init__(self, copies: Any):
         self.copies = copies
         """The group of ranks that hold copies of this rank's parts, or None."""
-        self.last = True
-        self.open: tuple[Any, Tensor, Tensor, Tensor] | None = None
+        self.last, self.tag = True, 0
+        self.open: tuple[_All, Tensor, Tensor, list[Tensor]] | None = None
         self.sums: list[tuple[Any, Tensor]] = []
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -88,17 +92,24 @@ class Scatter(FsdpReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         self.settle()
-        received = torch.empty_like(input_tensor)
-        work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
-        self.open = (work, received, output_tensor, input_tensor)
+        size, rank = group.size(), group.rank()
+        self.tag = self.tag % 2**14 + 1
+        parts, works, into = input_tensor.chunk(size), [], [output_tensor]
+        into += [torch.empty_like(output_tensor) for _ in range(size - 2)]  # the first part arrives where the sum stays
+        for k, received in enumerate(into, 1):
+            to, source = (rank + k) % size, (rank - k) % size
+            works.append(dist.isend(parts[to], group=group, group_dst=to, tag=TAGS + self.tag))
+            works.append(dist.irecv(received, group=group, group_src=source, tag=TAGS + self.tag))
+        self.open = (_All(works, (input_tensor,)), parts[rank], output_tensor, into[1:])
 
     def settle(self) -> None:
         """Make the sum that is open, and start adding up the copies' sums of it."""
         if self.open is None:
             return
-        work, received, output, _ = self.open
+        work, mine, output, others = self.open
         work.wait()
-        torch.sum(received.view(-1, output.numel()), 0, out=output)
+        for part in (mine, *others):
+            output += part
         self.open = None
         if self.copies is not None and self.last:
             self.sums.append((dist.all_reduce(output, group=self.copies, async_op=True), output))

@@ -168,7 +168,8 @@ def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
             for op in ("send", "recv_"):
                 yield Charge("traffic", "fsdp", op, gathers * (n - 1), gathers * (n - 1) * all_bytes, f"gather {group}")
         if bytes_ and n > 1:
-            yield Charge("traffic", "fsdp", "alltoall_base_", sums, sums * n * bytes_, f"gradients of {group}")
+            for op in ("send", "recv_"):
+                yield Charge("traffic", "fsdp", op, sums * (n - 1), sums * (n - 1) * bytes_, f"gradients of {group}")
         if bytes_ and plan.dp > 1 and sums == 1:
             yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
     if plan.dp > 1 and zero > 1 and m > 1:
