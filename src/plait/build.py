@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from plait.randomness import Randomness
 from plait.sharded import Shards
 from plait.sketch import Sketch, sketch
 from plait.strategies import ORDER, shard
+from plait.strategies.precision import forward_format
 from plait.torchseam import tree_map_only
 
 
@@ -104,7 +106,7 @@ class Built:
 
 def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
     """Refuse what cannot work, all of it at once, before any process starts."""
-    problems = [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
+    problems = plan.idle() + [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
     if problems:
         raise PlaitError(problems)
 
@@ -128,7 +130,8 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     samples = data_module.checked(job.data(), "Job(data=…)")
     example = samples if data_module.is_map(samples) else job.data()  # reading an iterable moves it
     inputs = lambda n: move(data_module.first_samples(example, n)[0], device, cast)  # noqa: E731
-    sketched = _open(sketch(made.fake, inputs, call, job.units), getattr(job.loss, "head", None))
+    once = call if plan.pp == 1 else partial(_as_trained, (plan, cast, device.type))
+    sketched = _open(sketch(made.fake, inputs, once, job.units), getattr(job.loss, "head", None))
     model = made.model
     built = Built(job, plan, place, device, group, model, samples, sketched, cast, own=dict(model.named_parameters()))
     built.shares, built.peers = made.shares, group
@@ -144,6 +147,12 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     for prepare in built.prepared:
         prepare(built.optimizer)
     return built
+
+
+def _as_trained(how: tuple[Plan, torch.dtype | None, str], model: nn.Module, inputs: Any) -> Any:
+    """A call in the number format of training: stages wait for outputs in the format that they will have."""
+    with forward_format(*how):
+        return call(model, inputs)
 
 
 def move(tree: Any, device: torch.device, cast: torch.dtype | None) -> Any:

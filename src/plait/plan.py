@@ -89,6 +89,16 @@ class Plan:
             raise PlaitError(self._not(nproc))
         return self
 
+    def idle(self) -> list[Problem]:
+        """P030 for every key that was given and has no effect under this plan."""
+        needs = {"zero": ("fsdp", self.fsdp), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
+        found = []
+        for key, (axis, size) in needs.items():
+            if size == 1 and key in self.changed() and not (key == "zero" and self.offload == "all"):
+                what = f"{key}={getattr(self, key)} has no effect: there is no {axis} in the plan"
+                found.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
+        return found
+
     def _not(self, nproc: int) -> Problem:
         """P001: the plan does not make `nproc` processes. Proposes another size of the first axis that can have one."""
         used = " × ".join(f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "dp=1"

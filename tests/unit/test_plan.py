@@ -281,3 +281,13 @@ def test_hostile_lines_are_refused_quickly(name: str) -> None:
 @pytest.mark.parametrize("path", named(["a\0b", "\ud800", "a" * 5000, "."]))
 def test_hostile_paths(path: str) -> None:
     assert codes(problems(Plan.read, path)) == ["T003"]
+
+
+@pytest.mark.parametrize("text", ("zero=2", "dp=2 schedule=gpipe", "stages_per_rank=2 fsdp=2"))
+def test_a_key_without_effect_is_refused(text: str) -> None:
+    assert codes(Plan.parse(text).idle()) == ["P030"]
+
+
+@pytest.mark.parametrize("text", ("", "fsdp=2 zero=2", "pp=2 schedule=gpipe", "zero=2 offload=all"))
+def test_a_key_with_effect_is_not(text: str) -> None:
+    assert Plan.parse(text).idle() == []
