@@ -9,7 +9,7 @@ from plait.report.spans import COMPUTE, Span
 from plait.report.style import STYLE
 from plait.report.timeline import Block, Row, Timeline
 
-WIDTH, WIDEST, NUMBER = 960, 16000, 17
+WIDTH, WIDEST, NUMBER = 960, 16000, 14
 """Pixels: of a picture at least and at most, and of a typical box so that its number fits."""
 ROW, BOX, TOP, AXIS, NAMES = 30, 24, 4, 24, 148
 BOXES = 5000
@@ -21,9 +21,9 @@ WORDS = {
     "W": "backward, gradient of the weights",
 }
 LEGEND = {
-    "F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights", "receive": "receive",
-    "send": "send", "forward": "forward", "replicate": "replicate", "loss": "loss", "backward": "backward",
-    "collect": "collect", "data": "data", "reduce": "reduce, optimizer",
+    "F": "F forward", "B": "B backward", "I": "I backward, of inputs", "W": "W backward, of weights",
+    "forward": "forward", "replicate": "replicate", "loss": "loss", "backward": "backward", "collect": "collect",
+    "receive": "receive", "send": "send", "data": "data", "reduce": "reduce, optimizer",
 }  # fmt: skip
 SORTS = {"I": "B", "receive": "send", "forward": "F", "backward": "B"}
 
@@ -91,6 +91,7 @@ def _notes(found: Timeline, ranks: list[int]) -> list[str]:
         notes.append(
             "The number in a box is its micro-batch. Predicted: the planned table, played with the median times of "
             f"{found.steps} measured step{'s' if found.steps != 1 else ''}."
+            + (" Paler boxes are of a rank's further stages." if found.plan.stages_per_rank > 1 else "")
         )
     if len(ranks) < len(found.measured.rows):
         which = ", ".join(map(str, ranks))
@@ -102,8 +103,12 @@ def _scale(blocks: list[Block]) -> float:
     """Pixels per second: the picture at least `WIDTH` wide, and wide enough for numbers in typical boxes."""
     boxes = [b for block in blocks for row in block.rows for b in row.boxes]
     seconds = max((b.end for b in boxes), default=0.0) - min((b.start for b in boxes), default=0.0)
-    forward = [b.end - b.start for b in boxes if b.sort == "F"]
-    wanted = NUMBER / median(forward) if forward and median(forward) > 0 else 0.0
+    took: dict[str, list[float]] = {}
+    for b in boxes:
+        if b.sort in COMPUTE:
+            took.setdefault(b.sort, []).append(b.end - b.start)
+    shortest = min((median(found) for found in took.values()), default=0.0)
+    wanted = NUMBER / shortest if shortest > 0 else 0.0
     return min(max(WIDTH / seconds, wanted), WIDEST / seconds) if seconds else 1.0
 
 
@@ -122,7 +127,7 @@ def _picture(name: str, found: Timeline, block: Block, ranks: list[int], frame: 
         f'<svg class="time" id="{key}" role="img" aria-labelledby="{key}-title {key}-desc" width="{width}" '
         f'height="{height}"><title id="{key}-title">{escape(what)}</title>'
         f'<desc id="{key}-desc">{escape(_summary(found))}</desc>\n'
-        f"{body}{_axis(first, scale, width, height)}</svg></div>\n"
+        f"{_axis(first, scale, width, height)}{body}</svg></div>\n"
     )
 
 
@@ -132,10 +137,14 @@ def _row(row: Row, y: int, block: Block, frame: tuple[float, float, int]) -> str
     end = block.makespan or max((b.end for b in row.boxes), default=0.0)
     x, w = (start - first) * scale, (end - start) * scale
     idle = f'<rect class="idle" x="{x:.2f}" y="{y}" width="{w:.2f}" height="{BOX}"/>'
-    return f'<g data-rank="{row.rank}">{idle}{"".join(_box(b, row, y, first, scale) for b in row.boxes)}</g>\n'
+    stage = min((b.about[1] for b in row.boxes if b.about), default=0)
+    boxes = "".join(_box(b, row, y, frame, bool(b.about) and b.about[1] > stage) for b in row.boxes)
+    return f'<g data-rank="{row.rank}">{idle}{boxes}</g>\n'
 
 
-def _box(box: Span, row: Row, y: int, first: float, scale: float) -> str:
+def _box(box: Span, row: Row, y: int, frame: tuple[float, float, int], further: bool) -> str:
+    """`further`: of a stage that is not the rank's first."""
+    first, scale, _ = frame
     x, w = (box.start - first) * scale, max((box.end - box.start) * scale, 0.01)
     at = f"{ms(box.end - box.start)} from {ms(box.start)} on · {row.label}"
     said, text = box.name, ""
@@ -151,7 +160,7 @@ def _box(box: Span, row: Row, y: int, first: float, scale: float) -> str:
         label = f'<text x="{x + w / 2:.2f}" y="{y + 16}">{escape(text)}</text>'
     about = f' data-name="{escape(box.name)}"'
     rect = f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{BOX}"/>'
-    return f'<g class="{_class(box.sort)}"{about}><title>{escape(said)} · {escape(at)}</title>{rect}{label}</g>'
+    return f'<g class="{_class(box.sort)}{" further" * further}"{about}><title>{escape(said)} · {escape(at)}</title>{rect}{label}</g>'
 
 
 def _class(sort: str) -> str:

@@ -21,6 +21,7 @@ p{margin:0 0 6px}.note,footer,caption{color:var(--soft);font-size:13px}footer{ma
 .k-data rect{fill:var(--data)}.k-reduce rect,.k-optimizer rect,.k-loss rect,.k-replicate rect,.k-collect rect{fill:var(--other)}
 .key.k-F{background:var(--F)}.key.k-B{background:var(--B)}.key.k-W{background:var(--W)}.key.k-send{background:var(--comm)}
 .key.k-data{background:var(--data)}.key.k-reduce,.key.k-optimizer{background:var(--other)}.key.k-idle{background:var(--idle)}
+.further rect{fill-opacity:.6}
 table{display:inline-table;border-collapse:collapse;margin:16px 32px 0 0;font-size:13px;font-variant-numeric:tabular-nums}
 caption{text-align:left;white-space:nowrap;padding-bottom:4px}th,td{padding:2px 14px 2px 0;text-align:right;font-weight:normal}
 """

@@ -111,7 +111,7 @@ def medians(
     sends: list[float] = []
     for measured in steps:
         arrivals = _arrivals(planned, plan, measured)
-        for rank, spans in enumerate(measured.ranks):
+        for spans in measured.ranks:
             for s in spans:
                 if s.about is None:
                     continue

@@ -31,7 +31,7 @@ def _boxes(block: Block, thread: int, zero: float) -> list[dict[str, Any]]:
     found = []
     for row in block.rows:
         for box in row.boxes:
-            event = {
+            event: dict[str, Any] = {
                 "ph": "X", "name": box.name, "cat": CATEGORIES.get(box.sort, box.sort), "pid": row.rank, "tid": thread,
                 "ts": round((box.start - zero) * 1e6, 3), "dur": round((box.end - box.start) * 1e6, 3),
             }  # fmt: skip
