@@ -5,6 +5,7 @@ earlier ones (skip connections, encoder outputs, masks computed from them) cross
 """
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from plait.errors import PlaitError, Problem, did_you_mean
 from plait.sketch import Sketch
@@ -41,6 +42,43 @@ def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> Cu
     bounds = [0, *starts, len(calls)]
     owner = tuple(s for s in range(stages) for _ in range(bounds[s], bounds[s + 1]))
     return Cut(stages, owner, tuple(_crossing(sketch, owner, s) for s in range(stages)))
+
+
+def check(sketch: Sketch, made: Cut, looped: bool) -> None:
+    """P024 when a value goes from a unit to another stage by a way that is not what the unit returns.
+
+    `looped`: a rank has several stages, and so runs the code between units several times.
+    """
+    inside = lambda name: any(f"{name}.".startswith(f"{u.name}.") for u in sketch.units)  # noqa: E731
+    for norm in sketch.batch_norms:
+        if not inside(norm):
+            _refuse(f"{norm} keeps batch statistics and lies in no unit", "every stage would keep others")
+    for buffer in sketch.counting if looped else ():
+        if not inside(buffer):
+            why = "a rank with several stages runs that code once for each"
+            _refuse(f"code between units changes the buffer {buffer} in every forward pass", why)
+    if sketch.differentiates:
+        _refuse("the model takes derivatives in its forward pass", "they go back through units of other stages")
+    for call, owner in zip(sketch.calls, made.owner):
+        unit = f"unit {call.unit}"
+        if call.writes:
+            why = "what it writes is not what it returns, and only that travels between stages"
+            _refuse(f"{unit} changes a tensor that it is given, in place", why)
+        far = [i for i in call.leaks if i < 0 or made.owner[i] != owner]
+        if far:
+            user = "code between units" if far[0] < 0 else f"unit {sketch.calls[far[0]].unit}"
+            why = f"{user} gets a tensor of it from an attribute, a hook or an object; only what it returns travels between stages"
+            _refuse(f"{unit} hands on a value besides what it returns", why)
+        if call.template.varies:
+            why = (
+                "stages know the structure of what they receive from the first samples; tensors may grow, nothing else"
+            )
+            _refuse(f"{unit} returns numbers or a count of tensors that depend on the batch", why)
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    fix = ("return the tensor", "pp=1")
+    raise PlaitError(Problem("P024", what, why=why, fix=fix if "besides" in what else fix[1:]))
 
 
 def _given(sketch: Sketch, stages: int, first: tuple[str, ...]) -> list[int]:

@@ -10,7 +10,7 @@ every operator. Three things are followed:
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,8 @@ class MeteredCall:
     saved: int = 0
     backward: bool = False
     writes: bool = False
+    leaks: set[int] = field(default_factory=set)
+    """Later calls (-1: code between units) that get what it computed by another way than through its output."""
     returned: tuple[Any, tuple[Any, ...]] = (None, ())
     """The structure of its output: `templates.taken`."""
 
@@ -81,6 +83,7 @@ class Meter:
         self.depth = 0
         self.given: list[tuple[Tensor, int]] = []
         self.of: dict[int, frozenset[int]] = {}
+        self.made: dict[int, int] = {}
         self.written: dict[int, frozenset[int]] = {}
         self.kept: dict[int, tuple[int | None, int]] = {}
 
@@ -114,9 +117,15 @@ class Meter:
         self.running = None
         tensors, this = list(tensors_in(output)), frozenset((len(self.seen.calls) - 1,))
         call = self.seen.calls[-1]
+        for tensor in tensors:
+            self.made.pop(id(tensor), None)
         call.output, call.backward = _bytes(tensors), any(t.requires_grad for t in tensors)
-        hidden = {id(t) for t in tensors if t.requires_grad} - {id(leaf) for leaf in leaves(output)}
-        self.seen.opened |= {call.unit} if hidden else set()  # nobody who looks through its output would see these
+        plain = {id(leaf) for leaf in leaves(output)}
+        hidden = [
+            t for t in tensors if id(t) not in plain and id(t) not in self.parameters
+        ]  # nobody who looks through its output would see these
+        self.seen.opened |= {call.unit} if any(t.requires_grad for t in hidden) else set()
+        call.leaks |= {-1} if hidden else set()
         call.returned = taken(output)
         same = {id(t) for t, _ in self.given}
         for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
@@ -130,6 +139,7 @@ class Meter:
     def finish(self, output: Any) -> Metered:
         """The run is over and returned `output`."""
         self.seen.needs = tuple(sorted(self.sources(tensors_in(output))))
+        self._leaked(leaf for leaf in leaves(output) if isinstance(leaf, Tensor))
         for call, size in self.kept.values():
             if call is None:
                 self.seen.saved += size
@@ -157,9 +167,15 @@ class Meter:
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A torch function was called by the model's own code."""
-        if self.running is not None:
-            return
         given = [*flat(args), *flat(kwargs)]
+        self._leaked(given)
+        if self.running is not None:
+            old = {id(t) for t in given}
+            for tensor in flat(result):
+                if id(tensor) not in old and id(tensor) not in self.of:
+                    self.made[id(tensor)] = len(self.seen.calls) - 1
+                    self.alive.append(tensor)
+            return
         found = self.sources(given)
         if not found:
             return
@@ -170,6 +186,14 @@ class Meter:
             self._mark(tensor, found)
             if id(tensor) in inputs:  # in place, or out=
                 self._mark_storage(tensor, found)
+
+    def _leaked(self, tensors: Iterable[Tensor]) -> None:
+        """Note of which calls something is used here that they did not return."""
+        here = -1 if self.running is None else len(self.seen.calls) - 1
+        for tensor in tensors:
+            call = self.made.get(id(tensor), here)
+            if call != here and id(tensor) not in self.of:
+                self.seen.calls[call].leaks.add(here)
 
     def _mark(self, tensor: Tensor, sources: frozenset[int]) -> None:
         self.of[id(tensor)] = sources

@@ -14,9 +14,8 @@ from plait.build import Built, call, check_loss, move, nothing
 from plait.data import Batch
 from plait.pipe import Piece
 from plait.steps import Spans
-from plait.strategies.precision import autocast
+from plait.strategies.precision import forward_format
 from plait.torchseam import leaves
-from plait.wide import Wide
 
 
 class Passes:
@@ -89,9 +88,7 @@ class Passes:
 
     def _format(self) -> AbstractContextManager[Any]:
         """The number format of the forward pass and the loss."""
-        if self.built.cast is torch.float64 and not self.built.plan.compile:
-            return Wide()
-        return autocast(self.built.device.type, self.built.precision)
+        return forward_format(self.built.plan, self.built.cast, self.built.device.type)
 
     def _pipelined(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         built = self.built

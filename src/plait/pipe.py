@@ -94,7 +94,7 @@ class Pipe:
     ) -> list[Tensor]:
         """Forward and backward of all pieces by the table; the losses, on the rank of the last stage."""
         self.clock.spans, self.given = [], dict[tuple[int, int], dict[int, Any]]()
-        self.back: dict[tuple[int, int], list[Tensor]] = {}
+        self.back: dict[tuple[int, int], list[Tensor | None]] = {}
         self.open: dict[tuple[int, int], _Open] = {}
         self.losses: list[Tensor] = []
         done: list[Action] = []
@@ -172,7 +172,8 @@ class Pipe:
         """What backward starts from: the loss, or what went to the next stage and the gradients that came back for it."""
         if was.loss is not None:
             return ([was.loss], [None]) if was.loss.requires_grad else ([], [])
-        pairs = [(t, g) for t, g in zip(was.outputs, self._gradients(stage, micro, piece)) if t.requires_grad]
+        came = self._gradients(stage, micro, piece)
+        pairs = [(t, g) for t, g in zip(was.outputs, came) if g is not None and t.requires_grad]
         for t, g in pairs:
             if t.is_leaf:  # a value that only passes through
                 t.grad = g if t.grad is None else t.grad + g
@@ -182,11 +183,13 @@ class Pipe:
     def _send_back(self, was: _Open, stage: int, micro: int) -> None:
         if not stage:
             return
-        back = [torch.zeros_like(t) if t.grad is None else t.grad for t in was.leaves]
+        back = [t.grad for t in was.leaves]
         if self.owner[stage - 1] == self.rank:
             self.back[stage - 1, micro] = back
-        else:
-            self._send(back, self.owner[stage - 1], stage, micro, forward=False)
+        elif back:  # first, which of them there are: no gradient and one of zeros are not the same to an optimizer
+            there = torch.tensor([g is not None for g in back])
+            found = [g for g in back if g is not None]
+            self._send([there, *found], self.owner[stage - 1], _tag(stage, micro, False))
 
     # — what crosses —
 
@@ -201,7 +204,7 @@ class Pipe:
             found = [t.detach() for call in calls for t in tensors(values[call])]
         else:
             found = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.stages.device) for s in slots]
-            self._receive(found, self.owner[stage - 1], stage, micro, forward=True)
+            self._receive(found, self.owner[stage - 1], _tag(stage, micro, True))
         found = [t.requires_grad_(slot.grad and grad) for t, slot in zip(found, slots)]
         source = iter(found)
         received = {call: self.stages.template(call).fill(source) for call in calls}
@@ -217,31 +220,36 @@ class Pipe:
         if self.owner[stage + 1] == self.rank:
             self.given[stage + 1, micro] = kept
         else:
-            self._send([t.detach() for t in found], self.owner[stage + 1], stage + 1, micro, forward=True)
+            self._send([t.detach() for t in found], self.owner[stage + 1], _tag(stage + 1, micro, True))
         return [t for t, slot in zip(found, slots) if slot.grad]
 
-    def _gradients(self, stage: int, micro: int, piece: Piece) -> list[Tensor]:
+    def _gradients(self, stage: int, micro: int, piece: Piece) -> list[Tensor | None]:
         if self.owner[stage + 1] == self.rank:
             return self.back.pop((stage, micro))
         calls = self.stages.cut.crossing[stage + 1]
         slots = [slot for call in calls for slot in self.stages.template(call).slots if slot.grad]
-        found = [torch.empty(s.shape(piece.samples), dtype=s.dtype, device=self.stages.device) for s in slots]
-        self._receive(found, self.owner[stage + 1], stage + 1, micro, forward=False)
+        if not slots:
+            return []
+        there = torch.empty(len(slots), dtype=torch.bool)
+        tag, source = _tag(stage + 1, micro, False), self.owner[stage + 1]
+        self._receive([there], source, tag)
+        found = [
+            torch.empty(s.shape(piece.samples), dtype=s.dtype, device=self.stages.device) if here else None
+            for s, here in zip(slots, there.tolist())
+        ]
+        self._receive([t for t in found if t is not None], source, tag + 1)
         return found
 
-    def _send(self, values: list[Tensor], to: int, boundary: int, micro: int, forward: bool) -> None:
+    def _send(self, values: list[Tensor], to: int, tag: int) -> None:
         self.clock.computed()
         for k, t in enumerate(values):
             t = t.contiguous()
-            work = dist.isend(t, group=self.group, group_dst=to, tag=_tag(boundary, micro, forward, k))
+            work = dist.isend(t, group=self.group, group_dst=to, tag=tag + k)
             self.sent.append((work, t))
         self.clock.lap("send ")
 
-    def _receive(self, into: list[Tensor], source: int, boundary: int, micro: int, forward: bool) -> None:
-        works = [
-            dist.irecv(t, group=self.group, group_src=source, tag=_tag(boundary, micro, forward, k))
-            for k, t in enumerate(into)
-        ]
+    def _receive(self, into: list[Tensor], source: int, tag: int) -> None:
+        works: list[Any] = [dist.irecv(t, group=self.group, group_src=source, tag=tag + k) for k, t in enumerate(into)]
         for work in works:
             work.wait()
         self.clock.lap("receive ")
@@ -252,5 +260,6 @@ def _run(outputs: list[Tensor], gradients: list[Tensor | None]) -> None:
         torch.autograd.backward(outputs, gradients)
 
 
-def _tag(boundary: int, micro: int, forward: bool, k: int) -> int:
-    return ((boundary * 1024 + micro) * 2 + forward) * 64 + k + 32768
+def _tag(boundary: int, micro: int, forward: bool) -> int:
+    """The first of up to 4,096 tags of what crosses a boundary for a micro-batch."""
+    return ((micro * 64 + boundary % 64) * 2 + forward) * 4096 + 32768

@@ -245,7 +245,7 @@ class Shards:
         for parameter in self.scalars:
             flat = torch.zeros(2, dtype=torch.float64)
             if parameter.grad is not None:
-                flat[0], flat[1] = float(parameter.grad), 1.0
+                flat[0], flat[1] = float(parameter.grad.sum()), 1.0  # an empty one has no item
             dist.all_reduce(flat, group=peers)
             parameter.grad = torch.full_like(parameter, float(flat[0])) if flat[1] else None
 

@@ -75,6 +75,8 @@ class UnitCall:
     """Its output can be differentiated: something in it or before it is trained, and it runs with gradients on."""
     writes: bool = False
     """It changes a tensor that it is given, in place."""
+    leaks: tuple[int, ...] = ()
+    """Later calls (-1: code between units) that get what it computed by another way than through its output."""
     template: Template = NOTHING
     """The structure of what it returns."""
 
@@ -229,7 +231,8 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watch
 def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
     form = template(small.returned, None if large is None else large.returned, PROBES)
-    return UnitCall(small.unit, small.needs, **figures, template=form, backward=small.backward, writes=small.writes)
+    told = {"backward": small.backward, "writes": small.writes, "leaks": tuple(sorted(small.leaks))}
+    return UnitCall(small.unit, small.needs, **figures, template=form, **told)
 
 
 def _fit(small: Any, large: Any, name: str) -> Figure:

@@ -6,7 +6,7 @@ skip connections and whatever else the model's code does between its units simpl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,17 @@ from plait.cutting import Cut
 from plait.errors import FAILED, PlaitError, Problem
 from plait.sketch import Sketch
 from plait.templates import Template, known
-from plait.torchseam import FakeTensor, FakeTensorMode, tree_leaves, tree_map, tree_map_only
+from plait.torchseam import (
+    FakeTensor,
+    FakeTensorMode,
+    leaves,
+    own_buffers,
+    storage_key,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    version,
+)
 
 
 @dataclass
@@ -31,6 +41,8 @@ class Run:
     wanted: frozenset[int]
     """Calls whose outputs later stages need."""
     number: int = 0
+    lost: dict[int, Tensor] = field(default_factory=dict)
+    """By storage: tensors that were to be written with an unknown, and so are unknown themselves."""
 
 
 class Stages:
@@ -44,6 +56,8 @@ class Stages:
         self.current: Run | None = None
         self.again: Run | None = None
         """During a backward pass: the forward pass it belongs to."""
+        self.between: list[nn.Module] = []
+        """Modules with buffers that lie in no unit."""
         self.skip: Callable[[int], None] = lambda call: None
         """Told of every call that another stage makes."""
 
@@ -62,6 +76,8 @@ class Stages:
 
     def install(self) -> None:
         """From now on units run only where they belong."""
+        inside = {id(m) for call in self.sketch.calls for m in self.model.get_submodule(call.unit).modules()}
+        self.between = [m for m in self.model.modules() if id(m) not in inside and own_buffers(m)]
         for name in dict.fromkeys(call.unit for call in self.sketch.calls):
             module = self.model.get_submodule(name)
             module.forward = unit = _Unit(self, name, module)
@@ -81,7 +97,32 @@ class Stages:
             what = f"the forward pass called {run.number} units, the sketch {len(self.sketch.calls)}"
             why = "the model's code takes another course here than in the sketch; stages cannot follow it"
             raise PlaitError(Problem("P024", what, why=why, fix=("pp=1",)), FAILED)
+        self._checked(output if stage + 1 == self.cut.stages else None)
         return output, run
+
+    def _checked(self, output: Any) -> None:
+        """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
+        what = "the model's output depends on a value that only another stage has"
+        if not any(isinstance(t, FakeTensor) for t in leaves(output)):
+            replaced = (
+                n for module in self.between for n, b in own_buffers(module).items() if isinstance(b, FakeTensor)
+            )
+            name = next(replaced, None)
+            if name is None:
+                return
+            what = f"code between units writes a value that only another stage has into the buffer {name}"
+        raise PlaitError(Problem("P024", what, why="only what units return travels", fix=("pp=1",)), FAILED)
+
+    def lose(self, tensor: Tensor) -> None:
+        """A tensor was to be written with an unknown: it is unknown from now on. P024 when it outlives the forward pass."""
+        run, key = self.current, storage_key(tensor)
+        name = next((n for n, b in self.model.named_buffers() if b is tensor or storage_key(b) == key), None)
+        if name is not None:
+            what = f"code between units writes a value that only another stage has into the buffer {name}"
+            why = "each stage would keep another one"
+            raise PlaitError(Problem("P024", what, why=why, fix=("write it inside a unit", "pp=1")), FAILED)
+        if run is not None:
+            run.lost[key] = tensor
 
     def outputs_of(self, call: int, samples: int) -> Any:
         """Unknowns in the shape of what a call returns."""
@@ -176,13 +217,38 @@ class _Unknown(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.stages.inside or not any(isinstance(t, FakeTensor) for t in tree_leaves((args, kwargs))):
+        if self.stages.inside or not any(map(self._unknown, tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
-        args, kwargs = tree_map(self._fake, (args, kwargs))
-        with self.stages.fakes, torch.no_grad():
-            return func(*args, **kwargs)
+        known: list[tuple[Tensor, Tensor, int]] = []
 
-    def _fake(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
-            return leaf
-        return self.stages.fakes.from_tensor(leaf.detach())
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+                return leaf
+            made = self.stages.fakes.from_tensor(leaf.detach())
+            known.append((leaf, made, version(made)))
+            return made
+
+        args, kwargs = tree_map(fake, (args, kwargs))
+        try:
+            with self.stages.fakes, torch.no_grad():
+                result = func(*args, **kwargs)
+        except Exception as error:
+            raise self._refused(func, error) from error
+        for real, made, before in known:
+            if version(made) != before:
+                self.stages.lose(real)
+        return result
+
+    def _unknown(self, leaf: Any) -> bool:
+        lost = self.stages.current.lost if self.stages.current is not None else ()
+        return isinstance(leaf, FakeTensor) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
+
+    def _refused(self, func: Any, error: Exception) -> PlaitError:
+        run, calls = self.stages.current, self.stages.sketch.calls
+        place = f"after unit {calls[run.number - 1].unit}" if run is not None and run.number else "before any unit"
+        what = (
+            f"{place} the model's code asks for numbers that only another stage has: {getattr(func, '__name__', func)}"
+        )
+        told = str(error).partition("\n")[0]
+        why = f"its course, or a shape, depends on values ({type(error).__name__}: {told})"
+        return PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")), FAILED)

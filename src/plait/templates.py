@@ -31,6 +31,8 @@ class Template:
 
     spec: Any
     leaves: tuple[Any, ...]
+    varies: bool = False
+    """Something in it that is no tensor depends on the number of samples."""
 
     def make(self, samples: int, tensor: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Any:
         """The tree, with tensors made by `tensor(shape, dtype)`."""
@@ -64,14 +66,16 @@ def template(
 ) -> Template:
     """From what a call returned in batches of two sizes."""
     rows = []
-    others = large[1] if large is not None and len(large[1]) == len(small[1]) else small[1]
+    varies = large is not None and len(large[1]) != len(small[1])
+    others = large[1] if large is not None and not varies else small[1]
     for one, other in zip(small[1], others):
         if not (isinstance(one, tuple) and len(one) == 3 and isinstance(one[1], torch.dtype)):
             rows.append(one)
+            varies |= isinstance(one, (int, float)) and one != other
             continue
         each = tuple((b - a) / (sizes[1] - sizes[0]) for a, b in zip(one[0], other[0]))
         rows.append(Slot(tuple(a - e * sizes[0] for a, e in zip(one[0], each)), each, one[1], one[2]))
-    return Template(small[0], tuple(rows))
+    return Template(small[0], tuple(rows), varies)
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -82,9 +86,13 @@ def tensors(output: Any) -> list[Tensor]:
 
 def known(output: Any, expected: Template, samples: int, unit: str) -> None:
     """P025 when an output that other stages wait for has another form than the sketch says."""
-    found = [tuple(t.shape) for t in tensors(output)]
-    wanted = [slot.shape(samples) for slot in expected.slots]
+    found = [(tuple(t.shape), t.dtype) for t in tensors(output)]
+    wanted = [(slot.shape(samples), slot.dtype) for slot in expected.slots]
     if found != wanted:
-        what = f"unit {unit} returns tensors of shape {found}, the other stages wait for {wanted}"
-        why = "shapes are those of the first sample, and linear in the number of samples"
+        what = f"unit {unit} returns {_told(found)}, the other stages wait for {_told(wanted)}"
+        why = "shapes and formats are those of the first sample, shapes linear in the number of samples"
         raise PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length",)), FAILED)
+
+
+def _told(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors) or "no tensor"

@@ -39,7 +39,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from plait.cutting import Cut, cut
+from plait.cutting import Cut, check, cut
 from plait.errors import PlaitError, Problem
 from plait.mesh import group_of
 from plait.pipe import Pipe
@@ -91,13 +91,8 @@ def apply(built: Any) -> None:
     if sketch.host_random:
         why = "its forward pass draws from Python's or numpy's generator, and not every stage would draw the same"
         raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("pp=1",)))
-    writing = next((c.unit for c in sketch.calls if c.writes), None)
-    if writing is not None:
-        why = "what it writes is not what it returns, and only that travels between stages"
-        raise PlaitError(
-            Problem("P024", f"unit {writing} changes a tensor that it is given, in place", why=why, fix=("pp=1",))
-        )
     made = cut(sketch, plan.pp * plan.stages_per_rank, built.job.stages)
+    check(sketch, made, plan.stages_per_rank > 1)
     index = place.rank // plan.shares
     owner = table(plan.schedule, plan.pp, max(plan.microbatches, 1), plan.stages_per_rank).owner
     homes = holders(built.own, sketch, made, owner, plan.pp)

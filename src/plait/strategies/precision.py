@@ -36,6 +36,7 @@ from plait.errors import Problem
 from plait.plan import Plan
 from plait.sketch import Sketch
 from plait.strategies.strategy import Charge
+from plait.wide import Wide
 
 AXIS = None
 EXACT = False
@@ -72,6 +73,13 @@ def plan_format(plan: Plan) -> torch.dtype | None:
 def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """The context of the forward pass and the loss."""
     return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
+
+
+def forward_format(plan: Plan, cast: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
+    """The number format of the forward pass and the loss; `cast` is float64 in `verify`, where nothing narrows."""
+    if cast is torch.float64 and not plan.compile:
+        return Wide()
+    return autocast(device, plan_format(plan))
 
 
 @dataclass
