@@ -175,7 +175,7 @@ def _axis(first: float, scale: float, width: int, height: int) -> str:
         x = (k * step - first) * scale
         anchor = ' class="start"' if x < 20 else ""
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{y + 4}"/>')
-        parts.append(f'<text{anchor} x="{x:.1f}" y="{y + 16}">{ms(k * step)}</text>')
+        parts.append(f'<text{anchor} x="{x:.1f}" y="{y + 16}">{ms(k * step).replace("-", "−")}</text>')
         k += 1
     return f'<g class="axis">{"".join(parts)}</g>'
 

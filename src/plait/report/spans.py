@@ -113,7 +113,7 @@ def flat(spans: list[Span]) -> list[Span]:
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
         outer = found[-1] if found else None
         if outer is not None and span.start < outer.end:
-            found[-1] = outer._replace(end=span.start)
+            found[-1] = Span(outer.name, outer.start, span.start)
             rest = Span(outer.name, span.end, outer.end)
             found += [span] + ([rest] if rest.end > rest.start else [])
         else:

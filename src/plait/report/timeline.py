@@ -159,7 +159,7 @@ def _arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, floa
 
 def _received(spans: tuple[Span, ...], arrivals: dict[Span, float]) -> list[Span]:
     """Receive spans without the wait before the message was sent: that is idle."""
-    return [s._replace(start=arrivals.get(s, s.start)) for s in spans]
+    return [Span(s.name, arrivals.get(s, s.start), s.end) for s in spans]
 
 
 def _drawn(played: Played, links: list[float], send: float) -> list[list[Span]]:
