@@ -1,0 +1,90 @@
+"""Cuts of random sequences of calls: balanced within the slack, in order, and everything that is needed crosses."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from plait.cutting import SLACK, Cut, across, check, costs, cut
+from plait.errors import PlaitError
+from plait.sketch import Figure, Sketch, Unit, UnitCall
+
+
+@st.composite
+def sketches(draw: st.DrawFn) -> Sketch:
+    """Up to nine calls of up to nine units, each needing some of the earlier."""
+    calls = []
+    for i in range(draw(st.integers(1, 9))):
+        needs = draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else set()
+        flops, size = draw(st.integers(0, 1000)), draw(st.integers(1, 100))
+        figures = {"inputs": Figure(0, 1), "output": Figure(0, size), "saved": Figure(0, draw(st.integers(0, 50)))}
+        name = f"u{draw(st.integers(0, i))}"
+        calls.append(UnitCall(name, tuple(sorted(needs)), flops=Figure(0, flops), **figures))
+    names = dict.fromkeys(c.unit for c in calls)
+    units = tuple(Unit(n, "Linear", (), 0, True, True) for n in names)
+    output = draw(st.sets(st.integers(0, len(calls) - 1), min_size=1, max_size=3))
+    return Sketch((), units=units, calls=tuple(calls), needs=tuple(sorted(output)))
+
+
+def longest(cost: list[float], bounds: tuple[int, ...]) -> float:
+    return max(sum(cost[a:b]) for a, b in pairwise(bounds))
+
+
+@settings(max_examples=200, deadline=None)
+@given(sketches(), st.integers(1, 5))
+def test_balanced_in_order_and_complete(sketch: Sketch, stages: int) -> None:
+    n = len(sketch.calls)
+    assume(n >= stages)
+    made = cut(sketch, stages)
+    assert list(made.owner) == sorted(made.owner) and set(made.owner) == set(range(stages))
+    bounds = (*(made.owner.index(s) for s in range(stages)), n)
+    every = [(0, *inner, n) for inner in combinations(range(1, n), stages - 1)]
+    cost, moved = costs(sketch), across(sketch)
+    limit = min(longest(cost, b) for b in every) * SLACK
+    assert longest(cost, bounds) <= limit * (1 + 1e-12)
+    best = min(sum(moved[i] for i in b[1:-1]) for b in every if longest(cost, b) <= limit)
+    assert sum(moved[i] for i in bounds[1:-1]) <= best * (1 + 1e-12)
+    _crosses(sketch, made)
+
+
+def _crosses(sketch: Sketch, made: Cut) -> None:
+    """What a stage needs of an earlier one enters it, and every stage on the way; nothing else does."""
+    assert made.crossing[0] == ()
+    for stage in range(1, made.stages):
+        wanted = {i for j, c in enumerate(sketch.calls) if made.owner[j] >= stage for i in c.needs} | set(sketch.needs)
+        assert set(made.crossing[stage]) == {i for i in wanted if made.owner[i] < stage}
+
+
+@settings(max_examples=60, deadline=None)
+@given(sketches(), st.data())
+def test_the_users_own_cuts(sketch: Sketch, data: st.DataObject) -> None:
+    names = [c.unit for c in sketch.calls]
+    firsts = sorted(names.index(n) for n in set(names))[1:]
+    assume(firsts)
+    starts = sorted(data.draw(st.sets(st.sampled_from(firsts), min_size=1)))
+    made = cut(sketch, len(starts) + 1, tuple(names[i] for i in starts))
+    assert [made.owner.index(s) for s in range(1, made.stages)] == starts
+    _crosses(sketch, made)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sketches(), st.integers(1, 4))
+def test_too_many_stages(sketch: Sketch, more: int) -> None:
+    with pytest.raises(PlaitError, match="P023"):
+        cut(sketch, len(sketch.calls) + more)
+
+
+@pytest.mark.parametrize("leaks, refused", (((), False), ((1,), False), ((2,), True), ((-1,), True)))
+def test_leaks_matter_between_stages(leaks: tuple[int, ...], refused: bool) -> None:
+    """A value that a unit hands on besides its output is harmless where the next user is in the same stage."""
+    figures = dict.fromkeys(("flops", "inputs", "output", "saved"), Figure(0, 1))
+    calls = [UnitCall(f"u{i}", (i - 1,) if i else (), **figures, leaks=leaks if i == 0 else ()) for i in range(4)]
+    units = tuple(Unit(c.unit, "Linear", (), 0, True, True) for c in calls)
+    sketch = Sketch((), units=units, calls=tuple(calls), needs=(3,))
+    made = cut(sketch, 2, ("u2",))
+    if refused:
+        with pytest.raises(PlaitError, match="u0 hands on"):
+            check(sketch, made, False)
+    else:
+        check(sketch, made, False)
