@@ -1,0 +1,153 @@
+"""Bugs of pipelines, each injected before the workers are forked; verify sees every one."""
+
+from dataclasses import replace
+from typing import Any
+
+import jobs
+import jobs_pipeline
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait import pipe
+from plait.errors import DIFFERENT
+from plait.passes import Passes
+from plait.plan import Plan
+from plait.randomness import Randomness
+from plait.staged import Staged
+from plait.staging import Stages
+from plait.verify import verify
+
+DEEP, ROOT = jobs_pipeline.LISTED["deep"], jobs_pipeline.LISTED["root_gpt"]
+
+
+def sees(job: Any, plan: str, probe: str, name: str = "") -> None:
+    verdict = verify(job, Plan.parse(plan))
+    assert verdict.exit_code == DIFFERENT
+    assert probe in [p.code for p in verdict.probes if not p.equal], verdict.to_dict()
+    assert name in verdict.parameter, verdict.to_dict()
+
+
+def test_a_tied_gradient_not_summed_over_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """19, 20: each stage goes on with its own part of the gradient."""
+    monkeypatch.setattr(Staged, "_share", lambda self: None)
+    sees(ROOT(), "pp=2 microbatches=2", "R", "")
+    sees(jobs_pipeline.HARD["shared_norm"](), "pp=2 microbatches=2", "G", "norm.weight")
+
+
+def test_a_tied_parameter_counted_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """21: every stage that holds it counts it."""
+    real = Staged.finish
+
+    def finish(self: Any) -> Any:
+        self.counted = set(self.own)
+        return real(self)
+
+    monkeypatch.setattr(Staged, "finish", finish)
+    sees(ROOT(), "pp=2 microbatches=2", "U2")
+
+
+def test_clipped_by_the_norm_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """21: each stage clips by what it holds."""
+    monkeypatch.setattr(Staged, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
+    sees(jobs.groups(), "pp=2 microbatches=2", "U2")
+
+
+def test_the_loss_scaled_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1, 4: every micro-batch counts alike, whatever it holds."""
+    real = Passes.pieces
+
+    def pieces(self: Any, batch: Any, runs: Any) -> Any:
+        found = real(self, batch, runs)
+        return [replace(piece, scale=1.0 / len(found)) for piece in found]
+
+    monkeypatch.setattr(Passes, "pieces", pieces)
+    sees(jobs.ragged(), "pp=2 microbatches=2", "G", "embed.weight")
+
+
+def test_the_loss_not_scaled_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3: a sum over the micro-batches. Adam never shows it."""
+    real = Passes.pieces
+    monkeypatch.setattr(Passes, "pieces", lambda self, b, runs: [replace(p, scale=1.0) for p in real(self, b, runs)])
+    sees(jobs.groups(), "pp=2 microbatches=2", "G", "0.weight")
+
+
+def test_gradients_averaged_over_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4: torch's `scale_grads` on top of a loss that is a mean already."""
+    real = pipe.Pipe.step
+
+    def step(self: Any, pieces: Any, *args: Any) -> Any:
+        losses = real(self, pieces, *args)
+        for parameter in self.stages.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(pieces)
+        return losses
+
+    monkeypatch.setattr(pipe.Pipe, "step", step)
+    sees(jobs.groups(), "pp=2 microbatches=2", "G", "0.weight")
+
+
+def test_only_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """13: what was there is overwritten."""
+    real = pipe.Pipe._backward
+
+    def backward(self: Any, action: Any, piece: Any) -> None:
+        for parameter in self.stages.model.parameters():
+            parameter.grad = None
+        real(self, action, piece)
+
+    monkeypatch.setattr(pipe.Pipe, "_backward", backward)
+    sees(jobs.groups(), "pp=2 microbatches=2", "G", "0.weight")
+
+
+def test_a_gradient_of_zeros_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """43: weight decay moves what no gradient came to."""
+    import jobs_uncut
+
+    real = pipe.Pipe._send_back
+
+    def send_back(self: Any, was: Any, stage: int, micro: int) -> None:
+        for leaf in was.leaves:
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        real(self, was, stage, micro)
+
+    monkeypatch.setattr(pipe.Pipe, "_send_back", send_back)
+    sees(jobs_uncut.CUT["detached"](), "pp=2 microbatches=2", "G", "")
+
+
+def test_masks_of_a_stage_drawn_from_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """36: a later stage does not know how often modules of an earlier one drew."""
+    real = Randomness.at
+
+    def at(self: Any, step: int, first: int, *more: Any) -> Any:
+        return real(self, step, first + (dist.get_rank() if dist.is_initialized() else 0), *more)
+
+    monkeypatch.setattr(Randomness, "at", at)
+    sees(DEEP(), "pp=2 microbatches=2", "G", "")
+
+
+def test_a_skip_connection_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value that only passes through a stage comes out changed."""
+    real = Stages.forward
+
+    def forward(self: Any, stage: int, samples: int, received: Any, call: Any) -> Any:
+        output, run = real(self, stage, samples, received, call)
+        run.kept = {k: torch.zeros_like(v) if k in received else v for k, v in run.kept.items()}
+        return output, run
+
+    monkeypatch.setattr(Stages, "forward", forward)
+    sees(jobs_pipeline.LISTED["unet"](), "pp=3 microbatches=2", "G", "")
+
+
+def test_second_halves_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights' half of the last micro-batch never runs."""
+    real = pipe.halves
+    count = [0]
+
+    def halves(*args: Any) -> Any:
+        weights = real(*args)
+        count[0] += 1
+        return (lambda: None) if count[0] % 2 == 0 else weights
+
+    monkeypatch.setattr(pipe, "halves", halves)
+    sees(DEEP(), "pp=2 microbatches=2 schedule=zb", "G", "")
