@@ -207,7 +207,7 @@ def give(engine: "Engine", manifest: Manifest, parts: dict[str, Part]) -> None:
             state.setdefault(index[parameter], {})[key] = part.tensor
     for name, value in manifest.scalars.items():
         parameter, _, key = name.rpartition("/")
-        if parameter in index:
+        if parameter in index and parameter in engine.built.own:  # another stage's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
     current = engine.optimizer.state_dict()
     for mine, theirs in zip(current["param_groups"], manifest.groups):

@@ -15,7 +15,8 @@ from run.test_train import ledger
 STEPS = 24
 ARGV = ("train", TEST_JOB, "--save-every", "3", "--job.steps", str(STEPS), "--job.pause", "0.005")
 LAYOUTS = ("dp=4", "fsdp=2", "dp=1", "dp=2 fsdp=2", "fsdp=3 zero=1 recompute=full", "fsdp=2 microbatches=2 zero=2 offload=optimizer",
-           "dp=2 microbatches=2", "fsdp=4 recompute=selective offload=all")  # fmt: skip
+           "dp=2 microbatches=2", "fsdp=4 recompute=selective offload=all", "pp=2 microbatches=2",
+           "pp=2 dp=2 microbatches=2 schedule=zb", "pp=2 fsdp=2 recompute=full")  # fmt: skip
 TOLERANCE = 1e-9
 
 
@@ -73,6 +74,11 @@ def test_resumed_under_another_layout_each_time(whole: dict[str, torch.Tensor], 
     check(tmp_path, whole)
 
 
+def test_resumed_with_stages_and_without(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    trained(tmp_path, ("dp=2", "pp=2 microbatches=2", "pp=2 fsdp=2 microbatches=2", "dp=1"), random.Random(2))
+    check(tmp_path, whole)
+
+
 @pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.prove) for s in range(2, 40))])
 def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Path, seed: int) -> None:
     moments = random.Random(f"layouts {seed}")
@@ -81,11 +87,18 @@ def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "fault, code", (("kill", "C003"), ("raise", "C005"), pytest.param("stop", "C001", marks=pytest.mark.prove))
-)
-def test_a_failing_rank_of_a_sharded_run_is_named(fault: str, code: str, tmp_path: Path) -> None:
-    plan = ("--plan", "dp=2 fsdp=2" if fault == "kill" else "fsdp=3")
-    command = Command("train", TEST_JOB, *plan, "--job.fault", fault, "--job.pause", "0.05", folder=tmp_path)
+    "fault, code, layout",
+    (
+        ("kill", "C003", "dp=2 fsdp=2"), ("raise", "C005", "fsdp=3"), pytest.param("stop", "C001", "fsdp=3", marks=pytest.mark.prove),
+        ("kill", "C003", "pp=2 microbatches=2"), ("raise", "C005", "pp=2 dp=2"),
+        pytest.param("stop", "C001", "pp=2 microbatches=2", marks=pytest.mark.prove),
+    ),
+)  # fmt: skip
+def test_a_failing_rank_is_named(fault: str, code: str, layout: str, tmp_path: Path) -> None:
+    plan = ("--plan", layout)
+    command = Command(
+        "train", TEST_JOB, *plan, "--job.fault", fault, "--job.at", "9", "--job.pause", "0.05", folder=tmp_path
+    )
     command.until(lambda: len(rows(tmp_path)) >= 3)
     began = time.monotonic()
     assert command.wait(20) == 1
