@@ -64,9 +64,11 @@ class Clock:
         self.name, self.open, self.last = str(action), True, perf_counter()
 
     def lap(self, what: str) -> None:
-        """What ends now took all the time since the last one ended."""
-        now = perf_counter()
-        self.spans.append((what + self.name, self.last, now - self.last))
+        """What ends now took all the time since the last one ended; the same twice on end is one span."""
+        now, name, start = perf_counter(), what + self.name, self.last
+        if self.spans and self.spans[-1][0] == name:
+            start = self.spans.pop()[1]
+        self.spans.append((name, start, now - start))
         self.last = now
 
     def computed(self) -> None:

@@ -52,6 +52,8 @@ class Stages:
         self.model, self.sketch, self.cut, self.device = model, sketch, cut, device
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.unknown = _Unknown(self)
+        self.unknowns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
+        """Of a call and a number of samples, with their versions."""
         self.inside = 0
         self.current: Run | None = None
         self.again: Run | None = None
@@ -125,11 +127,14 @@ class Stages:
             run.lost[key] = tensor
 
     def outputs_of(self, call: int, samples: int) -> Any:
-        """Unknowns in the shape of what a call returns."""
-        with self.fakes, torch.no_grad():
-            return self.template(call).make(
-                samples, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=self.device)
-            )
+        """Unknowns in the shape of what a call returns: those of last time, unless the model's code wrote to them."""
+        template = self.template(call)
+        known = self.unknowns.get((call, samples))
+        if known is None or any(version(t) != before for t, before in known):
+            with self.fakes, torch.no_grad():
+                made = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.device) for s in template.slots]
+            known = self.unknowns[call, samples] = [(t, version(t)) for t in made]
+        return template.fill(t for t, _ in known)
 
     def template(self, call: int) -> Template:
         """The structure of what a call returns."""
