@@ -189,7 +189,7 @@ def by_hand(job: Job, place: Place) -> Take:
             schedule.step(target=order.targets, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if losses else 0.0
+        return float(torch.stack(losses).mean().detach()) if losses else 0.0
 
     return take
 
