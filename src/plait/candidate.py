@@ -108,4 +108,5 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
                         else torch.zeros(shape, dtype=tensor.dtype)
                     )
                 Part(tensor, tuple(shape), tuple(start)).inside(group[key]).copy_(tensor)
-    return Trace(facts=ranks[0], **groups)
+    named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage names its own layers
+    return Trace(facts={**ranks[0], "inexact": list(named)}, **groups)
