@@ -5,8 +5,8 @@
     python bench/gpu.py --device cpu             tiny sizes: keeps this script working, its speeds mean nothing
 
 Checks: `plait verify` in float64 of the GPT (with dropout), the digits CNN, the compiled and the recomputed GPT, FSDP2
-on one rank and offloading (first: they fork, which a process that has used CUDA cannot); `plait train`; a process group of one rank (NCCL on CUDA) with plait's all-reduces;
-and that the loss falls in 20 steps, by number format and compiled.
+on one rank and offloading (first: they fork, which a process that has used CUDA cannot); `plait train`; a process group
+of one rank (NCCL on CUDA) with plait's all-reduces; and that the loss falls in 20 steps, by number format and compiled.
 
 Measurements: training steps of a GPT by `Engine` and by a hand-written loop with the same weights, samples and choices
 (fused AdamW, clipping, schedule), which reads the loss in every step, as plait does, or never. The variants take blocks
