@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait import engine, sharded
+from plait import passes, sharded
 from plait.errors import DIFFERENT
 from plait.plan import Plan
 from plait.randomness import Randomness
@@ -30,10 +30,10 @@ def test_the_sum_divided_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Scatter.settle
 
     def settle(self: Any) -> None:
-        if self.open is not None:
-            self.open[0].wait()
-            self.open[1].div_(2)
+        opened = self.open
         real(self)
+        if opened is not None:
+            opened[2].div_(2)
 
     monkeypatch.setattr(Scatter, "settle", settle)
     check(jobs.groups(), "fsdp=2", "G", "0.weight", "V002")
@@ -195,7 +195,7 @@ def test_a_gather_nobody_priced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_empty_share_goes_where_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without samples must not come back to a unit whose output the loss leaves alone."""
     seen: list[int] = []
-    real = engine.nothing
+    real = passes.nothing
 
     def nothing(loss: Any, outputs: Any) -> Any:
         zero = real(loss, outputs)
@@ -203,5 +203,5 @@ def test_an_empty_share_goes_where_no_other_does(monkeypatch: pytest.MonkeyPatch
         assert not torch.autograd.grad(zero, [outputs[1]], allow_unused=True, retain_graph=True)[0]
         return zero
 
-    monkeypatch.setattr(engine, "nothing", nothing)
+    monkeypatch.setattr(passes, "nothing", nothing)
     assert verify(jobs_unlike.aside(), Plan.parse("fsdp=3 zero=2")).equal
