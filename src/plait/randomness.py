@@ -110,6 +110,8 @@ class Randomness:
 
     def __init__(self, model: nn.Module, seed: int, places: dict[str, int | None], always: bool = False):
         self.seed, self.places, self.needed = seed, places, bool(places) or always
+        self.shared = False
+        """Threads draw from one generator of torch's: a recomputation cannot find its place by it."""
         self.where = torch.zeros(4, dtype=torch.int64)  # seed, step, first sample, samples
         self._where = self.where.numpy()  # writes to it are no operators, which those who watch would see
         self._mode = _Keyed(self)
@@ -182,7 +184,7 @@ class Randomness:
         found = torch.default_generator.initial_seed()
         if found == self._cursor and self._resumed:
             return
-        if found == self._outside or found not in self._snapshots:
+        if self.shared or found == self._outside or found not in self._snapshots:
             raise PlaitError(
                 Problem(
                     "J014",

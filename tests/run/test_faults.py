@@ -57,11 +57,11 @@ def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("argv, code, words", [
     (["train", "nowhere.py"], 2, ["error[J001]"]),
-    (["train", TEST_JOB, "--plan", "dpp=2 precision=bf17"], 2, ["did you mean  dp ?", "did you mean  bf16 ?"]),
+    (["train", TEST_JOB, "--plan", "ddp=2 precision=bf17"], 2, ["did you mean  dp ?", "did you mean  bf16 ?"]),
     (["train", TEST_JOB, "--plan", "dp=16 microbatches=9"], 2, ["error[P012]"]),
     (["train", TEST_JOB, "--plan", "dp=2 microbatches=9"], 2, ["error[P014]", "8 / 2"]),
     (["train", TEST_JOB, "--plan", "dp=2", "--nproc", "3"], 2, ["error[P001]", "--nproc 2"]),
-    (["train", TEST_JOB, "--plan", "dpp=2", "--job.nothing", "3"], 2, ["error[T001]", "error[J005]"]),
+    (["train", TEST_JOB, "--plan", "ddp=2", "--job.nothing", "3"], 2, ["error[T001]", "error[J005]"]),
     (["train", TEST_JOB, "--device", "cuda"], 1, ["error[H001]"]),
     (["train", TEST_JOB, "--resume"], 2, ["error[K001]"]),
     (["train"], 2, ["error[U001]"]),

@@ -98,6 +98,8 @@ class Replicas:
         self.devices = devices
         self.models = [model, *(copy.deepcopy(model).to(d) for d in devices[1:])]
         self.randomness = [Randomness(m, seed, sketch.places, sketch.host_random) for m in self.models]
+        for each in self.randomness:
+            each.shared = True
 
     def send_weights(self) -> None:
         """Copy the master's parameters and buffers to every replica."""
