@@ -3,8 +3,10 @@
 from plait.errors import PlaitError, Problem
 from plait.sketch import Sketch
 
-GROUP_BYTES = 8 << 20
-"""Bytes up to which units that follow each other share a group; docs/log.md has the measurements."""
+TINY = 8 << 20
+"""Bytes of units up to which a model is gathered as one: a collective has a price of its own (docs/log.md)."""
+GROUP_BYTES = 1 << 20
+"""Bytes up to which units of a larger model that follow each other share a group."""
 LEAST = 50
 """A unit with less than 1/50 of the model's bytes is gathered with the root, unless it is a repeated block."""
 
@@ -41,7 +43,8 @@ def groups(sketch: Sketch) -> list[list[str]]:
         else:
             found.append([call.unit])
         after = {i}
-    return found if len(found) > 1 or sum(weights[u] for names in found for u in names) >= GROUP_BYTES else []
+    tiny = sum(weights[u] for names in found for u in names) < TINY and len(set(trained.values())) == 1
+    return [] if tiny else found
 
 
 def differentiated(sketch: Sketch) -> set[str]:

@@ -8,3 +8,4 @@ from plait import gathering
 @pytest.fixture(autouse=True)
 def units_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "GROUP_BYTES", 0)
+    monkeypatch.setattr(gathering, "TINY", 0)

@@ -24,6 +24,7 @@ TOLERANCE = 1e-9
 def units_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a small model."""
     monkeypatch.setattr(gathering, "GROUP_BYTES", 0)
+    monkeypatch.setattr(gathering, "TINY", 0)
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
