@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def compared(jobs: dict[str, Job]) -> None:
         print(f"{name:<14}" + "".join(f"{found['total'] / 1e6:>20.2f}" for found in row), flush=True)
 
 
-OTHERS = ("hand-written", "Accelerate")
+OTHERS = ("hand-written", *(("Accelerate",) if find_spec("accelerate") else ()))
 
 
 def main() -> int:
