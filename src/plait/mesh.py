@@ -9,14 +9,6 @@ import torch.distributed as dist
 from plait.plan import AXES, Plan
 
 
-def coordinates(plan: Plan, rank: int) -> dict[str, int]:
-    """Where a rank stands on each axis."""
-    found = {}
-    for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, getattr(plan, axis))
-    return found
-
-
 def group_of(plan: Plan, rank: int, axes: tuple[str, ...], only: tuple[int, ...] | None = None) -> Any:
     """The process group of the ranks that differ from `rank` on `axes` alone (and stand at `only` on the first).
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from plait.errors import PlaitError, Problem
 from plait.planfile import Key, as_toml, as_word, from_file, from_line
+from plait.schedules import SCHEDULES
 
 __all__ = ["AXES", "KEYS", "Key", "Plan"]
-
-SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
 
 KEYS: dict[str, Key] = {
     "pp": Key("mesh", int, "pipeline stages: each process holds some of the model's units", wildcard=True),

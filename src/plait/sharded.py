@@ -2,8 +2,7 @@
 
 FSDP2 decides when a group of parameters is gathered and when its gradients are reduced. What is here decides how: on
 CPU processes gloo's own reduce-scatter is an all-reduce in disguise and is waited for at once, so parts are exchanged
-directly (an all-to-all and a sum, sends and receives for the gather) and waited for when somebody needs them, while
-backward goes on. docs/decisions/0006 has the measurements.
+directly, by sends and receives, and waited for when somebody needs them, while backward goes on. docs/decisions/0006 has the measurements.
 """
 
 import math
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from plait.parts import Part, whole
+from plait.parts import Part
 from plait.plan import Plan
 from plait.torchseam import FsdpAllGather, FsdpReduceScatter, end_backward, local_of
 
@@ -29,6 +28,12 @@ def divides(shape: Sequence[int]) -> bool:
 def padded(shape: Sequence[int], ranks: int) -> int:
     """Elements of the largest part of a tensor cut along dim 0."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+def stretch(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(first, end) of a rank's part of a dim, as FSDP2 cuts it: equal parts, the last ones short or empty."""
+    each = -(-length // ranks)
+    return min(rank * each, length), min((rank + 1) * each, length)
 
 
 TAGS = 2**14
@@ -174,11 +179,10 @@ class Shards:
         module.__dict__["_noting"] = watched
 
     def parts(self) -> dict[str, Part]:
-        """This rank's part of every parameter and buffer."""
-        found = {n: whole(t.detach()) for n, t in (*self.own.items(), *self.model.named_buffers())}
-        rank, size = self.group.rank(), self.group.size()
+        """This rank's part of every parameter that is cut."""
+        found = {}
         for name, parameter in self.sharded.items():
-            first = min(rank * -(-parameter.shape[0] // size), parameter.shape[0])
+            first, _ = stretch(parameter.shape[0], self.group.size(), self.group.rank())
             start = (first,) + (0,) * (parameter.dim() - 1)
             found[name] = Part(self.own[name].detach(), tuple(parameter.shape), start)
         return found

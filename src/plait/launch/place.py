@@ -36,7 +36,7 @@ class Place:
             return dist.group.WORLD
         if self.world == 1 and not self.joined:
             return None
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = _backend(device)
         if self.store is not None:
             dist.init_process_group(backend, store=self.store(), rank=self.rank, world_size=self.world, timeout=WAIT)
         else:
@@ -48,9 +48,12 @@ class Place:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
             self.joined = True  # the engine leaves it
+
+
+def _backend(device: Any) -> str:
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def current() -> Place:

@@ -133,14 +133,9 @@ def holders(
     for call, stage in zip(sketch.calls, made.owner):
         for name in units[call.unit].parameters:
             found[name].add(owner[stage])
-            if not units[call.unit].closed and name in outside(sketch):
+            if not units[call.unit].closed:
                 found[name] |= set(range(ranks))
     return {name: tuple(sorted(r or range(ranks))) for name, r in found.items()}
-
-
-def outside(sketch: Sketch) -> set[str]:
-    """Parameters of units that code between units uses too."""
-    return {p for u in sketch.units if not u.closed for p in u.parameters}
 
 
 def restricted(sketch: Sketch, names: set[str], units: set[str]) -> Sketch:

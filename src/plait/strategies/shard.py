@@ -46,7 +46,7 @@ from plait.errors import Problem
 from plait.gathered import memory
 from plait.gathering import check_formats, differentiated, groups, members
 from plait.plan import Plan
-from plait.sharded import DeviceScatter, Gather, Scatter, Shards, divides, padded
+from plait.sharded import DeviceScatter, Gather, Scatter, Shards, divides, padded, stretch
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
 from plait.strategies.precision import plan_format
@@ -138,9 +138,8 @@ def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
     """Takes a rank's part of a whole parameter: its stretch of dim 0."""
 
     def mine(t: Tensor) -> Tensor:
-        each = -(-t.shape[0] // plan.fsdp)
-        first = min(rank % plan.fsdp * each, t.shape[0])
-        return t[first : min(first + each, t.shape[0])]
+        first, end = stretch(t.shape[0], plan.fsdp, rank % plan.fsdp)
+        return t[first:end]
 
     return mine
 
