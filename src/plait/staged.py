@@ -43,7 +43,7 @@ class Staged:
         elif self.inner is not None:
             self.inner.settle()
         self._share()
-        gradients = [self.own[n].grad for n in self.names if n in self.counted and self.own[n].grad is not None]
+        gradients = [self.own[n].grad for n in self.names if self._counts(n) and self.own[n].grad is not None]
         squares = float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
         used = [float(self._used(n)) for n in self.names]
         row = torch.cat([self.rider, torch.tensor([squares, *used], dtype=torch.float64, device=self.rider.device)])
@@ -56,6 +56,11 @@ class Staged:
         if isinstance(self.inner, Shards):
             self.inner.used.clear()
         return rider
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank adds a parameter to the norm. One that is not cut is whole on every rank of a sharded stage."""
+        alone = not isinstance(self.inner, Shards) or name in self.inner.sharded or self.inner.group.rank() == 0
+        return alone and name in self.counted
 
     def _used(self, name: str) -> bool:
         if isinstance(self.inner, Shards) and name in self.inner.sharded:

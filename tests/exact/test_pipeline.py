@@ -143,3 +143,7 @@ def test_every_model_under_every_plan(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", [n for n in OTHERS if n not in UNCUT])
 def test_every_unlike_job_under_every_plan(name: str, text: str) -> None:
     equal_or_named(OTHERS[name], name, text)
+
+
+def test_a_scalar_enters_the_norm_of_a_sharded_stage_once() -> None:
+    assert verify(jobs_unlike.ALL["scalars"](), Plan.parse("pp=2 fsdp=2 microbatches=2")).equal
