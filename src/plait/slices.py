@@ -1,0 +1,77 @@
+"""Slices: which parts of a model tensor parallelism cuts, as plain values. `slicing.py` finds them.
+
+A *group* is a set of linear maps (the columns) whose outputs reach anything else only through one more (the row):
+q, k, v → o, or gate, up → down. The columns are cut by output features and the row by input features, so that each
+rank computes a part of the features between them with the block's own code, and a partial sum after them.
+"""
+
+from dataclasses import dataclass
+
+Ranges = tuple[tuple[int, int], ...]
+"""((first, length), …): stretches of one dim of a whole tensor, in the order in which a rank holds them."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter is cut: `ranges[r]` of its `dim` is what rank r holds. Ranks may hold the same."""
+
+    parameter: str
+    dim: int
+    ranges: tuple[Ranges, ...]
+
+
+@dataclass(frozen=True)
+class Integer:
+    """A whole number that the code of `module` has fixed: on a rank it is value // divisor.
+
+    `path` is an attribute, "num_heads", or one of an object that the module holds, "config.num_heads"; the module's
+    instance then gets a shallow copy of that object.
+    """
+
+    module: str
+    path: str
+    divisor: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor argument of `module` that enters a region by another way than a column and may need gradients.
+
+    `key`: its place or name in the call. `dim`: the dim it is cut along, None when every rank uses it whole, so that
+    its gradient on a rank is a partial sum.
+    """
+
+    module: str
+    key: int | str
+    dim: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Maps that are cut together, and all that has to be changed for it. Names are qualified by the whole model."""
+
+    container: str
+    """The lowest module in whose call all of it lies; "" is the model."""
+    columns: tuple[str, ...]
+    """Modules cut by output features."""
+    row: str
+    """The module cut by input features: what it returns on a rank is a partial sum. Its bias is added once, after it."""
+    cuts: tuple[Cut, ...]
+    """Every parameter that is cut: of columns, of the row and of what is per feature between them."""
+    integers: tuple[Integer, ...] = ()
+    resize: bool = False
+    """Sizes given to view, split and the like in the container's call are those of the whole: see `resizing.py`."""
+    partial: tuple[str, ...] = ()
+    """Whole parameters used between columns and row: their gradients on a rank are partial sums."""
+    arguments: tuple[Argument, ...] = ()
+
+
+@dataclass(frozen=True)
+class Slices:
+    """All that can be cut of a model."""
+
+    groups: tuple[Group, ...] = ()
+    vocabulary: tuple[str, ...] = ()
+    """Embeddings and heads that are cut by rows of the vocabulary, unevenly if need be, as `torch.chunk` would."""
+    whole: tuple[tuple[str, float, str], ...] = ()
+    """(module, its share of all weights, why it stays whole), the largest first."""
