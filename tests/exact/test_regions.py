@@ -1,0 +1,167 @@
+"""Regions cut over ranks: every border's values and gradients equal the whole's, bit-equal where ranks hold copies."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from plait import regions
+from plait.launch.here import run
+from plait.regions import Cut
+
+CUTS = {
+    2: (Cut.of([3, 2]), Cut.of([5, 0]), Cut.zigzag(5, 2), Cut((((3, 2),), ((0, 3),)))),
+    3: (Cut.of([3, 1, 2]), Cut.of([0, 5, 0]), Cut.zigzag(8, 3), Cut.even(7, 3)),
+}
+FORMATS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def ranked(ranks: int, body) -> None:
+    """Run `body(group)` on so many ranks; what it asserts is asserted there."""
+
+    def target(place):
+        group = place.connect(torch.device("cpu"))
+        body(group)
+        dist.barrier(group)
+        return {}
+
+    run(target, ranks)
+
+
+def of(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Small whole numbers, so that sums are exact in every format."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def pairs(group) -> None:
+    """Each function on its own against what it says it is, in every format and for every dim and cut."""
+    rank, ranks = group.rank(), group.size()
+    for dtype in FORMATS:
+        mine = of(rank, 2, 3, dtype=dtype).requires_grad_()
+        everything = [of(r, 2, 3, dtype=dtype) for r in range(ranks)]
+        out = regions.total(mine, group)
+        assert torch.equal(out, sum(everything))
+        (grad,) = torch.autograd.grad(out, mine, everything[0])
+        assert torch.equal(grad, everything[0]), "a copy's gradient is not summed again"
+        out = regions.enter(mine, group)
+        assert torch.equal(out, mine)
+        (grad,) = torch.autograd.grad(out, mine, everything[rank])
+        assert torch.equal(grad, sum(everything))
+        for cut in CUTS[ranks]:
+            for dim in (0, 1, -1):
+                borders(group, cut, dim, dtype)
+
+
+def borders(group, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+    rank, ranks, shape = group.rank(), group.size(), [2, 3, 4]
+    shape[dim] = cut.length
+    whole = of(99, *shape, dtype=dtype)
+    shares = [of(r, *shape, dtype=dtype) for r in range(ranks)]
+    own = lambda t: cut.take(t, dim, rank)  # noqa: E731
+    x = own(whole).clone().requires_grad_()
+    for function, expected in ((regions.gather, own(shares[0])), (regions.gather_partial, own(sum(shares)))):
+        out = function(x, dim, cut, group)
+        assert torch.equal(out, whole) and out.is_contiguous()
+        given = shares[0] if function is regions.gather else shares[rank]
+        assert torch.equal(torch.autograd.grad(out, x, given)[0], expected), (function, cut, dim)
+    for function, expected in ((regions.part, own(shares[rank])), (regions.scatter_sum, own(sum(shares)))):
+        y = shares[rank].clone().requires_grad_()
+        out = function(y, dim, cut, group)
+        assert torch.equal(out, expected) and out.is_contiguous()
+        assert torch.equal(torch.autograd.grad(out, y, own(whole).clone())[0], whole), (function, cut, dim)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_border_and_its_adjoint(ranks: int) -> None:
+    ranked(ranks, pairs)
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return torch.tanh(x @ up) @ down
+
+
+def blocks(group, recomputed: bool) -> None:
+    """Two sliced layers with a norm between them, whole and by parts, with the sequence cut outside the regions or not."""
+    rank, cut, rows = group.rank(), Cut.even(7, group.size()), Cut.zigzag(9, group.size())
+    whole = [of(k, *shape).div(16).requires_grad_() for k, shape in enumerate(((2, 9, 3), (3, 7), (7, 3), (3,)))]
+    x, up, down, gain = whole
+    loss = (torch.layer_norm(mlp(x, up, down), [3], gain) + mlp(x, up, down)).square().sum()
+    expected = torch.autograd.grad(loss, whole)
+    keep = (lambda f, *a: checkpoint(f, *a, use_reentrant=False)) if recomputed else (lambda f, *a: f(*a))
+    for sequence in (False, True):
+        own = [cut.take(up, 1, rank), cut.take(down, 0, rank)]
+        mine = [t.detach().clone().requires_grad_() for t in (x, *own, gain)]
+
+        def region(x: Tensor, up: Tensor, down: Tensor, sequence: bool = sequence) -> Tensor:
+            if sequence:
+                return regions.scatter_sum(mlp(regions.gather_partial(x, 1, rows, group), up, down), 1, rows, group)
+            return regions.total(mlp(regions.enter(x, group), up, down), group)
+
+        a, g = mine[0], mine[3]
+        if sequence:
+            a, g = regions.part(a, 1, rows, group), regions.enter(g, group)
+        b = keep(region, a, mine[1], mine[2])
+        y = torch.layer_norm(b, [3], g) + b
+        y = regions.gather(y, 1, rows, group) if sequence else y
+        out = y.square().sum()
+        assert abs(float((out - loss).detach())) < 1e-12
+        found = torch.autograd.grad(out, mine)
+        right = [expected[0], cut.take(expected[1], 1, rank), cut.take(expected[2], 0, rank), expected[3]]
+        assert max(float((f - r).abs().max()) for f, r in zip(found, right) if f.numel()) < 1e-12
+        for copy in (found[0], found[3]):
+            assert torch.equal(regions.summed(copy, group, dist.ReduceOp.MAX), copy), "the same on every rank"
+
+
+@pytest.mark.parametrize("ranks, recomputed", [(2, False), (3, True)])
+def test_a_sliced_model_has_the_gradients_of_the_whole(ranks: int, recomputed: bool) -> None:
+    ranked(ranks, lambda group: blocks(group, recomputed))
+
+
+def seconds(group) -> None:
+    """A gradient of a gradient, as models of forces take it."""
+    rank, cut = group.rank(), Cut.even(5, group.size())
+    x, w = of(1, 4).div(8).requires_grad_(), of(2, 4, 5).div(8).requires_grad_()
+    (force,) = torch.autograd.grad(torch.sin(x @ w).sum(), x, create_graph=True)
+    expected = torch.autograd.grad(force.square().sum(), (x, w))
+    y, v = x.detach().requires_grad_(), cut.take(w, 1, rank).detach().clone().requires_grad_()
+    energy = regions.total(torch.sin(regions.enter(y, group) @ v).sum(), group)
+    (force,) = torch.autograd.grad(energy, y, create_graph=True)
+    found = torch.autograd.grad(force.square().sum(), (y, v))
+    assert torch.allclose(found[0], expected[0], rtol=1e-12)
+    assert torch.allclose(found[1], cut.take(expected[1], 1, rank), rtol=1e-12)
+
+
+def test_borders_can_be_differentiated_twice() -> None:
+    ranked(2, seconds)
+
+
+def writes(group) -> None:
+    """Activations written in place right after a border, as `ReLU(inplace=True)` does."""
+    x, cut = of(group.rank(), 5, 4).requires_grad_(), CUTS[2][0]
+    for border in (
+        lambda t: regions.total(t, group),
+        lambda t: regions.gather(regions.part(t, 0, cut, group), 0, cut, group),
+    ):
+        border(x * 1).relu_().sum().backward()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        regions.enter(x * 1, group).relu_()  # it would also write what other code knows as x
+    with pytest.raises(ValueError, match="5 rows, not"):
+        regions.gather(x, 0, cut, group)
+
+
+def test_what_follows_a_border_may_write_in_place() -> None:
+    ranked(2, writes)
+
+
+@given(st.integers(0, 40), st.integers(1, 6))
+def test_a_cut_covers_every_row_once(length: int, ranks: int) -> None:
+    for cut in (Cut.even(length, ranks), Cut.zigzag(length, ranks)):
+        rows = [row for ranges in cut.ranks for first, n in ranges for row in range(first, first + n)]
+        assert sorted(rows) == list(range(length)) and cut.length == length
+        assert max(cut.sizes) - min(cut.sizes) <= 2
+        taken = [cut.take(torch.arange(length), 0, rank) for rank in range(ranks)]
+        assert torch.cat(taken).tolist() == rows
