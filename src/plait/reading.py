@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from plait.manifest import Entry, Piece
-from plait.parts import Part
-from plait.pieces import overlap
+from plait.parts import Part, whole
+from plait.pieces import Rect, overlap
 from plait.shardfile import DTYPES, Damaged, ShardFile
 
 
@@ -46,7 +46,7 @@ class Reader:
 
     def check(self, name: str, part: Part) -> None:
         """Hash every piece of the tensor that overlaps the part. Damaged names the file and the tensor."""
-        for piece in self._touched(name, part):
+        for piece, _, _ in self._overlaps(name, part):
             self.check_piece(name, piece)
 
     def check_piece(self, name: str, piece: Piece) -> None:
@@ -60,28 +60,27 @@ class Reader:
 
     def read(self, name: str, part: Part) -> None:
         """Copy the part of the tensor out of its pieces, into the part's own storage."""
-        mine = part.start, tuple(part.tensor.shape)
         with torch.no_grad():
-            for piece in self._touched(name, part):
-                shared = overlap(mine, piece.rect)
-                if shared is None:
-                    continue
-                source = self.file(piece.file).tensor(piece.key)
-                target = part.tensor
+            for piece, mine, shared in self._overlaps(name, part):
+                source, target = self.file(piece.file).tensor(piece.key), mine.tensor
                 for dim, (first, length) in enumerate(zip(*shared)):
                     source = source.narrow(dim, first - piece.start[dim], length)
-                    target = target.narrow(dim, first - part.start[dim], length)
+                    target = target.narrow(dim, first - mine.start[dim], length)
                 target.copy_(source)
 
-    def _touched(self, name: str, part: Part) -> Iterable[Piece]:
-        mine = part.start, tuple(part.tensor.shape)
-        return [piece for piece in self.entries[name].pieces if overlap(mine, piece.rect)]
+    def _overlaps(self, name: str, part: Part) -> Iterable[tuple[Piece, Part, Rect]]:
+        """Pieces of the files, rectangles of the part, and what the two share."""
+        for mine in part.pieces():
+            for piece in self.entries[name].pieces:
+                shared = overlap((mine.start, tuple(mine.tensor.shape)), piece.rect)
+                if shared is not None:
+                    yield piece, mine, shared
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """All of a tensor, checked, in a CPU tensor of its own."""
         entry = self.entries[name]
         full = torch.empty(entry.shape, dtype=dtype or DTYPES[entry.dtype])
-        part = Part(full, entry.shape, (0,) * len(entry.shape))
+        part = whole(full)
         self.check(name, part)
         self.read(name, part)
         return full

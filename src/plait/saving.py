@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.manifest import FORMAT, MANIFEST, parse, seal, unseal
 from plait.parts import Part
-from plait.pieces import Held, Rect
+from plait.pieces import Held, Rect, overlap
 from plait.shardfile import Damaged, write
 
 
@@ -76,9 +76,11 @@ class Snapshot:
 
 
 def _view(part: Part, rect: Rect) -> Tensor:
-    tensor = part.tensor
+    """The rectangle `rect` of the whole tensor, which lies within one piece of the part."""
+    piece = next(p for p in part.pieces() if overlap((p.start, tuple(p.tensor.shape)), rect) == rect or not all(rect[1]))
+    tensor = piece.tensor
     for dim, (first, length) in enumerate(zip(*rect)):
-        tensor = tensor.narrow(dim, first - part.start[dim], length)
+        tensor = tensor.narrow(dim, first - piece.start[dim], length)
     return tensor
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from plait.parts import Part
+from plait.parts import Part, Ranges, everything, within
 from plait.plan import Plan
 from plait.torchseam import FsdpAllGather, FsdpReduceScatter, end_backward, local_of
 
@@ -160,6 +160,8 @@ class Shards:
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
         self.used: set[str] = set()
         self.partial: dict[str, Tensor] = {}
+        self.cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = {}
+        """Parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
         self.squares = 0.0
         self.rider = torch.empty(0)
         for module in self.modules:
@@ -182,9 +184,9 @@ class Shards:
         """This rank's part of every parameter that is cut."""
         found = {}
         for name, parameter in self.sharded.items():
-            first, _ = stretch(parameter.shape[0], self.group.size(), self.group.rank())
-            start = (first,) + (0,) * (parameter.dim() - 1)
-            found[name] = Part(self.own[name].detach(), tuple(parameter.shape), start)
+            shape, ranges = self.cuts.get(name) or (tuple(parameter.shape), everything(tuple(parameter.shape)))
+            mine = within(ranges[0], *stretch(parameter.shape[0], self.group.size(), self.group.rank()))
+            found[name] = Part(self.own[name].detach(), shape, (mine, *ranges[1:]))
         return found
 
     def before(self, last: bool) -> None:

@@ -1,12 +1,12 @@
 """The state of an engine as named parts of tensors and JSON values, and back: what a checkpoint holds.
 
-A rank knows its own rectangles only (`Built.parts`). Optimizer state of a parameter's shape is split as the parameter is;
+A rank knows its own parts only (`Built.parts`). Optimizer state of a parameter's shape is split as the parameter is;
 tensors without dims are numbers; a tensor of another shape belongs to a whole parameter.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ def model_parts(engine: "Engine") -> dict[str, Part]:
 
 def _state_part(name: str, key: str, value: Tensor, part: Part) -> Part:
     if value.shape == part.tensor.shape:
-        return Part(value, part.shape, part.start)
+        return replace(part, tensor=value)
     if part.whole:
         return whole(value)
     raise PlaitError(
@@ -69,7 +69,8 @@ def held_of(parts: dict[str, Part]) -> list[Held]:
         raise PlaitError(Problem("K005", f"{wrong[0]} is {dtype}, which safetensors files cannot hold"))
     return [
         Held(name, NAMES[p.tensor.dtype], p.tensor.element_size(), p.shape, p.start, tuple(p.tensor.shape))
-        for name, p in parts.items()
+        for name, part in parts.items()
+        for p in part.pieces()
     ]
 
 
@@ -183,7 +184,7 @@ def wanted(engine: "Engine", manifest: Manifest) -> dict[str, Part]:
 def _new_state(name: str, entry: Entry, part: Part) -> Part:
     device, dtype = part.tensor.device, DTYPES[entry.dtype]
     if entry.shape == part.shape:
-        return Part(torch.empty(part.tensor.shape, dtype=dtype, device=device), part.shape, part.start)
+        return replace(part, tensor=torch.empty(part.tensor.shape, dtype=dtype, device=device))
     if part.whole:
         return whole(torch.empty(entry.shape, dtype=dtype, device=device))
     parameter, _, key = name.removeprefix("optimizer/").rpartition("/")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plait import PlaitError, pieces
 from plait.manifest import read_manifest
-from plait.parts import Part
+from plait.parts import Part, within
 from plait.pieces import Held, Rect, assign, overlap, without, wrong_tiling
 from plait.reading import Reader
 from plait.saving import publish, write_part
@@ -113,7 +113,7 @@ def test_any_layout_is_read_into_any_other(data: st.DataObject, whole: dict[str,
             reader = Reader(path, manifest.files, manifest.tensors)
             for name, rects in mine.items():
                 for rect in rects:
-                    part = Part(torch.zeros(rect[1], dtype=whole[name].dtype), shapes[name], rect[0])
+                    part = Part(torch.zeros(rect[1], dtype=whole[name].dtype), shapes[name], tuple(((s, n),) for s, n in zip(*rect)))
                     reader.check(name, part)
                     reader.read(name, part)
                     assert same(part.tensor, inside(whole[name], rect)), (name, rect)
@@ -165,3 +165,15 @@ def test_what_nobody_holds_is_said() -> None:
     )
     with pytest.raises(PlaitError, match="disagree"):
         assign(lists)
+
+
+def test_a_part_of_several_ranges_is_made_of_rectangles() -> None:
+    fused = torch.arange(24.0).view(12, 2)
+    ranges = (((0, 2), (4, 2), (8, 2)), ((1, 1),))
+    part = Part(torch.cat([fused[i : i + 2, 1:] for i in (0, 4, 8)]), (12, 2), ranges)
+    found = torch.zeros(12, 2)
+    for piece in part.pieces():
+        piece.inside(found).copy_(piece.tensor)
+    assert not part.whole and torch.equal(found.nonzero(), torch.tensor([[i, 1] for i in (0, 1, 4, 5, 8, 9)]))
+    assert torch.equal(found[found != 0], part.tensor.flatten()[part.tensor.flatten() != 0])
+    assert within(ranges[0], 1, 5) == ((1, 1), (4, 2), (8, 1))
