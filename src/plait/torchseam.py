@@ -32,6 +32,8 @@ __all__ = [
     "checkpoint_frame",
     "convert",
     "fake_failures",
+    "flash_cpu",
+    "flash_cpu_backward",
     "gather_ahead",
     "in_backward",
     "is_view",
@@ -191,3 +193,24 @@ def alias(t: Tensor) -> Tensor:
     """Inside a dispatch mode: the tensor without its place in autograd's graph, but with its version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return t.detach()
+
+
+def flash_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's attention kernel for CPUs: (output, log-sum-exp of the scores). A query that sees no key has zeros and 0."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def flash_cpu_backward(
+    grad: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    made: tuple[Tensor, Tensor],
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients, when `made` is what attention gave over these keys and perhaps others."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return op(grad, *qkv, *made, 0.0, causal, attn_mask=mask, scale=scale)

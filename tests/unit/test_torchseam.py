@@ -395,3 +395,21 @@ def test_an_alias_made_in_a_dispatch_mode_sees_writes() -> None:
         y.sigmoid_()
     ((kept, number),) = held
     assert torchseam.version(kept) > number and kept.data_ptr() == y.data_ptr()
+
+
+@contract(
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+def test_the_attention_kernel_for_cpus_gives_log_sums(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=g, dtype=dtype) for heads in (4, 2, 2))
+    mask = torch.zeros(1, 1, 5, 5, dtype=dtype).masked_fill_(torch.ones(5, 5, dtype=torch.bool).triu(0), -torch.inf)
+    out, lse = torchseam.flash_cpu(q, k, v, False, mask, 0.5)
+    scores = (q @ k.repeat_interleave(2, 1).mT).double() * 0.5 + mask
+    assert not out[:, :, 0].any() and not lse[:, :, 0].any(), "the first query sees no key"
+    near = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    assert torch.allclose(lse[:, :, 1:].double(), scores.logsumexp(-1)[:, :, 1:], atol=near)
+    grads = torchseam.flash_cpu_backward(torch.ones_like(out), (q, k, v), (out, lse), False, mask, 0.5)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and all(g.isfinite().all() for g in grads)

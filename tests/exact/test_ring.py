@@ -1,0 +1,140 @@
+"""Ring and Ulysses attention equal attention on one device, forward and backward, in float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from plait import blockwise, ring, ulysses
+from plait.launch import here
+from plait.launch.place import Place
+from plait.ledger import Ledger
+from plait.ranges import Cut
+
+CASES = (
+    "full",
+    "causal",
+    "grouped",
+    "padded",
+    "packed",
+    "bias",
+    "learned",
+    "one_row",
+    "narrow_values",
+    "dropout",
+    "uneven",
+)
+
+
+def given(case: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """(queries, keys, values and whatever else has a gradient), and the mask and so on."""
+    g = torch.Generator().manual_seed(CASES.index(case))
+    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_()  # noqa: E731
+    t, kv, width = (19 if case == "uneven" else 16), (2 if case in ("grouped", "packed") else 4), 8
+    q, k, v = draw(2, 4, t, width), draw(2, kv, t, width), draw(2, kv, t, 6 if case == "narrow_values" else width)
+    causal = case in ("causal", "grouped", "uneven", "dropout")
+    mask, more = None, []
+    if case == "padded":
+        mask = torch.ones(2, 1, 1, t, dtype=torch.bool)
+        mask[0, ..., 5:] = False
+    elif case == "packed":  # documents, and rows that see nothing at all
+        document = torch.arange(t) // 5
+        mask = ((document[:, None] == document) & (torch.arange(t)[:, None] >= torch.arange(t)))[None, None]
+        mask = mask & (torch.arange(t) != 3)[:, None]
+    elif case == "bias":
+        mask = torch.randn(1, 4, t, t, generator=g, dtype=torch.float64)
+    elif case == "learned":
+        mask = draw(1, 4, t, t)
+        more = [mask]
+    elif case == "one_row":
+        mask = draw(2, 1, 1, t)
+        more = [mask]
+    kept = None
+    if case == "dropout":
+        kept = (torch.rand(2, 4, t, t, generator=g) > 0.3).double() / 0.7
+    return [q, k, v, *more], {"mask": mask, "causal": causal, "kept": kept}
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+    if how["kept"] is None:
+        grouped = k.shape[1] != q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, how["mask"], is_causal=how["causal"], enable_gqa=grouped)
+    scores = (q @ k.mT) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return (torch.softmax(scores, -1) * how["kept"]) @ v
+
+
+def split(case: str, place: Place) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    group = place.connect(torch.device("cpu"))
+    rank, ranks = place.rank, place.world
+    tensors, how = given(case)
+    upstream = torch.randn(
+        plain(*tensors[:3], how).shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
+    whole = torch.autograd.grad(plain(*tensors[:3], how), tensors, upstream)
+    output = plain(*tensors[:3], how)
+    worst, ledger = {}, Ledger()
+    for name in ("ring", "zigzag", "ulysses"):
+        cut = (Cut.zigzag if name == "zigzag" else Cut.even)(tensors[0].shape[2], ranks)
+        mine = lambda t, cut=cut: cut.take(t, 2, rank)  # noqa: E731
+        local = [mine(t.detach()).clone().requires_grad_() for t in tensors[:3]]
+        mask, kept = how["mask"], how["kept"]
+        scale = 1 / math.sqrt(tensors[0].shape[-1])
+        if name == "ulysses":
+            if case == "dropout" or tensors[0].shape[1] % ranks:
+                continue
+            exchange = ulysses.Exchange(group, cut)
+            q, k, v = local[0], *(ulysses.repeated(t, local[0].shape[1], ranks) for t in local[1:])
+            q, k, v = (exchange.heads(t) for t in (q, k, v))
+            m = mask if mask is None or mask.dim() < 4 else exchange.mine(mask)
+            out = exchange.rows(plain(q, k, v, {**how, "mask": m}))
+        else:
+            m = mask if mask is None or mask.shape[-2] == 1 else mine(mask)
+            scores = blockwise.Scores(scale, how["causal"], m, None if kept is None else mine(kept), len(tensors) > 3)
+            with ledger.watch():
+                out = ring.attention(*local, scores, ring.Ring(group, cut))
+        worst[name] = float((out - mine(output)).detach().abs().max())
+        out.backward(mine(upstream))
+        for t, w in zip(local, whole):
+            worst[name] = max(worst[name], float((t.grad - mine(w)).abs().max()))
+        if len(tensors) > 3:
+            found = tensors[3].grad
+            tensors[3].grad = None
+            dist.all_reduce(found, group=group)
+            worst[name] = max(worst[name], float((found - whole[3]).abs().max()))
+    return {"worst": worst, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes)}
+
+
+@pytest.mark.parametrize("ranks", (2, 3, 4))
+@pytest.mark.parametrize("case", CASES)
+def test_equal(case: str, ranks: int) -> None:
+    for result in here.run(lambda place: split(case, place), ranks, here.Listener(lambda *_: None)):
+        assert all(w < 1e-12 for w in result["worst"].values()) and len(result["worst"]) >= 2, result
+
+
+def test_work_is_balanced() -> None:
+    """With zigzag every rank computes the same number of products in every step, and no masked block."""
+
+    class Group:
+        def __init__(self, at: int):
+            self.at = at
+
+        def rank(self) -> int:
+            return self.at
+
+        def size(self) -> int:
+            return 4
+
+    cut = Cut.zigzag(64, 4)
+    work = []
+    for rank in range(4):
+        mine = ring.Ring(Group(rank), cut)
+        jobs = [[(len(range(16)[r]) * len(range(16)[c]), d) for r, c, d in mine.jobs(s, True)] for s in range(4)]
+        assert all(len(j) == 1 for j in jobs)
+        work.append(sorted(j[0] for j in jobs))
+    assert all(w == work[0] for w in work) and work[0] == [(128, False)] * 3 + [(256, True)]
