@@ -6,6 +6,7 @@ much of the stream an element uses never depends on what was drawn.
 """
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.torchseam import RECURRENT, SEEDED, TorchDispatchMode
+from plait.windows import Windows, sub_block
 
 COMPOSITES = frozenset({
     F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.rrelu, torch.rrelu,
@@ -57,14 +59,15 @@ class Drawn(TorchDispatchMode):
             return result
         place = self.randomness.place()
         where = self.randomness.where.tolist()
-        uniform = _uniform(result, where, place, self.randomness.places.get(place, -1))
+        dim, windows = self.randomness.places.get(place, -1), self.randomness.windows
+        uniform = _uniform(result, _stretch(result.shape, where, place, dim, windows))
         uniform = _holdable(uniform, result.dtype) if name in ("rand", "uniform") else uniform
         return result.copy_(rule(uniform, *_numbers(name, func, args, kwargs or {})))
 
 
-def _uniform(like: Tensor, where: list[int], place: str, dim: int | None) -> Tensor:
-    """float64 in the open interval (0, 1), keyed by global element, of the shape of `like`."""
-    drawn = (_stretch(like.shape, where, place, dim) + 0.5) * 2.0**-32
+def _uniform(like: Tensor, words: np.ndarray) -> Tensor:
+    """float64 in the open interval (0, 1) from drawn bits, on the device of `like`."""
+    drawn = (words + 0.5) * 2.0**-32
     return torch.from_numpy(np.asarray(drawn)).reshape(like.shape).to(like.device)
 
 
@@ -74,24 +77,33 @@ def _holdable(uniform: Tensor, dtype: torch.dtype) -> Tensor:
     return uniform if digits is None else (torch.floor(uniform * 2.0**digits) + 0.5) * 2.0**-digits
 
 
-def _stretch(shape: torch.Size, where: list[int], place: str, dim: int | None) -> np.ndarray:
-    """The stretch of the place's global stream that belongs to this rank's samples, as uint32 of `shape`."""
+def _stretch(
+    shape: torch.Size, where: list[int], place: str, dim: int | None, windows: Windows | None = None
+) -> np.ndarray:
+    """What of the place's global stream belongs to this rank's samples and windows, as uint32 of `shape`."""
     seed, step, first, samples = where
     if dim == -1:  # a place the sketch did not see (a branch taken for the first time)
         like = [d for d, n in enumerate(shape) if n == samples]
         dim = like[0] if like else None
-    count = int(np.prod(shape, dtype=np.int64))
+    stream, count = partial(bits, key(seed, "draw", step, place)), int(np.prod(shape, dtype=np.int64))
+    axes = None if windows is None else windows.axes(place, dim, shape, samples)
+    if axes is not None:
+        drawn = sub_block(stream, first if dim is not None else 0, axes)
+    elif dim is None or samples == 0:
+        drawn = stream(0, count)
+    else:
+        drawn = stream(first * (count // samples), count)
     if dim is None or samples == 0:
-        return bits(key(seed, "draw", step, place), 0, count).reshape(tuple(shape))
-    per_sample = count // samples
-    drawn = bits(key(seed, "draw", step, place), first * per_sample, count)
+        return drawn.reshape(tuple(shape))
     front = (shape[dim], *shape[:dim], *shape[dim + 1 :])
     return np.moveaxis(drawn.reshape(front), 0, dim)
 
 
-def draw_mask(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> Tensor:
+def draw_mask(
+    x: Tensor, where: Tensor, place: str, dim: int | None, p: float, windows: Windows | None = None
+) -> Tensor:
     """The dropout mask behind `Randomness.keep`: what the operator `plait::mask` computes."""
-    drawn = _stretch(x.shape, where.tolist(), place, dim)
+    drawn = _stretch(x.shape, where.tolist(), place, dim, windows)
     keep = np.asarray(drawn) >= np.uint32(min(round(p * 2**32), 2**32 - 1))
     mask = torch.from_numpy(np.ascontiguousarray(keep)).reshape(x.shape).to(x.device, x.dtype)
     return mask.mul_(1.0 / (1.0 - p)) if p < 1.0 else mask.zero_()

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from plait.draws import COMPOSITES, Drawn, key
+from plait.draws import COMPOSITES, Drawn, draw_mask, key
 from plait.errors import PlaitError, Problem
 from plait.torchseam import DropoutBase, checkpoint_frame, mask_op
+from plait.windows import Windows
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
@@ -110,6 +111,9 @@ class Randomness:
 
     def __init__(self, model: nn.Module, seed: int, places: dict[str, int | None], always: bool = False):
         self.seed, self.places, self.needed = seed, places, bool(places) or always
+        self.windows: Windows | None = None
+        """What this rank holds of tensors that are cut otherwise than by samples. May change from pass to pass: a
+        recomputation draws by those of its forward pass. Not for compiled models."""
         self.shared = False
         """Threads draw from one generator of torch's: a recomputation cannot find its place by it."""
         self.where = torch.zeros(4, dtype=torch.int64)  # seed, step, first sample, samples
@@ -121,7 +125,7 @@ class Randomness:
         self._calls: dict[str, int] = {}
         self._cursor = self._outside = 0
         self._replaying = self._resumed = False
-        self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int]]] = {}
+        self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int], Windows | None]] = {}
         owners = {place.split("#")[0] for place in places}
         for name, module in model.named_modules():
             region = module.__dict__.get("forward")
@@ -193,7 +197,7 @@ class Randomness:
                     fix=("checkpoint(…, preserve_rng_state=True)", "processes=per-device"),
                 )
             )
-        where, owner, calls = self._snapshots[found]
+        where, owner, calls, self.windows = self._snapshots[found]
         self._where[:] = where
         self._owner[:], self._calls, self._cursor, self._resumed = owner, dict(calls), found, True
 
@@ -203,7 +207,7 @@ class Randomness:
         self._cursor = self._cursor + 1 & 0x7FFFFFFFFFFFFFFF
         torch.default_generator.manual_seed(self._cursor)
         if not self._replaying:
-            self._snapshots[self._cursor] = (self.where.tolist(), list(self._owner), dict(self._calls))
+            self._snapshots[self._cursor] = (self.where.tolist(), list(self._owner), dict(self._calls), self.windows)
 
     @contextmanager
     def at(self, step: int, first: int, count: int, stage: int = 0) -> Iterator[None]:
@@ -248,8 +252,9 @@ class Randomness:
     def keep(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
         """A dropout mask like `x` (or of `shape`, to be broadcast): 1 / (1 − p) with probability 1 − p, else 0."""
         place = self.place()
-        like = x if shape is None else x.new_empty(shape)
-        return mask_op(like.detach(), self.where, place, self.places.get(place, -1), p)
+        like = x if shape is None or shape == x.shape else x.new_empty(shape)
+        drawn = like.detach(), self.where, place, self.places.get(place, -1), p
+        return mask_op(*drawn) if self.windows is None else draw_mask(*drawn, self.windows)
 
 
 class _Keyed(TorchFunctionMode):
@@ -273,14 +278,19 @@ class _Keyed(TorchFunctionMode):
     ):
         if not (training and train) or p == 0.0:
             return input
-        shape = None
-        if func in FEATURE_DROPOUTS:
-            unbatched = (func is F.dropout1d and input.dim() == 2) or (func is F.dropout3d and input.dim() == 4)
-            shape = input.shape[: 1 if unbatched else 2] + (1,) * (input.dim() - (1 if unbatched else 2))
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        mask = self.randomness.keep(input, p, shape)
+        mask = self.randomness.keep(input, p, mask_shape(func, input))
         return input.mul_(mask) if inplace else input * mask
+
+
+def mask_shape(func: Any, input: Tensor) -> torch.Size:
+    """The shape of the mask that a dropout function draws: of its input, or one number for each feature."""
+    if func in PLAIN_DROPOUTS:
+        return input.shape
+    unbatched = (func is F.dropout1d and input.dim() == 2) or (func is F.dropout3d and input.dim() == 4)
+    kept = 1 if unbatched else 2
+    return input.shape[:kept] + (1,) * (input.dim() - kept)
 
 
 def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:

@@ -22,58 +22,17 @@ forward pass is computed again in backward. What is a copy on all ranks is the s
 rank communicates nothing. Without gradients needed they are plain collectives.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Ranges = tuple[tuple[int, int], ...]
-"""(first, length) of stretches of a dim, in the order in which a rank holds them."""
+from plait.ranges import Cut as Cut
+from plait.ranges import Rows
+
 TAG = 2**16
 """Of the messages here: above those of `sharded.py`. Messages of one tag arrive in the order they were sent."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a dim is cut over the ranks of a group: the ranges of each rank. Together they are the dim, each row once."""
-
-    ranks: tuple[Ranges, ...]
-
-    @classmethod
-    def of(cls, sizes: Sequence[int]) -> "Cut":
-        """Rank after rank, each its number of rows (which may be zero)."""
-        firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-        return cls(tuple(((first, size),) for first, size in zip(firsts, sizes)))
-
-    @classmethod
-    def even(cls, length: int, ranks: int) -> "Cut":
-        """As equal as can be: sizes differ by at most one, the first ranks have the larger ones."""
-        return cls.of([length // ranks + (rank < length % ranks) for rank in range(ranks)])
-
-    @classmethod
-    def zigzag(cls, length: int, ranks: int) -> "Cut":
-        """Of 2 · ranks stretches rank r has the r-th from the front and the r-th from the end: causal work is equal."""
-        pieces = [ranges[0] for ranges in cls.even(length, 2 * ranks).ranks]
-        return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks)))
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of each rank."""
-        return tuple(sum(length for _, length in ranges) for ranges in self.ranks)
-
-    @cached_property
-    def length(self) -> int:
-        """Rows of the whole."""
-        return sum(self.sizes)
-
-    def take(self, whole: Tensor, dim: int, rank: int) -> Tensor:
-        """The part of a rank, in one piece; a view where that is possible."""
-        pieces = [whole.narrow(dim, first, length) for first, length in self.ranks[rank] if length]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
 
 
 def enter(x: Tensor, group: Any) -> Tensor:
@@ -89,40 +48,40 @@ def total(x: Tensor, group: Any) -> Tensor:
     return x if group.size() == 1 else _Total.apply(x, group)
 
 
-def part(x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
+def part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """This rank's rows of `dim` of a whole that every rank has. Backward gives every rank the gradient of the whole."""
-    return x if group.size() == 1 else _Part.apply(x, _checked(x.shape[dim], cut.length, dim, x), cut, group)
+    return x if group.size() == 1 else _Part.apply(x, _checked(x.shape[dim], rows.length, dim, x), rows, group)
 
 
-def gather(x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
+def gather(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """The whole of which each rank has its rows of `dim`; right where every rank computes the same after it.
 
     Backward: this rank's rows of the gradient, which every rank has whole.
     """
-    return x if group.size() == 1 else _Gather.apply(x, _own(x, dim, cut, group), cut, group)
+    return x if group.size() == 1 else _Gather.apply(x, _own(x, dim, rows, group), rows, group)
 
 
-def gather_partial(x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
+def gather_partial(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """The whole of which each rank has its rows of `dim`; right where every rank computes another part after it.
 
     Backward: this rank's rows of the sum of all ranks' gradients.
     """
-    return x if group.size() == 1 else _GatherPartial.apply(x, _own(x, dim, cut, group), cut, group)
+    return x if group.size() == 1 else _GatherPartial.apply(x, _own(x, dim, rows, group), rows, group)
 
 
-def scatter_sum(x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
+def scatter_sum(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """This rank's rows of `dim` of the sum over the ranks, each of which has a share of the sum in every row."""
-    return x if group.size() == 1 else _ScatterSum.apply(x, _checked(x.shape[dim], cut.length, dim, x), cut, group)
+    return x if group.size() == 1 else _ScatterSum.apply(x, _checked(x.shape[dim], rows.length, dim, x), rows, group)
 
 
-def _own(x: Tensor, dim: int, cut: Cut, group: Any) -> int:
-    return _checked(x.shape[dim], cut.sizes[group.rank()], dim, x)
+def _own(x: Tensor, dim: int, rows: Rows, group: Any) -> int:
+    return _checked(x.shape[dim], rows.sizes[group.rank()], dim, x)
 
 
-def _checked(rows: int, expected: int, dim: int, x: Tensor) -> int:
+def _checked(found: int, expected: int, dim: int, x: Tensor) -> int:
     """The dim, counted from the front. A wrong length would make other ranks wait for ever, so it is an error here."""
-    if rows != expected:
-        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} has {rows} rows, not {expected}")
+    if found != expected:
+        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} has {found} rows, not {expected}")
     return dim % x.dim()
 
 
@@ -150,9 +109,9 @@ class _Total(torch.autograd.Function):
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
-        ctx.at = dim, cut, group
-        return cut.take(x, dim, group.rank()).clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+        ctx.at = dim, rows, group
+        return rows.take(x, dim, group.rank()).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
@@ -161,9 +120,9 @@ class _Part(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
-        ctx.at = dim, cut, group
-        return gathered(x, dim, cut, group)
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+        ctx.at = dim, rows, group
+        return gathered(x, dim, rows, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
@@ -172,9 +131,9 @@ class _Gather(torch.autograd.Function):
 
 class _GatherPartial(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
-        ctx.at = dim, cut, group
-        return gathered(x, dim, cut, group)
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+        ctx.at = dim, rows, group
+        return gathered(x, dim, rows, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
@@ -183,9 +142,9 @@ class _GatherPartial(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
-        ctx.at = dim, cut, group
-        return sum_part(x, dim, cut, group)
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+        ctx.at = dim, rows, group
+        return sum_part(x, dim, rows, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
@@ -201,12 +160,12 @@ def summed(x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 @torch.no_grad()
-def gathered(x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
+def gathered(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """The whole, from each rank's rows of `dim`. Not differentiated."""
     rank, x = group.rank(), x.contiguous()
-    whole = x.new_empty([*x.shape[:dim], cut.length, *x.shape[dim + 1 :]])
+    whole = x.new_empty([*x.shape[:dim], rows.length, *x.shape[dim + 1 :]])
     parts: list[Tensor] = []
-    for ranges, size in zip(cut.ranks, cut.sizes):
+    for ranges, size in zip(rows.ranks, rows.sizes):
         into = whole.narrow(dim, ranges[0][0], size) if len(ranges) == 1 else None
         straight = into is not None and into.is_contiguous()
         parts.append(into if straight else x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]))
@@ -215,7 +174,7 @@ def gathered(x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
         parts[rank].copy_(x)
     else:
         dist.all_gather(parts, x, group=group)
-    for ranges, size, given in zip(cut.ranks, cut.sizes, parts):
+    for ranges, size, given in zip(rows.ranks, rows.sizes, parts):
         if size and given.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
             continue
         for (first, length), piece in zip(ranges, given.split([length for _, length in ranges], dim)):
@@ -224,14 +183,14 @@ def gathered(x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
 
 
 @torch.no_grad()
-def sum_part(x: Tensor, dim: int, cut: Cut, group: Any) -> Tensor:
+def sum_part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """This rank's rows of `dim` of the sum over the ranks. Not differentiated.
 
     gloo's own reduce-scatter is an all-reduce in disguise, so on CPU the parts are exchanged and added up here, in the
     order of the ranks; 16-bit numbers are added in 32.
     """
     ranks, rank = group.size(), group.rank()
-    parts = [cut.take(x, dim, r).contiguous() for r in range(ranks)]
+    parts = [rows.take(x, dim, r).contiguous() for r in range(ranks)]
     if x.device.type != "cpu":
         result = torch.empty_like(parts[rank])
         dist.reduce_scatter(result, parts, group=group)

@@ -91,6 +91,8 @@ class Sketch:
     """The same of every parameter that is not."""
     places: dict[str, int | None] = field(default_factory=dict)
     """Random place `module#call#draw` -> batch dim of the tensor drawn there (None: it has none)."""
+    drawn: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Random place -> shape of the whole tensor drawn there for one sample: its batch dim has the rows of a sample."""
     unkeyed: tuple[str, ...] = ()
     """Modules whose random numbers plait cannot key (drawn by an operator without a rule)."""
     batch_norms: tuple[str, ...] = ()
@@ -140,12 +142,13 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: t
     if wanted is not None and probe.metering:
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
-    places, coupled = _places(rounds)
+    places, drawn, coupled = _places(rounds)
     norms = {name: model.get_submodule(name) for run in small for name in run.batch_norms}
     return Sketch(
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
         places=places,
+        drawn=drawn,
         unkeyed=_unique([*(name for run in small for name in run.unkeyed), *coupled]),
         batch_norms=tuple(norms),
         channels={name: (_channels(norm), _wide(norm)) for name, norm in norms.items()},
@@ -244,9 +247,10 @@ def _fit(small: Any, large: Any, name: str) -> Figure:
     return Figure(getattr(small, name) - a * each, each)
 
 
-def _places(rounds: list[list["Watched"]]) -> tuple[dict[str, int | None], list[str]]:
-    """Batch dim of every place, and the owners of draws that do not grow in step with the batch, in one dim."""
+def _places(rounds: list[list["Watched"]]) -> tuple[dict[str, int | None], dict[str, tuple[int, ...]], list[str]]:
+    """Batch dim and shape of every place, and the owners of draws that do not grow in step with the batch, in one dim."""
     places: dict[str, int | None] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     coupled = []
     a, b = PROBES
     for small, large in rounds:
@@ -260,8 +264,10 @@ def _places(rounds: list[list["Watched"]]) -> tuple[dict[str, int | None], list[
                 or any(shape[d] * b != other[d] * a for d in grown)
             ):
                 coupled.append(place.split("#")[0] or "the model")
+            elif place not in places:
+                shapes[place] = tuple(n // a if d in grown else n for d, n in enumerate(shape))
             places.setdefault(place, grown[0] if grown else None)
-    return places, coupled
+    return places, shapes, coupled
 
 
 def _channels(norm: nn.Module) -> int:

@@ -190,10 +190,10 @@ class _Watcher(TorchFunctionMode):
         train: bool = True,
     ):
         if training and train and p > 0.0:
-            shape = input.shape if func in randomness.PLAIN_DROPOUTS else input.shape[:2]
+            shape = randomness.mask_shape(func, input)
             self.seen.drawn[self.place()] = shape
             if self.meter is not None:  # a mask is multiplied with, and kept for backward
-                mask = input.new_ones((*shape, *(1 for _ in input.shape[len(shape) :])))
+                mask = input.new_ones(shape)
                 return input.mul_(mask) if inplace else input * mask
         return input
 

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from plait import regions
 from plait.launch.here import run
-from plait.regions import Cut
+from plait.ranges import Rows
 
 CUTS = {
-    2: (Cut.of([3, 2]), Cut.of([5, 0]), Cut.zigzag(5, 2), Cut((((3, 2),), ((0, 3),)))),
-    3: (Cut.of([3, 1, 2]), Cut.of([0, 5, 0]), Cut.zigzag(8, 3), Cut.even(7, 3)),
+    2: (Rows.of([3, 2]), Rows.of([5, 0]), Rows.zigzag(5, 2), Rows((((3, 2),), ((0, 3),)))),
+    3: (Rows.of([3, 1, 2]), Rows.of([0, 5, 0]), Rows.zigzag(8, 3), Rows.even(7, 3)),
 }
 FORMATS = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -56,7 +56,7 @@ def pairs(group) -> None:
                 borders(group, cut, dim, dtype)
 
 
-def borders(group, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+def borders(group, cut: Rows, dim: int, dtype: torch.dtype) -> None:
     rank, ranks, shape = group.rank(), group.size(), [2, 3, 4]
     shape[dim] = cut.length
     whole = of(99, *shape, dtype=dtype)
@@ -86,7 +86,7 @@ def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def blocks(group, recomputed: bool) -> None:
     """Two sliced layers with a norm between them, whole and by parts, with the sequence cut outside the regions or not."""
-    rank, cut, rows = group.rank(), Cut.even(7, group.size()), Cut.zigzag(9, group.size())
+    rank, cut, rows = group.rank(), Rows.even(7, group.size()), Rows.zigzag(9, group.size())
     whole = [of(k, *shape).div(16).requires_grad_() for k, shape in enumerate(((2, 9, 3), (3, 7), (7, 3), (3,)))]
     x, up, down, gain = whole
     loss = (torch.layer_norm(mlp(x, up, down), [3], gain) + mlp(x, up, down)).square().sum()
@@ -123,7 +123,7 @@ def test_a_sliced_model_has_the_gradients_of_the_whole(ranks: int, recomputed: b
 
 def seconds(group) -> None:
     """A gradient of a gradient, as models of forces take it."""
-    rank, cut = group.rank(), Cut.even(5, group.size())
+    rank, cut = group.rank(), Rows.even(5, group.size())
     x, w = of(1, 4).div(8).requires_grad_(), of(2, 4, 5).div(8).requires_grad_()
     (force,) = torch.autograd.grad(torch.sin(x @ w).sum(), x, create_graph=True)
     expected = torch.autograd.grad(force.square().sum(), (x, w))
@@ -159,7 +159,7 @@ def test_what_follows_a_border_may_write_in_place() -> None:
 
 @given(st.integers(0, 40), st.integers(1, 6))
 def test_a_cut_covers_every_row_once(length: int, ranks: int) -> None:
-    for cut in (Cut.even(length, ranks), Cut.zigzag(length, ranks)):
+    for cut in (Rows.even(length, ranks), Rows.zigzag(length, ranks)):
         rows = [row for ranges in cut.ranks for first, n in ranges for row in range(first, first + n)]
         assert sorted(rows) == list(range(length)) and cut.length == length
         assert max(cut.sizes) - min(cut.sizes) <= 2
