@@ -1,0 +1,142 @@
+"""Which modules are linear maps, along which dims of their weight they can be cut, and what of them must fit.
+
+A map multiplies the features of its input by a matrix and adds a bias: `nn.Linear`, convolutions over all channels,
+and any module of someone's own that is seen to do it. Those are tried on numbers: a class name is no proof.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+_CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_TRANSPOSED = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
+
+
+@dataclass(frozen=True)
+class Map:
+    """A module that maps features linearly."""
+
+    name: str
+    module: nn.Module
+    out: int
+    """Dim of its weight that output features lie along."""
+    into: int
+    """The same of input features."""
+    feature: int = -1
+    """Dim of its input and output that features lie along, from the end."""
+    known: bool = True
+    """torch's own class: its forward does not look at its numbers of features."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Its matrix."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Its bias [output features]."""
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, Tensor) else None
+
+    def integers(self, role: str, n: int) -> tuple[str, ...] | None:
+        """Attributes to divide when it is cut into n by its `role` dim, "out" or "into". None: it cannot run cut."""
+        dim = self.out if role == "out" else self.into
+        size = self.weight.shape[dim]
+        if self.known:
+            names = ("out_features", "out_channels") if role == "out" else ("in_features", "in_channels")
+            return tuple(k for k in names if hasattr(self.module, k))
+        equal = [k for k, v in vars(self.module).items() if type(v) is int and v == size]
+        for count in range(len(equal) + 1):
+            for names in itertools.combinations(equal, count):
+                if self._runs(role, names, n):
+                    return names
+        return None
+
+    def _runs(self, role: str, names: tuple[str, ...], n: int) -> bool:
+        """Whether the module's own forward maps as it should with the first n-th of its features."""
+        weight = _random(self.weight)
+        cut = weight.chunk(n, self.out if role == "out" else self.into)[0]
+        bias = None if self.bias is None else _random(self.bias)
+        bias = bias.chunk(n)[0] if bias is not None and role == "out" else bias
+        before = {k: getattr(self.module, k) for k in names}
+        try:
+            for k in names:
+                setattr(self.module, k, before[k] // n)
+            return _multiplies(self.module, cut, bias, self.into)
+        finally:
+            for k, v in before.items():
+                setattr(self.module, k, v)
+
+
+def find_maps(model: nn.Module) -> dict[str, Map]:
+    """Every linear map of a model, by name."""
+    tried: dict[type, int | None] = {}
+    found = {}
+    for name, module in model.named_modules():
+        made = _known(name, module)
+        if made is None and _foreign(module):
+            if type(module) not in tried:
+                tried[type(module)] = _orientation(module)
+            into = tried[type(module)]
+            made = None if into is None else Map(name, module, 1 - into, into, known=False)
+        if made is not None:
+            found[name] = made
+    return found
+
+
+def _known(name: str, module: nn.Module) -> Map | None:
+    """torch's own, with nothing put in the place of its forward or its weight."""
+    kind = next((k for k in (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED) if isinstance(module, k)), None)
+    if kind is None or type(module).forward is not kind.forward or "forward" in vars(module):
+        return None
+    if "weight" not in dict(module.named_parameters(recurse=False)) or getattr(module, "groups", 1) != 1:
+        return None
+    if kind is nn.Linear:
+        return Map(name, module, 0, 1)
+    if kind in _TRANSPOSED:
+        return Map(name, module, 1, 0, -(_TRANSPOSED[kind] + 1))
+    return Map(name, module, 0, 1, -(_CONVOLUTIONS[kind] + 1))
+
+
+def _foreign(module: nn.Module) -> bool:
+    """It has nothing but a matrix, and perhaps a vector beside it."""
+    own = dict(module.named_parameters(recurse=False))
+    shapes = {k: p.dim() for k, p in own.items()}
+    plain = shapes in ({"weight": 2}, {"weight": 2, "bias": 1}) and not any(True for _ in module.children())
+    return plain and not any(True for _ in module.buffers()) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+
+
+def _orientation(module: nn.Module) -> int | None:
+    """The dim of its weight that input features lie along, if it is a linear map."""
+    own = dict(module.named_parameters(recurse=False))
+    weight, bias = _random(own["weight"]), _random(own["bias"]) if "bias" in own else None
+    return next((into for into in (1, 0) if _multiplies(module, weight, bias, into)), None)
+
+
+def _multiplies(module: nn.Module, weight: Tensor, bias: Tensor | None, into: int) -> bool:
+    x = torch.randn(2, 3, weight.shape[into], dtype=weight.dtype)
+    want = x @ (weight if into == 0 else weight.t())
+    given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    try:
+        with torch.no_grad():
+            got = functional_call(module, given, (x,))
+            return isinstance(got, Tensor) and torch.allclose(got, want if bias is None else want + bias)
+    except Exception:  # it is something else
+        return False
+
+
+def _random(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, dtype=torch.float64)
+
+
+def packed_attentions(model: nn.Module) -> Iterator[tuple[str, nn.MultiheadAttention]]:
+    """Every `nn.MultiheadAttention` whose forward is torch's own."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward:
+            yield name, module
