@@ -1,0 +1,109 @@
+"""Which layers of a model are mixtures of experts, found by their structure and checked by running them.
+
+Proposed are modules whose direct parameters all are [experts, …] and that are told for each token which experts it goes
+to (`stacked`), and layers with a list of alike modules that get only some of the rows each (`listed`). Nothing is known
+by name. Each proposal is checked in float64 on what the model really gives the layer, and on noise, without processes:
+the layer computed expert by expert, as the ranks of a group would, must return what the whole layer returns. What does
+not pass is left whole, and why is said.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.expertchecks import Met, check_listed, check_stacked
+from plait.mixtures import Mixture
+from plait.randomness import host_state, restore_host
+from plait.torchseam import tree_leaves, tree_map_only
+from plait.units import has_forward
+
+SAMPLES = 3
+
+
+def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any]) -> tuple[list[Mixture], list[str]]:
+    """The mixtures of experts of a model, and of layers that look like one and cannot be split: why. Leaves it as it is."""
+    proposed = [*_stacked(model), *_listed(model)]
+    if not proposed:
+        return [], []
+    state, met = host_state(), _run(model, inputs, call, proposed)
+    found, whole = [], []
+    for mixture in proposed:
+        if mixture.name not in met:
+            continue
+        if mixture.stacked:
+            checked, why = check_stacked(model.get_submodule(mixture.name), mixture, met[mixture.name])
+        elif _routed(mixture, met):
+            checked, why = check_listed(model.get_submodule(mixture.name), mixture, met[mixture.name])
+        else:
+            continue
+        if checked is None and why:
+            whole.append(f"{mixture.name}: {why}")
+        elif checked is not None:
+            found.append(replace(checked, rows=_rows(checked, met) / SAMPLES))
+    restore_host(state)
+    return found, whole
+
+
+def _stacked(model: nn.Module) -> Iterator[Mixture]:
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        sizes = {p.shape[0] if p.dim() > 1 else 0 for p in own.values()}
+        alone = len(own) == len(list(module.parameters()))
+        if own and alone and len(sizes) == 1 and min(sizes) > 1 and any(p.dim() > 2 for p in own.values()):
+            yield Mixture(name, sizes.pop(), (tuple(f"{name}.{n}" if name else n for n in own),))
+
+
+def _listed(model: nn.Module) -> Iterator[Mixture]:
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        kids = list(module.children()) if isinstance(module, nn.ModuleList) else []
+        shapes = {(type(k), *((n, p.shape) for n, p in k.named_parameters())) for k in kids}
+        if len(kids) < 2 or len(shapes) != 1 or not has_forward(kids[0]) or not list(kids[0].parameters()):
+            continue
+        layer = name
+        while layer and not has_forward(modules[layer]):
+            layer = layer.rpartition(".")[0]
+        names = tuple(f"{name}.{n}" for n, _ in module.named_children())
+        yield Mixture(
+            layer, len(kids), tuple(tuple(f"{n}.{p}" for p, _ in modules[n].named_parameters()) for n in names), names
+        )
+
+
+def _run(
+    model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any], proposed: list[Mixture]
+) -> dict[str, Met]:
+    """What a run on a few samples gives each proposed module, and each expert of a list."""
+    model, met = copy.deepcopy(model), {}
+    names = {n for m in proposed for n in (m.name, *m.modules)}
+
+    def entering(name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            rows = sum(t[..., 0].numel() for t in tree_leaves((args, kwargs))[:1] if isinstance(t, Tensor) and t.dim())
+            if name not in met:
+                met[name] = Met(*tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)))
+            met[name].rows += rows
+
+        return enter
+
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(entering(name), with_kwargs=True)
+    with torch.no_grad():
+        call(model, inputs(SAMPLES))
+    return met
+
+
+def _routed(mixture: Mixture, met: dict[str, Met]) -> bool:
+    """Whether experts get a part of the rows each. A list whose members all get everything is no mixture."""
+    rows = [met[name].rows if name in met else 0 for name in mixture.modules]
+    return 0 < sum(rows) < len(rows) * met[mixture.name].rows
+
+
+def _rows(mixture: Mixture, met: dict[str, Met]) -> int:
+    if mixture.modules:
+        return sum(met[name].rows for name in mixture.modules if name in met)
+    given = tree_leaves((met[mixture.name].args, met[mixture.name].kwargs))
+    return next(t.numel() for t in given if isinstance(t, Tensor) and not t.is_floating_point())

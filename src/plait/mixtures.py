@@ -1,0 +1,50 @@
+"""What a mixture of experts is, for the rest of plait: which parameters are whose, and what travels."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from plait.ranges import Rows
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A layer whose experts can be shared out over ranks."""
+
+    name: str
+    """The module that is run in another way: the stacked experts themselves, or the layer with the list."""
+    experts: int
+    parameters: tuple[tuple[str, ...], ...]
+    """Names of the parameters: of each expert in a list; of stacked experts one tuple, each cut along dim 0."""
+    modules: tuple[str, ...] = ()
+    """Names of the experts in a list."""
+    numbers: tuple[tuple[str, int], ...] = ()
+    """Attributes of a stacked module that hold a number of experts (0: of this rank's) or of choices (1)."""
+    rows: float = 0.0
+    """Rows that a sample sends to experts: its tokens times the choices of each. Which experts, depends on the data."""
+    width: tuple[int, int] = (0, 0)
+    """Numbers of a row on its way to an expert, and back."""
+    itemsize: int = 4
+    """Bytes of a number."""
+    coupled: bool = False
+    """What it computes for a token depends on the others in the batch: experts that are full drop tokens."""
+
+    @property
+    def stacked(self) -> bool:
+        """Whether parameters hold all experts, along dim 0."""
+        return not self.modules
+
+    def mine(self, ranks: int, rank: int) -> range:
+        """The experts of a rank."""
+        ((first, length),) = Rows.even(self.experts, ranks).ranks[rank]
+        return range(first, first + length)
+
+
+def cut_stacked(module: nn.Module, mixture: Mixture, mine: range) -> nn.Module:
+    """The module with some of its experts only, in place."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        part = parameter.detach()[mine.start : mine.stop].clone()
+        setattr(module, name, nn.Parameter(part, parameter.requires_grad))
+    for name, one in mixture.numbers:
+        setattr(module, name, one or len(mine))
+    return module

@@ -1,0 +1,125 @@
+"""Mixtures of experts: the Hugging Face library's, and plain ones as people write them."""
+
+from typing import Any
+
+import torch
+from jobs_real import Rows, hugging, next_token
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
+
+import plait
+
+WORDS = 31
+
+
+def mixtral(**given: Any) -> plait.Job:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=WORDS, max_position_embeddings=16, num_local_experts=4, use_cache=False, attention_dropout=0.1,
+        experts_implementation="eager", output_router_logits=True, **given,
+    )  # fmt: skip
+    return hugging(lambda: MixtralForCausalLM(config))
+
+
+def qwen3(**given: Any) -> plait.Job:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=16, moe_intermediate_size=8, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, vocab_size=WORDS, num_experts=8, num_experts_per_tok=2, use_cache=False,
+        attention_dropout=0.1, experts_implementation="eager", output_router_logits=True, **given,
+    )  # fmt: skip
+    return hugging(lambda: Qwen3MoeForCausalLM(config))
+
+
+def balanced(outputs: Any, targets: Tensor) -> Tensor:
+    """With the library's balance loss, as its models add it to their own."""
+    return next_token(outputs, targets) + 0.05 * outputs.aux_loss
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """A router, a list of experts, one for all, and the residual; experts that no token chose are not called."""
+
+    def __init__(self, width: int, experts: int, capacity: float | None = None, always: bool = False):
+        super().__init__()
+        self.gate, self.shared = nn.Linear(width, experts), Expert(width)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
+        self.capacity, self.always = capacity, always
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = x.reshape(-1, x.shape[-1])
+        p = self.gate(flat).softmax(-1)
+        weights, chosen = p.topk(2, -1)
+        out = self.shared(flat)
+        most = None if self.capacity is None else int(self.capacity * chosen.numel() / len(self.experts))
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            token, slot = token[:most], slot[:most]
+            if len(token) or self.always:
+                out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
+        return x + out.reshape(x.shape), p, F.one_hot(chosen, len(self.experts)).sum(1).to(p)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, experts: int, dropout: float, **given: Any):
+        super().__init__()
+        self.norm, self.mix, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(dropout)
+        self.moe = Mixture(width, experts, **given)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return self.moe(x + self.drop(self.mix(self.norm(past))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, experts: int = 4, depth: int = 2, width: int = 12, dropout: float = 0.1, **given: Any):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width, experts, dropout, **given) for _ in range(depth))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, list[Any]]:
+        x, routed = self.words(input_ids), []
+        for block in self.blocks:
+            x, *told = block(x)
+            routed.append(told)
+        return self.head(x), routed
+
+
+def plain_loss(outputs: Any, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs[0].flatten(0, 1), targets.flatten())
+
+
+def balance_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Each layer's balance, exact over the global batch."""
+    found = [len(p[0]) * (plait.global_mean(p) * plait.global_mean(c)).sum() for p, c in outputs[1]]
+    return plain_loss(outputs, targets) + 0.05 * torch.stack(found).sum()
+
+
+def local_balance(outputs: Any, targets: Tensor) -> Tensor:
+    """The same as one writes it for one device: of a rank's own share."""
+    found = [len(p[0]) * (p.mean(0) * c.mean(0)).sum() for p, c in outputs[1]]
+    return plain_loss(outputs, targets) + 0.05 * torch.stack(found).sum()
+
+
+def gpt(loss: Any = balance_loss, length: int = 4, **given: Any) -> plait.Job:
+    return plait.Job(
+        model=lambda: Gpt(**given),
+        loss=loss,
+        data=lambda: Rows(length=length),
+        optimizer=lambda p: torch.optim.AdamW(p, 1e-2),
+        batch=12,
+        steps=6,
+    )
