@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from plait.job import Evaluate, Job
     from plait.losses import LinearCrossEntropy, linear_cross_entropy
     from plait.plan import Plan
+    from plait.wholebatch import global_batch, global_mean
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "PlaitError",
     "Plan",
     "Step",
+    "global_batch",
+    "global_mean",
     "linear_cross_entropy",
     "sketch_of",
 ]
@@ -35,6 +38,8 @@ _HOME = {
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
     "Step": "plait.engine",
+    "global_batch": "plait.wholebatch",
+    "global_mean": "plait.wholebatch",
     "linear_cross_entropy": "plait.losses",
     "sketch_of": "plait.blueprint",
 }

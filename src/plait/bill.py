@@ -26,8 +26,9 @@ from plait.plan import Plan
 from plait.rehearsal import Rehearsal, rehearse
 from plait.sharded import divides
 from plait.sketch import Sketch
-from plait.strategies import ORDER
-from plait.strategies.strategy import Charge, Moment, held
+from plait.strategies import Charge, Role
+from plait.strategies import charges as priced
+from plait.strategies.strategy import Moment, held
 from plait.torchseam import FakeTensorMode, tree_leaves
 
 CATEGORIES = (
@@ -105,8 +106,8 @@ class Costing:
         check_plan(self.job, plan)
         counts = [n for _, n in Share(0, plan.ranks, plan.microbatches).parts(self.job.batch)]
         state, step = _optimizer(self.job, plan, self.sketch)
-        charges = [c for s in ORDER if s.wanted(plan) for c in s.price(plan, self.sketch, self.job.weight is not None)]
-        charges = [c for c in charges if c.kind == "memory"]
+        role = Role(samples=tuple(counts), weighted=self.job.weight is not None)
+        charges = [c for c in priced(plan, self.sketch, role) if c.kind == "memory"]
         taken = {c.op for c in charges}
         size = sum(t.nbytes for t in tree_leaves(self.batch(1)) if isinstance(t, Tensor))
         buffers = sum({id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values())

@@ -1,6 +1,6 @@
 """From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,21 +10,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait import data as data_module
+from plait import experts
+from plait import vocabulary
+from plait.across import Across
 from plait.digest import differing
 from plait.errors import FAILED, PlaitError, Problem
 from plait.job import Job
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
 from plait.making import make, make_optimizer
+from plait.mesh import group_of
 from plait.metering import tensors_in
-from plait.parts import Part, whole
-from plait.plan import Plan
+from plait.parts import Part, Ranges, whole
+from plait.plan import AXES, Plan
 from plait.randomness import Randomness
 from plait.sharded import Shards
 from plait.sketch import Sketch, sketch
-from plait.strategies import ORDER, shard
+from plait.slicing import find
+from plait.strategies import ORDER, expert, shard
 from plait.strategies.precision import forward_format
 from plait.torchseam import tree_map_only
+from plait.wholebatch import Sharers
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -46,6 +52,8 @@ class Built:
     model: nn.Module
     data: Any
     sketch: Sketch
+    whole: Sketch | None = None
+    """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
     cast: torch.dtype | None = None
     randomness: Any = None
     optimizer: Any = None
@@ -64,6 +72,22 @@ class Built:
     """Units of other stages: their buffers are not this rank's."""
     copies: Any = None
     """The group of ranks that hold copies of this rank's parts."""
+    at: dict[str, int] = field(default_factory=dict)
+    """This rank's place on every axis of the mesh."""
+    groups: dict[str, Any] = field(default_factory=dict)
+    """The ranks that differ from this one on an axis alone, for each axis on which there are any."""
+    cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)
+    """Parameters of which this rank has a part by another way than `fsdp`: the shape of the whole, and which ranges."""
+    experts: set[str] = field(default_factory=set)
+    """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
+    alike: Any = None
+    """The group of ranks that hold the same experts, if there are others."""
+    sharers: Sharers = field(default_factory=Sharers)
+    """The ranks with other samples, while a step's passes run."""
+    holders: dict[str, int] = field(default_factory=dict)
+    """How many ranks of the same share of samples hold the same part of a parameter, where more than one do."""
+    partial: list[tuple[tuple[str, ...], Any]] = field(default_factory=list)
+    """Parameters whose gradient on a rank is a share of a sum, and the group of ranks that have the others."""
     masters: dict[str, nn.Parameter] | None = None
     """What the optimizer updates when it is not `own`: copies in host memory."""
     prepared: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
@@ -73,6 +97,8 @@ class Built:
     """(model, inputs) -> outputs."""
     scaler: Any = None
     precision: torch.dtype | None = None
+    begun: bool = False
+    """A step was made."""
     lockstep: str = ""
     """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
     a sample (layers that count samples), `sample` with one that weighs nothing."""
@@ -81,7 +107,7 @@ class Built:
         """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
         sums = getattr(self.reducer, "inner", self.reducer)
         named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
-        found = {name: whole(t.detach()) for name, t in named}
+        found = {n: Part(t.detach(), *self.cuts[n]) if n in self.cuts else whole(t.detach()) for n, t in named}
         return found | sums.parts() if isinstance(sums, Shards) else found
 
     def _elsewhere(self, name: str) -> bool:
@@ -97,9 +123,16 @@ class Built:
                 master.copy_(self.own[name])
 
     @property
+    def together(self) -> str:
+        """`lockstep`, also where the job asks the other ranks for something: before the first step that is not known."""
+        asks = not self.sharers.alone and self.pipe is None and (self.sharers.used or not self.begun)
+        return self.lockstep or ("sample" if asks else "")
+
+    @property
     def inexact(self) -> list[str]:
         """What cannot equal one device under this plan, by nature."""
         found = [line for s in ORDER if s.wanted(self.plan) for line in s.inexact(self.plan, self.sketch)]
+        found += self.sharers.inexact
         found += [f"random numbers in {name} come from an operator plait cannot key" for name in self.sketch.unkeyed]
         return found
 
@@ -125,7 +158,7 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
     group = place.connect(device)
-    share = shard.share(plan, place.rank) if shard.wanted(plan) and plan.pp == 1 else None
+    share = shard.share(plan, place.rank) if shard.wanted(plan) and not plan.across else None
     made = make(job, device, cast, group, share)
     samples = data_module.checked(job.data(), "Job(data=…)")
     example = samples if data_module.is_map(samples) else job.data()  # reading an iterable moves it
@@ -133,11 +166,22 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     once = call if plan.pp == 1 else partial(_as_trained, (plan, cast, device.type))
     sketched = _open(sketch(made.fake, inputs, once, job.units), getattr(job.loss, "head", None))
     model = made.model
-    built = Built(job, plan, place, device, group, model, samples, sketched, cast, own=dict(model.named_parameters()))
-    built.shares, built.peers = made.shares, group
+    built = Built(
+        job, plan, place, device, group, model, samples, sketched, cast=cast, own=dict(model.named_parameters())
+    )
+    built.shares = made.shares
+    _meet(built)
+    if plan.tp > 1:
+        found = find(made.model, inputs, once, plan.tp)
+        built.sketch = replace(sketched, slices=found, cuts=vocabulary.cuts(made.model, found, plan.tp))
+    built.whole = built.sketch
+    if expert.wanted(plan):
+        built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
+    if plan.across:
+        built.reducer = Across([name for name, _, _ in sketched.parameters], built)
     if built.replicas is None:  # replicas bring their own, one per thread
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
@@ -147,6 +191,19 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     for prepare in built.prepared:
         prepare(built.optimizer)
     return built
+
+
+def _meet(built: Built) -> None:
+    """The groups of ranks that this one has to do with. All ranks make all groups, in the same order."""
+    plan, rank = built.plan, built.place.rank
+    built.at, built.peers = plan.at(rank), built.group
+    if plan.across:
+        built.groups = {axis: group_of(plan, rank, (axis,)) for axis in AXES if getattr(plan, axis) > 1}
+        built.peers = group_of(plan, rank, ("dp", "fsdp"))
+    if plan.dp * plan.cp > 1 and plan.processes != "one":
+        built.copies = built.group if plan.world == plan.dp else group_of(plan, rank, ("dp", "cp"))
+    ranks = dist.get_process_group_ranks(built.peers) if built.peers is not None else None
+    built.sharers = Sharers(ranks, plan.microbatches)
 
 
 def _as_trained(how: tuple[Plan, torch.dtype | None, str], model: nn.Module, inputs: Any) -> Any:
@@ -191,17 +248,21 @@ def broadcast_text(text: str, rank: int, group: Any, device: torch.device) -> st
 def check_copies(built: Built, step: int) -> None:
     """C006 when ranks that hold copies of the same parts do not hold the same bits."""
     named = [(name, part.tensor) for name, part in built.parts().items() if name in built.own]
-    wrong = differing(named, built.copies) if built.copies is not None else []
+    wrong: list[str] = []
+    for group, experts in ((built.copies, False), (built.alike, True)):
+        mine = [(name, t) for name, t in named if (name in built.experts) is experts]
+        wrong += differing(mine, group) if group is not None and mine else []
     if wrong:
         what = f"copies of {wrong[0]} have drifted apart by step {step}"
         why, fix = f"{len(wrong)} tensors differ between ranks", ("change weights only through the optimizer",)
         raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
 
 
-def nothing(loss: Callable[[], Tensor], outputs: Any) -> Tensor:
+def nothing(loss: Callable[[], Tensor], outputs: Any, asked: Sequence[Tensor] = ()) -> Tensor:
     """Zero, computed from those of a model's outputs that the loss looks at, as on a rank that has samples.
 
-    Backward from it comes to the units that the other ranks' backwards come to. (Zero times the loss may be NaN.)
+    Backward from it comes to the units that the other ranks' backwards come to, and to what the loss `asked` of the
+    other ranks meanwhile. (Zero times the loss may be NaN.)
     """
     found = [(o, o.grad_fn, o.output_nr) for o in tensors_in(outputs) if o.requires_grad]
     try:
@@ -210,6 +271,7 @@ def nothing(loss: Callable[[], Tensor], outputs: Any) -> Tensor:
         return torch.stack([o.sum() * 0.0 for o, _, _ in found]).sum()
     ends, ahead = {(node, number) for _, node, number in found}, [(made.grad_fn, made.output_nr)]
     met = set(ahead)
+    found += [(o, o.grad_fn, o.output_nr) for o in asked if o.requires_grad]
     while ahead:
         edge = ahead.pop()
         if edge not in ends and edge[0] is not None:

@@ -12,15 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from plait.data import Batch, weigh
 from plait.digest import digests
 from plait.engine import Engine
 from plait.job import Job
 from plait.launch.place import Place
-from plait.ledger import Ledger
+from plait.ledger import BY_DATA, Ledger
 from plait.parts import Part
 from plait.plan import Plan
 from plait.probes import Trace
-from plait.strategies import ORDER
+from plait.role import Layout
+from plait.strategies import Charge, Role, charges
 
 GROUPS = ("initial", "gradients", "weights", "buffers")
 """What is compared tensor by tensor."""
@@ -33,12 +35,16 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
     built = engine.built
     parts = built.parts()
     tensors = {"initial": {n: parts[n].tensor.clone() for n in built.own}}
-    rows, ids, held, ledger = [], [], [], Ledger()
+    rows, ids, held, ledger, priced = [], [], [], Ledger(), list[Charge]()
+    role = Role()
     source = engine.batches()
     for step in range(steps):
         batch = next(source)
         with ledger.watch() if step == 0 else nullcontext():
             rider = engine.backward(batch)
+        if step == 0:
+            role = role_of(engine, batch)
+            priced = charges(plan, built.whole, role)
         gradients = {n: p.grad for n, p in built.own.items() if p.grad is not None}
         if step == 0:
             tensors["gradients"] = {n: g.clone() for n, g in gradients.items()}
@@ -52,22 +58,27 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
-    weighted = job.weight is not None
-    charges = [c for s in ORDER if s.wanted(plan) for c in s.price(plan, built.sketch, weighted)]
     return {
         "rows": rows, "ids": ids, "held": held, "seen": built.data.seen, "inexact": built.inexact,
         "names": [n for n, _ in engine.model.named_parameters()],
-        "stage": place.rank // plan.shares,
-        "collectives": rows_of(ledger, plan), "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
-        "priced": None if plan.pp > 1 else [(c.op, c.calls, c.bytes) for c in charges if c.kind == "traffic"],
-        "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
-        "parts": {name: [part.shape, part.start] for name, part in parts.items()},
+        "stage": built.at["pp"],
+        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples], "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
+        "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+        "idle": sorted(role.idle), "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
+        "parts": {name: [part.shape, part.ranges] for name, part in parts.items()},
     }  # fmt: skip
 
 
-def rows_of(ledger: Ledger, plan: Plan) -> list[str]:
-    """The collectives. What stages send each other depends on how many samples a pipeline has."""
-    return [row for row in ledger.rows if plan.pp == 1 or not row.startswith(("send", "recv_"))]
+def role_of(engine: Engine, batch: Batch) -> Role:
+    """This rank's role in the step of a batch: without the micro-batches that weigh nothing, which it does not run."""
+    built, plan = engine.built, engine.plan
+    weight = built.job.weight
+    runs = [batch.micro[i] for i in engine.runs(batch, [weigh(weight, micro) for micro in batch.micro])]
+    layout = Layout.of(plan, built.pipe.stages.sketch, built.job.stages) if built.pipe else None
+    samples = tuple(micro.count or int(built.together == "sample") for micro in runs)
+    trained = [(u.name, [built.own[n] for n in u.parameters if n in built.own]) for u in built.sketch.units]
+    idle = (name for name, own in trained if any(p.requires_grad for p in own) and all(p.grad is None for p in own))
+    return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle))
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:
@@ -84,7 +95,7 @@ def _held(tensors: dict[str, Tensor], parts: dict[str, Part]) -> dict[str, int]:
     """A digest of each tensor, by its name and where its part begins and ends."""
     rows = digests(list(tensors.items())).tolist()
     keys = {n: parts[n.partition(" (")[0]] for n in tensors}
-    return {f"{n} @{keys[n].start}{tuple(t.shape)}": row for (n, t), row in zip(tensors.items(), rows)}
+    return {f"{n} @{keys[n].ranges}{tuple(t.shape)}": row for (n, t), row in zip(tensors.items(), rows)}
 
 
 def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
@@ -100,13 +111,14 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
     for name, group in groups.items():
         for rank, r in enumerate(ranks):
             for key, tensor in load_file(folder / f"{name}-{rank}.safetensors").items():
-                shape, start = r["parts"][key]
+                shape, ranges = r["parts"][key]
                 if key not in group:
                     group[key] = (
                         torch.full(shape, float("nan"), dtype=tensor.dtype)
                         if tensor.is_floating_point()
                         else torch.zeros(shape, dtype=tensor.dtype)
                     )
-                Part(tensor, tuple(shape), tuple(start)).inside(group[key]).copy_(tensor)
+                for piece in Part(tensor, tuple(shape), tuple(ranges)).pieces():
+                    piece.inside(group[key]).copy_(piece.tensor)
     named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage names its own layers
     return Trace(facts={**ranks[0], "inexact": list(named)}, **groups)

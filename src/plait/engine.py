@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def share(self) -> Share:
-        return Share(self.place.rank % self.plan.ranks, self.plan.ranks, self.plan.microbatches)
+        return Share(self.plan.share(self.place.rank), self.plan.ranks, self.plan.microbatches)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
@@ -108,22 +108,26 @@ class Engine:
         built = self.built
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
-        most = Share(0, self.plan.ranks, self.plan.microbatches).parts(batch.size)  # rank 0's parts are the largest
-        runs = [i for i, w in enumerate(weights) if w or (built.lockstep and most[i][1])]
-        pieces = self._passes.pieces(batch, {i: weights[i] / total for i in runs})
+        pieces = self._passes.pieces(batch, {i: weights[i] / total for i in self.runs(batch, weights)})
         rider = self._passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
         self._spans.begin("reduce")
         if built.reducer is not None:
             rider = built.reducer.finish()
         self._spans.end("reduce")
+        built.begun = True
         return rider
+
+    def runs(self, batch: Batch, weights: list[float]) -> list[int]:
+        """Numbers of the micro-batches that this rank runs: those that weigh something, or that every rank must run."""
+        most = Share(0, self.plan.ranks, self.plan.microbatches).parts(batch.size)  # rank 0's parts are the largest
+        return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
 
     def _total_weight(self, batch: Batch, weights: list[float]) -> float:
         """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask."""
         if self.job.weight is None:
             return float(batch.size)
         total = torch.tensor(sum(weights), dtype=torch.float64)
-        if self.built.peers is not None:
+        if self.plan.ranks > 1:
             total = total.to(self.built.device)
             dist.all_reduce(total, group=self.built.peers)
         if not float(total) > 0:
@@ -140,18 +144,20 @@ class Engine:
 
     def _rider(self, batch: Batch, losses: list[Tensor]) -> Tensor:
         """What all ranks must know, summed beside the gradients: loss, wish to stop, samples and busy time by rank, saving."""
-        rank, ranks = self.place.rank % self.plan.ranks, self.plan.ranks
+        rank, ranks = self.plan.share(self.place.rank), self.plan.ranks
         row = [0.0] * (2 + 2 * ranks) + [self.checkpoints.word(self.place.world)]
+        alike = self.plan.cp * self.plan.tp  # ranks that compute the same loss
+        together = self.plan.pp * alike
         row[1], row[2 + rank], row[2 + ranks + rank] = (
             float(self.place.stopping()),
-            batch.count / self.plan.pp,
-            self._busy / self.plan.pp,
+            batch.count / together,
+            self._busy / together,
         )
         if self.built.device.type == "cpu":
-            row[0] = sum(float(loss) for loss in losses)
+            row[0] = sum(float(loss) for loss in losses) / alike
             return torch.tensor(row, dtype=torch.float64)
         rider = torch.tensor(row, dtype=torch.float64, device=self.built.device)
-        rider[0] = torch.stack(losses).sum() if losses else 0.0
+        rider[0] = torch.stack(losses).sum() / alike if losses else 0.0
         return rider
 
     def update(self, batch: Batch, rider: Tensor) -> Step:
@@ -192,7 +198,9 @@ class Engine:
         loss, stop, *rows, saved = rider.tolist()
         self.checkpoints.heard(self, saved)
         spans = self._spans.taken()
-        self._busy = sum(took for name, _, took in spans if sort_of(name) in ("forward", "backward", "loss", "replicate"))
+        self._busy = sum(
+            took for name, _, took in spans if sort_of(name) in ("forward", "backward", "loss", "replicate")
+        )
         self._stop = stop > 0
         return Step(
             batch.after.step, loss, float(norm) * unscale, lr, batch.after.samples, batch.size, tokens(batch), skipped, self._stop,

@@ -30,9 +30,10 @@ def evaluate(built: Built) -> dict[str, float]:
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built.device.type, built.precision):
-            rank, ranks = place.rank % built.plan.ranks, built.plan.ranks
+            rank, ranks = built.plan.share(place.rank), built.plan.ranks
             for pair, count in _share(job.evaluate.data(), job.batch, job.seed, rank, ranks):
-                if not count and not isinstance(getattr(built.reducer, "inner", built.reducer), Shards):
+                together = isinstance(getattr(built.reducer, "inner", built.reducer), Shards) or built.plan.ep > 1
+                if not count and not together:
                     continue
                 inputs, targets = move(pair, built.device, built.cast)
                 outputs, here = _outputs(built, inputs, count or 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.expertchecks import Met, check_listed, check_stacked
-from plait.mixtures import Mixture
+from plait.mixtures import Format, Mixture
 from plait.randomness import host_state, restore_host
 from plait.torchseam import tree_leaves, tree_map_only
 from plait.units import has_forward
@@ -34,6 +34,9 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
     for mixture in proposed:
         if mixture.name not in met:
             continue
+        if _used_elsewhere(model, mixture):
+            whole.append(f"{mixture.name}: other code uses parameters of its experts too")
+            continue
         if mixture.stacked:
             checked, why = check_stacked(model.get_submodule(mixture.name), mixture, met[mixture.name])
         elif _routed(mixture, met):
@@ -43,7 +46,8 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
         if checked is None and why:
             whole.append(f"{mixture.name}: {why}")
         elif checked is not None:
-            found.append(replace(checked, rows=_rows(checked, met) / SAMPLES))
+            trained = checked.names & {n for n, p in model.named_parameters() if p.requires_grad}
+            found.append(replace(checked, rows=_rows(checked, met) / SAMPLES, trained=trained))
     restore_host(state)
     return found, whole
 
@@ -54,7 +58,7 @@ def _stacked(model: nn.Module) -> Iterator[Mixture]:
         sizes = {p.shape[0] if p.dim() > 1 else 0 for p in own.values()}
         alone = len(own) == len(list(module.parameters()))
         if own and alone and len(sizes) == 1 and min(sizes) > 1 and any(p.dim() > 2 for p in own.values()):
-            yield Mixture(name, sizes.pop(), (tuple(f"{name}.{n}" if name else n for n in own),))
+            yield Mixture(name, sizes.pop(), (_formats(name, module),))
 
 
 def _listed(model: nn.Module) -> Iterator[Mixture]:
@@ -68,9 +72,18 @@ def _listed(model: nn.Module) -> Iterator[Mixture]:
         while layer and not has_forward(modules[layer]):
             layer = layer.rpartition(".")[0]
         names = tuple(f"{name}.{n}" for n, _ in module.named_children())
-        yield Mixture(
-            layer, len(kids), tuple(tuple(f"{n}.{p}" for p, _ in modules[n].named_parameters()) for n in names), names
-        )
+        yield Mixture(layer, len(kids), tuple(_formats(n, modules[n]) for n in names), names)
+
+
+def _formats(name: str, module: nn.Module) -> tuple[Format, ...]:
+    return tuple((f"{name}.{n}".lstrip("."), tuple(p.shape), p.dtype) for n, p in module.named_parameters())
+
+
+def _used_elsewhere(model: nn.Module, mixture: Mixture) -> bool:
+    """Whether a parameter of an expert has another name too: other code uses it as a whole."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    mine = {id(every[name]) for name in mixture.names}
+    return any(id(p) in mine and name not in mixture.names for name, p in every.items())
 
 
 def _run(

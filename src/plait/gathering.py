@@ -1,6 +1,10 @@
 """Which units' parameters are gathered together, and which with the root: the grain of sharding (`strategies/shard.py`)."""
 
+from collections import Counter
+
 from plait.errors import PlaitError, Problem
+from plait.plan import Plan
+from plait.role import Role
 from plait.sketch import Sketch
 
 TINY = 8 << 20
@@ -73,3 +77,30 @@ def members(sketch: Sketch) -> dict[str, list[str]]:
     taken = {p for names in found.values() for p in names}
     everything = [name for name, _, _ in (*sketch.parameters, *sketch.frozen)]
     return found | {"": [name for name in everything if name not in taken]}
+
+
+def gathers(plan: Plan, sketch: Sketch, role: Role) -> dict[str, int]:
+    """How often each group is gathered in a step, by its first unit; the root's is the empty name.
+
+    In a pipeline a forward pass comes to all of the rank's groups, also to those of its other stages, and the root stays
+    gathered. A backward pass asks ahead for the group in front of each it comes to. When that one is another stage's, it
+    is there for the pass that comes to it next.
+    """
+    found, twice, piped = groups(sketch), differentiated(sketch), role.layout is not None
+    first = [names[0] for names in found]
+    if plan.zero < 3:
+        return dict.fromkeys([*first, ""], 1)
+    again = [group for group in first if group in twice]
+    before = dict(zip(again, again[:1] + again))
+    counts, ahead = Counter({"": 1 if piped else plan.microbatches}), set[str]()
+    for kind, stage in role.row(plan) if piped else [("F", 0), ("B", 0)] * plan.microbatches:
+        met, asked = set(first), set[str]()
+        if kind != "F":
+            here = role.layout.cut.units(role.layout.sketch, stage) if role.layout else twice
+            met = {n[0] for n in found if n[0] in twice and n[-1] in here and n[-1] not in role.idle}
+            last = role.layout is None or stage == role.layout.cut.stages - 1
+            asked = {before[group] for group in met} | set(again[-1:] if last else [])
+        counts.update(met - ahead)
+        counts.update(asked - met - ahead)
+        ahead = (ahead | asked) - met if piped or kind == "F" else set()
+    return dict(counts)

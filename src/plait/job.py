@@ -11,13 +11,16 @@ import reprlib
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from plait.errors import PlaitError, Problem, did_you_mean
+
+SLICES = ("column", "row", "vocabulary", "whole")
+"""What `Job.tensor` can say of a module."""
 
 LIBRARIES = (
     str(Path(__file__).parent),
@@ -39,6 +42,8 @@ class Evaluate:
     data: Callable[[], Any]
     metrics: Callable[[Any, Any], dict[str, Any]]
     every: int = 0
+    tensor: Mapping[str, str] | None = None
+    """Pattern of module names -> "column", "row", "vocabulary" or "whole": slices instead of those that are found."""
 
     def __post_init__(self) -> None:
         problems = [*_wrong_fields(self)]
@@ -112,6 +117,10 @@ def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
             names = isinstance(value, tuple) and value and all(isinstance(name, str) and name for name in value)
             if value is not None and not names:
                 expected = 'a tuple of names of modules, such as ("layers.*",), or None'
+        elif field.name == "tensor":
+            words = isinstance(value, Mapping) and all(isinstance(k, str) and v in SLICES for k, v in value.items())
+            if value is not None and not words:
+                expected = f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None'
         elif value is not None and not isinstance(value, Evaluate):
             expected = "a plait.Evaluate, or None"
         if expected:

@@ -12,6 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from plait.torchseam import TorchDispatchMode, tree_leaves
+from plait.wholebatch import CURRENT
+
+BY_DATA = ("alltoall_base_",)
+"""Operators whose sizes depend on the data: their calls are counted, their bytes only expected."""
 
 
 @dataclass
@@ -45,7 +49,14 @@ class _Watch(TorchDispatchMode):
     def _note(self, name: str, args: tuple[Any, ...]) -> None:
         given = args[1] if name in ("allgather_", "_allgather_base_") else args[0]
         tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+        sharers = CURRENT.get()
+        if name in BY_DATA:
+            self.ledger.rows.append(f"{name} {tensors[0].dtype}")
+            self.ledger.calls[name] += 1
+            return
         shapes = ",".join("x".join(map(str, t.shape)) or "scalar" for t in tensors)
         self.ledger.rows.append(f"{name} {shapes} {tensors[0].dtype if tensors else ''}")
+        if sharers is not None and sharers.asking:  # by the job itself, which no price knows
+            return
         self.ledger.calls[name] += 1
         self.ledger.bytes[name] += sum(t.nbytes for t in tensors)

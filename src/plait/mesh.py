@@ -30,3 +30,21 @@ def group_of(plan: Plan, rank: int, axes: tuple[str, ...], only: tuple[int, ...]
 
 def _rank(plan: Plan, at: dict[str, int]) -> int:
     return sum(at[axis] * math.prod(getattr(plan, later) for later in AXES[i + 1 :]) for i, axis in enumerate(AXES))
+
+
+def experts_of(plan: Plan, rank: int) -> tuple[Any, Any]:
+    """(the ranks that share out the experts with `rank`, the ranks that hold the same experts), as process groups.
+
+    Those that share them out are `ep` neighbours among the ranks with other samples. Every rank makes every group.
+    """
+    at = [(plan.at(r), plan.share(r), r) for r in range(plan.world)]
+    sharing: dict[Any, list[int]] = {}
+    holding: dict[Any, list[int]] = {}
+    for where, share, r in at:
+        sharing.setdefault((where["pp"], where["cp"], where["tp"], share // plan.ep), []).append(r)
+        holding.setdefault((where["pp"], where["tp"], share % plan.ep), []).append(r)
+    found = []
+    for sets in (sharing, holding):
+        made = [(ranks, dist.new_group(ranks)) for _, ranks in sorted(sets.items())]
+        found.append(next(group for ranks, group in made if rank in ranks))
+    return found[0], found[1]

@@ -222,4 +222,4 @@ class Listed:
 
     def _refused(self, why: str) -> PlaitError:
         what = f"the experts of a {type(self.layer).__name__} cannot be called from other ranks"
-        return PlaitError(Problem("P034", what, why=why, fix=("ep=1",)), FAILED)
+        return PlaitError(Problem("P051", what, why=why, fix=("ep=1",)), FAILED)

@@ -1,10 +1,19 @@
 """What a mixture of experts is, for the rest of plait: which parameters are whose, and what travels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from plait.ranges import Rows
+
+if TYPE_CHECKING:
+    from plait.sketch import Sketch
+
+Format = tuple[str, tuple[int, ...], torch.dtype]
+"""(name, shape, dtype) of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +23,12 @@ class Mixture:
     name: str
     """The module that is run in another way: the stacked experts themselves, or the layer with the list."""
     experts: int
-    parameters: tuple[tuple[str, ...], ...]
-    """Names of the parameters: of each expert in a list; of stacked experts one tuple, each cut along dim 0."""
+    parameters: tuple[tuple[Format, ...], ...]
+    """Its parameters: of each expert in a list; of stacked experts one tuple, each cut along dim 0."""
     modules: tuple[str, ...] = ()
     """Names of the experts in a list."""
+    trained: frozenset[str] = frozenset()
+    """Names of those parameters that are."""
     numbers: tuple[tuple[str, int], ...] = ()
     """Attributes of a stacked module that hold a number of experts (0: of this rank's) or of choices (1)."""
     rows: float = 0.0
@@ -34,10 +45,42 @@ class Mixture:
         """Whether parameters hold all experts, along dim 0."""
         return not self.modules
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all its experts' parameters."""
+        return frozenset(name for rows in self.parameters for name, _, _ in rows)
+
     def mine(self, ranks: int, rank: int) -> range:
         """The experts of a rank."""
         ((first, length),) = Rows.even(self.experts, ranks).ranks[rank]
         return range(first, first + length)
+
+    def held(self, mine: range) -> list[Format]:
+        """The parameters of a rank with these experts, as large as they are there."""
+        if self.stacked:
+            return [(name, (len(mine), *shape[1:]), dtype) for name, shape, dtype in self.parameters[0]]
+        return [row for number in mine for row in self.parameters[number]]
+
+
+def without(sketch: "Sketch") -> "Sketch":
+    """The sketch of what is not shared out: all but the experts."""
+    names = {name for mixture in sketch.mixtures for name in mixture.names}
+    bytes_ = {n: prod(s) * d.itemsize for n, s, d in (*sketch.parameters, *sketch.frozen) if n in names}
+    units = tuple(
+        replace(
+            unit,
+            parameters=tuple(n for n in unit.parameters if n not in names),
+            weights=unit.weights - sum(bytes_.get(n, 0) for n in unit.parameters),
+        )
+        for unit in sketch.units
+    )
+    return replace(
+        sketch,
+        parameters=tuple(row for row in sketch.parameters if row[0] not in names),
+        frozen=tuple(row for row in sketch.frozen if row[0] not in names),
+        rest=tuple(name for name in sketch.rest if name not in names),
+        units=units,
+    )
 
 
 def cut_stacked(module: nn.Module, mixture: Mixture, mine: range) -> nn.Module:

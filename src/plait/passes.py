@@ -31,15 +31,23 @@ class Passes:
         built, found = self.built, []
         for i, weight in runs.items():
             micro = batch.micro[i]
-            pair = micro.spare if micro.spare and built.lockstep == "sample" else (micro.inputs, micro.targets)
+            pair = micro.spare if micro.spare and built.together == "sample" else (micro.inputs, micro.targets)
             inputs, targets = move(pair, built.device, built.cast)
-            samples = micro.count or int(built.lockstep == "sample")
+            samples = micro.count or int(built.together == "sample")
             scale = weight * (built.scaler.value if built.scaler else 1.0)
-            found.append(Piece(inputs, targets, micro.first, samples, weight, scale))
+            found.append(Piece(inputs, targets, micro.first, samples, weight, scale, micro.count == 0))
+        idle = bool(found) and all(piece.idle for piece in found)
+        for sums in (built.reducer, getattr(built.reducer, "inner", None)):
+            if sums is not None:
+                sums.idle = idle
         return found
 
     def run(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Forward and backward of all. `arm` is given the weighted losses when the last backward is about to begin."""
+        with self.built.sharers.here():
+            return self._all(pieces, step, arm)
+
+    def _all(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         built, losses, rider = self.built, list[Tensor](), torch.empty(0)
         if built.pipe is not None:
             return self._pipelined(pieces, step, arm)
@@ -69,12 +77,14 @@ class Passes:
         scaled = loss if piece.scale == 1.0 else loss * piece.scale
 
         def backward() -> None:
+            built.sharers.idle = piece.idle
             with built.randomness.replay():
                 scaled.backward()
 
         return loss.detach(), backward
 
     def _model(self, piece: Piece) -> Any:
+        self.built.sharers.begin(piece.idle)
         with self._format():
             return self.built.run(self.built.model, piece.inputs)
 
@@ -82,7 +92,7 @@ class Passes:
         """The job's loss, or zero for an empty share in a model that communicates: it takes part and adds nothing."""
         with self._format():
             whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731
-            loss = whole() if piece.weight else nothing(whole, outputs)
+            loss = whole() if piece.weight else nothing(whole, outputs, self.built.sharers.made)
         check_loss(loss)
         return loss
 

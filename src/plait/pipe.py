@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.actions import Action, Table
+from plait.boundary import back
 from plait.errors import FAILED, PlaitError, Problem
 from plait.halves import halves
 from plait.staging import Run, Stages
@@ -33,6 +34,8 @@ class Piece:
     """Its weight over the global batch's. 0 when it only takes part."""
     scale: float
     """Factor on its loss before backward."""
+    idle: bool = False
+    """Its sample is another rank's: it only makes up the number."""
 
 
 @dataclass
@@ -185,12 +188,12 @@ class Pipe:
     def _send_back(self, was: _Open, stage: int, micro: int) -> None:
         if not stage:
             return
-        back = [t.grad for t in was.leaves]
+        came = [t.grad for t in was.leaves]
         if self.owner[stage - 1] == self.rank:
-            self.back[stage - 1, micro] = back
-        elif back:  # first, which of them there are: no gradient and one of zeros are not the same to an optimizer
-            there = torch.tensor([g is not None for g in back])
-            found = [g for g in back if g is not None]
+            self.back[stage - 1, micro] = came
+        elif came:  # and which of them there are: no gradient and one of zeros are not the same to an optimizer
+            there = torch.tensor([g is not None for g in came])
+            found = [torch.zeros_like(t) if g is None else g for t, g in zip(was.leaves, came)]
             self._send([there, *found], self.owner[stage - 1], _tag(stage, micro, False))
 
     # — what crosses —
@@ -232,15 +235,11 @@ class Pipe:
         slots = [slot for call in calls for slot in self.stages.template(call).slots if slot.grad]
         if not slots:
             return []
-        there = torch.empty(len(slots), dtype=torch.bool)
-        tag, source = _tag(stage + 1, micro, False), self.owner[stage + 1]
-        self._receive([there], source, tag)
-        found = [
-            torch.empty(s.shape(piece.samples), dtype=s.dtype, device=self.stages.device) if here else None
-            for s, here in zip(slots, there.tolist())
+        into = [
+            torch.empty(shape, dtype=dtype, device=self.stages.device) for shape, dtype in back(slots, piece.samples)
         ]
-        self._receive([t for t in found if t is not None], source, tag + 1)
-        return found
+        self._receive(into, self.owner[stage + 1], _tag(stage + 1, micro, False))
+        return [g if here else None for g, here in zip(into[1:], into[0].tolist())]
 
     def _send(self, values: list[Tensor], to: int, tag: int) -> None:
         self.clock.computed()

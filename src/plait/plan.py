@@ -19,6 +19,9 @@ KEYS: dict[str, Key] = {
     "pp": Key("mesh", int, "pipeline stages: each process holds some of the model's units", wildcard=True),
     "dp": Key("mesh", int, "copies of the model, each on its share of the batch; * fills the processes", wildcard=True),
     "fsdp": Key("mesh", int, "processes that share one sharded copy, each on its share of the batch", wildcard=True),
+    "cp": Key("mesh", int, "processes that compute stretches of the same sequences", wildcard=True),
+    "tp": Key("mesh", int, "processes that compute slices of the same layers", wildcard=True),
+    "ep": Key("mesh", int, "processes, among those with other samples, that share out the experts"),
     "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last"),
     "schedule": Key("step", str, "order of the stages' forwards and backwards", SCHEDULES),
     "stages_per_rank": Key("step", int, "stages each process holds, for interleaved schedules"),
@@ -34,10 +37,15 @@ KEYS: dict[str, Key] = {
     "processes": Key(
         "compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")
     ),
+    "sequence_parallel": Key("split", bool, "tp computes norms and dropout between its slices on stretches too"),
+    "context": Key("split", str, "how attention sees the other stretches under cp", ("ring", "ulysses")),
 }
 
 AXES = tuple(name for name, key in KEYS.items() if key.wildcard)
-"""The axes of the mesh, from the slowest link to the fastest: rank = (pp's index × dp + dp's index) × fsdp + fsdp's index."""
+"""The axes of the mesh, from the slowest link to the fastest: ranks that differ in the last axis are neighbours.
+
+`ep` is no axis of its own: it groups neighbouring ranks that have other samples.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,9 @@ class Plan:
     pp: int = 1
     dp: int = 1
     fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
     microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
@@ -56,16 +67,27 @@ class Plan:
     precision: str = "fp32"
     compile: bool = False
     processes: str = "per-device"
+    sequence_parallel: bool = True
+    context: str = "ring"
+
+    def __post_init__(self) -> None:
+        if self.ep > 1 and self.dp == self.fsdp == 1:  # given alone, the ranks that share out experts are the copies
+            object.__setattr__(self, "dp", self.ep)
 
     @property
     def devices(self) -> int:
         """Devices the plan computes on."""
-        return self.pp * self.shares
+        return self.pp * self.shares * self.cp * self.tp
 
     @property
     def shares(self) -> int:
         """Between how many devices the samples of a batch are shared out."""
         return self.dp * self.fsdp
+
+    @property
+    def across(self) -> bool:
+        """Whether there is more than copies and shards: stages, slices, stretches or experts, so that ranks differ."""
+        return self.devices > self.shares or self.ep > 1
 
     @property
     def world(self) -> int:
@@ -76,6 +98,22 @@ class Plan:
     def ranks(self) -> int:
         """Data-parallel processes: between how many the samples of a batch are shared out."""
         return 1 if self.processes == "one" else self.shares
+
+    def at(self, rank: int) -> dict[str, int]:
+        """The place of a rank on every axis.
+
+        >>> Plan.parse("dp=2 tp=2").at(1)
+        {'pp': 0, 'dp': 0, 'fsdp': 0, 'cp': 0, 'tp': 1}
+        """
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def share(self, rank: int) -> int:
+        """Which share of a batch's samples a rank computes on; ranks of one `cp` and `tp` have the same."""
+        at = self.at(rank)
+        return at["dp"] * self.fsdp + at["fsdp"]
 
     def fill(self, nproc: int | None) -> "Plan":
         """The plan with its wildcard filled by `nproc` processes. P001 when the counts do not agree."""
@@ -91,6 +129,7 @@ class Plan:
     def idle(self) -> list[Problem]:
         """P030 for every key that was given and has no effect under this plan."""
         needs = {"zero": ("fsdp", self.fsdp), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
+        needs |= {"sequence_parallel": ("tp", self.tp), "context": ("cp", self.cp)}
         found = []
         for key, (axis, size) in needs.items():
             if size == 1 and key in self.changed() and not (key == "zero" and self.offload == "all"):

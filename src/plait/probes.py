@@ -124,7 +124,7 @@ def replicas(ranks: list[dict[str, Any]]) -> Probe:
 def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
     """Whether the ranks together saw the samples of the reference, in its order and with its content."""
     for step, (epoch, ids) in enumerate(expected.facts["ids"]):
-        given = [i for r in ranks if r["stage"] == 0 for i in r["ids"][step][1]]
+        given = [i for r in ranks if not any(r["alike"][:3]) for i in r["ids"][step][1]]
         if given != ids or any(r["ids"][step][0] != epoch for r in ranks):
             repeated = len(given) - len(set(given))
             detail = f"step {step + 1}: {len(given)} samples instead of {len(ids)}, {repeated} repeated, {len(set(ids) - set(given))} missing"
@@ -147,26 +147,34 @@ def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
 
 
 def collectives(ranks: list[dict[str, Any]]) -> Probe:
-    """Whether all ranks made the same calls, and as many bytes of each as the price says."""
+    """Whether ranks that are alike made the same calls, and every rank as many bytes of each as its price says."""
     title = "collectives"
     for rank, r in enumerate(ranks):
         first = next(i for i, other in enumerate(ranks) if other["stage"] == r["stage"])
-        for k, (a, b) in enumerate(zip(ranks[first]["collectives"] + [""], r["collectives"] + [""])):
+        rows = [_rows(ranks[i], ranks[first]["alike"] == r["alike"]) for i in (first, rank)]
+        for k, (a, b) in enumerate(zip(rows[0] + [""], rows[1] + [""])):
             if a != b:
                 told = f"rank {first} called {a or 'nothing'}, rank {rank} {b or 'nothing'}"
                 return Probe("C", title, 1, 0, f"#{k + 1}", told)
-    if ranks[0]["priced"] is None:
-        return Probe("C", title, tolerance=0)
-    calls: dict[str, list[int]] = {}
-    for op, n, size in ranks[0]["priced"]:
-        row = calls.setdefault(op, [0, 0])
-        row[0], row[1] = row[0] + n, row[1] + size
-    counted = {op: [n, ranks[0]["bytes"][op]] for op, n in ranks[0]["calls"].items()}
-    for op in {**calls, **counted}:
-        if calls.get(op, [0, 0]) != counted.get(op, [0, 0]):
-            a, b = counted.get(op, [0, 0]), calls.get(op, [0, 0])
-            return Probe("C", title, 1, 0, op, f"{a[0]} calls of {a[1]} bytes, the price says {b[0]} of {b[1]}")
-    return Probe("C", title, tolerance=0, detail=", ".join(f"{n} × {op}" for op, (n, _) in counted.items()))
+    for rank, r in enumerate(ranks):
+        priced: dict[str, list[int]] = {}
+        for op, n, size in r["priced"]:
+            row = priced.setdefault(op, [0, 0])
+            row[0], row[1] = row[0] + n, row[1] + size
+        for op in {**priced, **r["calls"]}:
+            a, b = [r["calls"].get(op, 0), r["bytes"].get(op, 0)], priced.get(op, [0, 0])
+            if a != b:
+                told = f"{a[0]} calls of {a[1]} bytes on rank {rank}, the price says {b[0]} of {b[1]}"
+                return Probe("C", title, 1, 0, op, told)
+    detail = ", ".join(f"{n} × {op}" for op, n in ranks[0]["calls"].items())
+    idle = sorted({unit for r in ranks for unit in r["idle"]})
+    told = f"; priced as seen, no gradient comes to {', '.join(idle)}" if idle else ""
+    return Probe("C", title, tolerance=0, detail=detail + told)
+
+
+def _rows(rank: dict[str, Any], alike: bool) -> list[str]:
+    """The calls to compare. What stages send each other depends on how many samples a rank has (`alike`)."""
+    return [row for row in rank["collectives"] if alike or not row.startswith(("send", "recv_"))]
 
 
 def far(a: Tensor, b: Tensor, floor: float) -> bool:

@@ -18,7 +18,7 @@ by (seed, epoch, sample).
 """
 
 import random
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -234,6 +234,17 @@ class Randomness:
         """Modules were called elsewhere, so often: the places that follow count on from there."""
         for name, times in calls.items():
             self._calls[name] = self._calls.get(name, 0) + times
+
+    def mark(self) -> Callable[[], None]:
+        """Notes how far the places are, and returns what goes back there: code that runs twice draws the same twice."""
+        self._before_event()
+        calls = dict(self._calls)
+        self._after_event()
+
+        def back() -> None:
+            self._calls = dict(calls)
+
+        return back
 
     @contextmanager
     def replay(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Which rows of a dim each rank of a group holds: in order or not, in one stretch or several, equally many or not."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,6 +47,49 @@ class Rows:
         """The part of a rank, in one piece; a view where that is possible."""
         pieces = [whole.narrow(dim, first, length) for first, length in self.ranks[rank] if length]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
+
+    def sliced(self, first: int, end: int) -> "Rows":
+        """Of the dim [first:end] of this one."""
+        kept = [[(max(f, first), min(f + n, end)) for f, n in ranges] for ranges in self.ranks]
+        return Rows(tuple(tuple((a - first, b - a) for a, b in ranges if b > a) for ranges in kept))
+
+    def held(self, rank: int, first: int, end: int) -> Ranges:
+        """Where in the part of a rank the rows first … end − 1 of the whole are."""
+        found, at = list[tuple[int, int]](), 0
+        for f, n in self.ranks[rank]:
+            a, b = max(f, first), min(f + n, end)
+            found += [(at + a - f, b - a)] if b > a else []
+            at += n
+        return _joined(found)
+
+    def merged(self, outer: int, inner: int) -> "Rows":
+        """Of the one dim that [outer, this dim, inner] is as."""
+        return Rows(
+            tuple(
+                _joined([((o * self.length + f) * inner, n * inner) for o in range(outer) for f, n in ranges])
+                for ranges in self.ranks
+            )
+        )
+
+    def parted(self, outer: int, length: int, inner: int) -> "Rows | None":
+        """Of the middle one of the dims [outer, length, inner] that this dim is as; None when the others are cut too."""
+        first = self.sliced(0, length * inner)
+        if any(f % inner or n % inner for ranges in first.ranks for f, n in ranges):
+            return None
+        found = Rows(tuple(tuple((f // inner, n // inner) for f, n in ranges) for ranges in first.ranks))
+        alike = found.length == length and found.merged(outer, inner) == self.merged(1, 1)
+        return found if alike else None
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The same rows in the fewest ranges."""
+    found: list[tuple[int, int]] = []
+    for first, length in ranges:
+        if found and sum(found[-1]) == first:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        elif length:
+            found.append((first, length))
+    return tuple(found)
 
 
 Cut = Rows

@@ -28,8 +28,8 @@ def fill(specs: list[tuple[tuple[int, ...], torch.dtype]]) -> list[list[int]]:
 
 
 def tail_of(specs: list[tuple[tuple[int, ...], torch.dtype]], rider: int) -> int:
-    """Elements the rider takes in the last bucket: 0 when its format cannot hold it."""
-    last = specs[fill(specs)[-1][0]][1]
+    """Elements the rider takes in the last bucket: 0 when its format cannot hold it, or there is none."""
+    last = specs[fill(specs)[-1][0]][1] if specs else None
     return rider if last in (torch.float32, torch.float64) else 0
 
 
@@ -68,6 +68,8 @@ class Reducer:
         self.group = group
         specs = [(tuple(p.shape), p.dtype) for p in parameters]
         order, tail = fill(specs), tail_of(specs, rider)
+        self.idle = False
+        """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]
         self.armed = False
         self.next = 0
@@ -113,15 +115,16 @@ class Reducer:
         """The norm of the summed gradients, which every rank holds whole."""
         return torch.nn.utils.get_total_norm(gradients)
 
-    def arm(self, rider: Tensor) -> None:
-        """The next backward is the last of the step: start each bucket's sum as soon as it is full."""
-        self.armed, self.next, self.rider, self.alone = True, 0, rider, None
+    def arm(self, rider: Tensor | None) -> None:
+        """The next backward is the last of the step: start each bucket's sum as soon as it is full. None: no rider."""
+        self.armed, self.next, self.alone = True, 0, None
+        self.rider = torch.zeros(0) if rider is None else rider
         for bucket in self.buckets:
             bucket.waiting = len(bucket.parameters)
         tail = self.buckets[-1].tail
-        if tail.numel():
+        if tail.numel() and rider is not None:
             tail.copy_(rider)
-        else:
+        elif rider is not None:
             self.alone = dist.all_reduce(rider, group=self.group, async_op=True)
 
     def _launch(self, complete: bool) -> None:
@@ -134,7 +137,7 @@ class Reducer:
             self.next += 1
 
     def _flag(self, bucket: _Bucket) -> None:
-        bucket.flags.fill_(1.0)
+        bucket.flags.fill_(0.0 if self.idle else 1.0)
         if bucket.waiting == 0:
             return
         for i, parameter in enumerate(bucket.parameters):
@@ -157,12 +160,11 @@ class Reducer:
         for bucket in self.buckets:
             bucket.work.wait()
             bucket.work = None
-            if bucket.waiting:
+            if bucket.waiting or self.idle:
                 self._give(bucket)
 
     def _give(self, bucket: _Bucket) -> None:
-        missing = [i for i, p in enumerate(bucket.parameters) if p.grad is None]
+        missing = [i for i, p in enumerate(bucket.parameters) if p.grad is None or self.idle]
         used = bucket.flags.tolist() if missing else []
         for i in missing:
-            if used[i] > 0:
-                bucket.parameters[i].grad = bucket.views[i]
+            bucket.parameters[i].grad = bucket.views[i] if used[i] > 0 else None

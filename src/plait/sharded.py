@@ -159,6 +159,8 @@ class Shards:
         self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if n in self.sharded else p for n, p in named.items()}
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
         self.used: set[str] = set()
+        self.idle = False
+        """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.partial: dict[str, Tensor] = {}
         self.cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = {}
         """Parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
@@ -176,7 +178,7 @@ class Shards:
         for parameter in module.parameters():
             name = found.get(id(parameter))
             if name in self.sharded and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.idle or self.used.add(name))
                 watched += 1
         module.__dict__["_noting"] = watched
 

@@ -10,7 +10,8 @@ A model that looks at values in its forward pass cannot run on fake tensors; a c
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 
 from plait import randomness, units
 from plait.metering import MeteredCall
+from plait.mixtures import Mixture
+from plait.slices import Cut, Slices
 from plait.templates import NOTHING, Template, template
 from plait.torchseam import BatchNormBase, fake_failures
 from plait.watching import Call, Watched, watch
@@ -119,8 +122,28 @@ class Sketch:
     """Bytes that the code between units keeps for backward, besides what units keep too."""
     differentiates: bool = False
     """True when the forward pass asks for derivatives itself."""
+    course: Any = None
+    """Where the sequence is in the model (`course.py`), when it is cut."""
     unmeasured: str = ""
     """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
+    slices: Slices = field(default_factory=Slices)
+    """What tensor parallelism can cut; found only for a plan that has it."""
+    cuts: tuple[Cut, ...] = ()
+    """Every parameter that is cut into slices, by its first name."""
+
+    mixtures: tuple[Mixture, ...] = ()
+    """Layers with experts; found only for a plan that shares them out."""
+
+    def local(self, rank: int) -> "Sketch":
+        """The sketch of a rank's slices: the same model with smaller parameters."""
+        cuts = {cut.parameter: cut for cut in self.cuts}
+        sizes = {n: d.itemsize * prod(s) for n, s, d in (*self.parameters, *self.frozen)}
+        cut = lambda rows: tuple((n, cuts[n].shape(s, rank) if n in cuts else s, d) for n, s, d in rows)  # noqa: E731
+        parameters, frozen = cut(self.parameters), cut(self.frozen)
+        here = {n: d.itemsize * prod(s) for n, s, d in (*parameters, *frozen)}
+        less = lambda unit: sum(sizes[n] - here[n] for n in unit.parameters)  # noqa: E731
+        units = tuple(replace(unit, weights=unit.weights - less(unit)) for unit in self.units)
+        return replace(self, parameters=parameters, frozen=frozen, units=units)
 
 
 def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None) -> Sketch:

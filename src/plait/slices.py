@@ -7,8 +7,7 @@ rank computes a part of the features between them with the block's own code, and
 
 from dataclasses import dataclass
 
-Ranges = tuple[tuple[int, int], ...]
-"""((first, length), …): stretches of one dim of a whole tensor, in the order in which a rank holds them."""
+from plait.parts import Ranges
 
 
 @dataclass(frozen=True)
@@ -18,6 +17,17 @@ class Cut:
     parameter: str
     dim: int
     ranges: tuple[Ranges, ...]
+
+    def shape(self, whole: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's slice of a tensor of shape `whole`."""
+        return (*whole[: self.dim], sum(n for _, n in self.ranges[rank]), *whole[self.dim + 1 :])
+
+    def alike(self) -> list[tuple[int, ...]]:
+        """The ranks in sets that hold the same."""
+        found: dict[Ranges, list[int]] = {}
+        for rank, ranges in enumerate(self.ranges):
+            found.setdefault(ranges, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,22 @@ All of it happens in one process, on the model itself with random numbers in the
 back. No names of models, layers or attributes are known here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait import randomness
+from plait.errors import PlaitError, Problem, did_you_mean
 from plait.slices import Group, Slices
 from plait.slicing_adapt import adapted
+from plait.slicing_calls import MapCall, Still
 from plait.slicing_check import Container, check, kept
-from plait.slicing_follow import Follow, MapCall, Still
+from plait.slicing_follow import Follow
+from plait.slicing_known import attention, vocabulary
 from plait.slicing_maps import find_maps, packed_attentions
 from plait.slicing_propose import Refused, proposals
 from plait.torchseam import tree_map_only
@@ -29,108 +33,187 @@ from plait.wide import Wide
 
 SAMPLES = 3
 """In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide."""
+ROUNDS = 8
+"""Runs of a model that decides at random what to run."""
+ALONE = "it is no layer between two others that nothing else reads"
 
 
-def find(model: nn.Module, inputs: Callable[[int], Any], call: Call, n: int) -> Slices:
-    """The slices of a model over n ranks. `inputs(k)` makes a batch of k samples, `call(model, batch)` runs it."""
-    state = randomness.host_state()
+def find(
+    model: nn.Module, inputs: Callable[[int], Any], call: Call, n: int, tensor: Mapping[str, str] | None = None
+) -> Slices:
+    """The slices of a model over n ranks. `inputs(k)` makes a batch of k samples, `call(model, batch)` runs it.
+
+    `tensor`: what `Job.tensor` says. J021 when it names no layer, or wants what does not pass the check.
+    """
+    state, threads = randomness.host_state(), torch.get_num_threads()
     try:
-        with torch.random.fork_rng(devices=[]), kept(model), _random_weights(model):
-            return _Finder(model, inputs(SAMPLES), call, n).find()
+        torch.set_num_threads(1)  # tensors are small: threads would wait for each other
+        with kept(model), _random_weights(model):
+            return _Finder(model, inputs(SAMPLES), call, n, tensor or {}).find()
     finally:
+        torch.set_num_threads(threads)
         randomness.restore_host(state)
 
 
 class _Finder:
-    def __init__(self, model: nn.Module, example: Any, call: Call, n: int):
+    def __init__(self, model: nn.Module, example: Any, call: Call, n: int, tensor: Mapping[str, str]):
         self.model, self.n = model, n
-        self.maps = find_maps(model)
         self.packed = dict(packed_attentions(model))
         inner = tuple(f"{name}." for name in self.packed)
-        self.maps = {k: v for k, v in self.maps.items() if not inner or not k.startswith(inner)}
+        self.maps = {k: v for k, v in find_maps(model).items() if not inner or not k.startswith(inner)}
         opaque = {name: m.module for name, m in self.maps.items()} | dict[str, nn.Module](self.packed)
+        self.wanted = _wanted(tensor, [*opaque, *(k for k, m in model.named_modules() if isinstance(m, nn.Embedding))])
+        self.follow = Follow(model, opaque)
         example = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
         with kept(model), Wide(), Still():
-            randomness.seed_host("slices")
-            self.follow = Follow(model, opaque).run(lambda: call(model, example))
+            for number in range(ROUNDS):
+                randomness.seed_host("slices", number)
+                before = randomness.first_draws()
+                randomness.seed_host("slices", number)
+                self.follow.run(lambda: call(model, example))
+                if before[:2] == randomness.first_draws()[:2]:  # it takes the same way every time
+                    break
+        self.holders: dict[int, list[str]] = {}
+        for name, module in model.named_modules():
+            for p in module.parameters(recurse=False):
+                self.holders.setdefault(id(p), []).append(name)
         self.groups: list[Group] = []
         self.reasons: dict[str, str] = {}
 
     def find(self) -> Slices:
         """Everything, in the order in which rows are called."""
-        for row in dict.fromkeys(made.name for made in self.follow.calls if made.name in self.maps):
+        tables, why = vocabulary(self.model, self.follow, self.wanted)
+        packed = []
+        for name in dict.fromkeys(made.name for made in self.follow.calls):
+            columns: list[str] = []
             try:
-                found = self._group(row)
+                if name in self.packed:
+                    self._whole_by_wish(name)
+                    packed.append(attention(name, self.packed[name], self.follow, self.n))
+                elif columns := self._columns(name):
+                    self.groups.append(self._group(name, columns, set(tables)))
             except Refused as refused:
-                self.reasons.setdefault(row, str(refused))
-                found = None
-            if found is not None:
-                self.groups.append(found)
-        return Slices(tuple(self.groups), (), self._whole())
+                for layer in (name, *columns):
+                    self.reasons.setdefault(layer, str(refused))
+        self.groups += packed
+        self.reasons = why | self.reasons
+        self._granted(tables)
+        return Slices(tuple(self.groups), tables, self._whole(tables))
 
-    def _group(self, row: str) -> Group | None:
-        calls = self.follow.made_by(row)
-        columns = self._columns(row, calls)
-        if not columns:
-            return None
-        containers = self._containers(calls, columns)
-        reasons = []
+    def _columns(self, row: str) -> list[str]:
+        """The maps whose output reaches this row and nothing else."""
+        made = [c for call in self.follow.made_by(row) for c in self.follow.maps_in(call.reads)]
+        names = list(dict.fromkeys(c.name for c in made))
+        taken = {name for g in self.groups for name in (*g.columns, g.row)}
+        if row in names or {*names, row} & taken or self.wanted.get(row) == "column":
+            return []
+        for name in names:
+            bits = sum(1 << c.bit for c in self.follow.made_by(name))
+            readers = {c.name for c in self.follow.calls if c.reads & bits} - {row}
+            if bits & self.follow.output:
+                reason = f"what {name} returns reaches what the model returns, not {row} alone"
+            elif readers:
+                reason = f"what {name} returns reaches {min(readers)} too, not {row} alone"
+            elif name not in self.maps:
+                reason = f"{name} is no linear map"
+            elif self.wanted.get(name) == "row":
+                reason = f"Job.tensor wants {name} as a row"
+            else:
+                continue
+            self.reasons.setdefault(name, reason)
+            raise Refused(reason)
+        return names
+
+    def _group(self, row: str, columns: list[str], tables: set[str]) -> Group:
+        for name in (*columns, row):
+            self._whole_by_wish(name)
+            if name in tables:
+                raise Refused(f"{name} is cut by rows of the vocabulary")
+            for p in self.maps[name].module.parameters(recurse=False):
+                if self.follow.parameters[id(p)] in self.follow.stray:
+                    raise Refused(f"{self.follow.parameters[id(p)]} is used outside of {name}")
+        containers = self._containers(self.follow.made_by(row))
         before = tuple(g for g in self.groups if _inside(g.container, containers[0].name))
+        reasons = []
         for proposal in proposals(containers[0], [self.maps[c] for c in columns], self.maps[row], self.n):
+            self._alone(proposal)
             found, wrong = adapted(containers[0], proposal, before)
-            wrong = wrong or check(containers[1:], (*before, proposal)) if found else wrong
-            if found is not None and not wrong:
-                return found
+            if found is not None:
+                wrong = check(containers[1:], (*before, found))
+                if not wrong:
+                    return found
             reasons.append(wrong)
         raise Refused(reasons[0])
 
-    def _columns(self, row: str, calls: list[MapCall]) -> list[str]:
-        """The maps whose output reaches this row and nothing else."""
-        made = [c for call in calls for c in self.follow.maps_in(call.reads)]
-        names = list(dict.fromkeys(c.name for c in made))
-        taken = {name for g in self.groups for name in (*g.columns, g.row)}
-        for name in names:
-            if row == name or {name, row} & taken:
-                return []
-            bits = sum(1 << c.bit for c in self.follow.made_by(name))
-            if bits & self.follow.output:
-                self._because(name, row, f"what {name} returns reaches what the model returns, not {row} alone")
-            readers = {c.name for c in self.follow.calls if c.reads & bits} - {row}
-            if readers:
-                self._because(name, row, f"what {name} returns reaches {min(readers)} too, not {row} alone")
-            if name not in self.maps:
-                self._because(name, row, f"{name} is no linear map")
-            stray = {f"{name}.weight", f"{name}.bias"} & self.follow.stray
-            if stray:
-                self._because(name, row, f"{min(stray)} is used outside of {name}")
-        return names
+    def _alone(self, group: Group) -> None:
+        """Refuse a group with a parameter that something else uses too."""
+        named = dict(self.model.named_parameters())
+        layers = {*group.columns, group.row}
+        for name in (*(cut.parameter for cut in group.cuts), *group.partial):
+            holders = self.holders[id(named[name])] if name in named else [name, "another layer"]
+            if len(holders) > 1:
+                raise Refused(f"{' and '.join(holders)} have the same weight")
+            bit = 1 << self.follow.bits[name] if name in self.follow.bits else 0
+            readers = {c.name for c in self.follow.calls if c.reads & bit} - {group.row}
+            if holders[0] not in layers and (readers or self.follow.output & bit):
+                raise Refused(f"{name} is used between the layers and beside them")
 
-    def _because(self, name: str, row: str, reason: str) -> None:
-        self.reasons.setdefault(name, reason)
-        raise Refused(reason)
-
-    def _containers(self, calls: list[MapCall], columns: list[str]) -> list[Container]:
+    def _containers(self, calls: list[MapCall]) -> list[Container]:
         """The innermost calls of modules in which the columns and the row are called."""
         numbers = []
         for call in calls:
             chains = [call.parents, *(c.parents for c in self.follow.maps_in(call.reads))]
             common = [f for f, *others in zip(*chains) if all(f == o for o in others)]
-            numbers.append(common[-1])
+            if len(chains) > 1:
+                numbers.append(common[-1])
         names = {self.follow.frames[i].name for i in numbers}
         if len(names) > 1:
             raise Refused(f"{calls[0].name} is called in {' and '.join(sorted(names))}")
         return [Container(self.follow, i, self.maps) for i in dict.fromkeys(numbers)]
 
-    def _whole(self) -> tuple[tuple[str, float, str], ...]:
-        cut = {name for g in self.groups for name in (*g.columns, g.row)}
+    # — what the job says —
+
+    def _whole_by_wish(self, name: str) -> None:
+        if self.wanted.get(name, "column") in ("whole", "vocabulary"):
+            raise Refused(f"Job.tensor wants {name} {self.wanted[name]}")
+
+    def _granted(self, tables: tuple[str, ...]) -> None:
+        """J021 when a wish is not met."""
+        have = {name: "column" for g in self.groups for name in g.columns} | {g.row: "row" for g in self.groups}
+        have |= dict.fromkeys(tables, "vocabulary")
+        problems = []
+        for name, word in self.wanted.items():
+            if have.get(name, "whole") != word:
+                what = f'Job.tensor wants {name} as "{word}", which does not compute the same'
+                fix = (f'tensor={{"{name}": "whole"}}',)
+                problems.append(Problem("J021", what, why=self.reasons.get(name, ALONE), fix=fix))
+        if problems:
+            raise PlaitError(problems)
+
+    def _whole(self, tables: tuple[str, ...]) -> tuple[tuple[str, float, str], ...]:
+        """Modules with matrices that are not cut."""
+        cut = {c.parameter for g in self.groups for c in g.cuts}
+        cut |= {f"{name}.weight" for name in tables}
         total = sum(p.numel() for p in self.model.parameters())
         found = []
         for name, module in self.model.named_modules():
-            size = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
-            if size and name not in cut:
-                reason = self.reasons.get(name, "it is no layer between two others that nothing else reads")
-                found.append((name, size / total, reason))
+            own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+            size = sum(p.numel() for p in own if self.follow.parameters[id(p)] not in cut)
+            if size and name not in tables:
+                found.append((name, size / total, self.reasons.get(name, ALONE)))
         return tuple(sorted(found, key=lambda row: -row[1]))
+
+
+def _wanted(tensor: Mapping[str, str], layers: list[str]) -> dict[str, str]:
+    """What is wanted of each layer. J021 when a pattern names none."""
+    problems = []
+    for pattern in tensor:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            hint = did_you_mean(pattern, layers) if layers else "the model has no linear layer"
+            problems.append(Problem("J021", f'Job.tensor: "{pattern}" names no layer        {hint}'))
+    if problems:
+        raise PlaitError(problems)
+    return {name: word for pattern, word in tensor.items() for name in layers if fnmatchcase(name, pattern)}
 
 
 def _inside(name: str, container: str) -> bool:

@@ -20,7 +20,8 @@ from torch.func import functional_call
 from plait import randomness
 from plait.resizing import Resized
 from plait.slices import Cut, Group, Integer, Ranges
-from plait.slicing_follow import Follow, Frame, MapCall, Still, patched, snapshot
+from plait.slicing_calls import Frame, MapCall, Still, patched, snapshot
+from plait.slicing_follow import Follow
 from plait.slicing_maps import Map
 from plait.torchseam import leaves, own_buffers, tree_map_only
 from plait.wide import Wide
@@ -94,7 +95,7 @@ class Container:
             stack.enter_context(torch.enable_grad())
             for n in {len(group.cuts[0].ranges) for group in groups if group.resize}:
                 stack.enter_context(Resized(n))
-            randomness.seed_host("slices")
+            randomness.restore_host(self.frame.state)
             own = {name[len(self.name) + bool(self.name) :]: p for name, p in replaced.items()}
             output = functional_call(self.module, own, args, kwargs) if own else self.module(*args, **kwargs)
         handed = {id(t): key for key, t in seen.arguments.items()}
@@ -189,22 +190,19 @@ def set_integer(model: nn.Module, integer: Integer) -> None:
 
 @contextmanager
 def kept(root: nn.Module) -> Iterator[None]:
-    """What a call changes on modules is put back: attributes (numbers, caches), which tensors are buffers, their values."""
-    before = [
-        (m, dict(vars(m)), dict(own_buffers(m)), {n: b.clone() for n, b in own_buffers(m).items() if b is not None})
-        for m in root.modules()
-    ]
+    """What a call changes on modules is put back: attributes (numbers, caches) and buffers, of which it gets copies."""
+    before = [(m, dict(vars(m)), dict(own_buffers(m))) for m in root.modules()]
+    copies = {id(b): b.detach().clone() for _, _, buffers in before for b in buffers.values() if b is not None}
     try:
+        for module, _, buffers in before:
+            own_buffers(module).update({n: b if b is None else copies[id(b)] for n, b in buffers.items()})
         yield
     finally:
-        with torch.no_grad():
-            for module, attributes, buffers, values in before:
-                vars(module).clear()
-                vars(module).update(attributes)
-                own_buffers(module).clear()
-                own_buffers(module).update(buffers)
-                for name, value in values.items():
-                    buffers[name].detach_().copy_(value)
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            own_buffers(module).clear()
+            own_buffers(module).update(buffers)
 
 
 def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:

@@ -6,11 +6,8 @@ because each way misses something: torch functions are seen as they are called, 
 functions are not among them), and autograd's graph is walked backwards (it ends at a `detach`).
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from plait import randomness
 from plait.metering import flat, tensors_in
-from plait.torchseam import leaves, storage_key, tree_map
+from plait.slicing_calls import Frame, MapCall, patched, snapshot
+from plait.torchseam import leaves, storage_key
 
 _VALUES = {
     "item",
@@ -34,56 +32,6 @@ _VALUES = {
     "allclose",
 }
 """Functions through which code decides by what a tensor holds."""
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)
-
-
-@dataclass
-class Frame:
-    """One call of a module that is no map."""
-
-    name: str
-    module: nn.Module
-    parents: tuple[int, ...]
-    """Numbers of the frames it lies in, the model's own first, and its own number last."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    """What it was given, as it was before the call."""
-    given: int
-    """Sources of that."""
-    left: int = 0
-    """When it ended."""
-    output: list[Any] = field(default_factory=list)
-    """Leaves of what it returned."""
-    live: tuple[int, ...] = ()
-    """Places of those that something uses later."""
-
-
-@dataclass
-class MapCall:
-    """One call of a map."""
-
-    name: str
-    bit: int
-    parents: tuple[int, ...]
-    reads: int
-    """Sources of its input."""
-    output: Any
-    returned: bool = False
-    """The model returns its output as it is."""
-
-
-class Still(TorchFunctionMode):
-    """Nothing is dropped out, so that two runs can be compared."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS:
-            inplace = kwargs.get("inplace", args[3] if len(args) > 3 else False)
-            return args[0] if inplace is True else args[0].clone()
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-        return func(*args, **kwargs)
 
 
 class Follow(TorchFunctionMode):
@@ -112,18 +60,22 @@ class Follow(TorchFunctionMode):
         self._alive: list[Any] = []
 
     def run(self, call: Callable[[], Any]) -> "Follow":
-        """Follow `call()`, which runs the model."""
+        """Follow `call()`, which runs the model. Several runs add up."""
+        first, earlier = len(self.frames), len(self.calls)
         with patched(dict(self.model.named_modules()), self._wrapped), torch.enable_grad(), self:
             output = call()
         returned = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
         self.output |= self._sources(returned)
+        self._alive += returned
+        self._use(returned)
         known = {id(t) for t in returned}
-        for made in self.calls:
-            made.returned = any(id(t) in known for t in leaves(made.output))
-        for frame in self.frames:
+        for made in self.calls[earlier:]:
+            found = leaves(made.output)
+            made.returned = any(id(t) in known for t in found)
+            made.used = tuple(i for i, t in enumerate(found) if id(t) in self._used)
+        for frame in self.frames[first:]:
             places = [i for i, t in enumerate(frame.output) if isinstance(t, Tensor)]
-            late = (i for i in places if self._used.get(id(frame.output[i]), 0) > frame.left)
-            frame.live = tuple(sorted({*late, *(i for i in places if id(frame.output[i]) in known)}))
+            frame.live = tuple(i for i in places if self._used.get(id(frame.output[i]), 0) > frame.left)
         return self
 
     # — what the rest of the finder asks —
@@ -169,7 +121,8 @@ class Follow(TorchFunctionMode):
                 return forward(*args, **kwargs)
             given = self._sources(tensors_in((args, kwargs)))
             parents = (*self._parents(), len(self.frames))
-            frame = Frame(name, module, parents, snapshot(args), snapshot(kwargs), given)
+            state = randomness.host_state()
+            frame = Frame(name, module, parents, snapshot(args), snapshot(kwargs), given, state)
             self.frames.append(frame)
             self._stack.append(frame)
             self._own.append({id(p) for p in module.parameters(recurse=False)})
@@ -267,33 +220,3 @@ class Follow(TorchFunctionMode):
                 self.stray.add(self.parameters[id(variable)])
             stack.pop()
         return known[node]
-
-
-@contextmanager
-def patched(modules: Mapping[str, nn.Module], make: Callable[[str, nn.Module, Any], Any]) -> Iterator[None]:
-    """Give modules other forwards: `make(name, module, its forward)`."""
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
-    for name, module in modules.items():
-        module.__dict__["forward"] = make(name, module, module.forward)
-    try:
-        yield
-    finally:
-        for name, module in modules.items():
-            if own[name] is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own[name]
-
-
-def snapshot(tree: Any) -> Any:
-    """The same arguments; objects that a call may change, such as a cache of keys, are copied, their tensors are not."""
-
-    def copied(leaf: Any) -> Any:
-        if isinstance(leaf, (Tensor, *_PLAIN)) or callable(leaf) or not hasattr(leaf, "__dict__"):
-            return leaf
-        try:
-            return copy.deepcopy(leaf, {id(t): t for t in tensors_in(leaf)})
-        except Exception:  # it cannot be copied: then it is used as it is
-            return leaf
-
-    return tree_map(copied, tree)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-_CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
-_TRANSPOSED = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
+_CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_TRANSPOSED: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def find_maps(model: nn.Module) -> dict[str, Map]:
 
 def _known(name: str, module: nn.Module) -> Map | None:
     """torch's own, with nothing put in the place of its forward or its weight."""
-    kind = next((k for k in (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED) if isinstance(module, k)), None)
+    kind: type[nn.Module] | None = next(
+        (k for k in (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED) if isinstance(module, k)), None
+    )
     if kind is None or type(module).forward is not kind.forward or "forward" in vars(module):
         return None
     if "weight" not in dict(module.named_parameters(recurse=False)) or getattr(module, "groups", 1) != 1:

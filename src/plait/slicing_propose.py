@@ -117,7 +117,14 @@ def _column(column: Map, masks: list[Tensor]) -> tuple[tuple[Ranges, ...], int]:
         raise Refused(f"not all features of {column.name} make a difference on the job's inputs")
     if len({len(s) for s in sets}) > 1 or size % len(sets[0]):
         raise Refused(f"ranks would need unequal parts of {column.name}")
+    _apart(sets, column.name)
     return tuple(ranges_of(s) for s in sets), size // len(sets[0])
+
+
+def _apart(sets: Sets, name: str) -> None:
+    """Ranks hold the same or nothing in common: then gradients are summed over those that hold the same."""
+    if any(a != b and a & b for a in sets for b in sets):
+        raise Refused(f"ranks would share some features of {name} and not others")
 
 
 def ranges_of(indices: Iterable[int]) -> Ranges:
@@ -140,16 +147,14 @@ def _divided(masks: list[Tensor], name: str) -> tuple[int, tuple[Ranges, ...]] |
             whole = len(frozenset().union(*sets)) == size
             if not whole or len({len(s) for s in sets}) > 1 or size % len(sets[0]):
                 raise Refused(f"ranks would need unequal parts of {name}")
+            _apart(sets, name)
             return dim, tuple(ranges_of(s) for s in sets)
     return None
 
 
 def _along(masks: list[Tensor], dim: int) -> Sets:
     """The indices of one dim at which anything is needed."""
-    return [
-        frozenset(m.movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist()) if m.numel() else frozenset()
-        for m in masks
-    ]
+    return [frozenset(_features_of(m, dim).nonzero().flatten().tolist()) for m in masks]
 
 
 def _arguments(container: Container, needs: Needs, n: int) -> tuple[Argument, ...]:
@@ -242,7 +247,7 @@ def _picked(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 
 def _features_of(mask: Tensor, dim: int) -> Tensor:
-    return mask.movedim(dim, 0).flatten(1).any(1)
+    return mask.movedim(dim, 0).reshape(mask.shape[dim], -1).any(1)
 
 
 def _gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:

@@ -65,16 +65,7 @@ class Stages:
 
     def drop(self, names: set[str]) -> None:
         """Replace parameters by fake ones: they live on other stages."""
-        gone: dict[int, nn.Parameter] = {}
-        named = {id(p): n for n, p in self.model.named_parameters()}
-        for module in self.model.modules():
-            for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if named.get(id(parameter)) in names:
-                    if id(parameter) not in gone:
-                        with self.fakes:
-                            hollow = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
-                        gone[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
-                    setattr(module, key, gone[id(parameter)])
+        hollow(self.model, names, self.device)
 
     def install(self) -> None:
         """From now on units run only where they belong."""
@@ -141,6 +132,20 @@ class Stages:
         return self.sketch.calls[call].template
 
 
+def hollow(model: nn.Module, names: set[str], device: torch.device) -> None:
+    """Replace parameters by fake ones, which take no memory: other ranks hold them."""
+    gone: dict[int, nn.Parameter] = {}
+    fakes, named = FakeTensorMode(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if named.get(id(parameter)) in names:
+                if id(parameter) not in gone:
+                    with fakes:
+                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    gone[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(module, key, gone[id(parameter)])
+
+
 def copied(tree: Any) -> Any:
     """What the model's code may change in place, when the value itself is also for other stages."""
     return tree_map_only(Tensor, torch.clone, tree)
@@ -169,7 +174,8 @@ class _Unit:
             )
         if stages.cut.owner[number] != run.stage:
             stages.skip(number)
-            return copied(run.received[number]) if number in run.received else stages.outputs_of(number, run.samples)
+            self.number = number
+            return stages.outputs_of(number, run.samples)
         if any(isinstance(t, FakeTensor) for t in tree_leaves((args, kwargs))):
             what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
             why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
@@ -183,11 +189,16 @@ class _Unit:
         return output
 
     def keep(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After all other hooks: put what later stages need by, and give the model's code a copy it may write to."""
+        """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
+
+        What was received takes the place of an unknown only here: hooks have done their work on it where it was made.
+        """
         run, number = self.stages.current, self.number
         if run is None or self.stages.inside or number is None:
             return output
         self.number = None
+        if self.stages.cut.owner[number] != run.stage:
+            return copied(run.received[number]) if number in run.received else output
         if number not in run.wanted:
             return output
         known(output, self.stages.template(number), run.samples, self.name)

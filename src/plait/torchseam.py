@@ -15,13 +15,23 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    register_dataclass,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "RECURRENT",
     "SEEDED",
     "BatchNormBase",
     "DropoutBase",
+    "Facade",
     "FakeTensor",
     "FakeTensorMode",
     "FsdpAllGather",
@@ -41,7 +51,9 @@ __all__ = [
     "local_of",
     "mask_op",
     "materialise",
+    "named_leaves",
     "own_buffers",
+    "plainly",
     "scale_",
     "schema",
     "storage_key",
@@ -214,3 +226,29 @@ def flash_cpu_backward(
     """Its gradients, when `made` is what attention gave over these keys and perhaps others."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return op(grad, *qkv, *made, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+plainly = torch._C.DisableTorchFunctionSubclass
+"""A context in which functions of tensors of a class of one's own are torch's."""
+
+
+class Facade(Tensor):
+    """A tensor with a shape and no numbers, for classes that say themselves what functions of it are."""
+
+    @staticmethod
+    def made(cls: type[Any], like: Tensor, shape: list[int]) -> Any:
+        """A tensor of class `cls` that differs from `like` in shape."""
+        return Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of a tensor that has no numbers")
+
+
+def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """(the leaves of a tree with their paths, its structure), also inside dataclasses."""
+    leaves(tree)
+    found, spec = tree_flatten_with_path(tree)
+    return [(keystr(path), leaf) for path, leaf in found], spec

@@ -44,11 +44,14 @@ class Exchange:
 
 def repeated(t: Tensor, heads: int, ranks: int) -> Tensor:
     """Keys or values, repeated so that each rank's share of them is of the heads of its queries."""
-    kv = t.shape[1]
-    enough = lcm(kv, ranks)
-    if heads % enough:
-        enough = heads
-    return t if enough == kv else t.repeat_interleave(enough // kv, 1)
+    times = enough(t.shape[1], heads, ranks) // t.shape[1]
+    return t if times == 1 else t.repeat_interleave(times, 1)
+
+
+def enough(kv: int, heads: int, ranks: int) -> int:
+    """The least number of heads of keys that ranks can share out."""
+    least = lcm(kv, ranks)
+    return heads if heads % least else least
 
 
 class _Swap(torch.autograd.Function):

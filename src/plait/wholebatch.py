@@ -35,14 +35,32 @@ from plait.torchseam import in_backward
 class Sharers:
     """One rank among those with other samples, while its forward and backward passes run."""
 
-    def __init__(self, group: Any = None, microbatches: int = 1):
-        self.group, self.microbatches = group, microbatches
+    def __init__(self, ranks: list[int] | None = None, microbatches: int = 1):
+        self.ranks, self.microbatches = ranks, microbatches
+        self._group: Any = None
         self.idle = False
         """What runs now is a sample that makes up the number and does not count."""
         self.used = self.asking = False
         """Whether the job asked for something of the global batch; whether it is being exchanged just now."""
         self.made: list[Tensor] = []
         """What was asked for since `made` was last cleared."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has all samples."""
+        return self.ranks is None or len(self.ranks) == 1
+
+    @property
+    def group(self) -> Any:
+        """The ranks, in a group of their own: what else is under way between them may be in another order. They make it
+        when they first ask for something."""
+        if self._group is None:
+            self._group = dist.new_group(self.ranks, use_local_synchronization=True)
+        return self._group
+
+    def begin(self, idle: bool) -> None:
+        """A micro-batch's forward pass begins."""
+        self.idle, self.made = idle, []
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -80,7 +98,7 @@ def global_mean(x: Tensor) -> Tensor:
     It can be differentiated. Every rank must call it, in the same order. On one device it is `x.mean(0)`.
     """
     sharers = _current()
-    if sharers is None or sharers.group is None:
+    if sharers is None or sharers.alone:
         return x.mean(0)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mine = x[:0] if sharers.idle else x
@@ -97,7 +115,7 @@ def global_batch(x: Tensor) -> Tensor:
     It can be differentiated. Every rank must call it, in the same order. On one device it is `x`.
     """
     sharers = _current()
-    if sharers is None or sharers.group is None:
+    if sharers is None or sharers.alone:
         return x
     mine = x[:0] if sharers.idle else x
     sizes = torch.zeros(sharers.group.size(), dtype=torch.int64, device=x.device)
@@ -117,7 +135,7 @@ def _current() -> Sharers | None:
         what = "global_mean was called in a recomputation that does not know the other ranks"
         why = "backward runs in another thread than the forward pass did"
         raise PlaitError(
-            Problem("J019", what, why=why, fix=("call it in the loss, or outside what is recomputed",)), FAILED
+            Problem("J020", what, why=why, fix=("call it in the loss, or outside what is recomputed",)), FAILED
         )
     return sharers
 

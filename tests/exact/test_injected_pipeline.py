@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from plait import pipe
+from plait.across import Across
 from plait.errors import DIFFERENT
 from plait.passes import Passes
 from plait.plan import Plan
 from plait.randomness import Randomness
-from plait.staged import Staged
 from plait.staging import Stages
 from plait.verify import verify
 
@@ -30,26 +30,26 @@ def sees(job: Any, plan: str, probe: str, name: str = "") -> None:
 
 def test_a_tied_gradient_not_summed_over_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """19, 20: each stage goes on with its own part of the gradient."""
-    monkeypatch.setattr(Staged, "_share", lambda self: None)
+    monkeypatch.setattr(Across, "_add_up", lambda self, names, group: None)
     sees(ROOT(), "pp=2 microbatches=2", "R", "")
     sees(jobs_pipeline.HARD["shared_norm"](), "pp=2 microbatches=2", "G", "norm.weight")
 
 
 def test_a_tied_parameter_counted_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: every stage that holds it counts it."""
-    real = Staged.finish
+    real = Across.finish
 
     def finish(self: Any) -> Any:
-        self.counted = set(self.own)
+        self.holders = {}
         return real(self)
 
-    monkeypatch.setattr(Staged, "finish", finish)
+    monkeypatch.setattr(Across, "finish", finish)
     sees(ROOT(), "pp=2 microbatches=2", "U2")
 
 
 def test_clipped_by_the_norm_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each stage clips by what it holds."""
-    monkeypatch.setattr(Staged, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
+    monkeypatch.setattr(Across, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
     sees(jobs.groups(), "pp=2 microbatches=2", "U2")
 
 

@@ -64,6 +64,11 @@ class Timeline:
     note: str = ""
 
 
+def beside(plan: Plan) -> int:
+    """Ranks of each stage: how many pipelines run beside each other."""
+    return plan.devices // plan.pp
+
+
 def timeline(path: Path, step: int | None = None) -> Timeline:
     """The timeline of a run's typical step, or of `step`. R003 and R004 as `read` says."""
     plan, typical, shown = read(Run(path), step)
@@ -78,11 +83,11 @@ def timeline(path: Path, step: int | None = None) -> Timeline:
         return Timeline(path, plan, shown.step, 1, _block(labels, shown.ranks), None, {}, note)
     typical = typical[-max(5, SPANS // max(1, sum(map(len, shown.ranks)))) :]
     times, link, send = medians(planned, plan, typical)
-    labels = [label(r, planned, plan.shares) for r in range(plan.world)]
+    labels = [label(r, planned, beside(plan)) for r in range(plan.world)]
     waits = _arrivals(planned, plan, shown)
     measured = _block(labels, [_received(spans, waits) for spans in shown.ranks])
     predicted = predict(planned, times, link, send)
-    note = "" if plan.shares == 1 else f"The {plan.shares} pipelines beside each other are predicted as one."
+    note = "" if beside(plan) == 1 else f"The {beside(plan)} pipelines beside each other are predicted as one."
     return Timeline(path, plan, shown.step, len(typical), measured, predicted, times, note)
 
 
@@ -134,7 +139,7 @@ def _ran(planned: Table, plan: Plan, measured: Measured) -> bool:
     if len(measured.ranks) != plan.world:
         return False
     rows = [[s.name for s in spans if s.sort in COMPUTE] for spans in measured.ranks]
-    return all(row == [str(a) for a in planned.rows[r // plan.shares]] for r, row in enumerate(rows))
+    return all(row == [str(a) for a in planned.rows[r // beside(plan)]] for r, row in enumerate(rows))
 
 
 def _arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, float]:
@@ -145,13 +150,13 @@ def _arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, floa
             if s.sort == "send" and s.about:
                 kind, stage, micro = s.about
                 to = stage + 1 if kind == "F" else stage - 1
-                sent[rank % plan.shares, ("F" if kind == "F" else "B", to, micro)] = s
+                sent[rank % beside(plan), ("F" if kind == "F" else "B", to, micro)] = s
     found: dict[Span, float] = {}
     for rank, spans in enumerate(measured.ranks):
         for s in spans:
             if s.sort == "receive" and s.about:
                 kind, stage, micro = s.about
-                message = sent.get((rank % plan.shares, ("F" if kind == "F" else "B", stage, micro)))
+                message = sent.get((rank % beside(plan), ("F" if kind == "F" else "B", stage, micro)))
                 if message is not None:
                     found[s] = min(s.end, max(s.start, message.end))
     return found

@@ -1,14 +1,53 @@
 """The strategies, in the order in which they are applied to a model.
 
-The pipeline first, because everything after it belongs to a stage. Then precision, because it decides in which format
+The pipeline first, because everything after it belongs to a stage. Then whose experts are where. Then precision, because it decides in which format
 everything after it computes; what splits the samples inside one process (threads, micro-batches); what is recomputed,
 inside of which compile works; then the copies and shards between processes, because their hooks must see the parameters
 as they finally are; and last where the optimizer's tensors live, because only now it is known which they are.
 """
 
-from plait.strategies import accumulate, compiled, copies, offload, pipeline, precision, recompute, shard, threads
-from plait.strategies.strategy import Charge, Strategy
+from plait.mixtures import without
+from plait.plan import Plan
+from plait.sketch import Sketch
+from plait.strategies import (
+    accumulate,
+    compiled,
+    copies,
+    expert,
+    offload,
+    pipeline,
+    precision,
+    recompute,
+    shard,
+    tensor,
+    threads,
+)
+from plait.strategies.strategy import Charge, Role, Strategy
 
-ORDER: tuple[Strategy, ...] = (pipeline, precision, threads, accumulate, recompute, compiled, copies, shard, offload)
+ORDER: tuple[Strategy, ...] = (
+    pipeline,
+    expert,
+    tensor,
+    precision,
+    threads,
+    accumulate,
+    recompute,
+    compiled,
+    copies,
+    shard,
+    offload,
+)
 
-__all__ = ["ORDER", "Charge", "Strategy"]
+__all__ = ["ORDER", "Charge", "Role", "Strategy", "charges"]
+
+
+def charges(plan: Plan, sketch: Sketch, role: Role) -> list[Charge]:
+    """What all strategies of a plan cost one rank in one step. `sketch`: of the whole model."""
+    mine = (sketch if role.layout is None else role.layout.part(role.index(plan))).local(plan.at(role.rank)["tp"])
+    mine = without(mine)
+    found = [charge for s in ORDER if s.wanted(plan) for charge in s.price(plan, mine, role)]
+    if plan.across:
+        told = "loss, norm, stop, samples and time; which parameters were used"
+        count = len({name for name, _, _ in sketch.parameters}.union(*(m.trained for m in sketch.mixtures)))
+        found.append(Charge("traffic", "all", "allreduce_", 1, 8 * (copies.rider_of(plan) + 1 + count), told))
+    return found

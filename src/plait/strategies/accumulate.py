@@ -33,7 +33,7 @@ from typing import Any
 from plait.errors import Problem
 from plait.plan import Plan
 from plait.sketch import Sketch
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, Role
 
 AXIS = None
 EXACT = True
@@ -65,5 +65,5 @@ def apply(built: Any) -> None:
     """Nothing to wire: the engine runs the micro-batches that the data layer cut."""
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     return ()

@@ -28,7 +28,7 @@ import torch
 from plait.errors import PlaitError, Problem
 from plait.plan import Plan
 from plait.sketch import Sketch
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, Role
 
 AXIS = None
 EXACT = True
@@ -76,5 +76,5 @@ def apply(built: Any) -> None:
     built.run = torch.compile(call)  # a function of ours: torch.compile skips a root that is itself a torch module
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     return ()

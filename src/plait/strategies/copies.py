@@ -41,14 +41,14 @@ from plait.plan import Plan
 from plait.reducer import Reducer, fill, numel, tail_of
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
-from plait.strategies.strategy import Charge, held
+from plait.strategies.strategy import Charge, Role, held
 
 AXIS = "dp"
 EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.dp > 1 and plan.fsdp == 1 and plan.processes != "one"
+    return plan.dp * plan.cp > 1 and plan.fsdp == 1 and plan.processes != "one"
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
@@ -69,28 +69,28 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def apply(built: Any) -> None:
     batchnorm.synchronise(built.model, built.sketch.batch_norms, built.peers)
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else ""
-    built.copies = built.peers
-    rider = rider_of(built.plan) if built.pipe is None else 0
-    built.reducer = Reducer([p for p in built.own.values() if p.requires_grad], built.peers, rider)
+    rider = 0 if built.plan.across else rider_of(built.plan)
+    built.reducer = Reducer([p for n, p in built.own.items() if p.requires_grad and n not in built.experts], built.copies, rider)
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     """One all-reduce per bucket (its gradients and one flag per parameter), and what travels beside them."""
     specs = [(shape, dtype) for _, shape, dtype in sketch.parameters]
     buckets = fill(specs)
     total = sum(
         sum(numel(specs[i][0]) for i in b) * specs[b[0]][1].itemsize + len(b) * specs[b[0]][1].itemsize for b in buckets
     )
-    rider, tail = rider_of(plan), tail_of(specs, rider_of(plan))
-    total += tail * specs[buckets[-1][0]][1].itemsize
+    rider = 0 if plan.across else rider_of(plan)  # ranks that differ sum a row of their own
+    tail = tail_of(specs, rider)
+    total += tail * specs[buckets[-1][0]][1].itemsize if tail else 0
     yield Charge(
         "traffic", "dp", "allreduce_", len(buckets), total, "sum of the gradients, and the rider in the last bucket"
     )
-    if not tail:
+    if rider > tail:
         yield Charge(
             "traffic", "dp", "allreduce_", 1, 8 * rider, "the rider: loss, wish to stop, each rank's samples and time"
         )
-    if weighted:
+    if role.weighted and plan.ranks > 1:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     yield held("gradients", total, "in buckets, with a flag for each")
     for name in sketch.batch_norms:

@@ -37,7 +37,7 @@ from torch import nn
 from plait.errors import Problem
 from plait.plan import Plan
 from plait.sketch import Sketch
-from plait.strategies.strategy import Charge, held
+from plait.strategies.strategy import Charge, Role, held
 
 AXIS = None
 EXACT = True
@@ -87,7 +87,7 @@ def _host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
     return copied.pin_memory() if pin else copied
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     """The copies the optimizer updates, and their gradients during its step. With `all`, the shards are the copies."""
     if plan.offload == "all":
         return

@@ -35,21 +35,22 @@ Paper
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from plait.cutting import Cut, check, cut
+from plait.across import added_up
+from plait.boundary import back, crossing, size, there
+from plait.cutting import check
 from plait.errors import PlaitError, Problem
 from plait.mesh import group_of
 from plait.pipe import Pipe
 from plait.plan import Plan
 from plait.randomness import Region
-from plait.schedules import problems, table
+from plait.role import Layout, table_of
+from plait.schedules import problems
 from plait.sketch import Sketch
-from plait.staged import Staged
 from plait.staging import Stages
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, Role
 
 AXIS = "pp"
 EXACT = True
@@ -91,69 +92,28 @@ def apply(built: Any) -> None:
     if sketch.host_random:
         why = "its forward pass draws from Python's or numpy's generator, and not every stage would draw the same"
         raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("pp=1",)))
-    made = cut(sketch, plan.pp * plan.stages_per_rank, built.job.stages)
-    check(sketch, made, plan.stages_per_rank > 1)
-    index = place.rank // plan.shares
-    owner = table(plan.schedule, plan.pp, max(plan.microbatches, 1), plan.stages_per_rank).owner
-    homes = holders(built.own, sketch, made, owner, plan.pp)
-    stages = Stages(built.model, sketch, made, built.device)
+    layout = Layout.of(plan, sketch, built.job.stages)
+    check(sketch, layout.cut, plan.stages_per_rank > 1)
+    index, homes = built.at["pp"], layout.homes
+    stages = Stages(built.model, sketch, layout.cut, built.device)
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
     built.own = {n: p for n, p in built.own.items() if index in homes[n]}
-    built.peers = group_of(plan, place.rank, ("dp", "fsdp"))
-    built.pipe = Pipe(
-        stages,
-        group_of(plan, place.rank, ("pp",)),
-        lru_cache(lambda m: table(plan.schedule, plan.pp, m, plan.stages_per_rank)),
-    )
-    mine = {unit for s in range(made.stages) if owner[s] == index for unit in made.units(sketch, s)}
-    built.sketch = restricted(sketch, set(built.own), mine)
-    shared = {n: ranks for n, ranks in homes.items() if len(ranks) > 1}
-    groups = {ranks: group_of(plan, place.rank, ("pp",), ranks) for ranks in sorted(set(shared.values()))}
-
+    built.pipe = Pipe(stages, built.groups["pp"], lru_cache(partial(table_of, plan)))
+    mine = layout.units(index)
+    built.sketch = layout.part(index)
+    built.holders = {name: len(homes[name]) for name in built.own}
+    for alike in sorted({ranks for ranks in homes.values() if len(ranks) > 1}):
+        group = group_of(plan, place.rank, ("pp",), alike)
+        if index in alike:
+            built.partial.append((tuple(name for name, ranks in homes.items() if ranks == alike), group))
     built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
 
     def finish(_: Any) -> None:
         stages.skip = _passed(built, sketch)
         stages.install()
         built.pipe.randomness = built.randomness
-        trained = [n for n, _, _ in sketch.parameters]
-        built.reducer = Staged(trained, built, plan.dp if plan.fsdp > 1 or plan.dp > 1 else 1)
-        built.reducer.shared = {n: groups[ranks] for n, ranks in sorted(shared.items())}
-        built.reducer.counted = {n for n in built.own if min(homes[n]) == index}
 
     built.prepared.append(finish)
-
-
-def holders(
-    own: dict[str, Any], sketch: Sketch, made: Cut, owner: tuple[int, ...], ranks: int
-) -> dict[str, tuple[int, ...]]:
-    """The ranks of a pipeline that hold each parameter: those with a unit that has it; all, when code between units may."""
-    found: dict[str, set[int]] = {name: set() for name in own}
-    units = {u.name: u for u in sketch.units}
-    for call, stage in zip(sketch.calls, made.owner):
-        for name in units[call.unit].parameters:
-            found[name].add(owner[stage])
-            if not units[call.unit].closed:
-                found[name] |= set(range(ranks))
-    return {name: tuple(sorted(r or range(ranks))) for name, r in found.items()}
-
-
-def restricted(sketch: Sketch, names: set[str], units: set[str]) -> Sketch:
-    """The sketch of the stages of one rank."""
-    number = {i: k for k, i in enumerate(i for i, c in enumerate(sketch.calls) if c.unit in units)}
-    calls = tuple(
-        replace(sketch.calls[i], needs=tuple(number[j] for j in sketch.calls[i].needs if j in number)) for i in number
-    )
-    inside = lambda module: any(module == u or module.startswith(u + ".") for u in units)  # noqa: E731
-    return replace(
-        sketch,
-        parameters=tuple(row for row in sketch.parameters if row[0] in names),
-        frozen=tuple(row for row in sketch.frozen if row[0] in names),
-        batch_norms=tuple(n for n in sketch.batch_norms if inside(n)),
-        units=tuple(u for u in sketch.units if u.name in units),
-        calls=calls,
-        rest=tuple(n for n in sketch.rest if n in names),
-    )
 
 
 def _passed(built: Any, sketch: Sketch) -> Callable[[int], None]:
@@ -178,5 +138,22 @@ def _passed(built: Any, sketch: Sketch) -> Callable[[int], None]:
     return passed
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
-    return ()
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    """What crosses the boundaries of this rank's stages, the sums over stages that share a parameter, and one row for all."""
+    layout, index = role.layout, role.index(plan)
+    if layout is None:  # the stages are not known
+        return
+    for stage in range(1, layout.cut.stages):
+        before, after = layout.owner[stage - 1], layout.owner[stage]
+        if before == after or index not in (before, after):
+            continue
+        slots = crossing(layout.sketch.calls, layout.cut, stage)
+        ops = ("recv_", "send") if index == after else ("send", "recv_")
+        for op, what, told in zip(ops, (there, back), ("activations", "gradients")):
+            forms = [form for n in role.samples for form in what(slots, n)]
+            yield Charge("traffic", "pp", op, len(forms), size(forms), f"{told} between stages {stage - 1} and {stage}")
+    formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
+    for ranks in sorted(set(layout.shared(index).values())):
+        mine = [formats[n] for n, others in layout.shared(index).items() if others == ranks and n in formats]
+        for calls, bytes_ in added_up(mine, plan):
+            yield Charge("traffic", "pp", "allreduce_", calls, bytes_, f"gradients that stages {ranks} share")

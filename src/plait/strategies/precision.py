@@ -35,7 +35,7 @@ import torch
 from plait.errors import Problem
 from plait.plan import Plan
 from plait.sketch import Sketch
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, Role
 from plait.wide import Wide
 
 AXIS = None
@@ -61,7 +61,7 @@ def apply(built: Any) -> None:
         built.scaler = LossScale()
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     return ()
 
 

@@ -45,7 +45,7 @@ from plait.errors import Problem
 from plait.plan import Plan
 from plait.randomness import Region, host_state, restore_host
 from plait.sketch import Sketch
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, Role
 from plait.torchseam import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 from plait.wide import Wide
 
@@ -193,5 +193,5 @@ def _writes(leaf: Any) -> int:
     return version(leaf) if isinstance(leaf, Tensor) else 0
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     return ()

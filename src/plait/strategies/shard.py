@@ -44,13 +44,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from plait.elementwise import check
 from plait.errors import Problem
 from plait.gathered import memory
-from plait.gathering import check_formats, differentiated, groups, members
-from plait.plan import Plan
+from plait.gathering import check_formats, differentiated, gathers, groups, members
+from plait.plan import AXES, Plan
 from plait.sharded import DeviceScatter, Gather, Scatter, Shards, divides, padded, stretch
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
+from plait.strategies.copies import rider_of
 from plait.strategies.precision import plan_format
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, Role
 from plait.torchseam import gather_ahead, in_backward, is_view, leaves, materialise, tree_map_only
 
 AXIS = "fsdp"
@@ -82,13 +83,13 @@ def apply(built: Any) -> None:
     check_formats(built.sketch)
     batchnorm.synchronise(model, built.sketch.batch_norms, built.peers)
     built.place.alone(device)
-    mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.fsdp), mesh_dim_names=("pp", "dp", "fsdp"))
+    mesh = init_device_mesh(device.type, tuple(getattr(plan, axis) for axis in AXES), mesh_dim_names=AXES)
     for parameter in built.own.values():
         parameter.data = parameter.data.contiguous()
     half = plan_format(plan) if built.cast is None else None
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
-        "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in built.own},
+        "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in built.own.keys() - built.experts},
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
@@ -103,7 +104,7 @@ def apply(built: Any) -> None:
     again = [*(modules[0] for names, modules in zip(groups(built.sketch), units) if names[0] in twice), model]
     for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
         here.set_modules_to_backward_prefetch([before])
-    copies = mesh["dp"].get_group() if plan.dp > 1 else None
+    copies = built.copies
     scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
     for module in (*(modules[0] for modules in units), model):
         module.set_gradient_divide_factor(1.0)
@@ -116,8 +117,9 @@ def apply(built: Any) -> None:
         gather_ahead(model)
     if built.shares:
         materialise(model, device)
-    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter, set(built.own))
-    built.own, built.copies = built.reducer.own, copies
+    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter, built.own.keys() - built.experts)
+    experts = {n: p for n, p in built.own.items() if n in built.experts}
+    built.reducer.cuts, built.own = built.cuts, built.reducer.own | experts
     for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
         built.own[name].data.copy_(part)
     built.shares = {}
@@ -150,35 +152,36 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     """Gathers and sums of every group, with the padding of dims that do not divide; and what travels beside them."""
     yield from memory(plan, sketch)
     m, n, zero = plan.microbatches, plan.fsdp, plan.zero
     rows = {name: (shape, dtype, True) for name, shape, dtype in sketch.parameters if divides(shape)}
     rows |= {name: (shape, dtype, False) for name, shape, dtype in sketch.frozen if divides(shape)}
-    trained, twice = 0, differentiated(sketch)
+    trained, often = 0, gathers(plan, sketch, role)
+    sums = m if zero > 1 and plan.pp == 1 else 1
     for group, names in members(sketch).items():
         all_bytes = sum(padded(rows[p][0], n) * _width(plan, rows[p][1]) for p in names if p in rows)
         bytes_ = sum(padded(rows[p][0], n) * rows[p][1].itemsize for p in names if p in rows and rows[p][2])
         trained += bytes_
-        gathers = 1 if zero < 3 else 2 * m if group in twice else m
-        sums = m if zero > 1 else 1
-        if all_bytes and n > 1:
-            for op in ("send", "recv_"):
-                yield Charge("traffic", "fsdp", op, gathers * (n - 1), gathers * (n - 1) * all_bytes, f"gather {group}")
-        if bytes_ and n > 1:
-            for op in ("send", "recv_"):
-                yield Charge("traffic", "fsdp", op, sums * (n - 1), sums * (n - 1) * bytes_, f"gradients of {group}")
+        for op in ("send", "recv_") if n > 1 else ():
+            if all_bytes:
+                times = often[group] * (n - 1)
+                yield Charge("traffic", "fsdp", op, times, times * all_bytes, f"gather {group}")
+            if bytes_:
+                times = sums * (n - 1)
+                yield Charge("traffic", "fsdp", op, times, times * bytes_, f"gradients of {group}")
         if bytes_ and plan.dp > 1 and sums == 1:
             yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
-    if plan.dp > 1 and zero > 1 and m > 1:
+    if plan.dp > 1 and sums > 1:
         yield Charge("traffic", "dp", "allreduce_", 1, trained, "copies' gradients, once per step")
-    flags = len(sketch.parameters) + sum(not divides(shape) for _, shape, _ in sketch.parameters)
-    rider = 8 * (3 + 2 * plan.ranks + 1 + flags)
-    yield Charge(
-        "traffic", "dp", "allreduce_", 1, rider, "loss, norm, stop, samples and time; which parameters were used"
-    )
-    if weighted and plan.ranks > 1:
+    scalars = sum(not divides(shape) for _, shape, _ in sketch.parameters)
+    if plan.pp == 1:
+        rider, told = 8 * (rider_of(plan) + 1 + len(sketch.parameters) + scalars), "loss, norm, stop, samples and time"
+        yield Charge("traffic", "dp", "allreduce_", 1, rider, f"{told}; which parameters were used")
+    elif scalars:
+        yield Charge("traffic", "fsdp", "allreduce_", scalars, 16 * scalars, "gradients of scalars, which stay whole")
+    if role.weighted and plan.ranks > 1:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     for name in sketch.batch_norms:
         yield from batchnorm.price(name, sketch, plan)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from plait.errors import Problem
 from plait.plan import Plan
+from plait.role import Role
 from plait.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ OVER: Moment = ("over", 0)
 
 @dataclass(frozen=True)
 class Charge:
-    """One predicted cost of a plan, per rank and step. `kind` traffic: `calls` collectives of `bytes` in all.
+    """One predicted cost of a plan, of one rank in one step. `kind` traffic: `calls` collectives of `bytes` in all.
 
     `kind` memory: `bytes` of the category `op`, held from the moment `since` to the moment `until`.
     """
@@ -82,6 +83,6 @@ class Strategy(Protocol):
         ...
 
     @staticmethod
-    def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
-        """What it costs in one step. `weighted`: the job has a `weight`, so the global weight must be asked for."""
+    def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+        """What it costs one rank in one step. `sketch`: of what this rank has of the model, its stages in a pipeline."""
         ...

@@ -43,7 +43,7 @@ from plait.launch.devices import cuda_names
 from plait.plan import Plan
 from plait.randomness import Randomness
 from plait.sketch import Sketch
-from plait.strategies.strategy import Charge
+from plait.strategies.strategy import Charge, Role
 from plait.torchseam import leaves, tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 AXIS = None
@@ -83,7 +83,7 @@ def apply(built: Any) -> None:
     built.replicas = Replicas(built.model, devices, built.job.seed, built.sketch)
 
 
-def price(plan: Plan, sketch: Sketch, weighted: bool) -> Iterable[Charge]:
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     return ()
 
 

@@ -1,0 +1,130 @@
+"""The sums of a step on ranks that are not all alike: stages, slices, stretches, experts.
+
+Copies and shards sum gradients over the ranks that hold the same part of the model (`inner`). What is left is done
+here, after them: gradients of which a rank has only a part of the sum, because other stages, slices or stretches use
+the same parameter; the norm, in which every part of every parameter counts once; and the row of numbers that all
+ranks must know.
+"""
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.plan import Plan
+from plait.reducer import Reducer
+from plait.sharded import Shards, divides, padded
+
+
+def added_up(formats: list[tuple[tuple[int, ...], torch.dtype]], plan: Plan) -> list[tuple[int, int]]:
+    """(calls, bytes) of adding up gradients of these (shape, dtype) over a group: one message per number format."""
+    found = []
+    for dtype in dict.fromkeys(dtype for _, dtype in formats):
+        sizes = [padded(shape, plan.fsdp) if divides(shape) else prod(shape) for shape, d in formats if d == dtype]
+        found.append((1, (sum(sizes) + len(sizes)) * dtype.itemsize))
+    return found
+
+
+class Across:
+    """What the engine calls around a step's passes. `names`: all trained parameters of the model, in its order.
+
+    `partial`: parameters (by name) and the group of ranks whose gradients of them must be added up, in an order that
+    is the same on all of them. `holders`: how many ranks hold the same part of a parameter, copies and shards not counted.
+    """
+
+    def __init__(self, names: list[str], built: Any):
+        self.names, self.own, self.inner, self.peers = names, built.own, built.reducer, built.peers
+        self.pipelined, self.plan = built.pipe is not None, built.plan
+        self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
+        self.holders: dict[str, int] = built.holders
+        self.experts: set[str] = built.experts
+        self.squares = 0.0
+        self.rider = torch.empty(0)
+
+    def before(self, last: bool) -> None:
+        """Before a micro-batch's forward pass: whether its backward ends the step. In a pipeline, before its end."""
+        if isinstance(self.inner, Shards) and self.pipelined:
+            self.inner.hold(not last)
+        elif self.inner is not None and not self.pipelined:
+            self.inner.before(last)
+
+    def after(self) -> None:
+        """After a backward that does not end the step."""
+        if self.inner is not None and not self.pipelined:
+            self.inner.after()
+
+    def arm(self, rider: Tensor) -> None:
+        """`rider` is a row of numbers to sum over all ranks."""
+        self.rider = rider
+        if isinstance(self.inner, Reducer) and not self.pipelined:
+            self.inner.arm(None)
+
+    def finish(self) -> Tensor:
+        """Sum gradients over copies, shards and whoever has a part of the sum; the summed rider."""
+        if isinstance(self.inner, Shards):
+            self.inner.settle(self.peers)
+        elif self.inner is not None:
+            (self.inner.settle if self.pipelined else self.inner.finish)()
+        for names, group in self.partial:
+            self._add_up([n for n in names if n in self.own and self.own[n].requires_grad], group)
+        used = [float(self._used(n)) for n in self.names]
+        row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.rider.device)
+        row = torch.cat([self.rider, row])
+        dist.all_reduce(row)
+        rider, rest = row[: len(self.rider)], row[len(self.rider) :].tolist()
+        self.squares = rest[0]
+        for name, times in zip(self.names, rest[1:]):
+            if not times and name in self.own:
+                self.own[name].grad = None
+        if isinstance(self.inner, Shards):
+            self.inner.used.clear()
+        return rider
+
+    def _squares(self) -> float:
+        """This rank's share of the squared norm: each part counts once, however many ranks hold it."""
+        alike: dict[int, list[Tensor]] = {}
+        for name in self.names:
+            gradient = self.own[name].grad if name in self.own else None
+            if gradient is not None:
+                alike.setdefault(self._copies(name), []).append(gradient)
+        return sum(float(torch.nn.utils.get_total_norm(found)) ** 2 / count for count, found in alike.items())
+
+    def _copies(self, name: str) -> int:
+        cut = isinstance(self.inner, Shards) and name in self.inner.sharded
+        alike = self.holders.get(name, 1) * self.plan.dp * self.plan.cp * (1 if cut else self.plan.fsdp)
+        return alike // self.plan.ep if name in self.experts else alike
+
+    def _used(self, name: str) -> bool:
+        if isinstance(self.inner, Shards) and name in self.inner.sharded:
+            return name in self.inner.used
+        return name in self.own and self.own[name].grad is not None
+
+    def _add_up(self, names: list[str], group: Any) -> None:
+        """Sum over a group the gradients of some parameters, one message per number format; those nobody has stay None."""
+        formats = dict.fromkeys(self.own[n].dtype for n in names)
+        for dtype in formats:
+            mine = [n for n in names if self.own[n].dtype == dtype]
+            sizes = [self._size(n) for n in mine]
+            flat = torch.zeros(sum(sizes) + len(mine), dtype=dtype, device=self.own[mine[0]].device)
+            for name, part, flag in zip(mine, flat.split([*sizes, len(mine)]), flat[-len(mine) :]):
+                gradient = self.own[name].grad
+                if gradient is not None:
+                    part[: gradient.numel()].copy_(gradient.reshape(-1))
+                    flag.fill_(1.0)
+            dist.all_reduce(flat, group=group)
+            there = flat[-len(mine) :].tolist()
+            for name, part, times in zip(mine, flat.split([*sizes, len(mine)]), there):
+                parameter = self.own[name]
+                parameter.grad = part[: parameter.numel()].view_as(parameter) if times else None
+
+    def _size(self, name: str) -> int:
+        """Elements of a parameter in a message: shards of unequal ranks are padded to the largest."""
+        whole = self.inner.sharded.get(name) if isinstance(self.inner, Shards) else None
+        return self.own[name].numel() if whole is None else padded(whole.shape, self.inner.group.size())
+
+    def norm(self, gradients: Iterable[Tensor]) -> float:
+        """The gradient norm over all ranks' parts, as `finish` found it."""
+        return self.squares**0.5

@@ -1,0 +1,145 @@
+"""What the ranks of a sequence tell each other in a step, known before there are any: the price of context parallelism.
+
+The model runs once on fake tensors as one of the ranks, with others that never answer: whatever would be sent is noted.
+From these notes come the messages of any rank, in a batch of any size.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.attending import Asked
+from plait.blockwise import wide
+from plait.course import SAMPLES, Course, Talk
+from plait.ranges import Cut
+from plait.stretch import Held
+from plait.stretching import Stretching
+from plait.ulysses import enough
+from plait.watching import Call, watch
+
+
+@dataclass(frozen=True)
+class Deaf(Held):
+    """Rows of a rank whose group never answers."""
+
+    notes: list[Talk] = field(default_factory=list)
+    stretching: Any = None
+
+    def _note(self, kind: str, local: Tensor, dim: int) -> Tensor:
+        rows = local.shape[dim]
+        each = (local.numel() // max(rows * SAMPLES, 1),)
+        self.notes.append(Talk(kind, self.stretching.unit, each, (0, 0), local.dtype, local.requires_grad))
+        shape = list(local.shape)
+        shape[dim] = self.cut.length - rows
+        return torch.cat([local, local.new_empty(shape)], dim)
+
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        return self._note("gather", local, dim)
+
+    def fetch(self, local: Tensor, dim: int) -> Tensor:
+        return self._note("fetch", local, dim)
+
+    def finish(self, local: Tensor, dim: int) -> Tensor:
+        return self._note("finish", local, dim)
+
+
+def overhear(model: nn.Module, inputs: Any, call: Call, stretching: Stretching, cut: Cut, fake: bool) -> Course:
+    """The course with what is told in it. `inputs`: a batch of `SAMPLES`; `stretching` has wrapped the model."""
+    deaf = Deaf(cut, None, 0, stretching=stretching)
+    hold, answer = stretching.hold, stretching.answer
+
+    def silent(asked: Asked, held: Held) -> Tensor:
+        q, k, v = asked.q, asked.k, asked.v
+        grouped = k.shape[1] != q.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        each = tuple(t.numel() // (held.size * SAMPLES) for t in (q, k, v, out))
+        grad = any(t.requires_grad for t in (q, k, v))
+        deaf.notes.append(Talk("attention", stretching.unit, each, (q.shape[1], k.shape[1]), k.dtype, grad))
+        if asked.mask is not None and asked.mask.shape[-2] == held.size:
+            deaf.notes.append(replace(deaf.notes[-1], kind="rows", each=(asked.mask.numel() // (held.size * SAMPLES),)))
+        return out
+
+    def run(module: nn.Module, given: Any) -> Any:
+        with torch.enable_grad():
+            return call(module, given)
+
+    stretching.hold, stretching.answer = (lambda length: deaf), silent
+    handles = stretching.install()
+    try:
+        watch(model, inputs, run, fake)
+    finally:
+        for handle in handles:
+            handle.remove()
+        stretching.hold, stretching.answer, stretching.held = hold, answer, None
+    return replace(stretching.course, talks=tuple(deaf.notes))
+
+
+def messages(talk: Talk, cut: Cut, rank: int, how: tuple[str, int], again: bool) -> Iterator[tuple[str, int, int]]:
+    """(operator, calls, bytes) of a rank in one pass forward and backward. `how`: ring or ulysses, and the samples.
+
+    `again`: the forward pass is made twice.
+    """
+    context, samples = how
+    forward = 1 + again
+    if talk.kind == "attention" and context == "ring":
+        yield from _ring(talk, cut, rank, samples, forward)
+    elif talk.kind == "attention":
+        yield from _swaps(talk, cut, rank, samples, forward)
+    elif talk.kind != "rows" or context == "ulysses":
+        yield from _gathers(talk, cut, rank, samples, forward)
+
+
+def _ring(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
+    ranks = len(cut.ranks)
+    row = (talk.each[1] + talk.each[2]) * samples
+    met = [cut.sizes[(rank - step) % ranks] for step in range(ranks + 1)]
+    rounds = forward + talk.grad
+    sums = row * wide(talk.dtype).itemsize if talk.grad else 0
+    yield (
+        "send",
+        (ranks - 1) * (rounds + talk.grad),
+        row * talk.dtype.itemsize * rounds * sum(met[:-2]) + sums * sum(met[1:-1]),
+    )
+    taken = row * talk.dtype.itemsize * rounds * sum(met[1:-1]) + sums * sum(met[2:])
+    yield "recv_", (ranks - 1) * (rounds + talk.grad), taken
+
+
+def _swaps(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
+    ranks = len(cut.ranks)
+    heads, kv = talk.heads
+    more = enough(kv, heads, ranks) // kv
+    rows = [talk.each[0], talk.each[1] * more, talk.each[2] * more, talk.each[3]]
+    there = [row * cut.length // ranks for row in rows]
+    back = [row * cut.sizes[rank] for row in rows]
+    size = forward * (sum(there[:3]) + back[3]) + talk.grad * (sum(back[:3]) + there[3])
+    yield "alltoall_base_", 4 * (forward + talk.grad), size * samples * talk.dtype.itemsize
+
+
+def _gathers(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
+    """Messages of `regions.gathered`, and of `regions.sum_part` in backward; on a CPU."""
+    row = talk.each[0] * samples * talk.dtype.itemsize
+    times = forward if talk.unit else 1
+    mine, others = cut.sizes[rank], cut.length - cut.sizes[rank]
+    peers = len(cut.ranks) - 1
+    back = int(talk.kind == "gather" and talk.grad)
+    if row:
+        yield "send", peers * (times + back), row * (times * mine * peers + back * others)
+        yield "recv_", peers * (times + back), row * (times * others + back * mine * peers)
+
+
+def total(
+    course: Course, cut: Cut, rank: int, context: str, samples: list[int], twice: Any
+) -> Counter[tuple[str, str]]:
+    """(operator, what) -> of a step's micro-batches: calls under ("op", "calls"), bytes under ("op", "bytes")."""
+    found: Counter[tuple[str, str]] = Counter()
+    for n in samples:
+        for talk in course.talks:
+            for op, calls, size in messages(talk, cut, rank, (context, n), bool(talk.unit) and twice(talk.unit)):
+                found[op, "calls"] += calls
+                found[op, "bytes"] += size
+    return found

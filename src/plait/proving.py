@@ -1,0 +1,195 @@
+"""The check that a unit may run on a stretch of the sequence, before it does: in float64, on one device, with no others.
+
+A unit that computes every position alone, but for its attention, gives on a stretch that stretch of what it gives on the
+whole. So each unit runs once on a whole (short) sequence, as the model's own code feeds it; its attentions' keys and
+values are kept. Then it runs on each rank's stretch, with its attention answered from those, and the outputs are
+compared. Attention written out by hand, convolutions over positions, positions that a unit counts itself, norms over the
+sequence: all of these show as a difference. A unit without attention that fails runs on the whole sequence; one with
+attention is refused.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait import multihead
+from plait.attending import Asked, Attending, Whole, apart, check_heads
+from plait.course import Call, Course, refused, seeds, shortened, still
+from plait.errors import PlaitError
+from plait.ranges import Cut
+from plait.stretch import Held
+from plait.torchseam import named_leaves, tree_map_only, tree_unflatten
+from plait.watching import Call as Run
+from plait.watching import watch
+
+NEAR = 1e-6
+"""A model may compute in float32 whatever it is given."""
+TRIED = 3
+"""At most so many arguments are left whole for a try."""
+Layout = Callable[[int, int], Cut]
+"""(length, ranks) -> who holds which rows."""
+
+
+def proved(
+    model: nn.Module, inputs: Any, call: Run, course: Course, layout: tuple[Layout, int], heads: bool = False
+) -> Course:
+    """The course with every call that can run on stretches marked so. P040 when one with attention cannot.
+
+    `inputs`: one sample. `layout`: how the sequence is cut over how many ranks. `heads`: attention shares out heads.
+    """
+    cut, ranks = layout
+    short = min(course.length, 4 * ranks + 1)
+    try:
+        taken = _taken(model, shortened(inputs, course.length, short), call, course)
+    except Exception:  # it may need its own length
+        taken = _taken(model, inputs, call, course)
+    calls, known = [], dict[Any, Call]()
+    for made, given in zip(course.calls, taken):
+        if not made.stretched:
+            calls.append(made)
+            continue
+        found, why = _tried(model.get_submodule(made.unit), made, given, (cut, ranks), heads)
+        if found is None and made.attends:
+            raise refused(f"unit {made.unit} cannot run on a stretch of the sequence", why)
+        calls.append(found or replace(made, stretched=False))
+    del known
+    return replace(course, calls=tuple(calls))
+
+
+def _taken(model: nn.Module, inputs: Any, call: Run, course: Course) -> list[Any]:
+    """What the units are given in a run of the model."""
+    found: list[Any] = []
+    names = dict.fromkeys(c.unit for c in course.calls)
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        on = len(found) < len(course.calls) and course.calls[len(found)].stretched
+        found.append(tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)) if on else None)
+
+    with still(model) as stack:
+        for name in names:
+            hook = model.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(hook.remove)
+        watch(model, inputs, call, False)
+    if len(found) != len(course.calls):
+        raise refused("the model calls other units on one sample, or when it does not train", "its course varies")
+    return found
+
+
+def widened(module: nn.Module) -> nn.Module:
+    """A copy in float64 that draws nothing, its attention visible."""
+    made = copy.deepcopy(module).double().eval()
+    seeds(made)
+    show(made)
+    return made
+
+
+def show(module: nn.Module) -> None:
+    """Let torch's own attention module call `scaled_dot_product_attention` where it can be seen."""
+    for inner in module.modules():
+        if isinstance(inner, nn.MultiheadAttention) and type(inner).forward is nn.MultiheadAttention.forward:
+            inner.forward = partial(multihead.forward, inner)  # pyrefly: ignore
+
+
+def _tried(
+    module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int], heads: bool
+) -> tuple[Call | None, str]:
+    """The call, perhaps with some arguments left whole, or why it cannot run on a stretch."""
+    unit, (args, kwargs) = widened(module), tree_map_only(Tensor, _wide, given)
+    whole = Whole([])
+    with torch.no_grad():
+        length = _length(made, (args, kwargs))
+        cut = layout[0](length, layout[1])
+        held = [Held(cut, None, rank) for rank in range(layout[1])]
+
+        def plain(asked: Asked, _: Held) -> Tensor:
+            if heads:
+                check_heads(asked, held[0])
+            whole.note(asked)
+            grouped = asked.k.shape[1] != asked.q.shape[1]
+            return F.scaled_dot_product_attention(
+                asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
+            )
+
+        with Attending(Held(Cut.of([length]), None, 0), plain):
+            expected = named_leaves(unit(*_copied(args), **_copied(kwargs)))[0]
+        reasons = []
+        for left in _choices(made, given):
+            call = replace(made, left=left)
+            reason = _differs(unit, (args, kwargs), call, (expected, whole), held)
+            if not reason:
+                return call, ""
+            reasons.append(reason)
+    return None, reasons[0]
+
+
+def _choices(made: Call, given: Any) -> list[frozenset[str]]:
+    """Arguments to leave whole, the likeliest first: none, then masks."""
+    paths = [path for path, _ in named_leaves(given)[0] if path in made.given]
+    found = [frozenset(some) for n in range(min(len(paths), TRIED + 1)) for some in combinations(paths, n)]
+    return found if len(paths) <= 2 * TRIED else found[: 1 + len(paths)]
+
+
+def _differs(
+    unit: nn.Module, given: Any, call: Call, known: tuple[list[tuple[str, Any]], Whole], held: list[Held]
+) -> str:
+    """How the unit's outputs on stretches are not the stretches of its output, or nothing."""
+    expected, whole = known
+    for mine in held:
+        whole.number, whole.worst = 0, 0.0
+        args, kwargs = cut_arguments(_copied(given), call, mine)
+        try:
+            with Attending(mine, whole.answer):
+                found = named_leaves(unit(*args, **kwargs))[0]
+        except PlaitError:
+            raise
+        except Exception as error:
+            return (
+                f"on {mine.size} of {mine.cut.length} positions: {type(error).__name__}: {str(error).splitlines()[0]}"
+            )
+        if whole.worst > NEAR:
+            return (
+                f"its queries, keys or values on a stretch are not those of the whole: they differ by {whole.worst:.0e}"
+            )
+        if [path for path, _ in found] != [path for path, _ in expected]:
+            return "it returns something else"
+        for (path, a), (_, b) in zip(found, expected):
+            if isinstance(b, Tensor):
+                b = mine.take(b, call.returned[path]) if path in call.returned else b
+                off = apart(a, b) if isinstance(a, Tensor) else 1.0
+                if off > NEAR:
+                    used = (
+                        "its attention is not torch's function" if not whole.calls else "it mixes positions otherwise"
+                    )
+                    return f"its output on a stretch differs from that of the whole by {off:.0e}: {used}"
+    return ""
+
+
+def cut_arguments(given: Any, call: Call, held: Held) -> Any:
+    """(args, kwargs) with this rank's rows of what is cut."""
+    flat, spec = named_leaves(given)
+    rows = [
+        held.take(leaf, call.given[path]) if isinstance(leaf, Tensor) and path in call.given and path not in call.left else leaf
+        for path, leaf in flat
+    ]  # fmt: skip
+    return tree_unflatten(rows, spec)
+
+
+def _length(made: Call, given: Any) -> int:
+    return next(leaf.shape[made.given[path]] for path, leaf in named_leaves(given)[0] if path in made.given)
+
+
+def _copied(tree: Any) -> Any:
+    return tree_map_only(Tensor, torch.clone, tree)
+
+
+def _wide(t: Tensor) -> Tensor:
+    if t.is_complex():
+        return t.to(torch.complex128)
+    return t.double() if t.is_floating_point() else t

@@ -1,0 +1,134 @@
+"""Running a model whose layers are cut into slices: what happens where a region of slices begins and where it ends.
+
+The block's own code runs on a slice as it does on the whole. Only its borders are wired: what a column is given is
+entered (its gradient is summed over the ranks), what the row returns is a share of a sum (it is added up). See
+`strategies/tensor.py` for the technique, `slices.py` for the values, `regions.py` for the collectives.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.parts import Ranges, everything
+from plait.regions import Cut as Rows
+from plait.regions import enter, part, total
+from plait.resizing import Resized
+from plait.slices import Argument, Cut, Group, Integer
+
+
+def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> dict[str, nn.Parameter]:
+    """Put this rank's slices in the place of parameters, everywhere they are used; the new ones by name."""
+    named = dict(model.named_parameters())
+    new = {
+        id(named[name]): nn.Parameter(taken(named[name], cut, rank), named[name].requires_grad)
+        for name, cut in cuts.items()
+    }
+    found = {name: new[id(named[name])] for name in cuts}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if id(parameter) in new:
+                module._parameters[key] = new[id(parameter)]
+    return found
+
+
+def taken(whole: Tensor, cut: Cut, rank: int) -> Tensor:
+    """A rank's slice of a tensor, in storage of its own."""
+    pieces = [whole.detach().narrow(cut.dim, first, length) for first, length in cut.ranges[rank]]
+    return torch.cat(pieces, cut.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+
+
+def layout_of(shape: tuple[int, ...], cut: Cut, rank: int) -> tuple[tuple[int, ...], tuple[Ranges, ...]]:
+    """The shape of the whole and this rank's ranges of it, as `Part` has them."""
+    ranges = list(everything(shape))
+    ranges[cut.dim] = cut.ranges[rank]
+    return shape, tuple(ranges)
+
+
+def set_integer(model: nn.Module, integer: Integer) -> None:
+    """Divide a number that a module's code has fixed. An object that holds it is copied for this module first."""
+    holder: Any = model.get_submodule(integer.module)
+    *path, name = integer.path.split(".")
+    for step in path:
+        inner = copy.copy(getattr(holder, step))
+        holder.__dict__[step] = inner  # a module's own __setattr__ would look for parameters
+        holder = inner
+    setattr(holder, name, getattr(holder, name) // integer.divisor)
+
+
+class Region:
+    """One group of slices in the model of one rank."""
+
+    def __init__(self, model: nn.Module, group: Group, ranks: Any):
+        self.ranks = ranks
+        self.given: Tensor | None = None
+        """What the columns were given last, and the same entered: several columns share one tensor, and one sum."""
+        self.entered: Tensor | None = None
+        for name in group.columns:
+            model.get_submodule(name).register_forward_pre_hook(self._enter)
+        row = model.get_submodule(group.row)
+        if ranks.rank() > 0:
+            silence(row)
+        row.register_forward_hook(self._leave)
+        for argument in group.arguments:
+            self._wrap(model.get_submodule(argument.module), argument)
+        if group.resize:
+            resize(model.get_submodule(group.container), ranks.size())
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.given is not args[0] or self.entered is None:
+            self.given, self.entered = args[0], enter(args[0], self.ranks)
+        return (self.entered, *args[1:])
+
+    def _leave(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.given = self.entered = None
+        return total(output, self.ranks)
+
+    def _wrap(self, module: nn.Module, argument: Argument) -> None:
+        def wrap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            given = kwargs if isinstance(argument.key, str) else args
+            value = given[argument.key] if argument.key in kwargs or isinstance(argument.key, int) else None
+            if not isinstance(value, Tensor):
+                return args, kwargs
+            if argument.dim is None:
+                value = enter(value, self.ranks)
+            elif value.shape[argument.dim] > 1:  # 1 is broadcast over the ranks' slices too
+                value = part(value, argument.dim, Rows.even(value.shape[argument.dim], self.ranks.size()), self.ranks)
+            if isinstance(argument.key, str):
+                return args, {**kwargs, argument.key: value}
+            return (*args[: argument.key], value, *args[argument.key + 1 :]), kwargs
+
+        module.register_forward_pre_hook(wrap, with_kwargs=True)
+
+
+def silence(row: nn.Module) -> None:
+    """A row's bias must be added once: on all ranks but the first it is zero."""
+    if row._parameters.get("bias") is not None:
+        row.__class__ = type(row.__class__.__name__, (_Silent, row.__class__), {})
+
+
+class _Silent(nn.Module):
+    @property
+    def bias(self) -> Tensor:
+        """Zeros in the place of the parameter, which stays registered under its name."""
+        return torch.zeros_like(self._parameters["bias"].detach())  # type: ignore[union-attr]
+
+
+def resize(container: nn.Module, ranks: int) -> None:
+    """Sizes that the container's code gives to view, split and the like become those of a slice."""
+    if "_resized" in container.__dict__:
+        return
+    container.__dict__["_resized"] = True
+    kind = container.__class__
+    forward = container.__dict__.get("forward")
+
+    def resized(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with Resized(ranks):
+            return kind.forward(self, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+
+    if forward is None:
+        container.__class__ = type(kind.__name__, (kind,), {"forward": resized})
+    else:
+        container.__dict__["forward"] = resized.__get__(container)

@@ -1,0 +1,126 @@
+"""Context parallelism (cp): N devices share the same samples, and each computes a stretch of the sequence.
+
+What it does
+    The model's own forward runs on every rank. Embeddings, positions and masks are made for the whole sequence, as always;
+    from the first unit with attention on, a unit gets the rows of this rank and knows nothing else. Only its attention
+    must see the other stretches: in a ring, keys and values of all stretches come by one after the other; with
+    `context=ulysses` ranks exchange their stretches for heads before the attention and back after it. Which dim of which
+    tensor is the sequence is found by running the model on two lengths; that a unit may run on a stretch is checked in
+    float64 before it does.
+
+Picture
+    rank 0   embed all ─► rows 0 1 6 7 ─► attention ⇄ ─► MLP ─► head ─► loss      zigzag: equal work under a causal mask
+    rank 1   embed all ─► rows 2 3 4 5 ─► attention ⇄ ─► MLP ─► head ─► loss
+
+Costs
+    Memory: activations of a stretch, 1/N; parameters, gradients and optimizer state are whole on every rank. Traffic:
+    `ring` passes keys and values on N − 1 times in the forward pass, and again with their gradients in backward, while it
+    computes; `ulysses` exchanges queries, keys, values and output once, which waits, but is 1/N of them per rank. All
+    gradients are summed over cp.
+
+Choose when
+    Sequences are so long that the activations of one sample do not fit, or one sample takes too long.
+
+Avoid when
+    The batch has enough samples for all devices and one fits: `dp` and `fsdp` communicate less.
+
+How it stays exact
+    A stretch's rows are the whole's: the check compares them, queries, keys, values and outputs. Partial attentions are
+    put together by their log-sum-exps. Dropout draws the numbers that its rows have in the whole sequence. What the loss
+    gets is the whole output, so labels shifted by one see over the cut. Every rank's gradients are a share of the sum over
+    cp: of stretches its own, of the whole zero elsewhere.
+
+Paper
+    Liu et al. 2023, Ring Attention (ICLR 2024); Jacobs et al. 2023, DeepSpeed Ulysses; Brandon et al. 2023, Striped
+    Attention, for the balance.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from plait import data
+from plait.attending import around, exchanged
+from plait.build import call, move
+from plait.course import SAMPLES, find
+from plait.errors import Problem
+from plait.overheard import overhear, total
+from plait.plan import Plan
+from plait.proving import Layout, proved
+from plait.ranges import Cut
+from plait.sketch import Sketch
+from plait.strategies import recompute
+from plait.strategies.precision import forward_format
+from plait.strategies.strategy import Charge, Role
+from plait.stretch import Held
+from plait.stretching import Stretching
+from plait.windows import Share, Windows
+
+AXIS = "cp"
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.cp > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    others = {
+        "processes=one": plan.processes == "one", "compile=true": plan.compile, f"pp={plan.pp}": plan.pp > 1,
+        f"tp={plan.tp}": plan.tp > 1, f"ep={plan.ep}": plan.ep > 1,
+    }  # fmt: skip
+    for key, given in others.items():
+        if given:
+            yield Problem("P041", f"cp={plan.cp} does not work with {key}", fix=(f'--plan "cp={plan.cp}"',))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    return ()
+
+
+def apply(built: Any) -> None:
+    plan, group = built.plan, built.groups["cp"]
+    samples = built.data if data.is_map(built.data) else built.job.data()
+    inputs = lambda n: move(data.first_samples(samples, n)[0], built.device, built.cast)  # noqa: E731
+
+    def run(model: nn.Module, given: Any) -> Any:
+        with forward_format(plan, built.cast, built.device.type):
+            return call(model, given)
+
+    course = find(built.model, inputs(SAMPLES), run, built.sketch)
+    course = proved(built.model, inputs(1), run, course, (layout(plan), plan.cp), plan.context == "ulysses")
+
+    def hold(length: int) -> Held:
+        held = Held(layout(plan)(length, plan.cp), group, group.rank())
+        built.randomness.windows = Windows({}, Share(held.cut, held.rank, course.draws))
+        return held
+
+    answer = (around if plan.context == "ring" else exchanged)(lambda: built.randomness)
+    stretching = Stretching(built.model, course, plan.cp, hold, answer)
+    stretching.wrap()
+    cut = layout(plan)(course.length, plan.cp)
+    course = overhear(built.model, inputs(SAMPLES), run, stretching, cut, not built.sketch.by_values)
+    built.sketch = replace(built.sketch, course=course)
+    built.prepared.append(lambda _: stretching.install())
+
+
+def layout(plan: Plan) -> Layout:
+    """How a sequence is cut: for a ring so that causal work is equal."""
+    return Cut.zigzag if plan.context == "ring" else Cut.even
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    """The messages of attention, and of what is gathered between units and for the loss. Sequences are as sketched."""
+    course = sketch.course
+    if course is None:
+        return
+    rank, cut = plan.at(role.rank)["cp"], layout(plan)(course.length, plan.cp)
+    twice = lambda unit: recompute.again(plan, sketch, unit)  # noqa: E731
+    found = total(course, cut, rank, plan.context, list(role.samples), twice)
+    for op in dict.fromkeys(op for op, _ in found):
+        told = (
+            f"keys and values in a ring of {plan.cp}" if plan.context == "ring" else f"heads for rows among {plan.cp}"
+        )
+        yield Charge("traffic", "cp", op, found[op, "calls"], found[op, "bytes"], told)

@@ -1,0 +1,109 @@
+"""Tensor parallelism (tp): every layer is cut into slices, and every process computes one slice of each.
+
+What it does
+    In a block, some linear maps (query, key, value; gate, up) feed another (output; down) and nothing else. The first
+    are cut by their output features, the last by its input features: a process has its own attention heads, its own
+    part of the hidden features, and at the end a share of a sum. One sum over the processes per such pair, forward and
+    backward, is all that travels. Which maps go together is found by following tensors through the model's own code,
+    proposed, and checked in float64 before it is believed (`slicing.py`); what finds no slices stays whole and is named
+    by `plait plan --show tensor`. Embeddings and heads are cut by rows of the vocabulary.
+
+Picture
+    rank 0   x ─┬─ q₀ k₀ v₀ ── attention of its heads ── o₀ ─┐       ┌─ gate₀ up₀ ── down₀ ─┐
+                │                                            Σ ─ x ─┤                      Σ ─ x
+    rank 1   x ─┴─ q₁ k₁ v₁ ── attention of its heads ── o₁ ─┘       └─ gate₁ up₁ ── down₁ ─┘
+
+Costs
+    Memory: parameters, gradients and optimizer state of what is cut / N, and so are the activations between the cuts.
+    Traffic: an all-reduce of batch × sequence × width per pair, in forward and in backward, that nothing hides: it
+    needs the fastest links there are.
+
+Choose when
+    A layer, or the activations of one sample, do not fit on a device; or the batch is too small for more copies.
+
+Avoid when
+    The links between the devices are slow, or the layers narrow: a slice of a small matrix is computed slowly.
+
+How it stays exact
+    The forward pass is right by algebra once the check holds. Gradients of what enters a pair are summed over the
+    processes once; so are those of whole parameters used inside one (norms on heads). A row's bias is added by the
+    first process alone. What all processes compute alike (norms between, the loss) is the same bit by bit on all, and
+    counts once in the norm. Dropout inside a slice draws that slice of the whole mask.
+
+Paper
+    Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation, for stretches between.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from plait import vocabulary
+from plait.errors import Problem
+from plait.mesh import group_of
+from plait.plan import Plan
+from plait.sketch import Sketch
+from plait.sliced import Region, cut_parameters, layout_of, set_integer
+from plait.slices import Cut, Slices
+from plait.strategies.strategy import Charge, Role
+
+AXIS = "tp"
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.tp > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    for key, given in {"processes=one": plan.processes == "one"}.items():
+        if given:
+            yield Problem("P033", f"tp={plan.tp} does not work with {key}", fix=(f'--plan "tp={plan.tp}"',))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    return ()
+
+
+def apply(built: Any) -> None:
+    model, rank, ranks = built.model, built.at["tp"], built.groups["tp"]
+    slices = built.sketch.slices
+    regions = [g for g in slices.groups if all(c.parameter in built.own for c in g.cuts)]
+    mine = {id(p) for p in built.own.values()}
+    tables = [m for m in slices.vocabulary if all(id(p) in mine for p in model.get_submodule(m).parameters())]
+    cuts = {c.parameter: c for c in built.sketch.cuts if c.parameter in built.own}
+    shapes = {n: tuple(p.shape) for n, p in built.own.items()}
+    lengths = {name: model.get_submodule(name).weight.shape[0] for name in tables}
+    built.own |= cut_parameters(model, cuts, rank)
+    for region in regions:
+        for integer in region.integers:
+            set_integer(model, integer)
+        Region(model, region, ranks)
+    for name in tables:
+        vocabulary.wire(model.get_submodule(name), lengths[name], ranks)
+    for name in built.own:
+        cut = cuts.get(name)
+        holders = built.plan.tp if cut is None else cut.ranges.count(cut.ranges[rank])
+        built.holders[name] = built.holders.get(name, 1) * holders
+        if cut is not None:
+            built.cuts[name] = layout_of(shapes[name], cut, rank)
+    _sums(built, slices, cuts)
+    built.sketch = built.sketch.local(rank)
+
+
+def _sums(built: Any, slices: Slices, cuts: dict[str, Cut]) -> None:
+    """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
+    rank, names = built.at["tp"], {id(p): n for n, p in built.own.items()}
+    shares = [n for g in slices.groups for n in g.partial if n in built.own]
+    for group in slices.groups:
+        bias = built.model.get_submodule(group.row)._parameters.get("bias")
+        shares += [names[id(bias)]] if bias is not None and id(bias) in names else []
+    built.partial.append((tuple(dict.fromkeys(shares)), built.groups["tp"]))
+    sets = sorted({alike for c in built.sketch.cuts for alike in c.alike() if len(alike) > 1})
+    for alike in sets:
+        made = group_of(built.plan, built.place.rank, ("tp",), alike)
+        if rank in alike:
+            built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), made))
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    return ()

@@ -1,0 +1,63 @@
+"""Embeddings and heads cut by rows of the vocabulary.
+
+An embedding's rank looks up the tokens whose rows it has and gives zeros for the others; the sum over the ranks is the
+whole. A head's rank computes the logits of its rows; they stand for the whole in a `Spread`, which knows how to take a
+cross-entropy without ever gathering them. Rows need not divide by the ranks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.regions import Cut as Rows
+from plait.regions import enter, total
+from plait.sharded import stretch
+from plait.slices import Cut, Slices
+
+
+def rows(length: int, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The rows of each rank."""
+    ends = [stretch(length, ranks, rank) for rank in range(ranks)]
+    return tuple(((first, end - first),) for first, end in ends)
+
+
+def cuts(model: nn.Module, slices: Slices, ranks: int) -> tuple[Cut, ...]:
+    """How every parameter is cut, those of embeddings and heads too; tied ones once, by the model's first name."""
+    named, found = {id(p): n for n, p in model.named_parameters()}, {}
+    for name in slices.vocabulary:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            key = named[id(parameter)]
+            found[key] = Cut(key, 0, rows(parameter.shape[0], ranks))
+    return (*(c for group in slices.groups for c in group.cuts), *found.values())
+
+
+def wire(module: nn.Module, length: int, group: Any) -> None:
+    """Let an embedding or a head of `length` rows work on this rank's."""
+    kind = _Embedding if isinstance(module, nn.Embedding) else _Head
+    module.__class__ = type(module.__class__.__name__, (kind, module.__class__), {})
+    module.__dict__["_rows"] = Rows(rows(length, group.size()))
+    module.__dict__["_ranks"] = group
+
+
+class _Embedding(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        first, count = self._rows.ranks[self._ranks.rank()][0]
+        here = (input >= first) & (input < first + count)
+        mine = torch.where(here, input - first, 0)
+        if not count:
+            found = self.weight.new_zeros(*input.shape, self.embedding_dim) + self.weight.sum() * 0
+            return total(found, self._ranks)
+        padding = self.padding_idx
+        padding = padding - first if padding is not None and first <= padding < first + count else None
+        found = F.embedding(mine, self.weight, padding)
+        return total(found * here.unsqueeze(-1).to(found.dtype), self._ranks)
+
+
+class _Head(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        from plait.spread import Spread
+
+        logits = F.linear(enter(input, self._ranks), self.weight, self.bias)
+        return Spread(logits, logits.dim() - 1, self._rows, self._ranks)
