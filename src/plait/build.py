@@ -13,6 +13,7 @@ from plait import data as data_module
 from plait import experts
 from plait import vocabulary
 from plait.across import Across
+from plait.adapters import transformers
 from plait.digest import differing
 from plait.errors import FAILED, PlaitError, Problem
 from plait.job import Job
@@ -30,6 +31,7 @@ from plait.slicing import find
 from plait.strategies import ORDER, expert, shard
 from plait.strategies.precision import forward_format
 from plait.torchseam import tree_map_only
+from plait.windows import Rule, Windows
 from plait.wholebatch import Sharers
 
 
@@ -92,6 +94,8 @@ class Built:
     """What the optimizer updates when it is not `own`: copies in host memory."""
     prepared: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
     """Called with the optimizer once it is made."""
+    rules: list[Rule] = field(default_factory=list)
+    """What this rank holds of tensors that are drawn at random: the first that says something is right."""
     replicas: Any = None
     run: Any = call
     """(model, inputs) -> outputs."""
@@ -170,13 +174,14 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
         job, plan, place, device, group, model, samples, sketched, cast=cast, own=dict(model.named_parameters())
     )
     built.shares = made.shares
+    transformers.adapt(made.model)
     _meet(built)
     if plan.tp > 1:
         found = find(made.model, inputs, once, plan.tp)
         built.sketch = replace(sketched, slices=found, cuts=vocabulary.cuts(made.model, found, plan.tp))
-    built.whole = built.sketch
     if expert.wanted(plan):
         built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
+    built.whole = built.sketch
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
@@ -184,6 +189,8 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
         built.reducer = Across([name for name, _, _ in sketched.parameters], built)
     if built.replicas is None:  # replicas bring their own, one per thread
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
+        if built.rules:
+            built.randomness.windows = Windows(sketched.drawn, lambda *at: next(filter(None, (r(*at) for r in built.rules)), None))
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
     built.optimizer, built.names = make_optimizer(job, everything)
     for name in everything.keys() - built.own.keys():

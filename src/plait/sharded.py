@@ -178,9 +178,13 @@ class Shards:
         for parameter in module.parameters():
             name = found.get(id(parameter))
             if name in self.sharded and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.idle or self.used.add(name))
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._use(name))
                 watched += 1
         module.__dict__["_noting"] = watched
+
+    def _use(self, name: str) -> None:
+        if not self.idle:
+            self.used.add(name)
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter that is cut."""

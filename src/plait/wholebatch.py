@@ -127,6 +127,12 @@ def global_batch(x: Tensor) -> Tensor:
     return whole
 
 
+def asking() -> bool:
+    """Whether the global batch is more than what this rank has; if so it counts as asked for."""
+    sharers = _current()
+    return sharers is not None and (not sharers.alone or sharers.microbatches > 1)
+
+
 def _current() -> Sharers | None:
     sharers = CURRENT.get()
     if sharers is not None:

@@ -58,7 +58,7 @@ def split(kind: str, layer: nn.Module, ranks: int, rank: int, group: object) -> 
     """Leave a rank its experts only."""
     way, sharers = Way(group, 5), Sharers()
     if kind == "stacked":
-        mixture = Mixture("bank", 5, (("up", "down"),), numbers=(("number", 0),))
+        mixture = Mixture("bank", 5, (), numbers=(("number", 0),))
         bank = cut_stacked(layer.bank, mixture, mixture.mine(ranks, rank))
         bank.forward = Stacked(bank, 5, travelling(way), sharers)
         return

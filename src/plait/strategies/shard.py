@@ -176,7 +176,7 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     if plan.dp > 1 and sums > 1:
         yield Charge("traffic", "dp", "allreduce_", 1, trained, "copies' gradients, once per step")
     scalars = sum(not divides(shape) for _, shape, _ in sketch.parameters)
-    if plan.pp == 1:
+    if not plan.across:
         rider, told = 8 * (rider_of(plan) + 1 + len(sketch.parameters) + scalars), "loss, norm, stop, samples and time"
         yield Charge("traffic", "dp", "allreduce_", 1, rider, f"{told}; which parameters were used")
     elif scalars:

@@ -1,0 +1,50 @@
+"""Hugging Face transformers: the balance loss of its mixtures of experts, over the global batch.
+
+Its models compute `load_balancing_loss_func(router logits of every layer, …)` in their own forward. The function
+multiplies two means over the batch, so the mean of the ranks' losses is not the loss of the batch. Here the logits of
+all ranks are put together first (experts numbers per token and layer, little beside the tokens themselves) and the
+library's own function is given the whole: the same number and gradient on every rank, whatever its formula.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.torchseam import FakeTensor, tree_leaves
+from plait.wholebatch import asking, global_batch
+
+NAME = "load_balancing_loss_func"
+
+
+def adapt(model: nn.Module) -> None:
+    """Let the model's balance loss, if the library gives it one, be that of the global batch. Once for each library file."""
+    if "transformers" not in sys.modules:
+        return
+    for module in {type(m).__module__ for m in model.modules()}:
+        file = sys.modules.get(module)
+        balance = getattr(file, NAME, None)
+        if module.startswith("transformers.") and balance is not None and not hasattr(balance, "__wrapped__"):
+            setattr(file, NAME, over_all(balance))
+
+
+def over_all(balance: Callable[..., Any]) -> Callable[..., Any]:
+    """The library's function, given the logits (and the mask) of all ranks. Outside a split run it is what it was."""
+
+    @wraps(balance)
+    def over(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
+        given = [t for t in tree_leaves((gate_logits, attention_mask)) if isinstance(t, Tensor)]
+        known = isinstance(gate_logits, tuple) and gate_logits and not any(isinstance(t, FakeTensor) for t in given)
+        if not (known and asking()):
+            return balance(gate_logits, num_experts, top_k, attention_mask)
+        if len({t.shape for t in gate_logits}) == 1:
+            gathered = global_batch(torch.stack([t.to(gate_logits[0].device) for t in gate_logits], 1)).unbind(1)
+        else:
+            gathered = tuple(global_batch(t) for t in gate_logits)
+        mask = None if attention_mask is None else global_batch(attention_mask)
+        return balance(gathered, num_experts, top_k, mask)
+
+    return over
