@@ -241,7 +241,15 @@ def _within(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda t: x.like(t, x.cut - fewer(t)), func(x.local, *args, **kwargs))
 
 
+def _size(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
+    if func.__name__ == "size":
+        dim = args[0] if args else kwargs.get("dim")
+        return x.shape if dim is None else x.shape[dim]
+    return x.shape[0] if func.__name__ == "__len__" else x.shape.numel()
+
+
 RULES = {
+    **dict.fromkeys(("__len__", "nelement", "numel", "size"), _size),
     **dict.fromkeys(("sum", "mean"), _sum),
     **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), _softmax),
     **dict.fromkeys(

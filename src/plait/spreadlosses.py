@@ -89,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
         if how.smoothing:
             all_words = summed((wide if how.weight is None else wide * how.weight).sum(1), how.group)
             loss = (1 - how.smoothing) * loss
-            loss += (how.sum * log_sum - all_words) * (counts * (how.smoothing / how.words))
+            loss += (how.sum * log_sum - all_words) * counts.to(loss.dtype) * (how.smoothing / how.words)
         ctx.how = how
         ctx.save_for_backward(logits, log_sum, shares, counts, here, at)
         return torch.where(counts, loss, 0.0)
@@ -163,7 +163,7 @@ def _by_words(func: Any, x: Any, target: Tensor, o: _Options, dim: int) -> Tenso
         weight = None if o.weight is None else x.rows.take(o.weight, 0, rank)
         total_weight = float(words) if o.weight is None else o.weight.sum()
         how = _Words(x.rows.ranks[rank], x.group, o.label_smoothing, words, weight, total_weight)
-        flat = x.local.movedim(dim, -1).reshape(-1, x.local.shape[dim])
+        flat = x.local.movedim(dim, -1).reshape(target.numel(), x.local.shape[dim])
         losses = _CrossEntropy.apply(flat, index.reshape(-1), shares.reshape(-1), counts.reshape(-1), how)
         losses = losses.view(target.shape)
     return _reduced(losses, o.reduction, shares.sum()).to(x.local.dtype)

@@ -31,7 +31,7 @@ def reshaped(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     given = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
     name = {"view_as": "view", "reshape_as": "reshape"}.get(func.__name__, func.__name__)
     shape = getattr(torch.empty(x.shape, device="meta"), name)(*given, **kwargs).shape
-    found = _follow(x.shape, x.cut, shape, x.rows)
+    found = follow(x.shape, x.cut, shape, x.rows)
     if found is None:
         return NotImplemented
     dim, rows = found
@@ -39,10 +39,26 @@ def reshaped(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(x.local.view(local) if name == "view" else x.local.reshape(local), dim, rows)
 
 
-def _follow(old: Sequence[int], cut: int, new: Sequence[int], rows: Rows) -> tuple[int, Rows] | None:
-    """(dim, rows) of the cut dim in the shape `new`: dims are taken in the smallest groups that have equal sizes."""
+def follow(old: Sequence[int], cut: int, new: Sequence[int], rows: Rows) -> tuple[int, Rows] | None:
+    """(dim, rows) of the cut dim of the shape `old` in the shape `new`; None when no dim of it alone is cut."""
     if 0 in old:
         return None
+    if rows.length == 1:
+        same = (k for k, n in enumerate(new) if n == 1 and math.prod(new[:k]) == math.prod(old[:cut]))
+        found = next(same, None)
+        if found is not None:
+            return found, rows
+    (a, i), (b, j) = ((0, len(old)), (0, len(new))) if rows.length == 1 else _block(old, cut, new)
+    flat = rows.merged(math.prod(old[a:cut]), math.prod(old[cut + 1 : i]))
+    for dim in range(b, j):
+        after = flat.parted(math.prod(new[b:dim]), new[dim], math.prod(new[dim + 1 : j]))
+        if after is not None:
+            return dim, after
+    return None
+
+
+def _block(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The fewest neighbouring dims with the cut one (of more than one row) that are dims of `new`: first and end in both."""
     i = j = 0
     while True:
         a, b = i, j
@@ -52,18 +68,12 @@ def _follow(old: Sequence[int], cut: int, new: Sequence[int], rows: Rows) -> tup
                 i += 1
             else:
                 j += 1
-        while i < len(old) and old[i] == 1 and i != cut:  # belong to no group, and disturb none
+        while i < len(old) and old[i] == 1:  # belong to no block, and disturb none
             i += 1
         while j < len(new) and new[j] == 1:
             j += 1
         if a <= cut < i:
-            break
-    flat = rows.merged(math.prod(old[a:cut]), math.prod(old[cut + 1 : i]))
-    for dim in range(b, j):
-        found = flat.parted(math.prod(new[b:dim]), new[dim], math.prod(new[dim + 1 : j]))
-        if found is not None:
-            return dim, found
-    return None
+            return (a, i), (b, j)
 
 
 def sliced(x: Any, first: int, end: int) -> Any:
