@@ -50,13 +50,14 @@ class _Watch(TorchDispatchMode):
         given = args[1] if name in ("allgather_", "_allgather_base_") else args[0]
         tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
         sharers = CURRENT.get()
+        if sharers is not None and sharers.asking:  # by the job itself, which no price knows
+            self.ledger.rows.append(f"{name} for the job")
+            return
         if name in BY_DATA:
             self.ledger.rows.append(f"{name} {tensors[0].dtype}")
             self.ledger.calls[name] += 1
             return
         shapes = ",".join("x".join(map(str, t.shape)) or "scalar" for t in tensors)
         self.ledger.rows.append(f"{name} {shapes} {tensors[0].dtype if tensors else ''}")
-        if sharers is not None and sharers.asking:  # by the job itself, which no price knows
-            return
         self.ledger.calls[name] += 1
         self.ledger.bytes[name] += sum(t.nbytes for t in tensors)
