@@ -30,6 +30,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from plait.errors import PlaitError, Problem, did_you_mean
+from plait.parts import Ranges
+from plait.ranges import Rows
+from plait.regions import enter, total
+from plait.spread import Spread
+from plait.spreadlosses import normalised
 from plait.torchseam import leaves, tree_leaves
 
 IGNORED = -100
@@ -43,25 +48,47 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = IGNORED,
     chunk: int = 1024,
+    *,
+    rows: Rows | None = None,
+    group: Any = None,
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), targets, ignore_index=ignore_index)`, `chunk` tokens at a time.
 
     hidden [..., width], weight [vocabulary, width], bias [vocabulary], targets [...] whole numbers -> scalar: the mean
     over the targets that count. For models that compute their loss in their own forward.
+
+    With `rows` and `group`, weight and bias are this rank's rows of the vocabulary; the loss is the whole's on every rank
+    and the gradients of weight and bias are those of its rows. `hidden` may be a `Spread` whose tokens are cut: the loss
+    is that of all tokens, and the gradients of weight and bias are those of the rank's own tokens, to be summed.
     """
-    hidden = hidden.reshape(-1, hidden.shape[-1])
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    count, spread = (targets != ignore_index).sum(), hidden if isinstance(hidden, Spread) else None
+    if spread is not None:
+        hidden, targets = spread.local, spread.rows.take(targets, spread.cut, spread.group.rank())
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias if bias is None else bias.detach()
-    return _Chunked.apply(hidden, weight, bias, targets.reshape(-1), ignore_index, chunk)
+    held = None
+    if rows is not None and group.size() > 1:
+        hidden, held = enter(hidden, group), (rows.ranks[group.rank()], group)
+    loss = _Chunked.apply(hidden, weight, bias, targets, _How(ignore_index, chunk, count, held))
+    return loss if spread is None else total(loss, spread.group)
+
+
+@dataclass(frozen=True)
+class _How:
+    """`count`: of the targets that the mean is over. `held`: this rank's rows of the vocabulary and the ranks, if cut."""
+
+    ignore_index: int
+    chunk: int
+    count: Tensor
+    held: tuple[Ranges, Any] | None
 
 
 class _Chunked(torch.autograd.Function):
     """Gradients are kept as sums over the tokens: small numbers in 16 bits would vanish before the loss scale meets them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, chunk: int
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How) -> Tensor:
         kind = hidden.device.type
         mixed = torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64
         narrow = torch.get_autocast_dtype(kind) if mixed else hidden.dtype
@@ -72,24 +99,25 @@ class _Chunked(torch.autograd.Function):
             torch.zeros_like(weight, dtype=_at_least_32(weight.dtype)) if need_weight else None,
             torch.zeros_like(bias, dtype=wide) if need_bias and bias is not None else None,
         )
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
         with torch.autocast(kind, enabled=False):
             h, w, b = hidden.to(narrow), weight.to(narrow), bias if bias is None else bias.to(narrow)
-            for start in range(0, len(h), chunk):
-                rows = slice(start, start + chunk)
-                counts = (targets[rows] != ignore_index).unsqueeze(1)
+            for start in range(0, len(h), how.chunk):
+                rows = slice(start, start + how.chunk)
+                counts = (targets[rows] != how.ignore_index).unsqueeze(1)
                 index = targets[rows].unsqueeze(1).where(counts, 0)
-                p = F.log_softmax(F.linear(h[rows], w, b), -1, dtype=wide)
-                chosen = p.gather(1, index)
-                total -= chosen.where(counts, 0.0).sum()
+                p, chosen, at, here = _log_softmax(F.linear(h[rows], w, b), index, wide, how.held)
+                loss -= chosen.where(counts, 0.0).sum()
                 if any(ctx.needs_input_grad):
-                    p.exp_().scatter_(1, index, chosen.exp() - 1).masked_fill_(~counts, 0.0)
+                    p.exp_()
+                    if p.shape[1]:
+                        p.scatter_add_(1, at, -here.to(p.dtype))
+                    p.masked_fill_(~counts, 0.0)
                     _add(sums, rows, p.to(narrow), h[rows], w)
                 del p  # before the next chunk's logits
-        count = (targets != ignore_index).sum()
-        ctx.save_for_backward(count, *sums)
+        ctx.save_for_backward(how.count, *sums)
         ctx.formats = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        return total / count
+        return loss / how.count
 
     @staticmethod
     @once_differentiable
@@ -97,7 +125,20 @@ class _Chunked(torch.autograd.Function):
         count, *sums = ctx.saved_tensors
         factor = grad_outputs[0] / count.clamp(min=1)
         scaled = [s if s is None else (s.to(factor.dtype) * factor).to(dtype) for s, dtype in zip(sums, ctx.formats)]
-        return (*scaled, None, None, None)
+        return (*scaled, None, None)
+
+
+def _log_softmax(
+    logits: Tensor, index: Tensor, wide: torch.dtype, held: tuple[Ranges, Any] | None
+) -> tuple[Tensor, ...]:
+    """Of [tokens, words] and targets [tokens, 1]: logarithms of the probabilities, and of the targets'; where a target
+    stands among this rank's words, and whether it does."""
+    if held is None:
+        p = F.log_softmax(logits, -1, dtype=wide)
+        return p, p.gather(1, index), index, torch.ones_like(index)
+    logits = logits.to(wide)
+    log_sum, chosen, here, at = (t.unsqueeze(1) for t in normalised(logits, index.squeeze(1), *held))
+    return logits - log_sum, chosen - log_sum, at, here
 
 
 def _at_least_32(dtype: torch.dtype) -> torch.dtype:
@@ -120,8 +161,10 @@ def _add(sums: tuple[Tensor | None, ...], rows: slice, p: Tensor, h: Tensor, w: 
 class _Head:
     """The weight and bias a head had in its forward: one leaf, so that no code takes them for outputs of the model."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.weight, self.bias = weight, bias
+    def __init__(self, head: nn.Linear):
+        self.weight, self.bias = head.weight, head.bias
+        self.rows, self.group = vars(head).get("_rows"), vars(head).get("_ranks")
+        """Which rows of the vocabulary each rank of the group has, where the head is cut (see `vocabulary.py`)."""
 
 
 class _NotLogits(PlaitError, AttributeError):
@@ -170,8 +213,8 @@ class Headed(NamedTuple):
 def _forward(head: nn.Linear, hidden: Tensor) -> Any:
     """Of an attached head. Evaluation (eval mode, no gradients) gets its logits."""
     if head.training or torch.is_grad_enabled():
-        return Headed(hidden, _Head(head.weight, head.bias))
-    return nn.Linear.forward(head, hidden)
+        return Headed(hidden, _Head(head))
+    return type(head).forward(head, hidden)
 
 
 @dataclass(frozen=True)
@@ -227,11 +270,13 @@ class LinearCrossEntropy:
             what = f"targets are {given}, the input of {self.head} is {tuple(hidden.shape)}"
             why = "there is one target for each row the head is given, already shifted"
             raise PlaitError(Problem("J017", what, why=why, where=repr(self)))
-        return linear_cross_entropy(hidden, head.weight, targets, head.bias, self.ignore_index, self.chunk)
+        given = hidden, head.weight, targets, head.bias, self.ignore_index, self.chunk
+        return linear_cross_entropy(*given, rows=head.rows, group=head.group)
 
 
 def _plain(module: nn.Module) -> bool:
     """A linear layer that only multiplies and adds."""
     own = vars(module).get("forward")
     attached = isinstance(own, MethodType) and own.__func__ is _forward
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and (own is None or attached)
+    linear = isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or "_rows" in vars(module))
+    return linear and (own is None or attached)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait import regions
+from plait import LinearCrossEntropy, linear_cross_entropy, regions
 from plait.launch.here import run
 from plait.ranges import Rows
 from plait.spread import Spread, whole
@@ -257,3 +257,49 @@ def large(group: Any) -> None:
 
 def test_large_logits() -> None:
     ranked(2, large)
+
+
+def headed(group: Any) -> None:
+    """The loss without logits, of a head cut by words, of tokens cut over ranks, and attached to a model."""
+    rank, generator = group.rank(), torch.Generator().manual_seed(4)
+    shapes = ((BATCH, TIME, 5), (WORDS, 5), (WORDS,))
+    hidden, weight, bias = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
+    loss = ce(F.linear(hidden, weight, bias).flatten(0, 1), TARGETS.flatten())
+    right = torch.autograd.grad(loss, (hidden, weight, bias))
+    for dim, rows in CUTS[group.size()]:
+        for chunk in (1, 5, 100):
+            given = [t.detach().clone().requires_grad_() for t in (hidden, weight, bias)]
+            if dim == 2:
+                given[1:] = [rows.take(t.detach(), 0, rank).clone().requires_grad_() for t in (weight, bias)]
+                found = linear_cross_entropy(*given[:2], TARGETS, given[2], chunk=chunk, rows=rows, group=group)
+            else:
+                given[0] = rows.take(hidden.detach(), dim, rank).clone().requires_grad_()
+                x = Spread(given[0], dim, rows, group)
+                found = linear_cross_entropy(x, given[1], TARGETS, given[2], chunk=chunk)
+            assert torch.allclose(found, loss, rtol=1e-13)
+            got = list(torch.autograd.grad(found * 2, given))
+            if dim == 2:
+                expected = [right[0], *(rows.take(t, 0, rank) for t in right[1:])]
+            else:
+                expected = [rows.take(right[0], dim, rank), *right[1:]]
+                got[1:] = [regions.summed(g, group) for g in got[1:]]
+            assert all(torch.allclose(g, 2 * e, rtol=1e-12, atol=1e-14) for g, e in zip(got, expected))
+    attached(group, hidden.detach(), weight.detach())
+
+
+def attached(group: Any, hidden: Tensor, weight: Tensor) -> None:
+    rows = CUTS[group.size()][0][1]
+    model = nn.Sequential()
+    model.add_module("lm_head", nn.Linear(5, WORDS, bias=False, dtype=torch.float64))
+    head, job_loss = model.lm_head, LinearCrossEntropy(chunk=5)
+    head.weight = nn.Parameter(rows.take(weight, 0, group.rank()))
+    vars(head).update(_rows=rows, _ranks=group)
+    job_loss.attach(model)
+    found = job_loss(model(hidden), TARGETS)
+    whole_loss = ce(F.linear(hidden, weight).flatten(0, 1), TARGETS.flatten())
+    assert torch.allclose(found, whole_loss, rtol=1e-13)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_loss_without_logits(ranks: int) -> None:
+    ranked(ranks, headed)
