@@ -4,7 +4,8 @@ Bubbles are what `plait report --timeline` shows, of `Engine.step` recorded by `
 steps after warm-up. All stages are equal. There are two kinds of them:
 
     sleeping   F, I and W are time.sleep: needs no cores, so four ranks are honest on two cores, and the table alone
-               says what to expect (F = I = W, messages free)
+               says what to expect (F = I = W, messages free). 0.1 s each, long beside the 1 to 2 ms of Python in an
+               action and the time a busy host takes to wake a sleeper; --sleep 0.012 shows those
     computing  blocks of linear maps on two processes with one thread each
 
     table      the bubble of the table with F = I = W and free messages
@@ -73,14 +74,15 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """F, I and W of `seconds` each."""
+    """F, I and W of `seconds` each, on the first stage too, where no input asks for a gradient."""
 
     def __init__(self, seconds: float, width: int = 8):
         super().__init__()
         self.weight, self.seconds = nn.Parameter(torch.ones(width)), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x, self.seconds, self.seconds) * Sleep.apply(self.weight, 0.0, self.seconds)
+        weight = Sleep.apply(self.weight, 0.0, self.seconds * (1 if x.requires_grad else 2))
+        return Sleep.apply(x, self.seconds, self.seconds) * weight
 
 
 class Computing(nn.Module):
@@ -253,7 +255,7 @@ def main() -> int:
     parser.add_argument("--kinds", default="sleeping,computing")
     parser.add_argument("--steps", type=int, default=12, help="of each bubble, after a warm-up")
     parser.add_argument("--rounds", type=int, default=40, help="of the comparison of steps")
-    parser.add_argument("--sleep", type=float, default=0.012, help="seconds of a stage's F, I and W")
+    parser.add_argument("--sleep", type=float, default=0.1, help="seconds of a stage's F, I and W")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=2, help="linear maps in a block")
     parser.add_argument("--samples", type=int, default=64, help="of a micro-batch")

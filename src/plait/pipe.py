@@ -1,25 +1,28 @@
 """Executing a pipeline table on one rank: forwards, backwards, and the tensors that cross between stages.
 
 A rank goes through its row of the table in order. Before an action it waits for what the neighbours send for it; after
-it, it sends on without waiting. Messages carry a tag of their own (stage, micro-batch, which tensor), so the order in
-which they arrive does not matter, and since sending never waits, a table without a deadlock has none here.
+it, it sends on without waiting, so a table without a deadlock has none here. From one rank to another messages go and
+are received in one order, that of the sender's row, which both read off the table: so it is right on NCCL too, which
+knows no tags. Receives are posted ahead of time, on the CPU, and what was sent is let go as soon as the table says it has arrived;
+`plait.post` does both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from plait import boundary
 from plait.actions import Action, Table
-from plait.boundary import back
 from plait.errors import FAILED, PlaitError, Problem
 from plait.halves import halves
+from plait.post import AHEAD, Letter, Post, Routes, routes
 from plait.staging import Run, Stages
-from plait.templates import tensors
+from plait.templates import Slot, tensors
 
 
 @dataclass
@@ -87,10 +90,11 @@ class Pipe:
     def __init__(self, stages: Stages, group: Any, table: Callable[[int], Table]):
         self.stages, self.group, self.table = stages, group, table
         self.rank = group.rank()
+        self.ahead = AHEAD if stages.device.type == "cpu" else 0
+        self.routes = cache(self._routes)
         self.randomness: Any = None
         self.number = 0
         """The step, which random numbers are keyed by."""
-        self.sent: list[tuple[Any, Tensor]] = []
         self.clock = Clock()
         """What took time in the last step."""
 
@@ -107,6 +111,9 @@ class Pipe:
             return []
         table = self.table(len(pieces))
         self.owner = table.owner
+        sizes = [piece.samples for piece in pieces]
+        empty = lambda letter: self._empty(letter, sizes[letter.micro])  # noqa: E731
+        self.post = Post(self.group, self.routes(len(pieces)), empty, self.ahead)
         for action in table.rows[self.rank]:
             self.clock.begin(action)
             piece = pieces[action.micro]
@@ -117,9 +124,7 @@ class Pipe:
                     self._backward(action, piece)
             self.clock.computed()
             done.append(action)
-        for work, _ in self.sent:
-            work.wait()
-        self.sent = []
+        self.post.close()
         if done != list(table.rows[self.rank]) or self.open:
             why = f"ran {' '.join(map(str, done))}"
             raise PlaitError(Problem("P026", "the pipeline did not run its table", why=why), FAILED)
@@ -129,14 +134,13 @@ class Pipe:
         """(the model's output, True) on the rank of the last stage; elsewhere the output is unknown. No gradients."""
         self.given, self.owner, output = {}, self.table(1).owner, None
         self.clock.spans = []
+        self.post = Post(self.group, self.routes(0), lambda letter: self._empty(letter, samples), self.ahead)
         for stage in range(self.stages.cut.stages):
             if self.owner[stage] == self.rank:
-                received, _ = self._received(stage, 0, samples, grad=False)
+                received, _ = self._received(stage, 0, grad=False)
                 output, run = self.stages.forward(stage, samples, received, call)
                 self._pass_on(stage, 0, run.kept)
-        for work, _ in self.sent:
-            work.wait()
-        self.sent = []
+        self.post.close()
         return output, self.owner[-1] == self.rank
 
     # — one action —
@@ -145,7 +149,7 @@ class Pipe:
         self, action: Action, piece: Piece, forward: Callable[[Piece], Any], loss_of: Callable[[Any, Piece], Tensor]
     ) -> None:
         stage, micro = action.stage, action.micro
-        received, leaves = self._received(stage, micro, piece.samples, grad=True)
+        received, leaves = self._received(stage, micro, grad=True)
         last = stage == self.stages.cut.stages - 1
         with self.randomness.at(self.number, piece.first, piece.samples, stage):
             output, run = self.stages.forward(stage, piece.samples, received, lambda: forward(piece))
@@ -162,7 +166,7 @@ class Pipe:
         if action.kind == "W":
             was.weights()
         else:
-            outputs, gradients = self._ends(was, stage, micro, piece)
+            outputs, gradients = self._ends(was, stage, micro)
             if action.kind == "I" and was.leaves:
                 was.weights = halves(outputs, gradients, was.leaves)
             elif action.kind == "I":  # nobody waits for gradients of the first stage's inputs
@@ -173,11 +177,11 @@ class Pipe:
         if action.kind != "I":
             del self.open[stage, micro]
 
-    def _ends(self, was: _Open, stage: int, micro: int, piece: Piece) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _ends(self, was: _Open, stage: int, micro: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """What backward starts from: the loss, or what went to the next stage and the gradients that came back for it."""
         if was.loss is not None:
             return ([was.loss], [None]) if was.loss.requires_grad else ([], [])
-        came = self._gradients(stage, micro, piece)
+        came = self._gradients(stage, micro)
         pairs = [(t, g) for t, g in zip(was.outputs, came) if g is not None and t.requires_grad]
         for t, g in pairs:
             if t.is_leaf:  # a value that only passes through
@@ -188,28 +192,46 @@ class Pipe:
     def _send_back(self, was: _Open, stage: int, micro: int) -> None:
         if not stage:
             return
-        came = [t.grad for t in was.leaves]
+        back = [t.grad for t in was.leaves]
         if self.owner[stage - 1] == self.rank:
-            self.back[stage - 1, micro] = came
-        elif came:  # and which of them there are: no gradient and one of zeros are not the same to an optimizer
-            there = torch.tensor([g is not None for g in came])
-            found = [torch.zeros_like(t) if g is None else g for t, g in zip(was.leaves, came)]
-            self._send([there, *found], self.owner[stage - 1], _tag(stage, micro, False))
+            self.back[stage - 1, micro] = back
+        elif back:  # and which of them there are: no gradient and one of zeros are not the same to an optimizer
+            there = torch.tensor([g is not None for g in back], device=self.stages.device)
+            found = [torch.zeros_like(t) if g is None else g for t, g in zip(was.leaves, back)]
+            self._send(Letter(False, stage - 1, micro), self.owner[stage - 1], [there, *found])
 
     # — what crosses —
 
-    def _received(self, stage: int, micro: int, samples: int, grad: bool) -> tuple[dict[int, Any], list[Tensor]]:
+    def _routes(self, microbatches: int) -> Routes:
+        """All ranks' messages of a step; of a forward pass alone when there are no micro-batches."""
+        table = self.table(max(1, microbatches))
+        rows: Iterable[Iterable[Action]] = table.rows
+        if not microbatches:
+            rows = [[Action("F", s, 0) for s, r in enumerate(table.owner) if r == rank] for rank in range(table.ranks)]
+        return routes(rows, table.owner, lambda letter: bool(self._slots(letter)))
+
+    def _slots(self, letter: Letter) -> list[Slot]:
+        """The tensors of a message; for gradients, those of their tensors."""
+        calls = self.stages.cut.crossing[letter.stage + (not letter.forward)]
+        return [s for call in calls for s in self.stages.template(call).slots if s.grad or letter.forward]
+
+    def _empty(self, letter: Letter, samples: int) -> list[Tensor]:
+        """What a message is received into."""
+        forms = (boundary.there if letter.forward else boundary.back)(self._slots(letter), samples)
+        return [torch.empty(shape, dtype=dtype, device=self.stages.device) for shape, dtype in forms]
+
+    def _received(self, stage: int, micro: int, grad: bool) -> tuple[dict[int, Any], list[Tensor]]:
         """Outputs of earlier stages' calls that cross into this one, as leaves; and those that take gradients."""
         calls = self.stages.cut.crossing[stage]
         if not calls:
             return {}, []
-        slots = [slot for call in calls for slot in self.stages.template(call).slots]
+        letter = Letter(True, stage, micro)
+        slots = self._slots(letter)
         if self.owner[stage - 1] == self.rank:
             values = self.given.pop((stage, micro))
             found = [t.detach() for call in calls for t in tensors(values[call])]
         else:
-            found = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.stages.device) for s in slots]
-            self._receive(found, self.owner[stage - 1], _tag(stage, micro, True))
+            found = self._receive(letter) if slots else []
         found = [t.requires_grad_(slot.grad and grad) for t, slot in zip(found, slots)]
         source = iter(found)
         received = {call: self.stages.template(call).fill(source) for call in calls}
@@ -219,48 +241,34 @@ class Pipe:
         """Send what crosses out of a stage; the tensors that gradients will come back for."""
         if stage + 1 == self.stages.cut.stages:
             return []
-        calls = self.stages.cut.crossing[stage + 1]
-        slots = [slot for call in calls for slot in self.stages.template(call).slots]
-        found = [t for call in calls for t in tensors(kept[call])]
-        if self.owner[stage + 1] == self.rank:
+        letter, to = Letter(True, stage + 1, micro), self.owner[stage + 1]
+        found = [t for call in self.stages.cut.crossing[stage + 1] for t in tensors(kept[call])]
+        if to == self.rank:
             self.given[stage + 1, micro] = kept
-        else:
-            self._send([t.detach() for t in found], self.owner[stage + 1], _tag(stage + 1, micro, True))
-        return [t for t, slot in zip(found, slots) if slot.grad]
+        elif found:
+            self._send(letter, to, [t.detach() for t in found])
+        return [t for t, slot in zip(found, self._slots(letter)) if slot.grad]
 
-    def _gradients(self, stage: int, micro: int, piece: Piece) -> list[Tensor | None]:
+    def _gradients(self, stage: int, micro: int) -> list[Tensor | None]:
         if self.owner[stage + 1] == self.rank:
             return self.back.pop((stage, micro))
-        calls = self.stages.cut.crossing[stage + 1]
-        slots = [slot for call in calls for slot in self.stages.template(call).slots if slot.grad]
-        if not slots:
+        letter = Letter(False, stage, micro)
+        if not self._slots(letter):
             return []
-        into = [
-            torch.empty(shape, dtype=dtype, device=self.stages.device) for shape, dtype in back(slots, piece.samples)
-        ]
-        self._receive(into, self.owner[stage + 1], _tag(stage + 1, micro, False))
-        return [g if here else None for g, here in zip(into[1:], into[0].tolist())]
+        there, *found = self._receive(letter)
+        return [g if here else None for g, here in zip(found, there.tolist())]
 
-    def _send(self, values: list[Tensor], to: int, tag: int) -> None:
+    def _send(self, letter: Letter, to: int, values: list[Tensor]) -> None:
         self.clock.computed()
-        for k, t in enumerate(values):
-            t = t.contiguous()
-            work = dist.isend(t, group=self.group, group_dst=to, tag=tag + k)
-            self.sent.append((work, t))
+        self.post.send(letter, to, values)
         self.clock.lap("send ")
 
-    def _receive(self, into: list[Tensor], source: int, tag: int) -> None:
-        works: list[Any] = [dist.irecv(t, group=self.group, group_src=source, tag=tag + k) for k, t in enumerate(into)]
-        for work in works:
-            work.wait()
+    def _receive(self, letter: Letter) -> list[Tensor]:
+        found = self.post.receive(letter)
         self.clock.lap("receive ")
+        return found
 
 
 def _run(outputs: list[Tensor], gradients: list[Tensor | None]) -> None:
     if outputs:
         torch.autograd.backward(outputs, gradients)
-
-
-def _tag(boundary: int, micro: int, forward: bool) -> int:
-    """The first of up to 4,096 tags of what crosses a boundary for a micro-batch."""
-    return ((micro * 64 + boundary % 64) * 2 + forward) * 4096 + 32768
