@@ -80,7 +80,7 @@ class Attending(TorchFunctionMode):
         q, k, v = (t if t.dim() == 4 else t.reshape(1, -1, *t.shape[-2:]) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        if attn_mask is not None and attn_mask.shape[-1] == rows:
+        if attn_mask is not None and attn_mask.shape[-1] == rows < length:
             fetch = self.held.gather if attn_mask.requires_grad else self.held.fetch
             attn_mask = fetch(attn_mask, attn_mask.dim() - 1)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from plait import data as data_module
 from plait import experts
-from plait import vocabulary
 from plait.across import Across
 from plait.adapters import transformers
 from plait.digest import differing
@@ -27,8 +26,7 @@ from plait.plan import AXES, Plan
 from plait.randomness import Randomness
 from plait.sharded import Shards
 from plait.sketch import Sketch, sketch
-from plait.slicing import find
-from plait.strategies import ORDER, expert, shard
+from plait.strategies import ORDER, expert, shard, tensor
 from plait.strategies.precision import forward_format
 from plait.torchseam import tree_map_only
 from plait.windows import Rule, Windows
@@ -177,8 +175,8 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     transformers.adapt(made.model)
     _meet(built)
     if plan.tp > 1:
-        found = find(made.model, inputs, once, plan.tp)
-        built.sketch = replace(sketched, slices=found, cuts=vocabulary.cuts(made.model, found, plan.tp))
+        pairs = lambda n: move(data_module.first_samples(example, n), device, cast)  # noqa: E731
+        built.sketch = tensor.sliced(built.sketch, made, (inputs, pairs), once, job, plan)
     if expert.wanted(plan):
         built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
     built.whole = built.sketch

@@ -68,6 +68,8 @@ class Talk:
     """Of queries, of keys."""
     dtype: torch.dtype
     grad: bool
+    twice: bool
+    """The model itself computes this again in backward."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ def shortened(inputs: Any, length: int, to: int) -> Any:
         return t
 
     return tree_map_only(Tensor, one, inputs)
+
+
+def short(course: Course, ranks: int) -> int:
+    """A length that is as good as any for a look at the model: unlike stretches for all ranks."""
+    return min(course.length, 4 * ranks + 1)
 
 
 def _lengths(inputs: Any) -> list[int]:

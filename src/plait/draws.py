@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from plait.torchseam import RECURRENT, SEEDED, TorchDispatchMode
 from plait.windows import Windows, sub_block
 
+PLAIN_DROPOUTS = (F.dropout, torch.dropout)
+FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
 COMPOSITES = frozenset({
     F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.rrelu, torch.rrelu,
     F.scaled_dot_product_attention, F.multi_head_attention_forward, F.gumbel_softmax, F.fractional_max_pool2d,
@@ -107,6 +109,15 @@ def draw_mask(
     keep = np.asarray(drawn) >= np.uint32(min(round(p * 2**32), 2**32 - 1))
     mask = torch.from_numpy(np.ascontiguousarray(keep)).reshape(x.shape).to(x.device, x.dtype)
     return mask.mul_(1.0 / (1.0 - p)) if p < 1.0 else mask.zero_()
+
+
+def mask_shape(func: Any, input: Tensor) -> torch.Size:
+    """The shape of the mask that a dropout function draws: of its input, or one number for each feature."""
+    if func in PLAIN_DROPOUTS:
+        return input.shape
+    unbatched = (func is F.dropout1d and input.dim() == 2) or (func is F.dropout3d and input.dim() == 4)
+    kept = 1 if unbatched else 2
+    return input.shape[:kept] + (1,) * (input.dim() - kept)
 
 
 def _bernoulli(u: Tensor, p: Any = 0.5) -> Tensor:

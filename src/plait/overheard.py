@@ -1,7 +1,8 @@
 """What the ranks of a sequence tell each other in a step, known before there are any: the price of context parallelism.
 
-The model runs once on fake tensors as one of the ranks, with others that never answer: whatever would be sent is noted.
-From these notes come the messages of any rank, in a batch of any size.
+The model runs once on a short sequence as one of the ranks, with others that never answer: whatever would be sent is
+noted. From these notes come the messages of any rank, for sequences of any length in a batch of any size. The run is on
+real tensors, because code that makes masks at need makes others on fake ones.
 """
 
 from collections import Counter
@@ -15,10 +16,12 @@ from torch.nn import functional as F
 
 from plait.attending import Asked
 from plait.blockwise import wide
-from plait.course import SAMPLES, Course, Talk
+from plait.course import SAMPLES, Course, Talk, short, shortened
+from plait.proving import Layout
 from plait.ranges import Cut
 from plait.stretch import Held
 from plait.stretching import Stretching
+from plait.torchseam import checkpoint_frame
 from plait.ulysses import enough
 from plait.watching import Call, watch
 
@@ -33,7 +36,8 @@ class Deaf(Held):
     def _note(self, kind: str, local: Tensor, dim: int) -> Tensor:
         rows = local.shape[dim]
         each = (local.numel() // max(rows * SAMPLES, 1),)
-        self.notes.append(Talk(kind, self.stretching.unit, each, (0, 0), local.dtype, local.requires_grad))
+        twice = checkpoint_frame() is not None
+        self.notes.append(Talk(kind, self.stretching.unit, each, (0, 0), local.dtype, local.requires_grad, twice))
         shape = list(local.shape)
         shape[dim] = self.cut.length - rows
         return torch.cat([local, local.new_empty(shape)], dim)
@@ -48,35 +52,43 @@ class Deaf(Held):
         return self._note("finish", local, dim)
 
 
-def overhear(model: nn.Module, inputs: Any, call: Call, stretching: Stretching, cut: Cut, fake: bool) -> Course:
+def overhear(model: nn.Module, inputs: Any, call: Call, stretching: Stretching, layout: Layout) -> Course:
     """The course with what is told in it. `inputs`: a batch of `SAMPLES`; `stretching` has wrapped the model."""
-    deaf = Deaf(cut, None, 0, stretching=stretching)
-    hold, answer = stretching.hold, stretching.answer
+    notes: list[Talk] = []
+    hold, answer, course = stretching.hold, stretching.answer, stretching.course
 
     def silent(asked: Asked, held: Held) -> Tensor:
         q, k, v = asked.q, asked.k, asked.v
-        grouped = k.shape[1] != q.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1])
         each = tuple(t.numel() // (held.size * SAMPLES) for t in (q, k, v, out))
         grad = any(t.requires_grad for t in (q, k, v))
-        deaf.notes.append(Talk("attention", stretching.unit, each, (q.shape[1], k.shape[1]), k.dtype, grad))
+        heads, twice = (q.shape[1], k.shape[1]), checkpoint_frame() is not None
+        notes.append(Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice))
         if asked.mask is not None and asked.mask.shape[-2] == held.size:
-            deaf.notes.append(replace(deaf.notes[-1], kind="rows", each=(asked.mask.numel() // (held.size * SAMPLES),)))
+            each = (asked.mask.numel() // (held.size * SAMPLES),)
+            notes.append(
+                replace(notes[-1], kind="rows", each=each, dtype=asked.mask.dtype, grad=asked.mask.requires_grad)
+            )
         return out
 
     def run(module: nn.Module, given: Any) -> Any:
         with torch.enable_grad():
             return call(module, given)
 
-    stretching.hold, stretching.answer = (lambda length: deaf), silent
+    stretching.hold = lambda length: Deaf(layout(length, stretching.ranks), None, 0, notes, stretching)
+    stretching.answer = silent
     handles = stretching.install()
     try:
-        watch(model, inputs, run, fake)
+        try:
+            watch(model, shortened(inputs, course.length, short(course, stretching.ranks)), run, False)
+        except Exception:  # it may need its own length
+            notes.clear()
+            watch(model, inputs, run, False)
     finally:
         for handle in handles:
             handle.remove()
         stretching.hold, stretching.answer, stretching.held = hold, answer, None
-    return replace(stretching.course, talks=tuple(deaf.notes))
+    return replace(course, talks=tuple(notes))
 
 
 def messages(talk: Talk, cut: Cut, rank: int, how: tuple[str, int], again: bool) -> Iterator[tuple[str, int, int]]:
@@ -123,13 +135,12 @@ def _swaps(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Itera
 def _gathers(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
     """Messages of `regions.gathered`, and of `regions.sum_part` in backward; on a CPU."""
     row = talk.each[0] * samples * talk.dtype.itemsize
-    times = forward if talk.unit else 1
     mine, others = cut.sizes[rank], cut.length - cut.sizes[rank]
     peers = len(cut.ranks) - 1
     back = int(talk.kind == "gather" and talk.grad)
     if row:
-        yield "send", peers * (times + back), row * (times * mine * peers + back * others)
-        yield "recv_", peers * (times + back), row * (times * others + back * mine * peers)
+        yield "send", peers * (forward + back), row * (forward * mine * peers + back * others)
+        yield "recv_", peers * (forward + back), row * (forward * others + back * mine * peers)
 
 
 def total(
@@ -139,7 +150,9 @@ def total(
     found: Counter[tuple[str, str]] = Counter()
     for n in samples:
         for talk in course.talks:
-            for op, calls, size in messages(talk, cut, rank, (context, n), bool(talk.unit) and twice(talk.unit)):
+            for op, calls, size in messages(
+                talk, cut, rank, (context, n), talk.twice or (bool(talk.unit) and twice(talk.unit))
+            ):
                 found[op, "calls"] += calls
                 found[op, "bytes"] += size
     return found

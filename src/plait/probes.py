@@ -174,7 +174,9 @@ def collectives(ranks: list[dict[str, Any]]) -> Probe:
 
 def _rows(rank: dict[str, Any], alike: bool) -> list[str]:
     """The calls to compare. What stages send each other depends on how many samples a rank has (`alike`)."""
-    return [row for row in rank["collectives"] if alike or not row.startswith(("send", "recv_"))]
+    if alike:
+        return rank["collectives"]
+    return [row.partition(" ")[0] for row in rank["collectives"] if not row.startswith(("send", "recv_"))]
 
 
 def far(a: Tensor, b: Tensor, floor: float) -> bool:

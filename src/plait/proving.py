@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from plait import multihead
 from plait.attending import Asked, Attending, Whole, apart, check_heads
-from plait.course import Call, Course, refused, seeds, shortened, still
+from plait.course import Call, Course, refused, seeds, short, shortened, still
 from plait.errors import PlaitError
 from plait.ranges import Cut
 from plait.stretch import Held
@@ -45,12 +45,11 @@ def proved(
     `inputs`: one sample. `layout`: how the sequence is cut over how many ranks. `heads`: attention shares out heads.
     """
     cut, ranks = layout
-    short = min(course.length, 4 * ranks + 1)
     try:
-        taken = _taken(model, shortened(inputs, course.length, short), call, course)
+        taken = _taken(model, shortened(inputs, course.length, short(course, ranks)), call, course)
     except Exception:  # it may need its own length
         taken = _taken(model, inputs, call, course)
-    calls, known = [], dict[Any, Call]()
+    calls = []
     for made, given in zip(course.calls, taken):
         if not made.stretched:
             calls.append(made)
@@ -59,7 +58,6 @@ def proved(
         if found is None and made.attends:
             raise refused(f"unit {made.unit} cannot run on a stretch of the sequence", why)
         calls.append(found or replace(made, stretched=False))
-    del known
     return replace(course, calls=tuple(calls))
 
 

@@ -27,16 +27,12 @@ import numpy as np
 import torch
 from numpy.random import Philox
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from plait.draws import COMPOSITES, Drawn, draw_mask, key
+from plait.draws import COMPOSITES, FEATURE_DROPOUTS, PLAIN_DROPOUTS, Drawn, draw_mask, key, mask_shape
 from plait.errors import PlaitError, Problem
 from plait.torchseam import DropoutBase, checkpoint_frame, mask_op
 from plait.windows import Windows
-
-PLAIN_DROPOUTS = (F.dropout, torch.dropout)
-FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
 
 
 def seed_host(*words: Any, only: Container[int] = (0, 1, 2)) -> None:
@@ -293,15 +289,6 @@ class _Keyed(TorchFunctionMode):
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         mask = self.randomness.keep(input, p, mask_shape(func, input))
         return input.mul_(mask) if inplace else input * mask
-
-
-def mask_shape(func: Any, input: Tensor) -> torch.Size:
-    """The shape of the mask that a dropout function draws: of its input, or one number for each feature."""
-    if func in PLAIN_DROPOUTS:
-        return input.shape
-    unbatched = (func is F.dropout1d and input.dim() == 2) or (func is F.dropout3d and input.dim() == 4)
-    kept = 1 if unbatched else 2
-    return input.shape[:kept] + (1,) * (input.dim() - kept)
 
 
 def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:

@@ -35,6 +35,28 @@ TAG = 2**16
 """Of the messages here: above those of `sharded.py`. Messages of one tag arrive in the order they were sent."""
 
 
+class Absent:
+    """A group whose other ranks are not there: what would travel is noted, and the numbers are wrong. For prices."""
+
+    def __init__(self, ranks: int, rank: int = 0):
+        self.ranks, self.at = ranks, rank
+        self.calls: list[tuple[str, int]] = []
+        """(operator, bytes), in order."""
+
+    def size(self) -> int:
+        """How many ranks there would be."""
+        return self.ranks
+
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.at
+
+    def note(self, op: str, x: Tensor) -> None:
+        """Something would travel; empty messages are not sent."""
+        if x.numel():
+            self.calls.append((op, x.numel() * x.element_size()))
+
+
 def enter(x: Tensor, group: Any) -> Tensor:
     """`x` itself, before a region cut over the ranks: what the ranks find as its gradient is summed.
 
@@ -155,7 +177,10 @@ class _ScatterSum(torch.autograd.Function):
 def summed(x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """A new tensor: the sum over the ranks (or their maximum, …), the same on every rank. Not differentiated."""
     result = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, op=op, group=group)
+    if isinstance(group, Absent):
+        group.note("allreduce_", result)
+    else:
+        dist.all_reduce(result, op=op, group=group)
     return result
 
 
@@ -210,6 +235,10 @@ def _exchange(send: list[Tensor], into: list[Tensor], group: Any) -> None:
     ranks, rank, works = group.size(), group.rank(), []
     for k in range(1, ranks):
         to, source = (rank + k) % ranks, (rank - k) % ranks
+        if isinstance(group, Absent):
+            group.note("send", send[to])
+            group.note("recv_", into[source])
+            continue
         if send[to].numel():
             works.append(dist.isend(send[to], group=group, group_dst=to, tag=TAG))
         if into[source].numel():

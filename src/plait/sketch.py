@@ -130,6 +130,10 @@ class Sketch:
     """What tensor parallelism can cut; found only for a plan that has it."""
     cuts: tuple[Cut, ...] = ()
     """Every parameter that is cut into slices, by its first name."""
+    shares: tuple[str, ...] = ()
+    """Parameters whose gradient on a rank of a sliced model is a share of a sum over all of them."""
+    tolls: tuple[Any, ...] = ()
+    """What a sliced model sends (`tolls.Toll`)."""
 
     mixtures: tuple[Mixture, ...] = ()
     """Layers with experts; found only for a plan that shares them out."""

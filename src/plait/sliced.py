@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait import multihead
 from plait.parts import Ranges, everything
-from plait.regions import Cut as Rows
+from plait.ranges import Rows
 from plait.regions import enter, part, total
 from plait.resizing import Resized
 from plait.slices import Argument, Cut, Group, Integer
+from plait.windows import Axis
 
 
 def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> dict[str, nn.Parameter]:
@@ -63,11 +65,13 @@ class Region:
 
     def __init__(self, model: nn.Module, group: Group, ranks: Any):
         self.ranks = ranks
-        self.given: Tensor | None = None
-        """What the columns were given last, and the same entered: several columns share one tensor, and one sum."""
-        self.entered: Tensor | None = None
+        self.entered: dict[int, tuple[Tensor, Tensor]] = {}
+        """What the columns were given, by its id, and the same entered: several columns share one tensor, and one sum."""
         for name in group.columns:
-            model.get_submodule(name).register_forward_pre_hook(self._enter)
+            column = model.get_submodule(name)
+            column.register_forward_pre_hook(self._enter, with_kwargs=True)
+            if isinstance(column, nn.MultiheadAttention):
+                column.__class__ = type(type(column).__name__, (_Heads, type(column)), {"_first": ranks.rank() * column.num_heads})
         row = model.get_submodule(group.row)
         if ranks.rank() > 0:
             silence(row)
@@ -77,13 +81,18 @@ class Region:
         if group.resize:
             resize(model.get_submodule(group.container), ranks.size())
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.given is not args[0] or self.entered is None:
-            self.given, self.entered = args[0], enter(args[0], self.ranks)
-        return (self.entered, *args[1:])
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return tuple(map(self._entered, args)), {key: self._entered(value) for key, value in kwargs.items()}
+
+    def _entered(self, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.requires_grad):
+            return value
+        if id(value) not in self.entered:
+            self.entered[id(value)] = value, enter(value, self.ranks)
+        return self.entered[id(value)][1]
 
     def _leave(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        self.given = self.entered = None
+        self.entered.clear()
         return total(output, self.ranks)
 
     def _wrap(self, module: nn.Module, argument: Argument) -> None:
@@ -101,6 +110,33 @@ class Region:
             return (*args[: argument.key], value, *args[argument.key + 1 :]), kwargs
 
         module.register_forward_pre_hook(wrap, with_kwargs=True)
+
+
+class Drawn:
+    """Which numbers of a drawn tensor a rank holds: a rule for `windows.py`. In a region one dim is cut, the same always."""
+
+    def __init__(self, groups: list[Group], rank: int, ranks: int):
+        self.groups, self.rank, self.ranks = groups, rank, ranks
+        self.found: dict[str, int] = {}
+
+    def __call__(self, place: str, dim: int, whole: int | None, local: int) -> Axis | None:
+        if whole is None or whole != local * self.ranks or self.found.get(place, dim) != dim:
+            return None
+        owner = place.split("#")[0] + "."
+        for group in self.groups:
+            if group.container == "" or owner.startswith(f"{group.container}."):
+                self.found[place] = dim  # another dim may have as many rows by chance: a sequence half as long
+                same = (c.ranges[self.rank] for c in group.cuts if sum(n for r in c.ranges for _, n in r) == whole)
+                return whole, next(same, ((self.rank * local, local),))
+        return None
+
+
+class _Heads(nn.MultiheadAttention):
+    _first: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's own, on this rank's heads."""
+        return multihead.forward(self, *args, **kwargs, first_head=self._first)
 
 
 def silence(row: nn.Module) -> None:

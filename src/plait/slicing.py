@@ -21,13 +21,14 @@ from plait import randomness
 from plait.errors import PlaitError, Problem, did_you_mean
 from plait.slices import Group, Slices
 from plait.slicing_adapt import adapted
+from plait.slicing_alike import renamed, signature
 from plait.slicing_calls import MapCall, Still
 from plait.slicing_check import Container, check, kept
 from plait.slicing_follow import Follow
 from plait.slicing_known import attention, vocabulary
 from plait.slicing_maps import find_maps, packed_attentions
 from plait.slicing_propose import Refused, proposals
-from plait.torchseam import tree_map_only
+from plait.torchseam import FakeTensor, tree_map_only
 from plait.watching import Call
 from plait.wide import Wide
 
@@ -35,6 +36,11 @@ SAMPLES = 3
 """In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide."""
 ROUNDS = 8
 """Runs of a model that decides at random what to run."""
+LENGTH = 8
+"""Of rows of words."""
+LARGE = 1 << 22
+"""Numbers in a table of which not every row is drawn."""
+LARGE_MODEL = 1 << 26
 ALONE = "it is no layer between two others that nothing else reads"
 
 
@@ -63,22 +69,34 @@ class _Finder:
         self.maps = {k: v for k, v in find_maps(model).items() if not inner or not k.startswith(inner)}
         opaque = {name: m.module for name, m in self.maps.items()} | dict[str, nn.Module](self.packed)
         self.wanted = _wanted(tensor, [*opaque, *(k for k, m in model.named_modules() if isinstance(m, nn.Embedding))])
-        self.follow = Follow(model, opaque)
         example = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
-        with kept(model), Wide(), Still():
-            for number in range(ROUNDS):
-                randomness.seed_host("slices", number)
-                before = randomness.first_draws()
-                randomness.seed_host("slices", number)
-                self.follow.run(lambda: call(model, example))
-                if before[:2] == randomness.first_draws()[:2]:  # it takes the same way every time
-                    break
+        self.follow = self._followed(opaque, example, call)
         self.holders: dict[int, list[str]] = {}
         for name, module in model.named_modules():
             for p in module.parameters(recurse=False):
                 self.holders.setdefault(id(p), []).append(name)
         self.groups: list[Group] = []
         self.reasons: dict[str, str] = {}
+        self.known: dict[Any, Group] = {}
+
+    def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call) -> Follow:
+        """One run, or several of a model that decides at random; short if it can be, and without the maps' numbers."""
+        for inputs, numbers in ((_short(example), False), (example, False), (example, True)):
+            follow = Follow(self.model, opaque, numbers)
+            try:
+                with kept(self.model), Wide(), Still():
+                    for number in range(ROUNDS):
+                        randomness.seed_host("slices", number)
+                        before = randomness.first_draws()
+                        randomness.seed_host("slices", number)
+                        follow.run(lambda follow=follow, inputs=inputs: call(self.model, inputs))
+                        if before[:2] == randomness.first_draws()[:2]:  # it takes the same way every time
+                            break
+                return follow
+            except Exception:
+                if numbers:
+                    raise
+        raise AssertionError("the last one returns or raises")
 
     def find(self) -> Slices:
         """Everything, in the order in which rows are called."""
@@ -134,6 +152,22 @@ class _Finder:
                     raise Refused(f"{self.follow.parameters[id(p)]} is used outside of {name}")
         containers = self._containers(self.follow.made_by(row))
         before = tuple(g for g in self.groups if _inside(g.container, containers[0].name))
+        alike = signature(containers, (*columns, row))
+        found = self.known.get(alike)
+        if found is not None:
+            again = renamed(found, containers[0].name)
+            self._alone(again)
+            if not check(containers, (*before, again)):
+                return again
+        self.known[alike] = self._searched(containers, columns, row, before)
+        return self.known[alike]
+
+    def _searched(self, containers: list[Container], columns: list[str], row: str, before: tuple[Group, ...]) -> Group:
+        try:
+            for container in containers:
+                container.run(container.values(0))
+        except Exception as error:
+            raise Refused(f"its code cannot be run alone ({type(error).__name__})") from error
         reasons = []
         for proposal in proposals(containers[0], [self.maps[c] for c in columns], self.maps[row], self.n):
             self._alone(proposal)
@@ -222,19 +256,45 @@ def _inside(name: str, container: str) -> bool:
 
 @contextmanager
 def _random_weights(model: nn.Module) -> Iterator[None]:
-    """Float64 random numbers in the place of weights: zeros that a constructor chose would prove nothing."""
+    """Random numbers in float64 in the place of weights: zeros that a constructor chose would prove nothing.
+
+    Of a large table all rows are alike, and so they are of matrices of maps in a large model: nothing looks at them.
+    """
     g = torch.Generator().manual_seed(0)
-    before = [(p, p.data) for p in model.parameters()]
+    maps = {id(p) for m in find_maps(model).values() for p in m.module.parameters()}
+    large = sum(p.numel() for p in model.parameters()) > LARGE_MODEL
+    before = [(m, n, p, p.data) for m in model.modules() for n, p in m.named_parameters(recurse=False)]
+    new = {id(p): _drawn(p, g, p.numel() > LARGE or (large and id(p) in maps)) for _, _, p, _ in before}
+    hollow = {id(p) for _, _, p, _ in before if p.is_meta or isinstance(p, FakeTensor)}
     try:
-        for p, data in before:
-            if p.is_floating_point():
-                drawn = torch.randn(data.shape, generator=g, dtype=torch.float64)
-                p.data = drawn / max(1, data[0].numel()) ** 0.5 if data.dim() > 1 and len(data) else 1 + drawn / 10
+        for module, name, p, _ in before:
+            if id(p) in hollow:
+                setattr(module, name, new[id(p)])
+            else:
+                p.data = new[id(p)].data
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta or isinstance(buffer, FakeTensor):
+                    setattr(module, name, torch.rand(buffer.shape, generator=g).to(buffer.dtype))
                 if buffer.is_floating_point():
-                    setattr(module, name, buffer.double())
+                    setattr(module, name, getattr(module, name).double())
         yield
     finally:
-        for p, data in before:
-            p.data = data
+        for module, name, p, data in before:
+            if id(p) in hollow:
+                setattr(module, name, p)
+            else:
+                p.data = data
+
+
+def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
+    if not p.is_floating_point():
+        return p
+    drawn = torch.randn(p.shape[-1:] if alike else p.shape, generator=g, dtype=torch.float64)
+    drawn = drawn / max(1, p.numel() // max(1, len(p))) ** 0.5 if p.dim() > 1 else 1 + drawn / 10
+    return nn.Parameter(drawn.expand(p.shape), p.requires_grad)
+
+
+def _short(example: Any) -> Any:
+    """The first few words of each row, where the inputs are rows of words: what holds for them holds for more."""
+    return tree_map_only(Tensor, lambda t: t[:, :LENGTH] if t.dim() == 2 and not t.is_floating_point() else t, example)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from plait import randomness
 from plait.metering import tensors_in
-from plait.torchseam import tree_map
+from plait.torchseam import tree_map, tree_map_only
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)
 
@@ -67,6 +68,26 @@ class Still(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         return func(*args, **kwargs)
+
+
+def hollow(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a map would return, with random numbers in it; only shapes are computed."""
+    given = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
+    meta = {name: p.detach().to("meta", torch.float64) for name, p in module.named_parameters()}
+    trained = any(t.requires_grad for t in (*module.parameters(), *tensors_in((args, kwargs))))
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        output = functional_call(module, meta, *given)
+    finally:
+        vars(module)["forward"] = own
+    return tree_map_only(Tensor, lambda t: _random(t, trained and torch.is_grad_enabled()), output)
+
+
+def _random(like: Tensor, trained: bool) -> Tensor:
+    if not like.is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype)
+    return (torch.rand(like.shape, dtype=torch.float64) - 0.5).requires_grad_(trained).clone()
 
 
 def _kept(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> Tensor:

@@ -4,6 +4,9 @@ A set of sources is a whole number whose bits stand for calls of maps and for pa
 up to the next map and no further: what comes out of a map has that call alone for its source. They are followed twice,
 because each way misses something: torch functions are seen as they are called, in place or not (custom autograd
 functions are not among them), and autograd's graph is walked backwards (it ends at a `detach`).
+
+Maps return random numbers of the right shape: no weight of one is read, and the run costs the same for a model whose
+weights do not fit, or that has none yet. Only a model that differentiates in its own forward needs their `numbers`.
 """
 
 import functools
@@ -16,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait import randomness
 from plait.metering import flat, tensors_in
-from plait.slicing_calls import Frame, MapCall, patched, snapshot
+from plait.slicing_calls import Frame, MapCall, hollow, patched, snapshot
 from plait.torchseam import leaves, storage_key
 
 _VALUES = {
@@ -37,9 +40,9 @@ _VALUES = {
 class Follow(TorchFunctionMode):
     """The mode that passes sources on; `run` does all of it. `opaque`: modules taken as maps, whatever they do."""
 
-    def __init__(self, model: nn.Module, opaque: Mapping[str, nn.Module]):
+    def __init__(self, model: nn.Module, opaque: Mapping[str, nn.Module], numbers: bool = False):
         super().__init__()
-        self.model, self.opaque = model, opaque
+        self.model, self.opaque, self.numbers = model, opaque, numbers
         self.frames: list[Frame] = []
         self.calls: list[MapCall] = []
         self.output = 0
@@ -104,7 +107,7 @@ class Follow(TorchFunctionMode):
             reads = self._sources(given)
             self._off += 1
             try:
-                output = forward(*args, **kwargs)
+                output = forward(*args, **kwargs) if self.numbers else hollow(module, forward, args, kwargs)
             finally:
                 self._off -= 1
             self.calls.append(MapCall(name, self._bit(), self._parents(), reads, output))

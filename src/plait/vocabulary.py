@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.regions import Cut as Rows
+from plait.ranges import Rows
 from plait.regions import enter, total
 from plait.sharded import stretch
 from plait.slices import Cut, Slices
+from plait.spread import Spread
 
 
 def rows(length: int, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -57,7 +58,5 @@ class _Embedding(nn.Embedding):
 
 class _Head(nn.Linear):
     def forward(self, input: Tensor) -> Any:
-        from plait.spread import Spread
-
         logits = F.linear(enter(input, self._ranks), self.weight, self.bias)
         return Spread(logits, logits.dim() - 1, self._rows, self._ranks)

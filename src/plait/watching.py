@@ -190,7 +190,7 @@ class _Watcher(TorchFunctionMode):
         train: bool = True,
     ):
         if training and train and p > 0.0:
-            shape = randomness.mask_shape(func, input)
+            shape = draws.mask_shape(func, input)
             self.seen.drawn[self.place()] = shape
             if self.meter is not None:  # a mask is multiplied with, and kept for backward
                 mask = input.new_ones(shape)

@@ -56,7 +56,7 @@ from plait.strategies.precision import forward_format
 from plait.strategies.strategy import Charge, Role
 from plait.stretch import Held
 from plait.stretching import Stretching
-from plait.windows import Share, Windows
+from plait.windows import Axis, Share, Windows
 
 AXIS = "cp"
 EXACT = True
@@ -92,18 +92,22 @@ def apply(built: Any) -> None:
     course = find(built.model, inputs(SAMPLES), run, built.sketch)
     course = proved(built.model, inputs(1), run, course, (layout(plan), plan.cp), plan.context == "ulysses")
 
-    def hold(length: int) -> Held:
-        held = Held(layout(plan)(length, plan.cp), group, group.rank())
-        built.randomness.windows = Windows({}, Share(held.cut, held.rank, course.draws))
-        return held
-
     answer = (around if plan.context == "ring" else exchanged)(lambda: built.randomness)
+    hold = lambda length: Held(layout(plan)(length, plan.cp), group, group.rank())  # noqa: E731
     stretching = Stretching(built.model, course, plan.cp, hold, answer)
     stretching.wrap()
-    cut = layout(plan)(course.length, plan.cp)
-    course = overhear(built.model, inputs(SAMPLES), run, stretching, cut, not built.sketch.by_values)
-    built.sketch = replace(built.sketch, course=course)
-    built.prepared.append(lambda _: stretching.install())
+    course = overhear(built.model, inputs(SAMPLES), run, stretching, layout(plan))
+    built.sketch, built.whole = (replace(known, course=course) for known in (built.sketch, built.whole))
+
+    def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
+        now = stretching.held
+        return None if now is None else Share(now.cut, now.rank, course.draws)(place, dim, whole, local)
+
+    def finish(_: Any) -> None:
+        built.randomness.windows = Windows({}, held)
+        stretching.install()
+
+    built.prepared.append(finish)
 
 
 def layout(plan: Plan) -> Layout:

@@ -35,16 +35,21 @@ Paper
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from plait import vocabulary
+from plait.across import added_up
 from plait.errors import Problem
 from plait.mesh import group_of
 from plait.plan import Plan
 from plait.sketch import Sketch
-from plait.sliced import Region, cut_parameters, layout_of, set_integer
-from plait.slices import Cut, Slices
+from plait.sliced import Drawn, Region, cut_parameters, layout_of, set_integer
+from plait.slices import Cut
+from plait.slicing import find
+from plait.strategies.recompute import again
 from plait.strategies.strategy import Charge, Role
+from plait.tolls import tolls
 
 AXIS = "tp"
 EXACT = True
@@ -86,18 +91,27 @@ def apply(built: Any) -> None:
         built.holders[name] = built.holders.get(name, 1) * holders
         if cut is not None:
             built.cuts[name] = layout_of(shapes[name], cut, rank)
-    _sums(built, slices, cuts)
+    _sums(built, cuts)
+    built.rules.append(Drawn(regions, rank, built.plan.tp))
     built.sketch = built.sketch.local(rank)
 
 
-def _sums(built: Any, slices: Slices, cuts: dict[str, Cut]) -> None:
+def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan) -> Sketch:
+    """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples."""
+    found = find(made.model, batches[0], call, plan.tp)
+    names = {id(p): n for n, p in made.model.named_parameters()}
+    biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
+    shares = [n for g in found.groups for n in g.partial] + [names[id(b)] for b in biases if b is not None]
+    run = lambda model, pair: job.loss(call(model, pair[0]), pair[1])  # noqa: E731
+    heard = tolls(made.fake, batches[1], run, found, plan.tp, tuple(unit.name for unit in sketch.units))
+    cuts = vocabulary.cuts(made.model, found, plan.tp)
+    return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)), tolls=heard)
+
+
+def _sums(built: Any, cuts: dict[str, Cut]) -> None:
     """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
-    rank, names = built.at["tp"], {id(p): n for n, p in built.own.items()}
-    shares = [n for g in slices.groups for n in g.partial if n in built.own]
-    for group in slices.groups:
-        bias = built.model.get_submodule(group.row)._parameters.get("bias")
-        shares += [names[id(bias)]] if bias is not None and id(bias) in names else []
-    built.partial.append((tuple(dict.fromkeys(shares)), built.groups["tp"]))
+    rank = built.at["tp"]
+    built.partial.append((tuple(n for n in built.sketch.shares if n in built.own), built.groups["tp"]))
     sets = sorted({alike for c in built.sketch.cuts for alike in c.alike() if len(alike) > 1})
     for alike in sets:
         made = group_of(built.plan, built.place.rank, ("tp",), alike)
@@ -106,4 +120,17 @@ def _sums(built: Any, slices: Slices, cuts: dict[str, Cut]) -> None:
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    return ()
+    """A sum where each pair of cuts ends, one back where it begins, what the loss asks of a head; then the gradients."""
+    for toll in sketch.tolls:
+        runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
+        size = sum(round(toll.bytes.of(n)) for n in role.samples)
+        told = f"{toll.when} pass of {toll.module}" if toll.module else "the loss, of logits that no rank has whole"
+        yield Charge("traffic", "tp", toll.op, runs * len(role.samples), runs * size, told)
+    formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
+    for calls, size in added_up([formats[n] for n in sketch.shares if n in formats], plan):
+        yield Charge("traffic", "tp", "allreduce_", calls, size, "gradients of which each process has a share")
+    rank = plan.at(role.rank)["tp"]
+    for alike in sorted({a for c in sketch.cuts for a in c.alike() if len(a) > 1 and rank in a}):
+        mine = [formats[c.parameter] for c in sketch.cuts if alike in c.alike() and c.parameter in formats]
+        for calls, size in added_up(mine, plan):
+            yield Charge("traffic", "tp", "allreduce_", calls, size, f"gradients of slices that processes {alike} share")

@@ -1,0 +1,159 @@
+"""What a model cut into slices sends: one entry per sum, from one run of the whole model on fake tensors.
+
+Nothing is cut for it. A row returns what it will return as a share of a sum, a column is given what it will be given:
+the run shows how large they are, per sample, and whether a gradient comes back. Heads hand on a `Spread` whose other
+ranks are absent, so that the model's own code and the job's loss show what they will ask of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.ranges import Rows
+from plait.regions import Absent
+from plait.sketch import PROBES, Figure
+from plait.slices import Slices
+from plait.spread import Spread
+from plait.vocabulary import rows
+from plait.watching import watch
+
+
+@dataclass(frozen=True)
+class Event:
+    """One message of a run. `when`: forward, backward, or loss (in the loss, either way)."""
+
+    op: str
+    module: str
+    when: str
+    bytes: int
+    again: bool = True
+    """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
+
+
+class Listening:
+    """Hooks on a model, for one run."""
+
+    def __init__(self, model: nn.Module, slices: Slices, ranks: int):
+        self.events: list[Event] = []
+        self.waiting: list[int] = []
+        """Numbers of the events after which nothing has been kept for backward."""
+        self.heads: list[Tensor] = []
+        self.absent = Absent(ranks)
+        self.handles: list[Any] = []
+        for group in slices.groups:
+            seen: set[int] = set()
+            for name in group.columns:
+                self._hook(model, name, self._entering(group.row, seen), pre=True)
+            for argument in group.arguments:
+                self._hook(model, argument.module, self._argument(argument.key, argument.dim), pre=True)
+            self._hook(model, group.row, self._leaving(group.row, seen))
+        for name in slices.vocabulary:
+            made = self._table if isinstance(model.get_submodule(name), nn.Embedding) else self._head
+            self._hook(model, name, made(name, ranks))
+
+    def kept(self, x: Tensor) -> Tensor:
+        """A tensor is kept for backward: what was sent before it is sent again when the unit is recomputed."""
+        self.waiting.clear()
+        return x
+
+    def _hook(self, model: nn.Module, name: str, hook: Any, pre: bool = False) -> None:
+        module = model.get_submodule(name)
+        register = module.register_forward_pre_hook if pre else module.register_forward_hook
+        self.handles.append(register(hook, with_kwargs=True))
+
+    def _note(self, op: str, module: str, when: str, x: Tensor) -> None:
+        if when == "forward":
+            self.waiting.append(len(self.events))
+        self.events.append(Event(op, module, when, x.numel() * x.element_size()))
+
+    def ended(self) -> None:
+        """A unit's call is over: what nothing was kept after is not sent again."""
+        for number in self.waiting:
+            self.events[number] = replace(self.events[number], again=False)
+        self.waiting.clear()
+
+    def _entering(self, row: str, seen: set[int]) -> Callable[..., None]:
+        def entering(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.requires_grad and id(value) not in seen:
+                    seen.add(id(value))
+                    self._note("allreduce_", row, "backward", value)
+
+        return entering
+
+    def _argument(self, key: int | str, dim: int | None) -> Callable[..., None]:
+        def entering(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            value = kwargs.get(key) if isinstance(key, str) else args[key]
+            if isinstance(value, Tensor) and value.requires_grad:
+                self._note("allreduce_" if dim is None else "gather", "", "backward", value)
+
+        return entering
+
+    def _leaving(self, row: str, seen: set[int]) -> Callable[..., None]:
+        def leaving(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            seen.clear()
+            self._note("allreduce_", row, "forward", output)
+
+        return leaving
+
+    def _table(self, name: str, ranks: int) -> Callable[..., None]:
+        return lambda module, args, kwargs, output: self._note("allreduce_", name, "forward", output)
+
+    def _head(self, name: str, ranks: int) -> Callable[..., Any]:
+        def head(module: nn.Linear, args: Any, kwargs: Any, output: Tensor) -> Spread:
+            if args[0].requires_grad:
+                self._note("allreduce_", name, "backward", args[0])
+            cut = rows(output.shape[-1], ranks)
+            local = output.narrow(-1, *cut[0][0]).detach().requires_grad_(output.requires_grad)
+            self.heads.append(local)
+            return Spread(local, output.dim() - 1, Rows(cut), self.absent)
+
+        return head
+
+
+def listen(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any], slices: Slices, ranks: int,
+           units: tuple[str, ...]) -> list[Event]:  # fmt: skip
+    """The messages of one forward and backward pass of `run(model, batch) -> loss`."""
+    heard = Listening(model, slices, ranks)
+    for unit in units:
+        heard.handles.append(model.get_submodule(unit).register_forward_hook(lambda *_: heard.ended()))
+
+    def listened(model: nn.Module, given: Any) -> Tensor:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(heard.kept, lambda x: x):
+            loss = run(model, given)
+        heads = [t for t in heard.heads if t.requires_grad]
+        if heads and loss.requires_grad:
+            torch.autograd.grad(loss, heads, allow_unused=True)
+        return loss
+
+    try:
+        watch(model, batch, listened, True)
+    finally:
+        for handle in heard.handles:
+            handle.remove()
+    return heard.events + [Event(op, "", "loss", size) for op, size in heard.absent.calls]
+
+
+@dataclass(frozen=True)
+class Toll:
+    """One message per call, `bytes` large; `when` and `again` as `Event` has them."""
+
+    op: str
+    module: str
+    when: str
+    bytes: Figure
+    again: bool
+
+
+def tolls(model: nn.Module, batches: Callable[[int], Any], run: Callable[[nn.Module, Any], Any], slices: Slices,
+          ranks: int, units: tuple[str, ...]) -> tuple[Toll, ...]:  # fmt: skip
+    """What every call of the model sends. `batches(n)`: inputs and targets of n samples."""
+    small, large = (listen(model, batches(n), run, slices, ranks, units) for n in PROBES)
+    found = []
+    for a, b in zip(small, large):
+        each = (b.bytes - a.bytes) / (PROBES[1] - PROBES[0])
+        found.append(Toll(a.op, a.module, a.when, Figure(a.bytes - PROBES[0] * each, each), a.again))
+    return tuple(found)
