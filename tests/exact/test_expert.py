@@ -1,0 +1,151 @@
+"""Experts shared out over ranks equal one device in float64, with their balance loss, or say what cannot be exact."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jobs
+import jobs_moe
+import pytest
+import torch
+
+import plait
+from plait.engine import Engine
+from plait.errors import PlaitError
+from plait.launch import here
+from plait.launch.place import Place
+from plait.plan import Plan
+from plait.verify import verify
+
+JOBS = {
+    "gpt": jobs_moe.gpt,
+    "always": lambda: jobs_moe.gpt(always=True),
+    "mixtral": lambda: dataclasses.replace(jobs_moe.mixtral(), loss=jobs_moe.balanced),
+    "qwen3": lambda: dataclasses.replace(jobs_moe.qwen3(), loss=jobs_moe.balanced),
+    "plain": lambda: jobs_moe.gpt(loss=jobs_moe.plain_loss),
+}
+TRIED = (
+    ("gpt", "ep=2"), ("mixtral", "fsdp=2 ep=2"), ("qwen3", "dp=2 fsdp=2 ep=4"), ("gpt", "dp=2 fsdp=2 ep=2"),
+    ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("plain", "fsdp=2 ep=2 microbatches=2"),
+)  # fmt: skip
+PLANS = (
+    "ep=2",
+    "ep=4",
+    "dp=3 ep=3",
+    "fsdp=2 ep=2",
+    "dp=2 fsdp=2 ep=4",
+    "dp=2 fsdp=2 ep=2",
+    "dp=4 ep=2 recompute=selective",
+)
+MORE = [(job, plan) for job in JOBS for plan in PLANS if (job, plan) not in TRIED]
+PIPELINES = [("plain", "pp=2 ep=2 microbatches=2"), ("plain", "pp=2 fsdp=2 ep=2 microbatches=2 schedule=zb zero=2")]
+
+
+def equal(job: plait.Job, plan: str) -> None:
+    verdict = verify(job, Plan.parse(plan))
+    assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause)
+    assert not verdict.inexact and verdict.forced["clipped"]
+
+
+@pytest.mark.parametrize("name, plan", TRIED)
+def test_experts(name: str, plan: str) -> None:
+    equal(JOBS[name](), plan)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name, plan", MORE)
+def test_experts_under_more_plans(name: str, plan: str) -> None:
+    equal(JOBS[name](), plan)
+
+
+@pytest.mark.parametrize("name, plan", [PIPELINES[0], pytest.param(*PIPELINES[1], marks=pytest.mark.prove)])
+def test_experts_of_a_stage(name: str, plan: str) -> None:
+    equal(JOBS[name](), plan)
+
+
+@pytest.mark.parametrize("name, plan", (("gpt", "dp=2"), ("mixtral", "fsdp=2"), ("gpt", "dp=2 fsdp=2")))
+def test_a_balance_loss_without_shared_experts(name: str, plan: str) -> None:
+    equal(JOBS[name](), plan)
+
+
+def test_a_loss_that_compares_samples() -> None:
+    """Its rows are this rank's samples, its columns everybody's."""
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (out @ plait.global_batch(out).T).logsumexp(1).mean() - (out * target).mean()
+
+    equal(jobs.make(lambda: torch.nn.Linear(6, 1), loss=loss), "dp=3")
+
+
+def test_a_balance_of_micro_batches_is_named() -> None:
+    verdict = verify(jobs_moe.gpt(), Plan.parse("ep=2 microbatches=2"))
+    assert verdict.code == "V010" and "micro-batch" in verdict.inexact[0]
+
+
+def test_a_balance_of_each_rank_is_named() -> None:
+    verdict = verify(jobs_moe.gpt(loss=jobs_moe.local_balance), Plan.parse("dp=2"))
+    assert verdict.code == "V013"
+
+
+def test_experts_that_drop_tokens_are_named() -> None:
+    verdict = verify(jobs_moe.gpt(loss=jobs_moe.plain_loss, capacity=1.0), Plan.parse("ep=2"))
+    assert verdict.code in ("", "V010") and "blocks.0.moe drop tokens" in verdict.inexact[0]
+
+
+@pytest.mark.parametrize(
+    "job, plan, code",
+    (
+        (jobs_moe.gpt, "dp=3 ep=2", "P050"),
+        (jobs_moe.gpt, "ep=2 compile=true", "P050"),
+        (jobs_moe.gpt, "ep=8", "P051"),
+        (jobs.mlp, "ep=2", "P051"),
+    ),
+)
+def test_what_cannot_be_shared_out_is_refused(job: Any, plan: str, code: str) -> None:
+    with pytest.raises(PlaitError) as caught:
+        verify(dataclasses.replace(job(), batch=24), Plan.parse(plan))
+    assert caught.value.problems[0].code == code
+
+
+def losses(job: plait.Job, plan: str, steps: int, folder: Path, resume: bool = False) -> list[float]:
+    """Of each step, on rank 0; a checkpoint is left behind."""
+
+    def run(place: Place) -> dict[str, Any]:
+        engine = Engine(job, plan, place=place, directory=folder, cast=torch.float64)
+        if resume:
+            engine.resume()
+        source = engine.batches()
+        found = [engine.step(next(source)).loss for _ in range(steps)]
+        engine.save()
+        return {"losses": found, "measured": engine.evaluate()}
+
+    told = here.run(run, Plan.parse(plan).world)
+    assert all(other["measured"] == told[0]["measured"] for other in told)
+    return [*told[0]["losses"], *told[0]["measured"].values()]
+
+
+@pytest.mark.parametrize(
+    "name, plans", (("gpt", ("ep=2", "dp=1", "fsdp=2 ep=2")), ("mixtral", ("dp=2", "ep=4", "ep=2")))
+)
+def test_a_checkpoint_is_resumed_with_other_owners(name: str, plans: tuple[str, ...], tmp_path: Path) -> None:
+    job = JOBS[name]()
+    first = (lambda out: out[0]) if name == "gpt" else (lambda out: out.logits)
+    told = plait.Evaluate(lambda: jobs_moe.Rows(n=5, length=4), lambda out, y: {"top": first(out).amax(-1)})
+    job = dataclasses.replace(job, evaluate=told)
+    whole = losses(job, "dp=1", 6, tmp_path / "whole")
+    found: list[float] = []
+    for i, plan in enumerate(plans):
+        *steps, measured = losses(job, plan, 2, tmp_path / "parts", resume=i > 0)
+        found += steps
+    assert [*found, measured] == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", ("bf16", "fp32"))
+def test_experts_in_the_formats_of_training(precision: str, tmp_path: Path) -> None:
+    def run(place: Place) -> dict[str, Any]:
+        engine = Engine(JOBS["mixtral"](), f"fsdp=2 ep=2 precision={precision}", place=place, directory=tmp_path)
+        source = engine.batches()
+        return {"losses": [engine.step(next(source)).loss for _ in range(3)]}
+
+    for told in here.run(run, 2):
+        assert all(0 < loss < 10 for loss in told["losses"])

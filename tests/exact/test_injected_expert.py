@@ -1,0 +1,113 @@
+"""Bugs of shared-out experts and of losses over the whole batch, each injected before the workers are forked."""
+
+import dataclasses
+from typing import Any
+
+import jobs_moe
+import pytest
+import torch
+from torch import Tensor
+
+from plait import dispatch, mixing, wholebatch
+from plait.across import Across
+from plait.errors import DIFFERENT
+from plait.plan import Plan
+from plait.strategies import expert
+from plait.verify import verify
+from plait.wholebatch import Sharers
+
+
+def check(job: Any, plan: str, probe: str, name: str, *codes: str) -> None:
+    verdict = verify(job, Plan.parse(plan))
+    assert verdict.exit_code == DIFFERENT
+    assert probe in [p.code for p in verdict.probes if not p.equal], verdict.to_dict()
+    assert name in verdict.parameter, verdict.to_dict()
+    assert verdict.code in codes, (verdict.code, verdict.cause)
+
+
+def plain() -> Any:
+    return jobs_moe.gpt(loss=jobs_moe.plain_loss, dropout=0.0)
+
+
+def mixtral() -> Any:
+    return dataclasses.replace(jobs_moe.mixtral(), loss=jobs_moe.next_token)
+
+
+@pytest.mark.parametrize("factor", (2.0, 0.5), ids=("twice", "averaged"))
+def test_the_gradient_of_experts_scaled_by_the_ranks(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """9: Adam never shows it."""
+    real = expert.cut_stacked
+
+    def cut(*args: Any) -> Any:
+        module = real(*args)
+        for parameter in module.parameters():
+            parameter.register_hook(lambda g: g * factor)
+        return module
+
+    monkeypatch.setattr(expert, "cut_stacked", cut)
+    check(mixtral(), "ep=2", "G", "mlp.experts", "V003")
+
+
+def test_the_same_experts_go_their_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """15: ranks that hold the same experts do not add their gradients up."""
+    monkeypatch.setattr(Across, "_add_up", lambda self, names, group: None)
+    check(plain(), "dp=4 ep=2", "R", "moe.experts", "V004")
+
+
+def test_experts_counted_by_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """21: as if every rank held them all."""
+    real = Across._copies
+    monkeypatch.setattr(Across, "_copies", lambda self, name: real(self, name) * (2 if name in self.experts else 1))
+    check(plain(), "ep=2", "U2", "", "V007")
+
+
+def test_a_row_lost_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """11: the last row of each message arrives empty."""
+    real = dispatch.moved
+
+    def moved(rows: Tensor, given: list[int], taken: list[int], group: Any) -> Tensor:
+        received = real(rows, given, taken, group)
+        return torch.cat([received[:-1], received[-1:] * 0.0])
+
+    monkeypatch.setattr(dispatch, "moved", moved)
+    check(plain(), "ep=2", "G", "", "V005", "V014")
+
+
+def test_rows_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of tokens stay where their experts are: the experts' own are right, those before them are not."""
+    monkeypatch.setattr(
+        dispatch._Travel,
+        "backward",
+        staticmethod(lambda ctx, grad: (dispatch.moved(grad * 0.0, *_back(ctx)), *[None] * 4)),
+    )
+    check(plain(), "ep=2", "G", "", "V005", "V014")
+
+
+def _back(ctx: Any) -> tuple[Any, ...]:
+    given, taken, group = ctx.way
+    return taken, given, group
+
+
+def test_results_given_to_the_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = mixing.through
+    monkeypatch.setattr(mixing, "through", lambda *args: real(*args).flip(0))
+    check(plain(), "ep=2", "G", "", "V005", "V014")
+
+
+def test_a_sample_that_does_not_count_calls_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """43: an expert that no token of the batch chose has no gradient; here it has zeros, and decays."""
+    real = Sharers.begin
+    monkeypatch.setattr(Sharers, "begin", lambda self, idle: real(self, False))
+    check(plain(), "ep=2", "U", "", "V009")
+
+
+def test_the_balance_of_each_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10: the mean is of a rank's own tokens."""
+    monkeypatch.setattr(wholebatch, "summed", lambda x, group: x.clone())
+    check(jobs_moe.gpt(dropout=0.0), "ep=2", "G", "", "V013")
+
+
+def test_the_gradient_of_a_mean_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10: the value is right, each rank's gradient has its own share of it only."""
+    monkeypatch.setattr(wholebatch._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    check(jobs_moe.gpt(dropout=0.0), "dp=2", "G", "", "V013")
