@@ -9,8 +9,7 @@ All of it happens in one process, on the model itself with random numbers in the
 back. No names of models, layers or attributes are known here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,7 +27,8 @@ from plait.slicing_follow import Follow
 from plait.slicing_known import attention, vocabulary
 from plait.slicing_maps import find_maps, packed_attentions
 from plait.slicing_propose import Refused, proposals
-from plait.torchseam import FakeTensor, tree_map_only
+from plait.slicing_weights import LARGE_MODEL, random_weights, short
+from plait.torchseam import tree_map_only
 from plait.watching import Call
 from plait.wide import Wide
 
@@ -36,11 +36,6 @@ SAMPLES = 3
 """In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide."""
 ROUNDS = 8
 """Runs of a model that decides at random what to run."""
-LENGTH = 8
-"""Of rows of words."""
-LARGE = 1 << 22
-"""Numbers in a table of which not every row is drawn."""
-LARGE_MODEL = 1 << 26
 ALONE = "it is no layer between two others that nothing else reads"
 
 
@@ -54,7 +49,7 @@ def find(
     state, threads = randomness.host_state(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
-        with kept(model), _random_weights(model):
+        with kept(model), random_weights(model):
             return _Finder(model, inputs(SAMPLES), call, n, tensor or {}).find()
     finally:
         torch.set_num_threads(threads)
@@ -78,10 +73,12 @@ class _Finder:
         self.groups: list[Group] = []
         self.reasons: dict[str, str] = {}
         self.known: dict[Any, Group] = {}
+        self.last: dict[Any, tuple[list[Container], tuple[Group, ...]]] = {}
+        self.large = sum(p.numel() for p in model.parameters()) > LARGE_MODEL
 
     def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call) -> Follow:
         """One run, or several of a model that decides at random; short if it can be, and without the maps' numbers."""
-        for inputs, numbers in ((_short(example), False), (example, False), (example, True)):
+        for inputs, numbers in ((short(example), False), (example, False), (example, True)):
             follow = Follow(self.model, opaque, numbers)
             try:
                 with kept(self.model), Wide(), Still():
@@ -113,10 +110,19 @@ class _Finder:
             except Refused as refused:
                 for layer in (name, *columns):
                     self.reasons.setdefault(layer, str(refused))
+        for containers, groups in self.last.values() if self.large else ():  # of blocks alike, the first and the last
+            if check(containers, groups):
+                self.large = False
+                return self._again()
         self.groups += packed
         self.reasons = why | self.reasons
         self._granted(tables)
         return Slices(tuple(self.groups), tables, self._whole(tables))
+
+    def _again(self) -> Slices:
+        """Blocks that are alike turned out to be different: each is checked."""
+        self.groups, self.reasons, self.known, self.last = [], {}, {}, {}
+        return self.find()
 
     def _columns(self, row: str) -> list[str]:
         """The maps whose output reaches this row and nothing else."""
@@ -157,7 +163,8 @@ class _Finder:
         if found is not None:
             again = renamed(found, containers[0].name)
             self._alone(again)
-            if not check(containers, (*before, again)):
+            self.last[alike] = (containers, (*before, again))
+            if self.large or not check(*self.last[alike]):
                 return again
         self.known[alike] = self._searched(containers, columns, row, before)
         return self.known[alike]
@@ -252,49 +259,3 @@ def _wanted(tensor: Mapping[str, str], layers: list[str]) -> dict[str, str]:
 
 def _inside(name: str, container: str) -> bool:
     return not container or name == container or name.startswith(f"{container}.")
-
-
-@contextmanager
-def _random_weights(model: nn.Module) -> Iterator[None]:
-    """Random numbers in float64 in the place of weights: zeros that a constructor chose would prove nothing.
-
-    Of a large table all rows are alike, and so they are of matrices of maps in a large model: nothing looks at them.
-    """
-    g = torch.Generator().manual_seed(0)
-    maps = {id(p) for m in find_maps(model).values() for p in m.module.parameters()}
-    large = sum(p.numel() for p in model.parameters()) > LARGE_MODEL
-    before = [(m, n, p, p.data) for m in model.modules() for n, p in m.named_parameters(recurse=False)]
-    new = {id(p): _drawn(p, g, p.numel() > LARGE or (large and id(p) in maps)) for _, _, p, _ in before}
-    hollow = {id(p) for _, _, p, _ in before if p.is_meta or isinstance(p, FakeTensor)}
-    try:
-        for module, name, p, _ in before:
-            if id(p) in hollow:
-                setattr(module, name, new[id(p)])
-            else:
-                p.data = new[id(p)].data
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta or isinstance(buffer, FakeTensor):
-                    setattr(module, name, torch.rand(buffer.shape, generator=g).to(buffer.dtype))
-                if buffer.is_floating_point():
-                    setattr(module, name, getattr(module, name).double())
-        yield
-    finally:
-        for module, name, p, data in before:
-            if id(p) in hollow:
-                setattr(module, name, p)
-            else:
-                p.data = data
-
-
-def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
-    if not p.is_floating_point():
-        return p
-    drawn = torch.randn(p.shape[-1:] if alike else p.shape, generator=g, dtype=torch.float64)
-    drawn = drawn / max(1, p.numel() // max(1, len(p))) ** 0.5 if p.dim() > 1 else 1 + drawn / 10
-    return nn.Parameter(drawn.expand(p.shape), p.requires_grad)
-
-
-def _short(example: Any) -> Any:
-    """The first few words of each row, where the inputs are rows of words: what holds for them holds for more."""
-    return tree_map_only(Tensor, lambda t: t[:, :LENGTH] if t.dim() == 2 and not t.is_floating_point() else t, example)
