@@ -1,6 +1,6 @@
 """From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from plait.launch.devices import kind_of
 from plait.launch.place import Place
 from plait.making import make, make_optimizer
 from plait.mesh import group_of
-from plait.metering import tensors_in
 from plait.parts import Part, Ranges, whole
 from plait.plan import AXES, Plan
 from plait.randomness import Randomness
@@ -29,8 +28,8 @@ from plait.sketch import Sketch, sketch
 from plait.strategies import ORDER, expert, shard, tensor
 from plait.strategies.precision import forward_format
 from plait.torchseam import tree_map_only
-from plait.windows import Rule, Windows
 from plait.wholebatch import Sharers
+from plait.windows import Rule, Windows
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -176,7 +175,7 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     _meet(built)
     if plan.tp > 1:
         pairs = lambda n: move(data_module.first_samples(example, n), device, cast)  # noqa: E731
-        built.sketch = tensor.sliced(built.sketch, made, (inputs, pairs), once, job, plan)
+        built.sketch = tensor.sliced(built.sketch, made, (inputs, pairs, cast is torch.float64), once, job, plan)
     if expert.wanted(plan):
         built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
     built.whole = built.sketch
@@ -188,7 +187,9 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     if built.replicas is None:  # replicas bring their own, one per thread
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
         if built.rules:
-            built.randomness.windows = Windows(sketched.drawn, lambda *at: next(filter(None, (r(*at) for r in built.rules)), None))
+            built.randomness.windows = Windows(
+                sketched.drawn, lambda *at: next(filter(None, (r(*at) for r in built.rules)), None)
+            )
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
     built.optimizer, built.names = make_optimizer(job, everything)
     for name in everything.keys() - built.own.keys():
@@ -254,37 +255,13 @@ def check_copies(built: Built, step: int) -> None:
     """C006 when ranks that hold copies of the same parts do not hold the same bits."""
     named = [(name, part.tensor) for name, part in built.parts().items() if name in built.own]
     wrong: list[str] = []
-    for group, experts in ((built.copies, False), (built.alike, True)):
-        mine = [(name, t) for name, t in named if (name in built.experts) is experts]
+    for group, shared in ((built.copies, False), (built.alike, True)):
+        mine = [(name, t) for name, t in named if (name in built.experts) is shared]
         wrong += differing(mine, group) if group is not None and mine else []
     if wrong:
         what = f"copies of {wrong[0]} have drifted apart by step {step}"
         why, fix = f"{len(wrong)} tensors differ between ranks", ("change weights only through the optimizer",)
         raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
-
-
-def nothing(loss: Callable[[], Tensor], outputs: Any, asked: Sequence[Tensor] = ()) -> Tensor:
-    """Zero, computed from those of a model's outputs that the loss looks at, as on a rank that has samples.
-
-    Backward from it comes to the units that the other ranks' backwards come to, and to what the loss `asked` of the
-    other ranks meanwhile. (Zero times the loss may be NaN.)
-    """
-    found = [(o, o.grad_fn, o.output_nr) for o in tensors_in(outputs) if o.requires_grad]
-    try:
-        made = loss()
-    except Exception:  # it may not bear an empty batch
-        return torch.stack([o.sum() * 0.0 for o, _, _ in found]).sum()
-    ends, ahead = {(node, number) for _, node, number in found}, [(made.grad_fn, made.output_nr)]
-    met = set(ahead)
-    found += [(o, o.grad_fn, o.output_nr) for o in asked if o.requires_grad]
-    while ahead:
-        edge = ahead.pop()
-        if edge not in ends and edge[0] is not None:
-            new = [other for other in edge[0].next_functions if other not in met]
-            met.update(new)
-            ahead.extend(new)
-    sums = [o.sum() * 0.0 for o, node, number in found if (node, number) in met]
-    return torch.stack(sums).sum() if sums else made * 0.0
 
 
 def check_loss(loss: Any) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.build import Built, call, check_loss, move, nothing
+from plait.build import Built, call, check_loss, move
 from plait.data import Batch
 from plait.pipe import Piece
 from plait.steps import Spans
 from plait.strategies.precision import forward_format
 from plait.torchseam import leaves
+from plait.wholebatch import nothing
 
 
 class Passes:

@@ -22,8 +22,8 @@ from plait.metering import MeteredCall
 from plait.mixtures import Mixture
 from plait.slices import Cut, Slices
 from plait.templates import NOTHING, Template, template
-from plait.torchseam import BatchNormBase, fake_failures
-from plait.watching import Call, Watched, watch
+from plait.torchseam import fake_failures
+from plait.watching import Call, Watched, channels_of, watch
 
 ROUNDS = 8
 """Pairs of runs for a model that decides at random what to run."""
@@ -134,7 +134,6 @@ class Sketch:
     """Parameters whose gradient on a rank of a sliced model is a share of a sum over all of them."""
     tolls: tuple[Any, ...] = ()
     """What a sliced model sends (`tolls.Toll`)."""
-
     mixtures: tuple[Mixture, ...] = ()
     """Layers with experts; found only for a plan that shares them out."""
 
@@ -178,7 +177,7 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: t
         drawn=drawn,
         unkeyed=_unique([*(name for run in small for name in run.unkeyed), *coupled]),
         batch_norms=tuple(norms),
-        channels={name: (_channels(norm), _wide(norm)) for name, norm in norms.items()},
+        channels={name: channels_of(norm) for name, norm in norms.items()},
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
         counting=_unique(name for run in small for name in run.counting),
         host_random=host_random,
@@ -295,13 +294,3 @@ def _places(rounds: list[list["Watched"]]) -> tuple[dict[str, int | None], dict[
                 shapes[place] = tuple(n // a if d in grown else n for d, n in enumerate(shape))
             places.setdefault(place, grown[0] if grown else None)
     return places, shapes, coupled
-
-
-def _channels(norm: nn.Module) -> int:
-    assert isinstance(norm, BatchNormBase)
-    return norm.num_features
-
-
-def _wide(norm: nn.Module) -> torch.dtype:
-    given = next((t.dtype for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point()), torch.float32)
-    return torch.promote_types(given, torch.float32)

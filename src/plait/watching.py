@@ -244,3 +244,10 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
                 else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
             )
     return None
+
+
+def channels_of(norm: nn.Module) -> tuple[int, torch.dtype]:
+    """The channels of a batch norm, and the format it computes its statistics in."""
+    assert isinstance(norm, BatchNormBase)
+    given = next((t.dtype for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point()), torch.float32)
+    return norm.num_features, torch.promote_types(given, torch.float32)

@@ -17,7 +17,7 @@ rank computes the same value from the same means, so the weights sum to one; and
 the mean, each of which has its weight in it already.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.errors import FAILED, PlaitError, Problem
+from plait.metering import tensors_in
 from plait.ranges import Rows
 from plait.regions import gathered, sum_part, summed
 from plait.torchseam import in_backward
@@ -144,6 +145,30 @@ def _current() -> Sharers | None:
             Problem("J020", what, why=why, fix=("call it in the loss, or outside what is recomputed",)), FAILED
         )
     return sharers
+
+
+def nothing(loss: Callable[[], Tensor], outputs: Any, asked: Sequence[Tensor] = ()) -> Tensor:
+    """Zero, computed from those of a model's outputs that the loss looks at, as on a rank that has samples.
+
+    Backward from it comes to the units that the other ranks' backwards come to, and to what the loss `asked` of the
+    other ranks meanwhile. (Zero times the loss may be NaN.)
+    """
+    found = [(o, o.grad_fn, o.output_nr) for o in tensors_in(outputs) if o.requires_grad]
+    try:
+        made = loss()
+    except Exception:  # it may not bear an empty batch
+        return torch.stack([o.sum() * 0.0 for o, _, _ in found]).sum()
+    ends, ahead = {(node, number) for _, node, number in found}, [(made.grad_fn, made.output_nr)]
+    met = set(ahead)
+    found += [(o, o.grad_fn, o.output_nr) for o in asked if o.requires_grad]
+    while ahead:
+        edge = ahead.pop()
+        if edge not in ends and edge[0] is not None:
+            new = [other for other in edge[0].next_functions if other not in met]
+            met.update(new)
+            ahead.extend(new)
+    sums = [o.sum() * 0.0 for o, node, number in found if (node, number) in met]
+    return torch.stack(sums).sum() if sums else made * 0.0
 
 
 class _Sum(torch.autograd.Function):
