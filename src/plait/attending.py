@@ -24,7 +24,7 @@ from plait import ring, ulysses
 from plait.blockwise import Scores
 from plait.draws import bits, key
 from plait.errors import PlaitError, Problem
-from plait.ranges import Cut, Ranges
+from plait.ranges import Ranges, Rows
 from plait.stretch import Held
 from plait.windows import sub_block
 
@@ -126,7 +126,7 @@ def exchanged(randomness: Callable[[], Any]) -> Answer:
         b, share, whole = q.shape[0], q.shape[1], (held.cut.length, ((0, held.cut.length),))
         kept = _kept(randomness(), asked, [(b, ((0, b),)), (heads, ((held.rank * share, share),)), whole, whole])
         scores = Scores(asked.scale, asked.causal, mask, kept, mask is not None and mask.requires_grad)
-        return exchange.rows(ring.attention(q, k, v, scores, ring.Ring(_Alone(), Cut.of([held.cut.length]))))
+        return exchange.rows(ring.attention(q, k, v, scores, ring.Ring(_Alone(), Rows.of([held.cut.length]))))
 
     return answer
 

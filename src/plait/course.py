@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Talk:
-    """Something that ranks tell each other in a forward pass: `kind` attention, gather, fetch or finish (see `Held`)."""
+    """Something that ranks tell each other in a forward pass: `kind` attention, gather, fetch (see `Held`) or rows."""
 
     kind: str
     unit: str
@@ -82,6 +82,8 @@ class Course:
     length: int
     """Of the sequence in the input that was tried."""
     talks: tuple[Talk, ...] = ()
+    asked: tuple[tuple[str, int, int], ...] = ()
+    """By the loss: an operator, and its bytes in batches of `SAMPLES` - 1 and of `SAMPLES`; of a short sequence."""
 
 
 def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> Course:

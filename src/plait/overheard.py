@@ -6,7 +6,7 @@ real tensors, because code that makes masks at need makes others on fake ones.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +18,16 @@ from plait.attending import Asked
 from plait.blockwise import wide
 from plait.course import SAMPLES, Course, Talk, short, shortened
 from plait.proving import Layout
-from plait.ranges import Cut
+from plait.ranges import Rows
+from plait.regions import Absent
+from plait.spread import Spread
 from plait.stretch import Held
 from plait.stretching import Stretching
 from plait.torchseam import checkpoint_frame
 from plait.ulysses import enough
 from plait.watching import Call, watch
+
+Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Deaf(Held):
     """Rows of a rank whose group never answers."""
 
     notes: list[Talk] = field(default_factory=list)
+    ends: list[Tensor] = field(default_factory=list)
+    """Of the model, for the loss."""
     stretching: Any = None
 
     def _note(self, kind: str, local: Tensor, dim: int) -> Tensor:
@@ -49,23 +55,39 @@ class Deaf(Held):
         return self._note("fetch", local, dim)
 
     def finish(self, local: Tensor, dim: int) -> Tensor:
-        return self._note("finish", local, dim)
+        local = local.detach().requires_grad_(local.requires_grad)
+        self.ends.append(local)
+        return Spread(local, dim, self.cut, self.group)
 
 
-def overhear(model: nn.Module, inputs: Any, call: Call, stretching: Stretching, layout: Layout) -> Course:
-    """The course with what is told in it. `inputs`: a batch of `SAMPLES`; `stretching` has wrapped the model."""
+def overhear(
+    model: nn.Module, batch: Callable[[int], Any], call: Call, loss: Loss, stretching: Stretching, layout: Layout
+) -> Course:
+    """The course with what is told in it. `batch(n)`: inputs and targets; `stretching` has wrapped the model."""
+    some, more = (_heard(model, batch(n), call, loss, (stretching, layout, n)) for n in (SAMPLES - 1, SAMPLES))
+    asked = [(op, size, other) for (op, size), (_, other) in zip(some[1], more[1])]
+    return replace(stretching.course, talks=tuple(more[0]), asked=tuple(asked))
+
+
+def _heard(
+    model: nn.Module, pair: Any, call: Call, loss: Loss, how: tuple[Stretching, Layout, int]
+) -> tuple[list[Talk], list[tuple[str, int]]]:
+    """What is told in one run on a batch of so many samples, and (operator, bytes) of what the loss asks."""
+    stretching, layout, samples = how
     notes: list[Talk] = []
+    absent, ends = Absent(stretching.ranks), list[Tensor]()
     hold, answer, course = stretching.hold, stretching.answer, stretching.course
+    targets: list[Any] = []
 
     def silent(asked: Asked, held: Held) -> Tensor:
         q, k, v = asked.q, asked.k, asked.v
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1])
-        each = tuple(t.numel() // (held.size * SAMPLES) for t in (q, k, v, out))
+        each = tuple(t.numel() // (held.size * samples) for t in (q, k, v, out))
         grad = any(t.requires_grad for t in (q, k, v))
         heads, twice = (q.shape[1], k.shape[1]), checkpoint_frame() is not None
         notes.append(Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice))
         if asked.mask is not None and asked.mask.shape[-2] == held.size:
-            each = (asked.mask.numel() // (held.size * SAMPLES),)
+            each = (asked.mask.numel() // (held.size * samples),)
             notes.append(
                 replace(notes[-1], kind="rows", each=each, dtype=asked.mask.dtype, grad=asked.mask.requires_grad)
             )
@@ -73,25 +95,33 @@ def overhear(model: nn.Module, inputs: Any, call: Call, stretching: Stretching, 
 
     def run(module: nn.Module, given: Any) -> Any:
         with torch.enable_grad():
-            return call(module, given)
+            made = loss(call(module, given), targets[-1])
+            learned = [end for end in ends if end.requires_grad]
+            if learned and made.requires_grad:
+                torch.autograd.grad(made, learned, allow_unused=True)
 
-    stretching.hold = lambda length: Deaf(layout(length, stretching.ranks), None, 0, notes, stretching)
+    def once(given: Any) -> None:
+        targets.append(given[1])
+        watch(model, given[0], run, False)
+
+    stretching.hold = lambda length: Deaf(layout(length, stretching.ranks), absent, 0, notes, ends, stretching)
     stretching.answer = silent
     handles = stretching.install()
     try:
         try:
-            watch(model, shortened(inputs, course.length, short(course, stretching.ranks)), run, False)
+            once(shortened(pair, course.length, short(course, stretching.ranks)))
         except Exception:  # it may need its own length
-            notes.clear()
-            watch(model, inputs, run, False)
+            for noted in (notes, ends, absent.calls):
+                noted.clear()
+            once(pair)
     finally:
         for handle in handles:
             handle.remove()
         stretching.hold, stretching.answer, stretching.held = hold, answer, None
-    return replace(course, talks=tuple(notes))
+    return notes, absent.calls
 
 
-def messages(talk: Talk, cut: Cut, rank: int, how: tuple[str, int], again: bool) -> Iterator[tuple[str, int, int]]:
+def messages(talk: Talk, cut: Rows, rank: int, how: tuple[str, int], again: bool) -> Iterator[tuple[str, int, int]]:
     """(operator, calls, bytes) of a rank in one pass forward and backward. `how`: ring or ulysses, and the samples.
 
     `again`: the forward pass is made twice.
@@ -106,7 +136,7 @@ def messages(talk: Talk, cut: Cut, rank: int, how: tuple[str, int], again: bool)
         yield from _gathers(talk, cut, rank, samples, forward)
 
 
-def _ring(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
+def _ring(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
     ranks = len(cut.ranks)
     row = (talk.each[1] + talk.each[2]) * samples
     met = [cut.sizes[(rank - step) % ranks] for step in range(ranks + 1)]
@@ -121,7 +151,7 @@ def _ring(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Iterat
     yield "recv_", (ranks - 1) * (rounds + talk.grad), taken
 
 
-def _swaps(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
+def _swaps(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
     ranks = len(cut.ranks)
     heads, kv = talk.heads
     more = enough(kv, heads, ranks) // kv
@@ -132,7 +162,7 @@ def _swaps(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Itera
     yield "alltoall_base_", 4 * (forward + talk.grad), size * samples * talk.dtype.itemsize
 
 
-def _gathers(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
+def _gathers(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
     """Messages of `regions.gathered`, and of `regions.sum_part` in backward; on a CPU."""
     row = talk.each[0] * samples * talk.dtype.itemsize
     mine, others = cut.sizes[rank], cut.length - cut.sizes[rank]
@@ -144,10 +174,11 @@ def _gathers(talk: Talk, cut: Cut, rank: int, samples: int, forward: int) -> Ite
 
 
 def total(
-    course: Course, cut: Cut, rank: int, context: str, samples: list[int], twice: Any
+    course: Course, cut: Rows, rank: int, how: tuple[str, list[int]], twice: Callable[[str], bool]
 ) -> Counter[tuple[str, str]]:
     """(operator, what) -> of a step's micro-batches: calls under ("op", "calls"), bytes under ("op", "bytes")."""
     found: Counter[tuple[str, str]] = Counter()
+    context, samples = how
     for n in samples:
         for talk in course.talks:
             for op, calls, size in messages(
@@ -155,4 +186,7 @@ def total(
             ):
                 found[op, "calls"] += calls
                 found[op, "bytes"] += size
+        for op, some, more in course.asked:
+            found[op, "calls"] += 1
+            found[op, "bytes"] += some + (more - some) * (n - SAMPLES + 1)
     return found

@@ -23,7 +23,7 @@ from plait import multihead
 from plait.attending import Asked, Attending, Whole, apart, check_heads
 from plait.course import Call, Course, refused, seeds, short, shortened, still
 from plait.errors import PlaitError
-from plait.ranges import Cut
+from plait.ranges import Rows
 from plait.stretch import Held
 from plait.torchseam import named_leaves, tree_map_only, tree_unflatten
 from plait.watching import Call as Run
@@ -33,7 +33,7 @@ NEAR = 1e-6
 """A model may compute in float32 whatever it is given."""
 TRIED = 3
 """At most so many arguments are left whole for a try."""
-Layout = Callable[[int, int], Cut]
+Layout = Callable[[int, int], Rows]
 """(length, ranks) -> who holds which rows."""
 
 
@@ -115,7 +115,7 @@ def _tried(
                 asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
             )
 
-        with Attending(Held(Cut.of([length]), None, 0), plain):
+        with Attending(Held(Rows.of([length]), None, 0), plain):
             expected = named_leaves(unit(*_copied(args), **_copied(kwargs)))[0]
         reasons = []
         for left in _choices(made, given):

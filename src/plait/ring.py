@@ -8,7 +8,7 @@ rank ever holds more than two stretches of keys, and never a square of weights.
 Backward goes round once more: the gradients of a stretch's keys and values are added to by each rank that meets them,
 one step behind the keys themselves, and come home in the last step.
 
-A causal mask makes the work of stretches unequal: the first sees only itself, the last sees all. With `Cut.zigzag` each
+A causal mask makes the work of stretches unequal: the first sees only itself, the last sees all. With `Rows.zigzag` each
 rank has one piece from the front and one from the end. Then in every step it computes exactly one of: all queries over
 the first half of the keys, or the second half of the queries over all keys; the rest is masked, and is never computed.
 
@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from plait import blockwise
 from plait.blockwise import Scores
-from plait.ranges import Cut
+from plait.ranges import Rows
 
 TAG = 2**17
 """Of the messages of a ring; `TAG + 1` of gradients."""
@@ -39,7 +39,7 @@ class Ring:
     """The ranks among which a sequence is cut."""
 
     group: Any
-    cut: Cut
+    cut: Rows
 
     @property
     def rank(self) -> int:

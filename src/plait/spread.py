@@ -25,7 +25,7 @@ from torch import Tensor
 from plait import spreadlosses, spreadviews
 from plait.ranges import Rows
 from plait.regions import enter, gather, part, total
-from plait.torchseam import is_view, tree_leaves, tree_map
+from plait.torchseam import Facade, FakeTensor, is_view, tree_leaves, tree_map
 
 ELEMENTWISE = frozenset({
     "abs", "add", "addcdiv", "addcmul", "atan", "atan2", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or",
@@ -50,7 +50,7 @@ ELEMENTWISE = frozenset({
 """Functions, methods and operators whose result has, at every place, to do with its operands at that place only."""
 OF_THE_PART = frozenset({
     "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_signed",
-    "ndimension", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "register_hook",
+    "_is_view", "ndimension", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "register_hook",
     "requires_grad_", "retain_grad",
 })  # fmt: skip
 """Methods that the part answers for the whole."""
@@ -71,10 +71,13 @@ class Spread(Tensor):
         if local.shape[dim] != rows.sizes[group.rank()]:
             raise ValueError(f"{tuple(local.shape)} has {local.shape[dim]} rows, not {rows.sizes[group.rank()]}")
         shape = (*local.shape[:dim], rows.length, *local.shape[dim + 1 :])
-        base = local.detach().new_empty(())
-        if local.requires_grad:
-            base.requires_grad_().register_hook(_lost)
-        hollow = base.expand(shape).as_subclass(cls)
+        if isinstance(local, FakeTensor):  # it cannot become another class
+            hollow = Facade.made(cls, local, list(shape))
+        else:
+            base = local.detach().new_empty(())
+            if local.requires_grad:
+                base.requires_grad_().register_hook(_lost)
+            hollow = base.expand(shape).as_subclass(cls)
         hollow.local, hollow.cut, hollow.rows, hollow.group = local, dim, rows, group
         return hollow
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from plait import regions
 from plait.errors import FAILED, PlaitError, Problem
-from plait.ranges import Cut
+from plait.ranges import Rows
+from plait.spread import Spread
 from plait.torchseam import Facade, leaves, plainly, tree_flatten, tree_map, tree_unflatten
 
 ALONE = frozenset((
@@ -42,7 +43,7 @@ SHAPE = frozenset((
 class Held:
     """Which rows of the sequence the ranks of a group hold."""
 
-    cut: Cut
+    cut: Rows
     group: Any
     rank: int
 
@@ -64,8 +65,10 @@ class Held:
         return regions.gathered(local, dim % local.dim(), self.cut, self.group)
 
     def finish(self, local: Tensor, dim: int) -> Tensor:
-        """The whole, for a loss that every rank computes: each has the whole gradient."""
-        return regions.gather(local, dim, self.cut, self.group)
+        """What stands for the whole in a loss; where nothing is learned, the whole."""
+        if not torch.is_grad_enabled():
+            return regions.gathered(local, dim, self.cut, self.group)
+        return Spread(local, dim, self.cut, self.group)
 
 
 class Stretch(Facade):

@@ -5,6 +5,7 @@ the run shows how large they are, per sample, and whether a gradient comes back.
 ranks are absent, so that the model's own code and the job's loss show what they will ask of them.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +50,8 @@ class Listening:
                 self._hook(model, name, self._entering(group.row, seen), pre=True)
             for argument in group.arguments:
                 self._hook(model, argument.module, self._argument(argument.key, argument.dim), pre=True)
-            self._hook(model, group.row, self._leaving(group.row, seen))
+            packed = isinstance(model.get_submodule(group.container), nn.MultiheadAttention)  # calls no module of its own
+            self._hook(model, group.container if packed else group.row, self._leaving(group.row, seen))
         for name in slices.vocabulary:
             made = self._table if isinstance(model.get_submodule(name), nn.Embedding) else self._head
             self._hook(model, name, made(name, ranks))
@@ -87,15 +89,21 @@ class Listening:
     def _argument(self, key: int | str, dim: int | None) -> Callable[..., None]:
         def entering(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             value = kwargs.get(key) if isinstance(key, str) else args[key]
-            if isinstance(value, Tensor) and value.requires_grad:
-                self._note("allreduce_" if dim is None else "gather", "", "backward", value)
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                return
+            if dim is None:
+                self._note("allreduce_", "", "backward", value)
+            elif value.shape[dim] > 1:  # its parts travel from each rank to each
+                mine = value.narrow(dim, 0, value.shape[dim] // self.absent.ranks)
+                for op in ("send", "recv_") * (self.absent.ranks - 1):
+                    self._note(op, "", "backward", mine)
 
         return entering
 
     def _leaving(self, row: str, seen: set[int]) -> Callable[..., None]:
-        def leaving(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             seen.clear()
-            self._note("allreduce_", row, "forward", output)
+            self._note("allreduce_", row, "forward", output[0] if isinstance(output, tuple) else output)
 
         return leaving
 
@@ -114,23 +122,33 @@ class Listening:
         return head
 
 
-def listen(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any], slices: Slices, ranks: int,
-           units: tuple[str, ...]) -> list[Event]:  # fmt: skip
-    """The messages of one forward and backward pass of `run(model, batch) -> loss`."""
+@dataclass(frozen=True)
+class Made:
+    """A model, and how to run it: `batches(n)` makes inputs and targets of n samples, `run(model, batch)` the loss."""
+
+    model: nn.Module
+    batches: Callable[[int], Any]
+    run: Callable[[nn.Module, Any], Any]
+    fake: bool = True
+
+
+def listen(made: Made, samples: int, slices: Slices, ranks: int, units: tuple[str, ...]) -> list[Event]:
+    """The messages of one forward and backward pass."""
+    model = made.model if made.fake else copy.deepcopy(made.model)
     heard = Listening(model, slices, ranks)
     for unit in units:
         heard.handles.append(model.get_submodule(unit).register_forward_hook(lambda *_: heard.ended()))
 
     def listened(model: nn.Module, given: Any) -> Tensor:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(heard.kept, lambda x: x):
-            loss = run(model, given)
+            loss = made.run(model, given)
         heads = [t for t in heard.heads if t.requires_grad]
         if heads and loss.requires_grad:
             torch.autograd.grad(loss, heads, allow_unused=True)
         return loss
 
     try:
-        watch(model, batch, listened, True)
+        watch(model, made.batches(samples), listened, made.fake)
     finally:
         for handle in heard.handles:
             handle.remove()
@@ -148,10 +166,9 @@ class Toll:
     again: bool
 
 
-def tolls(model: nn.Module, batches: Callable[[int], Any], run: Callable[[nn.Module, Any], Any], slices: Slices,
-          ranks: int, units: tuple[str, ...]) -> tuple[Toll, ...]:  # fmt: skip
-    """What every call of the model sends. `batches(n)`: inputs and targets of n samples."""
-    small, large = (listen(model, batches(n), run, slices, ranks, units) for n in PROBES)
+def tolls(made: Made, slices: Slices, ranks: int, units: tuple[str, ...]) -> tuple[Toll, ...]:
+    """What every call of the model sends. `units`: names of those that may be recomputed."""
+    small, large = (listen(made, n, slices, ranks, units) for n in PROBES)
     found = []
     for a, b in zip(small, large):
         each = (b.bytes - a.bytes) / (PROBES[1] - PROBES[0])

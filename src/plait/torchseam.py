@@ -89,7 +89,8 @@ def storage_key(tensor: Tensor) -> int:
 
 def version(tensor: Tensor) -> int:
     """A number that grows with every write to the tensor in place."""
-    return 0 if tensor.is_inference() else tensor._version
+    with torch._C.DisableTorchFunction():  # modes that are active would be asked what it is
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def check_dims(norm: BatchNormBase, input: Tensor) -> None:

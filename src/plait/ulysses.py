@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.ranges import Cut, Ranges
+from plait.ranges import Ranges, Rows
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Exchange:
     """The ranks among which a sequence is cut."""
 
     group: Any
-    cut: Cut
+    cut: Rows
 
     def heads(self, t: Tensor) -> Tensor:
         """[batch, heads, this rank's rows, width] -> [batch, this rank's heads, all rows, width]."""
@@ -82,7 +82,7 @@ def _swapped(t: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
     return _in_order(parts, cut) if to_heads else torch.cat(parts, 1)
 
 
-def _in_order(parts: list[Tensor], cut: Cut) -> Tensor:
+def _in_order(parts: list[Tensor], cut: Rows) -> Tensor:
     """The whole sequence, of every rank's rows."""
 
     def pieces(part: Tensor, ranges: Ranges) -> list[tuple[int, Tensor]]:

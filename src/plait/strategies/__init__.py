@@ -1,6 +1,7 @@
 """The strategies, in the order in which they are applied to a model.
 
-The pipeline first, because everything after it belongs to a stage. Then whose experts are where. Then precision, because it decides in which format
+The pipeline first, because everything after it belongs to a stage. Then whose experts are where, which
+slices of layers and which stretches of sequences; then precision, because it decides in which format
 everything after it computes; what splits the samples inside one process (threads, micro-batches); what is recomputed,
 inside of which compile works; then the copies and shards between processes, because their hooks must see the parameters
 as they finally are; and last where the optimizer's tensors live, because only now it is known which they are.
@@ -12,6 +13,7 @@ from plait.sketch import Sketch
 from plait.strategies import (
     accumulate,
     compiled,
+    context,
     copies,
     expert,
     offload,
@@ -28,6 +30,7 @@ ORDER: tuple[Strategy, ...] = (
     pipeline,
     expert,
     tensor,
+    context,
     precision,
     threads,
     accumulate,

@@ -43,13 +43,12 @@ from torch import nn
 
 from plait import data
 from plait.attending import around, exchanged
-from plait.build import call, move
 from plait.course import SAMPLES, find
 from plait.errors import Problem
 from plait.overheard import overhear, total
 from plait.plan import Plan
 from plait.proving import Layout, proved
-from plait.ranges import Cut
+from plait.ranges import Rows
 from plait.sketch import Sketch
 from plait.strategies import recompute
 from plait.strategies.precision import forward_format
@@ -81,22 +80,28 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Any) -> None:
+    from plait.build import call, move
+
     plan, group = built.plan, built.groups["cp"]
     samples = built.data if data.is_map(built.data) else built.job.data()
-    inputs = lambda n: move(data.first_samples(samples, n)[0], built.device, built.cast)  # noqa: E731
+    batch = lambda n: move(data.first_samples(samples, n), built.device, built.cast)  # noqa: E731
 
     def run(model: nn.Module, given: Any) -> Any:
         with forward_format(plan, built.cast, built.device.type):
             return call(model, given)
 
-    course = find(built.model, inputs(SAMPLES), run, built.sketch)
-    course = proved(built.model, inputs(1), run, course, (layout(plan), plan.cp), plan.context == "ulysses")
+    def loss(outputs: Any, targets: Any) -> Any:
+        with forward_format(plan, built.cast, built.device.type):
+            return built.job.loss(outputs, targets)
+
+    course = find(built.model, batch(SAMPLES)[0], run, built.sketch)
+    course = proved(built.model, batch(1)[0], run, course, (layout(plan), plan.cp), plan.context == "ulysses")
 
     answer = (around if plan.context == "ring" else exchanged)(lambda: built.randomness)
     hold = lambda length: Held(layout(plan)(length, plan.cp), group, group.rank())  # noqa: E731
     stretching = Stretching(built.model, course, plan.cp, hold, answer)
     stretching.wrap()
-    course = overhear(built.model, inputs(SAMPLES), run, stretching, layout(plan))
+    course = overhear(built.model, batch, run, loss, stretching, layout(plan))
     built.sketch, built.whole = (replace(known, course=course) for known in (built.sketch, built.whole))
 
     def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
@@ -112,7 +117,7 @@ def apply(built: Any) -> None:
 
 def layout(plan: Plan) -> Layout:
     """How a sequence is cut: for a ring so that causal work is equal."""
-    return Cut.zigzag if plan.context == "ring" else Cut.even
+    return Rows.zigzag if plan.context == "ring" else Rows.even
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
@@ -122,7 +127,7 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         return
     rank, cut = plan.at(role.rank)["cp"], layout(plan)(course.length, plan.cp)
     twice = lambda unit: recompute.again(plan, sketch, unit)  # noqa: E731
-    found = total(course, cut, rank, plan.context, list(role.samples), twice)
+    found = total(course, cut, rank, (plan.context, list(role.samples)), twice)
     for op in dict.fromkeys(op for op, _ in found):
         told = (
             f"keys and values in a ring of {plan.cp}" if plan.context == "ring" else f"heads for rows among {plan.cp}"

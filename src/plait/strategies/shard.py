@@ -171,9 +171,9 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
             if bytes_:
                 times = sums * (n - 1)
                 yield Charge("traffic", "fsdp", op, times, times * bytes_, f"gradients of {group}")
-        if bytes_ and plan.dp > 1 and sums == 1:
+        if bytes_ and plan.dp * plan.cp > 1 and sums == 1:
             yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
-    if plan.dp > 1 and sums > 1:
+    if plan.dp * plan.cp > 1 and sums > 1:
         yield Charge("traffic", "dp", "allreduce_", 1, trained, "copies' gradients, once per step")
     scalars = sum(not divides(shape) for _, shape, _ in sketch.parameters)
     if not plan.across:

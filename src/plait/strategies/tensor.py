@@ -35,6 +35,7 @@ Paper
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,8 @@ from plait.slices import Cut
 from plait.slicing import find
 from plait.strategies.recompute import again
 from plait.strategies.strategy import Charge, Role
-from plait.tolls import tolls
+from plait.tolls import Made, tolls
+from plait.wide import Wide
 
 AXIS = "tp"
 EXACT = True
@@ -97,13 +99,19 @@ def apply(built: Any) -> None:
 
 
 def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan) -> Sketch:
-    """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples."""
+    """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples, and whether
+    the run is `verify`'s, in which nothing becomes float32."""
     found = find(made.model, batches[0], call, plan.tp)
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
     shares = [n for g in found.groups for n in g.partial] + [names[id(b)] for b in biases if b is not None]
-    run = lambda model, pair: job.loss(call(model, pair[0]), pair[1])  # noqa: E731
-    heard = tolls(made.fake, batches[1], run, found, plan.tp, tuple(unit.name for unit in sketch.units))
+
+    def run(model: Any, pair: Any) -> Any:
+        with Wide() if batches[2] else nullcontext():
+            return job.loss(call(model, pair[0]), pair[1])
+
+    runs = Made(made.fake if not sketch.by_values else made.model, batches[1], run, not sketch.by_values)
+    heard = tolls(runs, found, plan.tp, tuple(unit.name for unit in sketch.units))
     cuts = vocabulary.cuts(made.model, found, plan.tp)
     return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)), tolls=heard)
 
