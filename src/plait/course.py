@@ -149,7 +149,7 @@ class _Attention(TorchFunctionMode):
             query = args[0] if args else kwargs["query"]
             self.running.lengths.append(query.shape[-2])
         elif self.running is not None and func is F.multi_head_attention_forward:  # of nn.MultiheadAttention
-            self.running.lengths.append(args[0].shape[0])
+            self.running.lengths.append((args[0] if args else kwargs["query"]).shape[0])
         return func(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from plait import blockwise, ring, ulysses
 from plait.launch import here
 from plait.launch.place import Place
 from plait.ledger import Ledger
-from plait.ranges import Cut
+from plait.ranges import Rows
 
 CASES = (
     "full",
@@ -80,7 +80,7 @@ def split(case: str, place: Place) -> dict[str, Any]:
     output = plain(*tensors[:3], how)
     worst, ledger = {}, Ledger()
     for name in ("ring", "zigzag", "ulysses"):
-        cut = (Cut.zigzag if name == "zigzag" else Cut.even)(tensors[0].shape[2], ranks)
+        cut = (Rows.zigzag if name == "zigzag" else Rows.even)(tensors[0].shape[2], ranks)
         mine = lambda t, cut=cut: cut.take(t, 2, rank)  # noqa: E731
         local = [mine(t.detach()).clone().requires_grad_() for t in tensors[:3]]
         mask, kept = how["mask"], how["kept"]
@@ -130,7 +130,7 @@ def test_work_is_balanced() -> None:
         def size(self) -> int:
             return 4
 
-    cut = Cut.zigzag(64, 4)
+    cut = Rows.zigzag(64, 4)
     work = []
     for rank in range(4):
         mine = ring.Ring(Group(rank), cut)

@@ -413,3 +413,24 @@ def test_the_attention_kernel_for_cpus_gives_log_sums(dtype: torch.dtype) -> Non
     assert torch.allclose(lse[:, :, 1:].double(), scores.logsumexp(-1)[:, :, 1:], atol=near)
     grads = torchseam.flash_cpu_backward(torch.ones_like(out), (q, k, v), (out, lse), False, mask, 0.5)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and all(g.isfinite().all() for g in grads)
+
+
+@contract("torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunctionSubclass")
+def test_a_facade_has_a_shape_and_no_numbers() -> None:
+    class Front(torchseam.Facade):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torchseam.plainly():
+                return func(*args, **(kwargs or {}))
+
+    made = torchseam.Facade.made(Front, torch.zeros(2, 3, dtype=torch.float64), [2, 9])
+    assert isinstance(made, Front) and made.shape == (2, 9) and made.dtype == torch.float64
+    with pytest.raises(NotImplementedError):
+        made + 1
+
+
+@contract("torch.utils._pytree.tree_flatten_with_path", "torch.utils._pytree.keystr")
+def test_leaves_have_names() -> None:
+    found, spec = torchseam.named_leaves(((1, [2]), {"a": {"b": 3}}))
+    assert found == [("[0][0]", 1), ("[0][1][0]", 2), ("[1]['a']['b']", 3)]
+    assert torchseam.tree_unflatten([4, 5, 6], spec) == ((4, [5]), {"a": {"b": 6}})

@@ -1,0 +1,135 @@
+"""Context parallelism of unlike models equals one device in float64, or the model is refused with the unit and the reason."""
+
+import dataclasses
+from typing import Any
+
+import jobs_context
+import jobs_unlike
+import pytest
+import torch
+from jobs import Tokens
+from torch import Tensor
+
+from plait import attending
+from plait.engine import Engine
+from plait.errors import PlaitError
+from plait.job import Evaluate
+from plait.launch import here
+from plait.launch.place import Place
+from plait.plan import Plan
+from plait.verify import verify
+
+PLANS = (
+    "cp=2",
+    "cp=2 context=ulysses microbatches=2",
+    "cp=3 recompute=full",
+    "dp=2 cp=2 microbatches=2",
+    "cp=2 context=ulysses recompute=selective",
+    "fsdp=2 cp=2",
+    "cp=4",
+    "fsdp=2 cp=2 zero=2 context=ulysses microbatches=2 recompute=full",
+    "dp=2 cp=2 recompute=selective offload=optimizer",
+)
+JOBS = jobs_context.HUGGING | jobs_context.OWN
+SPREAD = [(name, PLANS[(3 * k + 5 * i) % len(PLANS)]) for k, name in enumerate(JOBS) for i in range(2)]
+
+
+def equal(name: str, text: str) -> None:
+    plan = Plan.parse(text)
+    try:
+        verdict = verify(JOBS[name](), plan, steps=3)
+    except PlaitError as error:
+        assert error.codes == ["P042"] and plan.cp > 2, error  # short sequences, few heads
+        return
+    assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
+
+
+@pytest.mark.parametrize("name, text", SPREAD)
+def test_equal(name: str, text: str) -> None:
+    equal(name, text)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("name", JOBS)
+def test_every_model_under_every_plan(name: str, text: str) -> None:
+    equal(name, text)
+
+
+@pytest.mark.parametrize("name", jobs_context.REFUSED)
+def test_what_cannot_be_cut_is_refused(name: str) -> None:
+    job, words = jobs_context.REFUSED[name]
+    with pytest.raises(PlaitError) as caught:
+        verify(job(), Plan.parse("cp=2"))
+    problem = caught.value.problems[0]
+    assert problem.code == "P040" and words in problem.why and problem.fix, caught.value
+
+
+def test_a_model_without_a_sequence_is_refused() -> None:
+    with pytest.raises(PlaitError) as caught:
+        verify(next(iter(jobs_unlike.ALL.values()))(), Plan.parse("cp=2"))
+    assert caught.value.codes == ["P040"], caught.value
+
+
+@pytest.mark.parametrize("text", ("cp=2 compile=true", "cp=2 pp=2", "cp=2 tp=2", "cp=2 dp=2 ep=2"))
+def test_plans_that_do_not_go_together(text: str) -> None:
+    with pytest.raises(PlaitError) as caught:
+        verify(jobs_context.OWN["plain"](), Plan.parse(text))
+    assert set(caught.value.codes) & {"P041", "P050"}, caught.value
+
+
+def test_heads_must_divide_for_ulysses() -> None:
+    with pytest.raises(PlaitError) as caught:
+        verify(jobs_context.OWN["plain"](), Plan.parse("cp=3 context=ulysses"))
+    assert caught.value.codes == ["P042"] and "2 heads" in caught.value.problems[0].what
+
+
+class Ragged(Tokens):
+    """Batches of unlike lengths: a sequence is longer in one step than in the next, and as long as the batch's longest."""
+
+    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        longest = 5 + int(samples[0][0][0]) % 4
+        x, y = (torch.stack([s[i][:longest] for s in samples]) for i in (0, 1))
+        return x, y.index_fill(1, torch.tensor([0]), 3)
+
+
+def test_lengths_that_change() -> None:
+    job = dataclasses.replace(jobs_context.OWN["second_encoder"](), data=Ragged)
+    for text in ("cp=2", "cp=2 context=ulysses"):
+        verdict = verify(job, Plan.parse(text), steps=4)
+        wrong = {name for name, probe in verdict.to_dict()["probes"].items() if not probe["equal"]}
+        assert wrong <= {"C"}, verdict.to_dict()  # priced for sequences of one length
+
+
+@pytest.mark.parametrize("context", ("ring", "ulysses"))
+def test_evaluation(context: str) -> None:
+    """Metrics of the whole outputs, on every rank."""
+
+    def metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        right = (outputs.argmax(-1) == targets).double().mean(1)
+        return {"right": right, "size": outputs.double().square().mean((1, 2))}
+
+    job = jobs_context.OWN["gpt"]()
+    job = dataclasses.replace(job, evaluate=Evaluate(job.data, metrics))
+
+    def evaluated(plan: str) -> Any:
+        def rank(place: Place) -> dict[str, Any]:
+            with Engine(job, plan, device="cpu", place=place, cast=torch.float64) as engine:
+                return engine.evaluate()
+
+        return here.run(rank, Plan.parse(plan).world, here.Listener(lambda *_: None))
+
+    (one,) = evaluated("dp=1")
+    for found in evaluated(f"cp=2 context={context}"):
+        assert found.keys() == one.keys() and all(abs(found[k] - one[k]) < 1e-12 for k in one), (one, found)
+
+
+def test_a_wrong_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is only as good as verify: masks cut by the wrong rows do not get past it."""
+    rows = attending.Asked.rows
+    monkeypatch.setattr(attending.Asked, "rows", lambda self, held: _rolled(rows(self, held)))
+    assert not verify(jobs_context.OWN["biased"](), Plan.parse("cp=2"), steps=1).equal
+
+
+def _rolled(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None else mask + 0.1 * torch.randn(mask.shape[-1], dtype=mask.dtype)

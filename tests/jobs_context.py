@@ -1,0 +1,248 @@
+"""Models with a sequence that ranks can share, and some whose units look at positions in ways that cannot be cut."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jobs import Tokens, language_loss, make
+from jobs_pipeline import LENGTH, WORDS, Masked
+from jobs_real import Rows, gpt, gpt2, hugging, llama, next_token
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import plait
+
+WIDTH = 8
+
+
+def bert() -> plait.Job:
+    """Looks both ways; a mask over padding; learned positions and dropout."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=WORDS,
+        max_position_embeddings=16, attn_implementation="sdpa",
+    )  # fmt: skip
+    return hugging(
+        lambda: BertForMaskedLM(config),
+        data=Masked,
+        loss=lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten()),
+        weight=lambda y: (y != -100).sum(),
+    )
+
+
+class Packed(Rows):
+    """Several documents in a row: positions begin again, a mask keeps them apart."""
+
+    def __getitem__(self, i: int) -> tuple[dict[str, Tensor], Tensor]:
+        ids, targets = self.rows[i, :-1], self.rows[i, 1:].clone()
+        cut = 2 + i % 4
+        document = (torch.arange(len(ids)) >= cut).long()
+        position = torch.arange(len(ids)) - cut * document
+        mask = (document[:, None] == document) & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        targets[cut - 1] = -100
+        return {"input_ids": ids["input_ids"] if isinstance(ids, dict) else ids, "position_ids": position,
+                "attention_mask": mask[None]}, targets  # fmt: skip
+
+
+def packed() -> plait.Job:
+    return hugging(llama().model, data=lambda: Packed(length=10), weight=lambda y: (y != -100).sum())
+
+
+def padded() -> plait.Job:
+    """A decoder with a padding mask, whose mask the model makes from both."""
+
+    class Padded(Rows):
+        def __getitem__(self, i: int) -> tuple[dict[str, Tensor], Tensor]:
+            inputs, targets = super().__getitem__(i)
+            mask = torch.arange(len(targets)) < 4 + i % 5
+            return {**inputs, "attention_mask": mask.long()}, torch.where(mask, targets, -100)
+
+    return hugging(llama().model, data=lambda: Padded(length=9), weight=lambda y: (y != -100).sum())
+
+
+class Encoder(nn.Module):
+    """torch's own layers, in one of their layouts, with a mask of both kinds or none."""
+
+    def __init__(self, batch_first: bool, causal: bool, padding: bool):
+        super().__init__()
+        self.batch_first, self.causal, self.padding = batch_first, causal, padding
+        self.embed = nn.Embedding(17, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.2, batch_first=batch_first)
+        self.layers = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(WIDTH, 17)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) if self.batch_first else self.embed(x).transpose(0, 1)
+        length = x.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=h.dtype) if self.causal else None
+        h = self.layers(h, mask=mask, src_key_padding_mask=(x == 3) if self.padding else None)
+        return self.head(h if self.batch_first else h.transpose(0, 1))
+
+
+def encoder(*how: bool) -> Callable[[], plait.Job]:
+    return lambda: make(lambda: Encoder(*how), Tokens, language_loss, weight=lambda t: (t != -100).sum())
+
+
+class Attention(nn.Module):
+    """A residual block: causal attention, then `inner`."""
+
+    def __init__(self, inner: nn.Module | None = None, heads: int = 2, norm: bool = True):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
+        self.qkv, self.out, self.heads = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), heads
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)) if inner is None else inner
+
+    def split(self, h: Tensor) -> list[Tensor]:
+        return [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(h)).chunk(3, -1)]
+
+    def attend(self, h: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.split(h), is_causal=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.out(self.attend(h).transpose(1, 2).flatten(2))
+        return h + self.inner(h)
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head; `between` is done to the hidden states after the blocks."""
+
+    def __init__(self, block: Callable[[], nn.Module], between: str = ""):
+        super().__init__()
+        self.embed, self.position = nn.Embedding(17, WIDTH), nn.Parameter(torch.randn(12, WIDTH) * 0.1)
+        self.blocks = nn.ModuleList([block() for _ in range(2)])
+        self.between, self.head = between, nn.Linear(WIDTH, 17)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True) if between == "lstm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.embed(x) + self.position[: x.shape[1]]
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False) if self.between == "checkpoint" else block(h)
+        if self.lstm is not None:
+            h = h + self.lstm(h)[0]
+        if self.between == "skip":
+            h = h + 0.5 * first
+            h *= 2.0
+        if self.between == "first":
+            return self.head(h[:, 0])
+        if self.between == "mean":
+            return self.head(h.mean(1))
+        return self.head(h)
+
+
+def tokens(block: Callable[[], nn.Module], between: str = "") -> Callable[[], plait.Job]:
+    loss = language_loss
+    if between in ("first", "mean"):
+        loss = lambda logits, y: F.cross_entropy(logits, y.clamp(min=0)[:, 0])  # noqa: E731
+        return lambda: make(lambda: Model(block, between), Tokens, loss)
+    return lambda: make(lambda: Model(block, between), Tokens, loss, weight=lambda t: (t != -100).sum())
+
+
+class ByHand(Attention):
+    """Attention written out."""
+
+    def attend(self, h: Tensor) -> Tensor:
+        q, k, v = self.split(h)
+        scores = (q @ k.mT).masked_fill(torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).triu(1), -torch.inf)
+        return scores.softmax(-1) @ v
+
+
+class Mixed(nn.Module):
+    """Looks at the position before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.conv(F.pad(h.mT, (2, 0))).mT
+
+
+class Counts(Attention):
+    """Makes its own positions."""
+
+    def split(self, h: Tensor) -> list[Tensor]:
+        q, k, v = super().split(h)
+        turn = torch.arange(h.shape[1], dtype=h.dtype)[:, None].cos()
+        return [q * turn, k * turn, v]
+
+
+class Scaled(nn.Module):
+    """A norm over the sequence."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h / (1 + h.square().mean((1, 2), keepdim=True))
+
+
+class Weights(nn.Module):
+    """torch's attention, asked for its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.out(self.attention(h, h, h, need_weights=True)[0])
+
+
+class Bias(Attention):
+    """A learned bias by distance, made by the block for the whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, 12) * 0.1)
+
+
+class Biased(nn.Module):
+    """A mask of learned numbers, which the model makes once for all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.bias = nn.Embedding(17, WIDTH), nn.Parameter(torch.randn(2, 12) * 0.1)
+        self.blocks = nn.ModuleList([GivenMask() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 17)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, n = self.embed(x), torch.arange(x.shape[1])
+        distance = (n[:, None] - n).clamp(min=0)
+        mask = self.bias[:, distance].masked_fill(n[:, None] < n, -torch.inf)[None]
+        for block in self.blocks:
+            h = block(h, mask)
+        return self.head(h)
+
+
+class GivenMask(Attention):
+    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
+        h = h + self.out(F.scaled_dot_product_attention(*self.split(h), attn_mask=mask).transpose(1, 2).flatten(2))
+        return h + self.inner(h)
+
+
+def biased() -> plait.Job:
+    return make(Biased, Tokens, language_loss, weight=lambda t: (t != -100).sum())
+
+
+HUGGING = {"llama": llama, "gpt2": gpt2, "bert": bert, "packed": packed, "padded": padded}
+OWN: dict[str, Any] = {
+    "gpt": gpt,
+    "first_encoder": encoder(True, True, True),
+    "second_encoder": encoder(False, False, True),
+    "causal_encoder": encoder(True, True, False),
+    "plain": tokens(Attention),
+    "skip": tokens(Attention, "skip"),
+    "first": tokens(Attention, "first"),
+    "mean": tokens(Attention, "mean"),
+    "lstm": tokens(Attention, "lstm"),
+    "checkpoint": tokens(lambda: Attention(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))), "checkpoint"),
+    "biased": biased,
+}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "by_hand": (tokens(ByHand), "does not call"),
+    "mixed": (tokens(lambda: Attention(Mixed())), "differs"),
+    "counts": (tokens(Counts), "queries, keys or values"),
+    "scaled": (tokens(lambda: Attention(Scaled())), "differs"),
+    "weights": (tokens(Weights), ""),
+}
+ALL = HUGGING | OWN | {name: job for name, (job, _) in REFUSED.items()}
+
+__all__ = ["ALL", "HUGGING", "LENGTH", "OWN", "REFUSED", "next_token"]
