@@ -8,10 +8,23 @@ Names of dims: N samples, L queries, S keys, H heads of this rank, D features of
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What `nn.MultiheadAttention` takes besides query, key and value, in its order."""
+
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
 
 
 def forward(
@@ -19,19 +32,16 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    *,
+    *rest: Any,
     first_head: int = 0,
+    **named: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `nn.MultiheadAttention.forward` does; returned weights are those of this rank's heads.
+    """What `nn.MultiheadAttention.forward` does with the same arguments; returned weights are those of this rank's heads.
 
     `first_head`: number of this rank's first head in the whole, which a mask of its own for each head is cut by.
     """
-    if is_causal and attn_mask is None:
+    given = _Options(*rest, **named)
+    if given.is_causal and given.attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     batched, heads = query.dim() == 3, module.num_heads
     front = [
@@ -39,11 +49,11 @@ def forward(
     ]
     q, k, v = _extended(module, _projected(module, *front))
     added = k.shape[1] - front[1].shape[1]
-    mask = _mask(attn_mask, key_padding_mask, (front[0], heads, first_head, added))
+    mask = _mask(given.attn_mask, given.key_padding_mask, (front[0], heads, first_head, added))
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # [N, H, L or S, D]
     p = module.dropout if module.training else 0.0
     weights = None
-    if need_weights:
+    if given.need_weights:
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
         weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), p, training=p > 0.0)
         out = weights @ v
@@ -52,7 +62,7 @@ def forward(
     out = module.out_proj(out.transpose(1, 2).flatten(2))  # [N, L, E]
     out = out if batched and module.batch_first else out.transpose(0, 1) if batched else out[0]
     if weights is not None:
-        weights = weights.mean(1) if average_attn_weights else weights
+        weights = weights.mean(1) if given.average_attn_weights else weights
         weights = weights if batched else weights[0]
     return out, weights
 
