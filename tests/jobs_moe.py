@@ -84,15 +84,18 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, experts: int = 4, depth: int = 2, width: int = 12, dropout: float = 0.1, **given: Any):
+    def __init__(
+        self, experts: int = 4, depth: int = 2, width: int = 12, dropout: float = 0.1, times: int = 1, **given: Any
+    ):
         super().__init__()
+        self.times = times
         self.words = nn.Embedding(WORDS, width)
         self.blocks = nn.ModuleList(Block(width, experts, dropout, **given) for _ in range(depth))
         self.head = nn.Linear(width, WORDS)
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, list[Any]]:
         x, routed = self.words(input_ids), []
-        for block in self.blocks:
+        for block in [*self.blocks] * self.times:
             x, *told = block(x)
             routed.append(told)
         return self.head(x), routed

@@ -32,6 +32,7 @@ class Met:
     args: Any
     kwargs: Any
     rows: int = 0
+    calls: int = 0
 
 
 def _wide(module: nn.Module) -> nn.Module:
@@ -138,7 +139,9 @@ def check_listed(layer: nn.Module, mixture: Mixture, met: Met) -> tuple[Mixture 
                 expected = _silent(whole, args, kwargs)
                 drawn = drawn or not torch.equal(torch.get_rng_state(), state[2])
                 restore_host(state)
-                twin = Listed(twice, [twice.get_submodule(n) for n in names], range(mixture.experts), at_home, Sharers())
+                twin = Listed(
+                    twice, [twice.get_submodule(n) for n in names], range(mixture.experts), at_home, Sharers()
+                )
                 twin.width = width
                 twin.again = partial(partial, restore_host, state)
                 twice.forward = twin

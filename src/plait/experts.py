@@ -47,7 +47,8 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
             whole.append(f"{mixture.name}: {why}")
         elif checked is not None:
             trained = checked.names & {n for n, p in model.named_parameters() if p.requires_grad}
-            found.append(replace(checked, rows=_rows(checked, met) / SAMPLES, trained=trained))
+            told = {"rows": _rows(checked, met) / SAMPLES, "calls": met[checked.name].calls}
+            found.append(replace(checked, trained=trained, **told))
     restore_host(state)
     return found, whole
 
@@ -99,6 +100,7 @@ def _run(
             if name not in met:
                 met[name] = Met(*tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)))
             met[name].rows += rows
+            met[name].calls += 1
 
         return enter
 
@@ -119,4 +121,5 @@ def _rows(mixture: Mixture, met: dict[str, Met]) -> int:
     if mixture.modules:
         return sum(met[name].rows for name in mixture.modules if name in met)
     given = tree_leaves((met[mixture.name].args, met[mixture.name].kwargs))
-    return next(t.numel() for t in given if isinstance(t, Tensor) and not t.is_floating_point())
+    chosen = next(t.numel() for t in given if isinstance(t, Tensor) and not t.is_floating_point())
+    return chosen * met[mixture.name].calls

@@ -33,6 +33,8 @@ class Mixture:
     """Attributes of a stacked module that hold a number of experts (0: of this rank's) or of choices (1)."""
     rows: float = 0.0
     """Rows that a sample sends to experts: its tokens times the choices of each. Which experts, depends on the data."""
+    calls: int = 1
+    """How often a forward pass calls it."""
     width: tuple[int, int] = (0, 0)
     """Numbers of a row on its way to an expert, and back."""
     itemsize: int = 4

@@ -3,8 +3,8 @@
 Every loss enters with its weight over the weight of the global batch, whoever computes it and in whatever order.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -101,6 +101,12 @@ class Passes:
         """The number format of the forward pass and the loss."""
         return forward_format(self.built.plan, self.built.cast, self.built.device.type)
 
+    @contextmanager
+    def _threaded(self) -> Iterator[None]:
+        """Around the forward pass of a part of the samples, in a thread of its own."""
+        with self.built.sharers.thread(), self._format():
+            yield
+
     def _pipelined(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         built = self.built
         built.pipe.number = step
@@ -118,7 +124,7 @@ class Passes:
         built.replicas.send_weights()
         self.spans.end("replicate")
         self.spans.begin("forward")
-        outputs, back = built.replicas.forward(call, self._format, piece.inputs, step, piece.first, piece.samples)
+        outputs, back = built.replicas.forward(call, self._threaded, piece.inputs, step, piece.first, piece.samples)
         self.spans.end("forward")
         self.spans.begin("loss")
         loss = self._loss(outputs, piece)

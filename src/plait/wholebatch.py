@@ -39,6 +39,8 @@ class Sharers:
     def __init__(self, ranks: list[int] | None = None, microbatches: int = 1):
         self.ranks, self.microbatches = ranks, microbatches
         self._group: Any = None
+        self.apart: Sharers | None = None
+        """What threads of this process, each with a part of its samples, ask instead: they do not know of each other."""
         self.idle = False
         """What runs now is a sample that makes up the number and does not count."""
         self.used = self.asking = False
@@ -73,6 +75,13 @@ class Sharers:
             CURRENT.reset(token)
 
     @contextmanager
+    def thread(self) -> Iterator[None]:
+        """In a thread with a part of this rank's samples: a mean is of that part, and this is noted."""
+        self.apart = self.apart or Sharers()
+        with self.apart.here():
+            yield
+
+    @contextmanager
     def ask(self) -> Iterator[None]:
         """What is exchanged inside was asked for by the job, and is in no price."""
         self.asking = True
@@ -84,10 +93,12 @@ class Sharers:
     @property
     def inexact(self) -> list[str]:
         """What cannot equal one device here."""
-        if not self.used or self.microbatches == 1:
-            return []
-        told = f"of one micro-batch of all ranks, not of the batch: microbatches={self.microbatches}"
-        return [f"what the job asks of the global batch (global_mean, global_batch) is {told}"]
+        told = []
+        if self.used and self.microbatches > 1:
+            told.append(f"of one micro-batch of all ranks, not of the batch: microbatches={self.microbatches}")
+        if self.apart is not None and self.apart.used:
+            told.append("of one device's share where the model asks for it: processes=one")
+        return [f"what the job asks of the global batch (global_mean, global_batch) is {words}" for words in told]
 
 
 CURRENT: ContextVar[Sharers | None] = ContextVar("sharers", default=None)

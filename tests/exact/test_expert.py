@@ -22,11 +22,12 @@ JOBS = {
     "always": lambda: jobs_moe.gpt(always=True),
     "mixtral": lambda: dataclasses.replace(jobs_moe.mixtral(), loss=jobs_moe.balanced),
     "qwen3": lambda: dataclasses.replace(jobs_moe.qwen3(), loss=jobs_moe.balanced),
+    "twice": lambda: jobs_moe.gpt(depth=1, times=2),
     "plain": lambda: jobs_moe.gpt(loss=jobs_moe.plain_loss),
 }
 TRIED = (
     ("gpt", "ep=2"), ("mixtral", "fsdp=2 ep=2"), ("qwen3", "dp=2 fsdp=2 ep=4"), ("gpt", "dp=2 fsdp=2 ep=2"),
-    ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("plain", "fsdp=2 ep=2 microbatches=2"),
+    ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("plain", "fsdp=2 ep=2 microbatches=2"),
 )  # fmt: skip
 PLANS = (
     "ep=2",
@@ -80,6 +81,23 @@ def test_a_loss_that_compares_samples() -> None:
 def test_a_balance_of_micro_batches_is_named() -> None:
     verdict = verify(jobs_moe.gpt(), Plan.parse("ep=2 microbatches=2"))
     assert verdict.code == "V010" and "micro-batch" in verdict.inexact[0]
+
+
+class Centred(torch.nn.Module):
+    """Subtracts the batch's mean in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x - plait.global_mean(torch.tanh(x)))
+
+
+def test_a_mean_inside_the_model() -> None:
+    equal(jobs.make(Centred), "dp=3")
+    verdict = verify(jobs.make(Centred), Plan.parse("dp=2 processes=one"))
+    assert verdict.code == "V010" and "processes=one" in verdict.inexact[0]
 
 
 def test_a_balance_of_each_rank_is_named() -> None:

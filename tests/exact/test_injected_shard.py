@@ -197,8 +197,8 @@ def test_an_empty_share_goes_where_no_other_does(monkeypatch: pytest.MonkeyPatch
     seen: list[int] = []
     real = passes.nothing
 
-    def nothing(loss: Any, outputs: Any) -> Any:
-        zero = real(loss, outputs)
+    def nothing(loss: Any, outputs: Any, asked: Any = ()) -> Any:
+        zero = real(loss, outputs, asked)
         seen.append(1)
         assert not torch.autograd.grad(zero, [outputs[1]], allow_unused=True, retain_graph=True)[0]
         return zero

@@ -152,9 +152,10 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
             continue
         passes = 2 if recompute.again(plan, sketch, mixture.name) else 1
         sent = sum(role.samples) * mixture.rows * sum(mixture.width) * mixture.itemsize * (passes + 1)
-        counts = len(role.samples) * passes * mixture.experts * 8
+        calls = len(role.samples) * mixture.calls
+        counts = calls * passes * mixture.experts * 8
         told = f"rows of {mixture.name} to their experts and back, as many as are expected: it depends on the data"
-        yield Charge("traffic", "ep", "alltoall_base_", len(role.samples) * (3 * passes + 2), round(sent) + counts, told)
+        yield Charge("traffic", "ep", "alltoall_base_", calls * (3 * passes + 2), round(sent) + counts, told)
         for _, shape, dtype in mixture.held(mixture.mine(plan.ep, rank)):
             sums[dtype] = sums.get(dtype, 0) + (prod(shape) + 1) * dtype.itemsize
     for bytes_ in sums.values() if plan.shares * plan.cp > plan.ep else ():
