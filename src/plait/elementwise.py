@@ -24,7 +24,8 @@ def check(job: Job, model: nn.Module, plan: Plan) -> None:
     """P022 when the job's optimizer cannot update parts of the model's parameters, cut along dim 0."""
     found = differs(job, [tuple(p.shape) for p in model.parameters() if p.requires_grad])
     if found is not None:
-        what = f"{found[0]} cannot update parts of parameters, which fsdp={plan.fsdp} needs"
+        needs = f"ep={plan.ep}" if plan.ep > 1 and plan.fsdp == 1 else f"fsdp={plan.fsdp}"
+        what = f"{found[0]} cannot update parts of parameters, which {needs} needs"
         why = f"tried on whole tensors and on parts: {found[1]}"
         raise PlaitError(Problem("P022", what, why=why, fix=(f'--plan "dp={plan.devices}"', "torch.optim.AdamW")))
 

@@ -160,9 +160,8 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
         warnings.showwarning = _reporter(report)
     engine = Engine(request.job, request.plan, device=request.device, workers=request.workers, place=place)
     engine.checkpoints = Checkpoints(run.checkpoints)
-    if place.rank == 0:
-        for line in engine.built.inexact:
-            report({"kind": "note", "text": f"note  not exact: {line}"})
+    named: set[str] = set()
+    _inexact(engine, report, named)
     resumed = _resume(engine, run, report) if request.resume else None
     if request.weights and resumed is None:
         engine.load_weights(request.weights)
@@ -178,6 +177,8 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
         for batch in engine.batches():
             step = engine.step(batch)
             recorder.step(batch, step)
+            if loss is None:
+                _inexact(engine, report, named)
             loss = step.loss
             _evaluate(engine, recorder, step.step)
             last = step.stop or step.step == engine.job.steps
@@ -191,6 +192,14 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
         "step": engine.position.step, "loss": loss, "stopped": stopped, "checkpoint": str(saved) if saved else None,
         "device_bytes": recorder.device_bytes,
     }  # fmt: skip
+
+
+def _inexact(engine: Engine, report: Callable[[dict[str, Any]], None], named: set[str]) -> None:
+    """Say what cannot equal one device; some of it shows in the first step."""
+    for line in engine.built.inexact:
+        if engine.place.rank == 0 and line not in named:
+            report({"kind": "note", "text": f"note  not exact: {line}"})
+            named.add(line)
 
 
 def _resume(engine: Engine, run: Run, report: Callable[[dict[str, Any]], None]) -> Path | None:
