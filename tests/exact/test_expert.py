@@ -6,6 +6,7 @@ from typing import Any
 
 import jobs
 import jobs_moe
+import jobs_pipeline
 import pytest
 import torch
 
@@ -23,11 +24,12 @@ JOBS = {
     "mixtral": lambda: dataclasses.replace(jobs_moe.mixtral(), loss=jobs_moe.balanced),
     "qwen3": lambda: dataclasses.replace(jobs_moe.qwen3(), loss=jobs_moe.balanced),
     "twice": lambda: jobs_moe.gpt(depth=1, times=2),
+    "dense": jobs_pipeline.moe,
     "plain": lambda: jobs_moe.gpt(loss=jobs_moe.plain_loss),
 }
 TRIED = (
     ("gpt", "ep=2"), ("mixtral", "fsdp=2 ep=2"), ("qwen3", "dp=2 fsdp=2 ep=4"), ("gpt", "dp=2 fsdp=2 ep=2"),
-    ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("plain", "fsdp=2 ep=2 microbatches=2"),
+    ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("dense", "ep=2"), ("plain", "fsdp=2 ep=2 microbatches=2"),
 )  # fmt: skip
 PLANS = (
     "ep=2",
@@ -117,6 +119,7 @@ def test_experts_that_drop_tokens_are_named() -> None:
         (jobs_moe.gpt, "ep=2 compile=true", "P050"),
         (jobs_moe.gpt, "ep=8", "P051"),
         (jobs.mlp, "ep=2", "P051"),
+        (lambda: dataclasses.replace(jobs_moe.mixtral(), optimizer=torch.optim.Adafactor), "ep=2", "P022"),
     ),
 )
 def test_what_cannot_be_shared_out_is_refused(job: Any, plan: str, code: str) -> None:
