@@ -70,13 +70,13 @@ class Encoder(nn.Module):
         self.batch_first, self.causal, self.padding = batch_first, causal, padding
         self.embed = nn.Embedding(17, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.2, batch_first=batch_first)
-        self.layers = nn.TransformerEncoder(layer, 2)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 17)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x) if self.batch_first else self.embed(x).transpose(0, 1)
         length = x.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=h.dtype) if self.causal else None
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1) if self.causal else None
         h = self.layers(h, mask=mask, src_key_padding_mask=(x == 3) if self.padding else None)
         return self.head(h if self.batch_first else h.transpose(0, 1))
 
@@ -108,10 +108,10 @@ class Attention(nn.Module):
 class Model(nn.Module):
     """Blocks between an embedding and a head; `between` is done to the hidden states after the blocks."""
 
-    def __init__(self, block: Callable[[], nn.Module], between: str = ""):
+    def __init__(self, block: Callable[[], nn.Module], between: str = "", blocks: int = 2):
         super().__init__()
         self.embed, self.position = nn.Embedding(17, WIDTH), nn.Parameter(torch.randn(12, WIDTH) * 0.1)
-        self.blocks = nn.ModuleList([block() for _ in range(2)])
+        self.blocks = nn.ModuleList([block() for _ in range(blocks)])
         self.between, self.head = between, nn.Linear(WIDTH, 17)
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True) if between == "lstm" else None
 

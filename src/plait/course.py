@@ -96,6 +96,8 @@ def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> Course:
         try:
             whole, drawn = record(model, inputs, call, names, not sketch.by_values)
             less, fewer = record(model, shortened(inputs, length, length - 1), call, names, not sketch.by_values)
+        except PlaitError:
+            raise
         except Exception as error:  # it cannot be shortened there
             failed = failed or f"with {length - 1} instead of {length}: {type(error).__name__}: {str(error)[:200]}"
             continue
@@ -142,9 +144,15 @@ class _Attention(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.running: Seen | None = None
+        self.between = False
+        """There was one in code between units."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.between |= self.running is None and func in (
+            F.scaled_dot_product_attention,
+            F.multi_head_attention_forward,
+        )
         if self.running is not None and func is F.scaled_dot_product_attention:
             query = args[0] if args else kwargs["query"]
             self.running.lengths.append(query.shape[-2])
@@ -172,6 +180,10 @@ def record(model: nn.Module, inputs: Any, call: Run, names: Iterable[str], fake:
             stack.callback(module.register_forward_hook(leave).remove)
         with attention:
             watched = watch(model, inputs, call, fake)
+    if attention.between:
+        raise PlaitError(Problem("P040", "attention is in code between units, which sees whole sequences",
+                                 why=f"units are {', '.join(dict.fromkeys(s.unit for s in found))}"[:200],
+                                 fix=('Job(units=("blocks.*",)) names the blocks that hold it', "cp=1")))  # fmt: skip
     return found, {place: tuple(shape) for place, shape in watched.drawn.items()}
 
 

@@ -97,7 +97,11 @@ class _Border:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = self.now = self.stretching.call(self.name)
+        given = self._given(call, args, kwargs)
         self.stretching.unit = self.name
+        return given
+
+    def _given(self, call: Call, args: Any, kwargs: Any) -> Any:
         flat, spec = named_leaves((args, kwargs))
         if not call.stretched:
             if not any(isinstance(leaf, Stretch) for _, leaf in flat):

@@ -65,6 +65,17 @@ def test_what_cannot_be_cut_is_refused(name: str) -> None:
     assert problem.code == "P040" and words in problem.why and problem.fix, caught.value
 
 
+def test_attention_between_units_is_refused() -> None:
+    """A single block is no unit unless it is named one: nothing in the model is like it."""
+    job = dataclasses.replace(
+        jobs_context.OWN["plain"](), model=lambda: jobs_context.Model(jobs_context.Attention, blocks=1)
+    )
+    with pytest.raises(PlaitError) as caught:
+        verify(job, Plan.parse("cp=2"))
+    assert caught.value.codes == ["P040"] and "between units" in caught.value.problems[0].what, caught.value
+    assert verify(dataclasses.replace(job, units=("blocks.*",)), Plan.parse("cp=2"), steps=2).equal
+
+
 def test_a_model_without_a_sequence_is_refused() -> None:
     with pytest.raises(PlaitError) as caught:
         verify(next(iter(jobs_unlike.ALL.values()))(), Plan.parse("cp=2"))
