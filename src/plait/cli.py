@@ -74,14 +74,17 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"plait {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="train | verify | sketch | report | checkpoint | help", parser_class=_Parser
+        required=True, metavar="train | verify | sketch | plan | report | checkpoint | help", parser_class=_Parser
     )
     _train_options(commands.add_parser("train", help="train a job under a plan"))
     _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
     _sketch_options(
         commands.add_parser("sketch", help="show what a job's model costs, unit by unit, without running it")
     )
-    _report_options(commands.add_parser("report", help="draw a step of a run: what each rank did, measured and predicted"))
+    _plan_options(commands.add_parser("plan", help="show which layers a plan cuts, how, and what stays whole and why"))
+    _report_options(
+        commands.add_parser("report", help="draw a step of a run: what each rank did, measured and predicted")
+    )
     _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
     helping = commands.add_parser("help", help="explain an error code, such as P012")
     helping.add_argument("code", nargs="?")
@@ -154,9 +157,24 @@ def _sketch_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_sketch)
 
 
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    parser.add_argument("--plan", help='one line such as "tp=2", or a TOML file')
+    parser.add_argument("--show", choices=("tensor",), help="what to show of the plan: the slices of tp")
+    parser.set_defaults(run=_planned)
+
+
+def _planned(options: Any) -> int:
+    from plait.slicetable import run
+
+    return run(options)
+
+
 def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", nargs="?", default="runs/latest", help="a run directory (runs/latest)")
-    parser.add_argument("--timeline", action="store_true", help="write RUN/timeline.html and RUN/trace.json, for Perfetto")
+    parser.add_argument(
+        "--timeline", action="store_true", help="write RUN/timeline.html and RUN/trace.json, for Perfetto"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="which step to draw (one that took the median time)")
     parser.add_argument("--open", action="store_true", help="open the picture in a browser")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
@@ -202,13 +220,8 @@ def _train(options: Any) -> int:
         if getattr(options, name) is not None and getattr(options, name) < least
     ]
     if options.scale_lr and not options.batch:
-        problems.append(
-            Problem(
-                "U002",
-                f"--scale-lr {options.scale_lr} needs --batch",
-                why="the rule compares it with the job's own batch",
-            )
-        )
+        why = "the rule compares it with the job's own batch"
+        problems.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
     try:
         shown = tuple(int(r) for r in options.ranks.split(","))
     except ValueError:

@@ -42,8 +42,6 @@ class Evaluate:
     data: Callable[[], Any]
     metrics: Callable[[Any, Any], dict[str, Any]]
     every: int = 0
-    tensor: Mapping[str, str] | None = None
-    """Pattern of module names -> "column", "row", "vocabulary" or "whole": slices instead of those that are found."""
 
     def __post_init__(self) -> None:
         problems = [*_wrong_fields(self)]
@@ -86,6 +84,8 @@ class Job:
     """Names of the first unit of each pipeline stage but the first, instead of the cuts that are found."""
     units: tuple[str, ...] | None = None
     """Names of the modules to split by, such as "layers.*", when the automatic choice is not wanted."""
+    tensor: Mapping[str, str] | None = None
+    """Pattern of module names -> "column", "row", "vocabulary" or "whole": slices instead of those that are found."""
 
     def __post_init__(self) -> None:
         problems = [*_wrong_fields(self)]

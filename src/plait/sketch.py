@@ -137,6 +137,10 @@ class Sketch:
     mixtures: tuple[Mixture, ...] = ()
     """Layers with experts; found only for a plan that shares them out."""
 
+    def has(self, module: str) -> bool:
+        """Whether a module lies in a unit of this sketch."""
+        return any(f"{module}.".startswith(f"{unit.name}.") for unit in self.units)
+
     def local(self, rank: int) -> "Sketch":
         """The sketch of a rank's slices: the same model with smaller parameters."""
         cuts = {cut.parameter: cut for cut in self.cuts}

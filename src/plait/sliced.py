@@ -18,6 +18,7 @@ from plait.ranges import Rows
 from plait.regions import enter, part, total
 from plait.resizing import Resized
 from plait.slices import Argument, Cut, Group, Integer
+from plait.torchseam import tree_map_only
 from plait.windows import Axis
 
 
@@ -71,7 +72,9 @@ class Region:
             column = model.get_submodule(name)
             column.register_forward_pre_hook(self._enter, with_kwargs=True)
             if isinstance(column, nn.MultiheadAttention):
-                column.__class__ = type(type(column).__name__, (_Heads, type(column)), {"_first": ranks.rank() * column.num_heads})
+                column.__class__ = type(
+                    type(column).__name__, (_Heads, type(column)), {"_first": ranks.rank() * column.num_heads}
+                )
         row = model.get_submodule(group.row)
         if ranks.rank() > 0:
             silence(row)
@@ -96,20 +99,35 @@ class Region:
         return total(output, self.ranks)
 
     def _wrap(self, module: nn.Module, argument: Argument) -> None:
+        replaced: list[tuple[Tensor, Tensor]] = []
+
         def wrap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            given = kwargs if isinstance(argument.key, str) else args
-            value = given[argument.key] if argument.key in kwargs or isinstance(argument.key, int) else None
+            replaced.clear()
+            named = isinstance(argument.key, str)
+            value = kwargs.get(argument.key) if named else args[argument.key] if argument.key < len(args) else None
             if not isinstance(value, Tensor):
                 return args, kwargs
-            if argument.dim is None:
-                value = enter(value, self.ranks)
-            elif value.shape[argument.dim] > 1:  # 1 is broadcast over the ranks' slices too
-                value = part(value, argument.dim, Rows.even(value.shape[argument.dim], self.ranks.size()), self.ranks)
-            if isinstance(argument.key, str):
-                return args, {**kwargs, argument.key: value}
-            return (*args[: argument.key], value, *args[argument.key + 1 :]), kwargs
+            mine = self._part(value, argument.dim)
+            replaced.append((mine, value))
+            if named:
+                return args, {**kwargs, argument.key: mine}
+            return (*args[: argument.key], mine, *args[argument.key + 1 :]), kwargs
+
+        def handed_on(module: nn.Module, args: Any, output: Any) -> Any:
+            """A module may return what it was given: others must get it as it was."""
+            back = lambda t: next((value for mine, value in replaced if t is mine), t)  # noqa: E731
+            output = tree_map_only(Tensor, back, output) if replaced else output
+            replaced.clear()
+            return output
 
         module.register_forward_pre_hook(wrap, with_kwargs=True)
+        module.register_forward_hook(handed_on)
+
+    def _part(self, value: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return enter(value, self.ranks)
+        rows = value.shape[dim]  # one row is broadcast over the ranks' slices too
+        return value if rows == 1 else part(value, dim, Rows.even(rows, self.ranks.size()), self.ranks)
 
 
 class Drawn:
@@ -149,7 +167,9 @@ class _Silent(nn.Module):
     @property
     def bias(self) -> Tensor:
         """Zeros in the place of the parameter, which stays registered under its name."""
-        return torch.zeros_like(self._parameters["bias"].detach())  # type: ignore[union-attr]
+        bias = self._parameters["bias"]
+        assert bias is not None
+        return torch.where(torch.zeros((), dtype=torch.bool, device=bias.device), bias, 0.0)  # its gradient: zeros
 
 
 def resize(container: nn.Module, ranks: int) -> None:

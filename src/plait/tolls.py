@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from plait.ranges import Rows
 from plait.regions import Absent
 from plait.sketch import PROBES, Figure
-from plait.slices import Slices
+from plait.slices import Argument, Slices
 from plait.spread import Spread
 from plait.vocabulary import rows
 from plait.watching import watch
@@ -49,8 +49,10 @@ class Listening:
             for name in group.columns:
                 self._hook(model, name, self._entering(group.row, seen), pre=True)
             for argument in group.arguments:
-                self._hook(model, argument.module, self._argument(argument.key, argument.dim), pre=True)
-            packed = isinstance(model.get_submodule(group.container), nn.MultiheadAttention)  # calls no module of its own
+                self._hook(model, argument.module, self._argument(argument), pre=True)
+            packed = isinstance(
+                model.get_submodule(group.container), nn.MultiheadAttention
+            )  # calls no module of its own
             self._hook(model, group.container if packed else group.row, self._leaving(group.row, seen))
         for name in slices.vocabulary:
             made = self._table if isinstance(model.get_submodule(name), nn.Embedding) else self._head
@@ -86,17 +88,19 @@ class Listening:
 
         return entering
 
-    def _argument(self, key: int | str, dim: int | None) -> Callable[..., None]:
+    def _argument(self, argument: Argument) -> Callable[..., None]:
+        key, dim = argument.key, argument.dim
+
         def entering(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            value = kwargs.get(key) if isinstance(key, str) else args[key]
+            value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             if not (isinstance(value, Tensor) and value.requires_grad):
                 return
             if dim is None:
-                self._note("allreduce_", "", "backward", value)
+                self._note("allreduce_", argument.module, "backward", value)
             elif value.shape[dim] > 1:  # its parts travel from each rank to each
                 mine = value.narrow(dim, 0, value.shape[dim] // self.absent.ranks)
                 for op in ("send", "recv_") * (self.absent.ranks - 1):
-                    self._note(op, "", "backward", mine)
+                    self._note(op, argument.module, "backward", mine)
 
         return entering
 

@@ -192,7 +192,7 @@ class _Watcher(TorchFunctionMode):
         if training and train and p > 0.0:
             shape = draws.mask_shape(func, input)
             self.seen.drawn[self.place()] = shape
-            if self.meter is not None:  # a mask is multiplied with, and kept for backward
+            if torch.is_grad_enabled():  # a mask is multiplied with, and kept for backward
                 mask = input.new_ones(shape)
                 return input.mul_(mask) if inplace else input * mask
         return input

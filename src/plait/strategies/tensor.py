@@ -39,6 +39,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from plait import vocabulary
 from plait.across import added_up
 from plait.errors import Problem
@@ -74,6 +76,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def apply(built: Any) -> None:
     model, rank, ranks = built.model, built.at["tp"], built.groups["tp"]
     slices = built.sketch.slices
+    torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
     regions = [g for g in slices.groups if all(c.parameter in built.own for c in g.cuts)]
     mine = {id(p) for p in built.own.values()}
     tables = [m for m in slices.vocabulary if all(id(p) in mine for p in model.get_submodule(m).parameters())]
@@ -101,7 +104,15 @@ def apply(built: Any) -> None:
 def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan) -> Sketch:
     """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples, and whether
     the run is `verify`'s, in which nothing becomes float32."""
-    found = find(made.model, batches[0], call, plan.tp)
+    found = find(made.model, batches[0], call, plan.tp, job.tensor)
+    if plan.pp > 1:  # what crosses between stages is whole
+        inside = tuple(g for g in found.groups if sketch.has(g.container))
+        kept = [
+            (g.row, 0.0, "its slices go through several units, which stages may part")
+            for g in found.groups
+            if g not in inside
+        ]
+        found = replace(found, groups=inside, whole=(*found.whole, *kept))
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
     shares = [n for g in found.groups for n in g.partial] + [names[id(b)] for b in biases if b is not None]
@@ -129,7 +140,11 @@ def _sums(built: Any, cuts: dict[str, Cut]) -> None:
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     """A sum where each pair of cuts ends, one back where it begins, what the loss asks of a head; then the gradients."""
+    last = role.layout is None or role.layout.owner[-1] == role.index(plan)
     for toll in sketch.tolls:
+        here = sketch.has(toll.module) or not (role.layout and role.layout.sketch.has(toll.module))
+        if not (last if toll.when == "loss" else here):
+            continue
         runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
         size = sum(round(toll.bytes.of(n)) for n in role.samples)
         told = f"{toll.when} pass of {toll.module}" if toll.module else "the loss, of logits that no rank has whole"
@@ -141,4 +156,6 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     for alike in sorted({a for c in sketch.cuts for a in c.alike() if len(a) > 1 and rank in a}):
         mine = [formats[c.parameter] for c in sketch.cuts if alike in c.alike() and c.parameter in formats]
         for calls, size in added_up(mine, plan):
-            yield Charge("traffic", "tp", "allreduce_", calls, size, f"gradients of slices that processes {alike} share")
+            yield Charge(
+                "traffic", "tp", "allreduce_", calls, size, f"gradients of slices that processes {alike} share"
+            )
