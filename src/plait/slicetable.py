@@ -150,10 +150,16 @@ def _pair(model: nn.Module, group: Group, sizes: dict[str, int]) -> Pair:
         tuple(inner(c) for c in group.columns),
         inner(group.row),
         _how(group, inner),
-        tuple(_changed(model, i, inner) for i in group.integers if i.module not in (*group.columns, group.row)),
+        tuple(_changed(model, i, inner) for i in group.integers if not _own_size(model, group, i)),
         tuple(inner(n) for n in (*group.partial, *bias)),
         sum(sizes[c.parameter] for c in group.cuts),
     )
+
+
+def _own_size(model: nn.Module, group: Group, integer: Integer) -> bool:
+    """Whether it is the size of a layer that is cut, which says nothing new."""
+    layer = integer.module in (*group.columns, group.row)
+    return layer and not isinstance(model.get_submodule(integer.module), nn.MultiheadAttention)
 
 
 def _inside(container: str) -> Callable[[str], str]:
