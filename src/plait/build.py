@@ -173,11 +173,11 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     built.shares = made.shares
     transformers.adapt(made.model)
     _meet(built)
+    if expert.wanted(plan):
+        built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
     if plan.tp > 1:
         pairs = lambda n: move(data_module.first_samples(example, n), device, cast)  # noqa: E731
         built.sketch = tensor.sliced(built.sketch, made, (inputs, pairs, cast is torch.float64), once, job, plan)
-    if expert.wanted(plan):
-        built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
     built.whole = built.sketch
     for strategy in ORDER:
         if strategy.wanted(plan):

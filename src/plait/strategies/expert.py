@@ -69,8 +69,8 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile, f"tp={plan.tp}": plan.tp > 1}
-    others |= {f"cp={plan.cp}": plan.cp > 1, f"offload={plan.offload}": plan.offload != "none"}
+    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile} | {f"cp={plan.cp}": plan.cp > 1}
+    others |= {f"offload={plan.offload}": plan.offload != "none"}
     for key, given in others.items():
         if given:
             yield Problem("P050", f"ep={plan.ep} does not work with {key}", fix=(f'--plan "ep={plan.ep}"',))

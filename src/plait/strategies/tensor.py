@@ -37,6 +37,7 @@ Paper
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ from plait.mesh import group_of
 from plait.plan import Plan
 from plait.sketch import Sketch
 from plait.sliced import Drawn, Region, cut_parameters, layout_of, set_integer
-from plait.slices import Cut
+from plait.slices import Cut, Group, Slices
 from plait.slicing import find
 from plait.strategies.recompute import again
 from plait.strategies.strategy import Charge, Role
@@ -101,18 +102,30 @@ def apply(built: Any) -> None:
     built.sketch = built.sketch.local(rank)
 
 
+def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan: Plan) -> Slices:
+    """The slices of a job's model that can be cut under a plan."""
+    found = find(model, inputs, call, plan.tp, job.tensor)
+    sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
+    share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
+    reasons = [(group, _whole(group, sketch, plan)) for group in found.groups]
+    kept = [(group.row, share(group), why) for group, why in reasons if why]
+    whole = tuple(sorted((*found.whole, *kept), key=lambda row: -row[1]))
+    return replace(found, groups=tuple(group for group, why in reasons if not why), whole=whole)
+
+
+def _whole(group: Group, sketch: Sketch, plan: Plan) -> str:
+    """Why a group of slices stays whole under a plan, or nothing."""
+    if plan.pp > 1 and not sketch.has(group.container):  # what crosses between stages is whole
+        return "its slices go through several units, which stages may part"
+    if any(cut.parameter in mixture.names for mixture in sketch.mixtures for cut in group.cuts):
+        return f"its expert is one of those that ep={plan.ep} shares out"
+    return ""
+
+
 def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan) -> Sketch:
     """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples, and whether
     the run is `verify`'s, in which nothing becomes float32."""
-    found = find(made.model, batches[0], call, plan.tp, job.tensor)
-    if plan.pp > 1:  # what crosses between stages is whole
-        inside = tuple(g for g in found.groups if sketch.has(g.container))
-        kept = [
-            (g.row, 0.0, "its slices go through several units, which stages may part")
-            for g in found.groups
-            if g not in inside
-        ]
-        found = replace(found, groups=inside, whole=(*found.whole, *kept))
+    found = slices_of(sketch, made.model, batches[0], call, job, plan)
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
     shares = [n for g in found.groups for n in g.partial] + [names[id(b)] for b in biases if b is not None]
