@@ -21,7 +21,7 @@ from plait.job import Job, load_job
 from plait.outline import short
 from plait.plan import Plan
 from plait.slices import Cut, Group, Integer, Slices
-from plait.slicing import find
+from plait.strategies import tensor
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ def run(options: Any) -> int:
 def shown(job: Job, plan: Plan) -> Shown:
     """What a plan with `tp` cuts of a job's model. Nothing of it is trained, and no process is started."""
     check_plan(job, plan)
-    model, _ = sketched(job)
+    model, sketch = sketched(job)
     samples = data.checked(job.data(), "Job(data=…)")
     example = samples if data.is_map(samples) else job.data()
-    found = find(model, lambda n: data.first_samples(example, n)[0], call, plan.tp, job.tensor)
+    inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
+    found = tensor.slices_of(sketch, model, inputs, call, job, plan)
     return summary(model, found, plan.tp)
 
 
