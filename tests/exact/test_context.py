@@ -120,7 +120,7 @@ def test_evaluation(context: str) -> None:
         right = (outputs.argmax(-1) == targets).double().mean(1)
         return {"right": right, "size": outputs.double().square().mean((1, 2))}
 
-    job = jobs_context.OWN["gpt"]()
+    job = jobs_context.OWN["plain"]()
     job = dataclasses.replace(job, evaluate=Evaluate(job.data, metrics))
 
     def evaluated(plan: str) -> Any:
@@ -135,11 +135,12 @@ def test_evaluation(context: str) -> None:
         assert found.keys() == one.keys() and all(abs(found[k] - one[k]) < 1e-12 for k in one), (one, found)
 
 
-def test_a_wrong_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check is only as good as verify: masks cut by the wrong rows do not get past it."""
+def test_a_wrong_mask_is_seen_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = attending.Asked.rows
     monkeypatch.setattr(attending.Asked, "rows", lambda self, held: _rolled(rows(self, held)))
-    assert not verify(jobs_context.OWN["biased"](), Plan.parse("cp=2"), steps=1).equal
+    with pytest.raises(PlaitError) as caught:
+        verify(jobs_context.OWN["biased"](), Plan.parse("cp=2"), steps=1)
+    assert caught.value.codes == ["P040"] and "differs" in caught.value.problems[0].why
 
 
 def _rolled(mask: Tensor | None) -> Tensor | None:
