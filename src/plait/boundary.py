@@ -6,8 +6,8 @@ from math import prod
 import torch
 
 from plait.cutting import Cut
-from plait.sketch import UnitCall
 from plait.templates import Slot
+from plait.unitcalls import UnitCall
 
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and number format of a message."""

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from plait.sketch import Sketch, Unit, UnitCall
+from plait.sketch import Sketch
+from plait.unitcalls import Unit, UnitCall
 
 SCALES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 COLUMNS = ("unit", "kind", "calls", "parameters", "flops", "saved", "output", "needs")

@@ -21,67 +21,15 @@ from plait import randomness, units
 from plait.metering import MeteredCall
 from plait.mixtures import Mixture
 from plait.slices import Cut, Slices
-from plait.templates import NOTHING, Template, template
+from plait.templates import template
 from plait.torchseam import fake_failures
+from plait.unitcalls import ZERO, Figure, Unit, UnitCall
 from plait.watching import Call, Watched, channels_of, watch
 
 ROUNDS = 8
 """Pairs of runs for a model that decides at random what to run."""
 PROBES = (3, 5)
 """The two batch sizes of the runs: odd, so that dims of the model rarely have them."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A quantity of one unit call in a batch of n samples: fixed + each * n."""
-
-    fixed: float
-    each: float
-
-    def of(self, samples: float) -> float:
-        """The quantity in a batch of so many samples."""
-        return self.fixed + self.each * samples
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A submodule that is not cut further: the grain of sharding, recompute, stages and timing."""
-
-    name: str
-    kind: str
-    """The module's class."""
-    parameters: tuple[str, ...]
-    """Names of its parameters (as `named_parameters` of the whole model has them)."""
-    weights: int
-    """Bytes of its parameters."""
-    closed: bool
-    """Its parameters are used inside its own calls only: not tied to another unit's, not touched by code around it."""
-    repeated: bool
-    """One of several sisters of the same class: a block."""
-
-
-@dataclass(frozen=True)
-class UnitCall:
-    """One call of a unit, in the order of the forward pass. Figures are those of the forward pass."""
-
-    unit: str
-    needs: tuple[int, ...]
-    """Earlier calls whose outputs its inputs depend on, through the model's own code between units."""
-    flops: Figure
-    inputs: Figure
-    """Bytes of the tensors it is given."""
-    output: Figure
-    """Bytes of the tensors it returns."""
-    saved: Figure
-    """Bytes that autograd keeps for its backward, parameters and what was kept before it not counted."""
-    backward: bool = True
-    """Its output can be differentiated: something in it or before it is trained, and it runs with gradients on."""
-    writes: bool = False
-    """It changes a tensor that it is given, in place."""
-    leaks: tuple[int, ...] = ()
-    """Later calls (-1: code between units) that get what it computed by another way than through its output."""
-    template: Template = NOTHING
-    """The structure of what it returns."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +64,9 @@ class Sketch:
     """Calls whose outputs the model's output depends on."""
     rest: tuple[str, ...] = ()
     """Parameters that belong to no unit: the model's own, used by the code between units."""
-    flops_between: Figure = Figure(0.0, 0.0)
+    flops_between: Figure = ZERO
     """Floating-point operations of the code between units."""
-    saved_between: Figure = Figure(0.0, 0.0)
+    saved_between: Figure = ZERO
     """Bytes that the code between units keeps for backward, besides what units keep too."""
     differentiates: bool = False
     """True when the forward pass asks for derivatives itself."""

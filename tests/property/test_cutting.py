@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from plait.cutting import SLACK, Cut, across, check, costs, cut
 from plait.errors import PlaitError
-from plait.sketch import Figure, Sketch, Unit, UnitCall
+from plait.sketch import Sketch
+from plait.unitcalls import Figure, Unit, UnitCall
 
 
 @st.composite

@@ -24,8 +24,9 @@ from plait.cli import main
 from plait.errors import PlaitError
 from plait.job import load_job
 from plait.outline import outline, short
-from plait.sketch import Figure, Sketch, UnitCall, sketch
+from plait.sketch import Sketch, sketch
 from plait.templates import NOTHING
+from plait.unitcalls import Figure, UnitCall
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
