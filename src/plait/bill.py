@@ -249,6 +249,8 @@ def _notes(plan: Plan) -> Iterable[str]:
         yield f"the {plan.dp - 1} other copies of the model that threads of this process compute with"
     if plan.pp > 1:
         yield f"pp={plan.pp}: these are the bytes of a rank that has the whole model"
+    if plan.cp > 1:
+        yield f"cp={plan.cp}: these are the activations of whole sequences; a rank keeps about 1/{plan.cp} of them"
     if plan.ep > 1:
         yield f"ep={plan.ep}: these are the bytes of a rank that has all experts"
 
