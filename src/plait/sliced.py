@@ -103,15 +103,15 @@ class Region:
 
         def wrap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             replaced.clear()
-            named = isinstance(argument.key, str)
-            value = kwargs.get(argument.key) if named else args[argument.key] if argument.key < len(args) else None
+            key = argument.key
+            value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             if not isinstance(value, Tensor):
                 return args, kwargs
             mine = self._part(value, argument.dim)
             replaced.append((mine, value))
-            if named:
-                return args, {**kwargs, argument.key: mine}
-            return (*args[: argument.key], mine, *args[argument.key + 1 :]), kwargs
+            if isinstance(key, str):
+                return args, {**kwargs, key: mine}
+            return (*args[:key], mine, *args[key + 1 :]), kwargs
 
         def handed_on(module: nn.Module, args: Any, output: Any) -> Any:
             """A module may return what it was given: others must get it as it was."""
@@ -158,17 +158,24 @@ class _Heads(nn.MultiheadAttention):
 
 
 def silence(row: nn.Module) -> None:
-    """A row's bias must be added once: on all ranks but the first it is zero."""
-    if row._parameters.get("bias") is not None:
-        row.__class__ = type(row.__class__.__name__, (_Silent, row.__class__), {})
+    """A row's bias must be added once: on all ranks but the first it is zero while the row is called."""
+    if row._parameters.get("bias") is None:
+        return
+    row.__class__ = type(row.__class__.__name__, (_Silent, row.__class__), {"_silent": False})
+    row.register_forward_pre_hook(lambda module, args: module.__dict__.update(_silent=True))
+    row.register_forward_hook(lambda module, args, output: module.__dict__.update(_silent=False), always_call=True)
 
 
 class _Silent(nn.Module):
+    _silent: bool
+
     @property
     def bias(self) -> Tensor:
-        """Zeros in the place of the parameter, which stays registered under its name."""
+        """Zeros in the place of the parameter, for the layer's own code; whoever shards or saves it sees the parameter."""
         bias = self._parameters["bias"]
         assert bias is not None
+        if not self._silent:
+            return bias
         return torch.where(torch.zeros((), dtype=torch.bool, device=bias.device), bias, 0.0)  # its gradient: zeros
 
 

@@ -6,7 +6,7 @@ any size: see `slicing.py`.
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
@@ -261,7 +261,9 @@ def text(found: Shown, job: str) -> str:
     lines = [
         f"job     {job}, tp={found.tp}: each process holds {short(found.held)} of {short(found.parameters)} parameters"
     ]
-    rows = [("cut", "", "blocks", "columns → row", "parameters", "how", "changed in its code", "gradients summed")]
+    rows: list[tuple[str, ...]] = [
+        ("cut", "", "blocks", "columns → row", "parameters", "how", "changed in its code", "gradients summed")
+    ]
     for p in found.pairs:
         rows.append((p.block, p.kind, str(p.count), f"{', '.join(p.columns)} → {p.row}", short(p.parameters), "; ".join(p.how),
                      ", ".join(p.changed) or "–", ", ".join(p.summed) or "–"))  # fmt: skip
@@ -286,7 +288,7 @@ def text(found: Shown, job: str) -> str:
     return "\n".join([*lines, *(["", *_aligned(rows, right=(1, 2))] if len(rows) > 1 else [])])
 
 
-def _aligned(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+def _aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = [[c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows]
     return ["  ".join(row).rstrip() for row in cells]
