@@ -65,7 +65,7 @@ class Stages:
 
     def drop(self, names: set[str]) -> None:
         """Replace parameters by fake ones: they live on other stages."""
-        hollow(self.model, names, self.device)
+        hollow(self.model, names, self.device, self.fakes)
 
     def install(self) -> None:
         """From now on units run only where they belong."""
@@ -132,10 +132,10 @@ class Stages:
         return self.sketch.calls[call].template
 
 
-def hollow(model: nn.Module, names: set[str], device: torch.device) -> None:
-    """Replace parameters by fake ones, which take no memory: other ranks hold them."""
+def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
+    """Replace parameters by fake ones, which take no memory: other ranks hold them. `fakes`: the mode they belong to."""
     gone: dict[int, nn.Parameter] = {}
-    fakes, named = FakeTensorMode(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
+    fakes, named = fakes or FakeTensorMode(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if named.get(id(parameter)) in names:
