@@ -2,21 +2,31 @@
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jobs_pipeline
+import jobs_real
 import pytest
 import torch
 from launched import TEST_JOB, Command, rows
 from saved import tensors
 
+import plait
 from plait import gathering
+from plait.engine import Engine
+from plait.launch import here
+from plait.launch.place import Place
+from plait.plan import Plan
 from run.test_train import ledger
 
 STEPS = 24
 ARGV = ("train", TEST_JOB, "--save-every", "3", "--job.steps", str(STEPS), "--job.pause", "0.005")
 LAYOUTS = ("dp=4", "fsdp=2", "dp=1", "dp=2 fsdp=2", "fsdp=3 zero=1 recompute=full", "fsdp=2 microbatches=2 zero=2 offload=optimizer",
            "dp=2 microbatches=2", "fsdp=4 recompute=selective offload=all", "pp=2 microbatches=2",
-           "pp=2 dp=2 microbatches=2 schedule=zb", "pp=2 fsdp=2 recompute=full")  # fmt: skip
+           "pp=2 dp=2 microbatches=2 schedule=zb", "pp=2 fsdp=2 recompute=full", "tp=2", "fsdp=2 tp=2 microbatches=2",
+           "tp=4 offload=optimizer")  # fmt: skip
 TOLERANCE = 1e-9
 
 
@@ -80,6 +90,47 @@ def test_resumed_with_stages_and_without(whole: dict[str, torch.Tensor], tmp_pat
     check(tmp_path, whole)
 
 
+def test_resumed_with_slices_and_without(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    trained(tmp_path, ("tp=2", "fsdp=2", "dp=2 tp=2", "pp=2 microbatches=2", "tp=4", "dp=1"), random.Random(3))
+    check(tmp_path, whole)
+
+
+def losses(job: plait.Job, plan: str, folder: Path) -> list[float]:
+    """Of three steps more, from the checkpoint in the folder, if there is one; a checkpoint is left behind."""
+
+    def run(place: Place) -> dict[str, list[float]]:
+        engine = Engine(replace(job, steps=100), plan, place=place, directory=folder, cast=torch.float64)
+        engine.resume(missing_ok=True)
+        source = engine.batches()
+        found = [engine.step(next(source)).loss for _ in range(3)]
+        engine.save()
+        return {"losses": found}
+
+    told = here.run(run, Plan.parse(plan).world)
+    assert all(other == told[0] for other in told)
+    return told[0]["losses"]
+
+
+FUSED = ("tp=2", "fsdp=2", "pp=2 tp=2 microbatches=2", "dp=1", "fsdp=2 tp=2", "pp=2 microbatches=2", "tp=2", "dp=2")
+SHARED = ("tp=4", "dp=1", "tp=2", "fsdp=2", "tp=4 fsdp=2")
+
+
+@pytest.mark.parametrize(
+    "job, plans",
+    (
+        (jobs_pipeline.gpt2, FUSED[:4]), (jobs_real.llama, SHARED[:3]),
+        pytest.param(jobs_pipeline.gpt2, FUSED, marks=pytest.mark.prove),
+        pytest.param(jobs_real.llama, SHARED, marks=pytest.mark.prove),
+    ),
+    ids=("fused", "shared", "fused-more", "shared-more"),
+)  # fmt: skip
+def test_slices_of_several_ranges_are_resumed(job: Any, plans: tuple[str, ...], tmp_path: Path) -> None:
+    """Query, key and value in one matrix: a rank's slice is three ranges of it. Heads that two ranks share."""
+    alone = [loss for _ in plans for loss in losses(job(), "dp=1", tmp_path / "whole")]
+    found = [loss for plan in plans for loss in losses(job(), plan, tmp_path / "parts")]
+    assert found == pytest.approx(alone, rel=1e-9)
+
+
 @pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.prove) for s in range(2, 40))])
 def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Path, seed: int) -> None:
     moments = random.Random(f"layouts {seed}")
@@ -91,7 +142,7 @@ def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Pat
     "fault, code, layout",
     (
         ("kill", "C003", "dp=2 fsdp=2"), ("raise", "C005", "fsdp=3"), pytest.param("stop", "C001", "fsdp=3", marks=pytest.mark.prove),
-        ("kill", "C003", "pp=2 microbatches=2"), ("raise", "C005", "pp=2 dp=2"),
+        ("kill", "C003", "pp=2 microbatches=2"), ("raise", "C005", "dp=2 tp=2"), ("raise", "C005", "pp=2 dp=2"),
         pytest.param("stop", "C001", "pp=2 microbatches=2", marks=pytest.mark.prove),
     ),
 )  # fmt: skip

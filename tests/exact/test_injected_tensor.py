@@ -1,0 +1,157 @@
+"""Bugs of slices, each injected before the workers are forked; verify sees every one, and names the right parameter."""
+
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from jobs import Tokens, language_loss, make
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait import regions, sliced, vocabulary
+from plait.across import Across
+from plait.errors import DIFFERENT
+from plait.plan import Plan
+from plait.slices import Cut
+from plait.strategies import tensor
+from plait.verify import verify
+
+WIDTH, HEAD = 8, 4
+
+
+class Attention(nn.Module):
+    """Four heads of queries with a norm on each, two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = 2
+        self.norm, self.q_norm = nn.LayerNorm(WIDTH), nn.RMSNorm(HEAD)
+        self.q, self.o = nn.Linear(WIDTH, 4 * HEAD), nn.Linear(4 * HEAD, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 2 * HEAD), nn.Linear(WIDTH, 2 * HEAD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (y.unflatten(-1, (-1, HEAD)).transpose(1, 2) for y in (self.q(h), self.k(h), self.v(h)))
+        k, v = (y.repeat_interleave(self.groups, 1) for y in (k, v))
+        y = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """An embedding, two attentions, a pair with dropout between, a head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(17, WIDTH), nn.Linear(WIDTH, 17)
+        self.blocks = nn.ModuleList([Attention(), Attention()])
+        self.up, self.drop, self.down = nn.Linear(WIDTH, 16), nn.Dropout(dropout), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h + self.down(self.drop(self.up(h).relu())))
+
+
+def job(dropout: float = 0.0) -> Any:
+    return make(lambda: Model(dropout), Tokens, language_loss, weight=lambda t: (t != -100).sum())
+
+
+def sees(given: Any, plan: str, probe: str, name: str) -> None:
+    verdict = verify(given, Plan.parse(plan))
+    wrong = {p.code: p.name for p in verdict.probes if not p.equal}
+    assert verdict.exit_code == DIFFERENT
+    assert probe in wrong, verdict.to_dict()
+    assert name in (wrong[probe] if probe != "U2" else name), verdict.to_dict()
+
+
+@pytest.mark.parametrize("plan", ("tp=2", "tp=4"))
+def test_without_a_bug(plan: str) -> None:
+    """Otherwise what follows would prove nothing."""
+    assert verify(job(0.2), Plan.parse(plan)).equal
+
+
+def test_the_gradient_of_what_enters_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is before a pair gets one rank's share. The last pair and the head are right, and all slices of them."""
+    monkeypatch.setattr(regions._Enter, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    sees(job(), "tp=2", "G", "embed.weight")
+
+
+def test_the_gradient_of_what_enters_summed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with one sum for each column that is given the same tensor, when there is one before them all."""
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return regions.summed(regions.summed(grad, ctx.group), ctx.group), None
+
+    monkeypatch.setattr(regions._Enter, "backward", staticmethod(backward))
+    sees(job(), "tp=2", "G", "embed.weight")
+
+
+def test_a_sum_whose_gradient_is_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adjoint of an all-reduce to all ranks is none: Megatron's g is no all-reduce in backward."""
+    monkeypatch.setattr(
+        regions._Total, "backward", staticmethod(lambda ctx, grad: (regions.summed(grad, ctx.group), None))
+    )
+    sees(job(), "tp=2", "G", "")
+
+
+def test_a_rows_bias_added_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient is right on each rank, but the forward pass adds it twice."""
+    monkeypatch.setattr(sliced, "silence", lambda row: None)
+    sees(job(), "tp=2", "G", "")
+
+
+def without(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """Gradients of parameters with this word in their name are not added up."""
+    real = Across._add_up
+
+    def add_up(self: Any, names: list[str], group: Any) -> None:
+        real(self, [n for n in names if word not in n], group)
+
+    monkeypatch.setattr(Across, "_add_up", add_up)
+
+
+def test_gradients_of_norms_on_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank has whole norms and its own heads."""
+    without(monkeypatch, "q_norm")
+    sees(job(), "tp=2", "G", "q_norm.weight")
+
+
+def test_gradients_of_shared_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four ranks hold the same head of keys, and each its own queries."""
+    real = Cut.alike
+    monkeypatch.setattr(Cut, "alike", lambda self: [(rank,) for alike in real(self) for rank in alike])
+    sees(job(), "tp=4", "G", ".k.")
+
+
+def test_masks_of_another_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank drops what the other one should."""
+    monkeypatch.setattr(tensor, "Drawn", lambda groups, rank, ranks: sliced.Drawn(groups, (rank + 1) % ranks, ranks))
+    sees(job(0.3), "tp=2", "G", "")
+
+
+def test_the_same_mask_for_every_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank draws the first slice's numbers."""
+    monkeypatch.setattr(tensor, "Drawn", lambda groups, rank, ranks: sliced.Drawn(groups, 0, ranks))
+    sees(job(0.3), "tp=2", "G", "")
+
+
+def test_rows_of_the_vocabulary_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes the row before."""
+    real = vocabulary._Embedding.forward
+    monkeypatch.setattr(vocabulary._Embedding, "forward", lambda self, x: real(self, (x + 1) % 17))
+    sees(job(), "tp=2", "G", "embed.weight")
+
+
+def test_whole_parameters_count_once_for_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """21: norms and biases are on all ranks, and count once."""
+    real = Across._copies
+    monkeypatch.setattr(Across, "_copies", lambda self, name: max(1, real(self, name) // 2))
+    sees(job(), "tp=2", "U2", "")
+
+
+def test_the_norm_of_a_ranks_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """21: each rank clips by what it holds."""
+    monkeypatch.setattr(Across, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
+    sees(jobs.mlp(), "tp=2", "U2", "")

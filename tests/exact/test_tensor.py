@@ -1,0 +1,73 @@
+"""Slices of unlike models equal one device in float64, whatever else the plan says.
+
+Each plan meets a few kinds of models here; `prove` tries every model under every plan.
+"""
+
+import jobs
+import jobs_pipeline
+import jobs_real
+import jobs_unlike
+import pytest
+
+from plait.errors import PlaitError
+from plait.plan import Plan
+from plait.verify import verify
+
+PLANS = (
+    "tp=2",
+    "tp=4",
+    "tp=2 dp=2",
+    "fsdp=2 tp=2",
+    "pp=2 tp=2 microbatches=2",
+    "dp=2 fsdp=2 tp=2",
+    "tp=2 recompute=full",
+    "tp=2 recompute=selective",
+    "tp=2 microbatches=3",
+    "tp=2 offload=optimizer",
+    "tp=2 sequence_parallel=false",
+)
+JOBS = {**jobs_real.ALL, **jobs.ALL, **jobs_pipeline.LISTED, **jobs_pipeline.HARD, **jobs_unlike.ALL}
+FIRST = (
+    ("mlp", "tp=4"), ("gemma", "tp=4"), ("llama", "fsdp=2 tp=2"), ("gpt2", "pp=2 tp=2 microbatches=2"),
+    ("gpt", "tp=2 recompute=full"), ("attention", "tp=2 microbatches=3"), ("t5", "tp=2 recompute=selective"),
+    ("root_gpt", "tp=2 dp=2"), ("llama_tied", "tp=2 sequence_parallel=false"), ("deep", "dp=2 fsdp=2 tp=2"),
+    ("ragged", "tp=2 offload=optimizer"), ("chunked_tied", "fsdp=2 tp=2"), ("multihead", "tp=2 recompute=full"),
+    ("scalars", "pp=2 tp=2 microbatches=2"), ("tied_across", "fsdp=2 tp=2"), ("twice", "tp=2 microbatches=3"),
+    ("in_place", "tp=2 dp=2"), ("frozen_middle", "tp=2 recompute=selective"), ("structures", "tp=2"), ("vae", "tp=2"),
+    ("batch_norm", "tp=2 dp=2"), ("teacher", "tp=2 offload=optimizer"), ("frozen_first", "pp=2 tp=2 microbatches=2"),
+)  # fmt: skip
+UNCUT = {
+    "branches": "P024", "layer_drop": "P024", "drop_inside": "P024", "batch_norm": "P024", "objects": "P024", "forces": "P024",
+    "writes_input": "P024", "stream": "P023", "mlp": "P023", "groups": "P023", "vae": "P023", "recomputed": "P023", "odd": "P023",
+}  # fmt: skip
+"""What a pipeline of two stages refuses; see test_pipeline.py."""
+BY_MICRO_BATCH = ("batch_norm", "norm_inside", "odd", "spectral", "digits")
+
+
+def equal_or_named(name: str, text: str) -> None:
+    """Equal; or refused as a pipeline; or inexact by nature, and said so."""
+    plan = Plan.parse(text)
+    try:
+        verdict = verify(JOBS[name](), plan)
+    except PlaitError as error:
+        assert plan.pp > 1 and error.problems[0].code == UNCUT.get(name, ""), error
+        return
+    if name in BY_MICRO_BATCH and plan.microbatches > 1:
+        assert verdict.inexact and verdict.code in ("", "V010"), verdict.to_dict()
+        return
+    if name == "counted" and plan.microbatches > 1:
+        return  # it counts its own calls: another number of them is another model
+    assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
+
+
+@pytest.mark.parametrize("name, text", FIRST)
+def test_models(name: str, text: str) -> None:
+    equal_or_named(name, text)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("name", JOBS)
+def test_every_model_under_every_plan(name: str, text: str) -> None:
+    if (name, text) not in FIRST:
+        equal_or_named(name, text)
