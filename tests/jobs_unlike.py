@@ -453,6 +453,15 @@ class Hooked(Chain):
         return out + torch.stack(self.taken).mean((0, 2)).unsqueeze(-1)
 
 
+class Doubled(Chain):
+    """A hook changes what a block returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda m, a, out: out * 2)
+
+
 class Multihead(nn.Module):
     """Parameters that a module reads from its submodule without calling it (nn.MultiheadAttention)."""
 
@@ -527,7 +536,7 @@ ALL = {
     "root_uses": _tokens(RootUses), "in_place": _named(InPlace), "in_place_on_output": _named(InPlaceOnOutput),
     "structures": structures, "non_contiguous": _named(NonContiguous), "norm_inside": _named(NormInside),
     "own_checkpoint": _named(OwnCheckpoint), "kept_in_eval": _named(KeptInEval), "spectral": _named(Spectral),
-    "teacher": _named(Teacher), "forces": _named(Forces), "hooked": _named(Hooked),
+    "teacher": _named(Teacher), "forces": _named(Forces), "hooked": _named(Hooked), "doubled": _named(Doubled),
     "writes_input": _named(WritesInput), "counted": _named(Counted), "objects": _named(Objects), "aside": aside,
 
     "multihead": _tokens(Multihead), "unet": _named(UNet), "sliced_groups": sliced_groups,

@@ -175,7 +175,7 @@ class _Unit:
         if stages.cut.owner[number] != run.stage:
             stages.skip(number)
             self.number = number
-            return stages.outputs_of(number, run.samples)
+            return copied(run.received[number]) if number in run.received else stages.outputs_of(number, run.samples)
         if any(isinstance(t, FakeTensor) for t in tree_leaves((args, kwargs))):
             what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
             why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
@@ -191,7 +191,7 @@ class _Unit:
     def keep(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
 
-        What was received takes the place of an unknown only here: hooks have done their work on it where it was made.
+        What was received is put in again: hooks on the unit may see it, but have done their work on it where it was made.
         """
         run, number = self.stages.current, self.number
         if run is None or self.stages.inside or number is None:
