@@ -15,6 +15,7 @@ from torch import Tensor
 from plait.data import Batch, weigh
 from plait.digest import digests
 from plait.engine import Engine
+from plait.errors import PlaitError, Problem
 from plait.job import Job
 from plait.launch.place import Place
 from plait.ledger import BY_DATA, Ledger
@@ -39,7 +40,10 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
     role = Role()
     source = engine.batches()
     for step in range(steps):
-        batch = next(source)
+        batch = next(source, None)
+        if batch is None:
+            why = f"asked to, by Ctrl-C or SIGTERM, after {step} of {steps} steps: nothing is proved"
+            raise PlaitError(Problem("C007", "the proof was stopped", why=why, fix=("run it again",)))
         with ledger.watch() if step == 0 else nullcontext():
             rider = engine.backward(batch)
         if step == 0:
