@@ -41,11 +41,17 @@ class Listening:
         self.events: list[Event] = []
         self.waiting: list[int] = []
         """Numbers of the events after which nothing has been kept for backward."""
-        self.heads: list[Tensor] = []
+        self.heads: list[tuple[Tensor, Tensor]] = []
+        """What a head returned, and the same without a past, of which the loss is made."""
+        self.asked: list[int] = []
+        """Numbers of the events that are sent if a gradient comes to what a column was given."""
+        self.reached: set[int] = set()
+        self.returning = False
+        """The backward pass runs: what is called now is computed again by the model's own code."""
         self.absent = Absent(ranks)
         self.handles: list[Any] = []
         for group in slices.groups:
-            seen: set[int] = set()
+            seen: dict[int, tuple[Tensor, Tensor]] = {}
             for name in group.columns:
                 self._hook(model, name, self._entering(group.row, seen), pre=True)
             for argument in group.arguments:
@@ -69,9 +75,11 @@ class Listening:
         self.handles.append(register(hook, with_kwargs=True))
 
     def _note(self, op: str, module: str, when: str, x: Tensor) -> None:
-        if when == "forward":
+        if self.returning and when == "backward":
+            return  # its gradient goes the way of the first call
+        if when == "forward" and not self.returning:
             self.waiting.append(len(self.events))
-        self.events.append(Event(op, module, when, x.numel() * x.element_size()))
+        self.events.append(Event(op, module, when, x.numel() * x.element_size(), not self.returning))
 
     def ended(self) -> None:
         """A unit's call is over: what nothing was kept after is not sent again."""
@@ -79,14 +87,42 @@ class Listening:
             self.events[number] = replace(self.events[number], again=False)
         self.waiting.clear()
 
-    def _entering(self, row: str, seen: set[int]) -> Callable[..., None]:
-        def entering(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and value.requires_grad and id(value) not in seen:
-                    seen.add(id(value))
-                    self._note("allreduce_", row, "backward", value)
+    def _entering(self, row: str, seen: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+        def entered(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                return value
+            if id(value) not in seen:
+                seen[id(value)] = value, value.view_as(value)
+                if not self.returning:
+                    number = len(self.events)
+                    self.asked.append(number)
+                    seen[id(value)][1].register_hook(lambda gradient: self.reached.add(number))
+                self._note("allreduce_", row, "backward", value)
+            return seen[id(value)][1]
+
+        def entering(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return tuple(map(entered, args)), {key: entered(value) for key, value in kwargs.items()}
 
         return entering
+
+    def back(self, loss: Tensor, leaves: list[nn.Parameter]) -> None:
+        """The backward pass: what it sends, and which gradients never come. Without one that can be run, all come."""
+        heads = [(whole, local) for whole, local in self.heads if local.requires_grad]
+        if not loss.requires_grad:
+            return
+        self.returning = True
+        found = (
+            torch.autograd.grad(loss, [local for _, local in heads], retain_graph=True, allow_unused=True)
+            if heads
+            else ()
+        )
+        ends = [(loss, torch.ones_like(loss))]
+        ends += [(whole, g) for (whole, _), g in zip(heads, found) if g is not None and whole.requires_grad]
+        try:
+            torch.autograd.grad([end for end, _ in ends], leaves, [g for _, g in ends], allow_unused=True)
+        except Exception:  # a checkpoint of the older kind, or an operator without a backward on fake tensors
+            return
+        self.events = [e for i, e in enumerate(self.events) if i not in self.asked or i in self.reached]
 
     def _argument(self, argument: Argument) -> Callable[..., None]:
         key, dim = argument.key, argument.dim
@@ -104,7 +140,7 @@ class Listening:
 
         return entering
 
-    def _leaving(self, row: str, seen: set[int]) -> Callable[..., None]:
+    def _leaving(self, row: str, seen: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., None]:
         def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             seen.clear()
             self._note("allreduce_", row, "forward", output[0] if isinstance(output, tuple) else output)
@@ -119,8 +155,10 @@ class Listening:
             if args[0].requires_grad:
                 self._note("allreduce_", name, "backward", args[0])
             cut = rows(output.shape[-1], ranks)
-            local = output.narrow(-1, *cut[0][0]).detach().requires_grad_(output.requires_grad)
-            self.heads.append(local)
+            whole = output.narrow(-1, *cut[0][0])
+            local = whole.detach().requires_grad_(output.requires_grad)
+            if not self.returning:
+                self.heads.append((whole, local))
             return Spread(local, output.dim() - 1, Rows(cut), self.absent)
 
         return head
@@ -146,9 +184,8 @@ def listen(made: Made, samples: int, slices: Slices, ranks: int, units: tuple[st
     def listened(model: nn.Module, given: Any) -> Tensor:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(heard.kept, lambda x: x):
             loss = made.run(model, given)
-        heads = [t for t in heard.heads if t.requires_grad]
-        if heads and loss.requires_grad:
-            torch.autograd.grad(loss, heads, allow_unused=True)
+        with torch.enable_grad():
+            heard.back(loss, [p for p in model.parameters() if p.requires_grad])
         return loss
 
     try:
