@@ -65,7 +65,10 @@ def with_accelerate(job: Job, place: Place) -> overhead.Take:
     model = make_model(job)
     kinds = list({type(b).__name__ for b in blocks(model)})
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=kinds, cpu_offload=False
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=kinds,
+        cpu_offload=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     loader = DataLoader(job.data(), job.batch // place.world, sampler=overhead.Order(job))
@@ -120,12 +123,16 @@ def show(name: str, job: Job, result: dict[str, Any]) -> str:
     lines = [f"{name} · nproc 2 · batch {job.batch} · {len(result['seconds'])} rounds · torch {torch.__version__}"]
     lines.append(f"  {'':<20}{'ms':>8}   " + "".join(f"{'over ' + n:<26}" for n in against))
     for n, row in times.items():
-        ratios = [statistics.quantiles((a / b for a, b in zip(row, times[other])), n=4) for other in against if other != n]
+        ratios = [
+            statistics.quantiles((a / b for a, b in zip(row, times[other])), n=4) for other in against if other != n
+        ]
         text = "".join(f"{f'{r[1]:.3f} [{r[0]:.3f}, {r[2]:.3f}]':<26}" for r in ratios) if n.startswith("plait") else ""
         lines.append(f"  {n:<20}{statistics.median(row) * 1e3:>8.2f}   {text}".rstrip())
     losses = [row for n, row in zip(result["names"], result["losses"]) if n != "no communication"]
     apart = " ".join(f"{max(c) - min(c):.1e}" for c in zip(*losses))
-    lines += [f"  spans of {p}, ms: " + "  ".join(f"{n} {t:.2f}" for n, t in s.items()) for p, s in result["spans"].items()]
+    lines += [
+        f"  spans of {p}, ms: " + "  ".join(f"{n} {t:.2f}" for n, t in s.items()) for p, s in result["spans"].items()
+    ]
     return "\n".join([*lines, f"  losses at most {apart} apart in steps 1, 2, 3"]) + "\n"
 
 

@@ -69,6 +69,7 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples], "collectives": ledger.rows,
         "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
         "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+        "varies": built.sketch.host_random and bool(built.sketch.tolls),
         "idle": sorted(role.idle), "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
         "parts": {name: [part.shape, part.ranges] for name, part in parts.items()},
     }  # fmt: skip

@@ -120,7 +120,9 @@ def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
         elif field.name == "tensor":
             words = isinstance(value, Mapping) and all(isinstance(k, str) and v in SLICES for k, v in value.items())
             if value is not None and not words:
-                expected = f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None'
+                expected = (
+                    f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None'
+                )
         elif value is not None and not isinstance(value, Evaluate):
             expected = "a plait.Evaluate, or None"
         if expected:

@@ -156,6 +156,10 @@ def collectives(ranks: list[dict[str, Any]]) -> Probe:
             if a != b:
                 told = f"rank {first} called {a or 'nothing'}, rank {rank} {b or 'nothing'}"
                 return Probe("C", title, 1, 0, f"#{k + 1}", told)
+    detail = ", ".join(f"{n} × {op}" for op, n in ranks[0]["calls"].items())
+    if any(r["varies"] for r in ranks):
+        told = "; not compared with a price: what the model runs, and so what its slices send, is drawn at random"
+        return Probe("C", title, tolerance=0, detail=detail + told)
     for rank, r in enumerate(ranks):
         priced: dict[str, list[int]] = {}
         for op, n, size in r["priced"]:
@@ -166,7 +170,6 @@ def collectives(ranks: list[dict[str, Any]]) -> Probe:
             if a != b:
                 told = f"{a[0]} calls of {a[1]} bytes on rank {rank}, the price says {b[0]} of {b[1]}"
                 return Probe("C", title, 1, 0, op, told)
-    detail = ", ".join(f"{n} × {op}" for op, n in ranks[0]["calls"].items())
     idle = sorted({unit for r in ranks for unit in r["idle"]})
     told = f"; priced as seen, no gradient comes to {', '.join(idle)}" if idle else ""
     return Probe("C", title, tolerance=0, detail=detail + told)

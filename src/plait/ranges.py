@@ -90,7 +90,3 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
         elif length:
             found.append((first, length))
     return tuple(found)
-
-
-Cut = Rows
-"""The name it had first."""

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.ranges import Cut as Cut
 from plait.ranges import Rows
 
 TAG = 2**16

@@ -77,7 +77,9 @@ class Snapshot:
 
 def _view(part: Part, rect: Rect) -> Tensor:
     """The rectangle `rect` of the whole tensor, which lies within one piece of the part."""
-    piece = next(p for p in part.pieces() if overlap((p.start, tuple(p.tensor.shape)), rect) == rect or not all(rect[1]))
+    piece = next(
+        p for p in part.pieces() if overlap((p.start, tuple(p.tensor.shape)), rect) == rect or not all(rect[1])
+    )
     tensor = piece.tensor
     for dim, (first, length) in enumerate(zip(*rect)):
         tensor = tensor.narrow(dim, first - piece.start[dim], length)

@@ -55,10 +55,10 @@ def set_integer(model: nn.Module, integer: Integer) -> None:
     holder: Any = model.get_submodule(integer.module)
     *path, name = integer.path.split(".")
     for step in path:
-        inner = copy.copy(getattr(holder, step))
-        holder.__dict__[step] = inner  # a module's own __setattr__ would look for parameters
+        inner = copy.copy(vars(holder)[step])  # a module's own __setattr__ would look for parameters
+        vars(holder)[step] = inner
         holder = inner
-    setattr(holder, name, getattr(holder, name) // integer.divisor)
+    vars(holder)[name] //= integer.divisor
 
 
 class Region:

@@ -7,7 +7,6 @@ the row is given is the rank's slice of what it is given in the whole, what any 
 what the container returns, as far as anything looks at it.
 """
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ from torch.func import functional_call
 
 from plait import randomness
 from plait.resizing import Resized
-from plait.slices import Cut, Group, Integer, Ranges
+from plait.sliced import set_integer
+from plait.slices import Cut, Group, Ranges
 from plait.slicing_calls import Frame, MapCall, Still, patched, snapshot
 from plait.slicing_follow import Follow
 from plait.slicing_maps import Map
@@ -175,17 +175,6 @@ def check(containers: Iterable[Container], groups: tuple[Group, ...], seed: int 
             lines = str(error).splitlines() or [""]
             return f"its code cannot run on a slice ({type(error).__name__}: {lines[0][:120]})"
     return ""
-
-
-def set_integer(model: nn.Module, integer: Integer) -> None:
-    """Divide a number that a module's code has fixed. An object that holds it is copied for this module first."""
-    holder: Any = model.get_submodule(integer.module)
-    *path, name = integer.path.split(".")
-    for step in path:
-        inner = copy.copy(vars(holder)[step])
-        vars(holder)[step] = inner
-        holder = inner
-    vars(holder)[name] //= integer.divisor
 
 
 @contextmanager

@@ -113,7 +113,11 @@ def test_any_layout_is_read_into_any_other(data: st.DataObject, whole: dict[str,
             reader = Reader(path, manifest.files, manifest.tensors)
             for name, rects in mine.items():
                 for rect in rects:
-                    part = Part(torch.zeros(rect[1], dtype=whole[name].dtype), shapes[name], tuple(((s, n),) for s, n in zip(*rect)))
+                    part = Part(
+                        torch.zeros(rect[1], dtype=whole[name].dtype),
+                        shapes[name],
+                        tuple(((s, n),) for s, n in zip(*rect)),
+                    )
                     reader.check(name, part)
                     reader.read(name, part)
                     assert same(part.tensor, inside(whole[name], rect)), (name, rect)

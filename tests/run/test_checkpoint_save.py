@@ -192,7 +192,10 @@ def test_state_of_another_shape_belongs_to_a_whole_parameter(tmp_path: Path, mon
     again.checkpoints = type(again.checkpoints)(tmp_path / "b")
     assert same(tensors(path), tensors(again.save()))
     weight = again.model[0].weight.detach()
-    half = {**again.built.parts(), "0.weight": Part(weight[:4], tuple(weight.shape), (((0, 4),), ((0, weight.shape[1]),)))}
+    half = {
+        **again.built.parts(),
+        "0.weight": Part(weight[:4], tuple(weight.shape), (((0, 4),), ((0, weight.shape[1]),))),
+    }
     monkeypatch.setattr(again.built, "parts", lambda: half)
     for act in (again.save, again.resume):
         again.position = dataclasses.replace(again.position, step=9)

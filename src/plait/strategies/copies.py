@@ -70,7 +70,9 @@ def apply(built: Any) -> None:
     batchnorm.synchronise(built.model, built.sketch.batch_norms, built.peers)
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else ""
     rider = 0 if built.plan.across else rider_of(built.plan)
-    built.reducer = Reducer([p for n, p in built.own.items() if p.requires_grad and n not in built.experts], built.copies, rider)
+    built.reducer = Reducer(
+        [p for n, p in built.own.items() if p.requires_grad and n not in built.experts], built.copies, rider
+    )
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:

@@ -89,7 +89,9 @@ def apply(built: Any) -> None:
     half = plan_format(plan) if built.cast is None else None
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
-        "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in built.own.keys() - built.experts},
+        "ignored_params": {
+            p for n, p in model.named_parameters() if not divides(p.shape) or n not in built.own.keys() - built.experts
+        },
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
