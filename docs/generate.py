@@ -2,6 +2,7 @@
 
     python docs/generate.py             both; `make docs` does this
     python docs/generate.py techniques  only one of them
+    python docs/generate.py matrix      matrix.md, which takes long: see matrix.py
 
 Every technique is explained where it is implemented, at the top of its file. To change docs/techniques.md, change that.
 """
@@ -131,8 +132,12 @@ def verification() -> str:
 
 
 def main() -> None:
-    """Write what was asked for, both by default."""
+    """Write what was asked for, techniques and picture by default."""
     wanted = sys.argv[1:] or ["techniques", "verify"]
+    if wanted[0] == "matrix":
+        import matrix
+
+        return matrix.main(wanted[1:])
     if "techniques" in wanted:
         (DOCS / "techniques.md").write_text(techniques(), encoding="utf-8")
     if "verify" in wanted:

@@ -29,7 +29,7 @@ from plait.strategies import ORDER, expert, shard, tensor
 from plait.strategies.precision import forward_format
 from plait.torchseam import tree_map_only
 from plait.wholebatch import Sharers
-from plait.windows import Rule, Windows
+from plait.windows import Rule, Windows, first_of
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -51,7 +51,7 @@ class Built:
     model: nn.Module
     data: Any
     sketch: Sketch
-    whole: Sketch | None = None
+    whole: Sketch = field(init=False)
     """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
     cast: torch.dtype | None = None
     randomness: Any = None
@@ -187,9 +187,7 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     if built.replicas is None:  # replicas bring their own, one per thread
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
         if built.rules:
-            built.randomness.windows = Windows(
-                sketched.drawn, lambda *at: next(filter(None, (r(*at) for r in built.rules)), None)
-            )
+            built.randomness.windows = Windows(sketched.drawn, first_of(built.rules))
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
     built.optimizer, built.names = make_optimizer(job, everything)
     for name in everything.keys() - built.own.keys():

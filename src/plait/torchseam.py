@@ -244,7 +244,7 @@ class Facade(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # pyrefly: ignore[bad-override]
         raise NotImplementedError(f"{func} of a tensor that has no numbers")
 
 

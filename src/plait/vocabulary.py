@@ -43,6 +43,9 @@ def wire(module: nn.Module, length: int, group: Any) -> None:
 
 
 class _Embedding(nn.Embedding):
+    _rows: Rows
+    _ranks: Any
+
     def forward(self, input: Tensor) -> Tensor:
         first, count = self._rows.ranks[self._ranks.rank()][0]
         here = (input >= first) & (input < first + count)
@@ -57,6 +60,9 @@ class _Embedding(nn.Embedding):
 
 
 class _Head(nn.Linear):
+    _rows: Rows
+    _ranks: Any
+
     def forward(self, input: Tensor) -> Any:
         logits = F.linear(enter(input, self._ranks), self.weight, self.bias)
         return Spread(logits, logits.dim() - 1, self._rows, self._ranks)

@@ -28,6 +28,13 @@ Asked at every draw, for every dim but the batch dim; for the batch dim too when
 and sequence in one dim), and then both sizes are rows of one sample. The size when sketched is None at a place that
 the sketch did not see (a branch taken for the first time). The whole size returned may differ from the sketched one:
 sequences may be longer or shorter from step to step."""
+
+
+def first_of(rules: Sequence[Rule]) -> Rule:
+    """What the first of several rules says that says something."""
+    return lambda place, dim, whole, local: next(filter(None, (r(place, dim, whole, local) for r in rules)), None)
+
+
 CHUNK = 2**14
 """Numbers that take about as long to draw as starting a stretch."""
 
