@@ -35,6 +35,7 @@ FIRST = (
     ("scalars", "pp=2 tp=2 microbatches=2"), ("tied_across", "fsdp=2 tp=2"), ("twice", "tp=2 microbatches=3"),
     ("in_place", "tp=2 dp=2"), ("frozen_middle", "tp=2 recompute=selective"), ("structures", "tp=2"), ("vae", "tp=2"),
     ("batch_norm", "tp=2 dp=2"), ("teacher", "tp=2 offload=optimizer"), ("frozen_first", "pp=2 tp=2 microbatches=2"),
+    ("own_checkpoint", "tp=2"), ("layer_drop", "tp=2"), ("unused", "tp=2 dp=2"),
 )  # fmt: skip
 UNCUT = {
     "branches": "P024", "layer_drop": "P024", "drop_inside": "P024", "batch_norm": "P024", "objects": "P024", "forces": "P024",
@@ -63,6 +64,26 @@ def equal_or_named(name: str, text: str) -> None:
 @pytest.mark.parametrize("name, text", FIRST)
 def test_models(name: str, text: str) -> None:
     equal_or_named(name, text)
+
+
+def test_the_jobs_own_choice() -> None:
+    job = jobs.make(jobs_unlike.Chain, tensor={"blocks.*.up": "whole"})
+    verdict = verify(job, Plan.parse("tp=2"))
+    assert verdict.equal, verdict.to_dict()
+
+
+@pytest.mark.parametrize(
+    "tensor, plan, code",
+    (
+        ({"blocks.0.up": "row"}, "tp=2", "J021"),
+        ({"block.up": "row"}, "tp=2", "J021"),
+        (None, "tp=2 processes=one", "P033"),
+    ),
+)
+def test_what_cannot_be_sliced_is_refused(tensor: dict[str, str] | None, plan: str, code: str) -> None:
+    with pytest.raises(PlaitError) as caught:
+        verify(jobs.make(jobs_unlike.Chain, tensor=tensor), Plan.parse(plan))
+    assert caught.value.problems[0].code == code, caught.value
 
 
 @pytest.mark.prove
