@@ -21,6 +21,7 @@ from plait.launch.place import Place, current, joining
 from plait.plan import Plan
 from plait.record import Recorder
 from plait.run import Run
+from plait.strategies import tensor
 from plait.weights import open_weights
 
 
@@ -162,6 +163,8 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
     engine.checkpoints = Checkpoints(run.checkpoints)
     named: set[str] = set()
     _inexact(engine, report, named)
+    if request.plan.tp > 1 and place.rank == 0:
+        report({"kind": "note", "text": f"note  {tensor.told(engine.built.whole)}"})
     resumed = _resume(engine, run, report) if request.resume else None
     if request.weights and resumed is None:
         engine.load_weights(request.weights)

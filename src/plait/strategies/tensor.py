@@ -44,7 +44,7 @@ import torch
 
 from plait import vocabulary
 from plait.across import added_up
-from plait.errors import Problem
+from plait.errors import PlaitError, Problem
 from plait.mesh import group_of
 from plait.plan import Plan
 from plait.sketch import Sketch
@@ -137,7 +137,24 @@ def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: P
     runs = Made(made.fake if not sketch.by_values else made.model, batches[1], run, not sketch.by_values)
     heard = tolls(runs, found, plan.tp, tuple(unit.name for unit in sketch.units))
     cuts = vocabulary.cuts(made.model, found, plan.tp)
+    if not cuts:
+        why = (
+            "; ".join(f"{name or 'the model'}: {reason}" for name, _, reason in found.whole[:3])
+            or "it has no linear maps"
+        )
+        fix = (f"--plan tp={plan.tp} --show tensor", "dp or fsdp instead of tp")
+        raise PlaitError(Problem("P034", f"tp={plan.tp} can cut nothing of the model", why=why, fix=fix))
     return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)), tolls=heard)
+
+
+def told(sketch: Sketch) -> str:
+    """How much of a model is cut, in one line."""
+    sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
+    cut = sum(sizes[c.parameter] for c in sketch.cuts) / sum(sizes.values())
+    reasons = [f"{name or 'the model'}: {why}" for name, _, why in sketch.slices.whole[:1]]
+    return f"slices hold {cut:.0%} of the weights" + (
+        f", the rest is whole on every rank ({reasons[0]})" if reasons else ""
+    )
 
 
 def _sums(built: Any, cuts: dict[str, Cut]) -> None:
