@@ -65,7 +65,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    for key, given in {"processes=one": plan.processes == "one"}.items():
+    for key, given in {"processes=one": plan.processes == "one", "compile=true": plan.compile}.items():
         if given:
             yield Problem("P033", f"tp={plan.tp} does not work with {key}", fix=(f'--plan "tp={plan.tp}"',))
 
