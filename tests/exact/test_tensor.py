@@ -33,7 +33,7 @@ FIRST = (
     ("root_gpt", "tp=2 dp=2"), ("root_gpt", "tp=2 sequence_parallel=false"), ("deep", "dp=2 fsdp=2 tp=2"),
     ("ragged", "tp=2 offload=optimizer"), ("chunked_tied", "fsdp=2 tp=2"), ("multihead", "tp=2 recompute=full"),
     ("scalars", "pp=2 tp=2 microbatches=2"), ("tied_across", "fsdp=2 tp=2"), ("twice", "tp=2 microbatches=3"),
-    ("frozen_middle", "tp=2 recompute=selective"), 
+    ("frozen_middle", "tp=2 recompute=selective"),
     ("batch_norm", "tp=2 dp=2"), ("frozen_first", "pp=2 tp=2 microbatches=2"),
     ("own_checkpoint", "tp=2"), ("layer_drop", "tp=2"), ("unused", "tp=2 dp=2"),
 )  # fmt: skip
