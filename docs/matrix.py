@@ -101,26 +101,23 @@ def cell(job: Any, column: str) -> Cell:
     except Exception as error:  # whatever it is, the document shows it
         return WRONG, short(f"{type(error).__name__}: {error}")
     if verdict.inexact and verdict.code in ("", "V010"):
-        return NATURE, short("; ".join(dict.fromkeys(map(general, verdict.inexact))))
+        return NATURE, short("; ".join(verdict.inexact))
     if verdict.equal:
         return EQUAL, ""
     return WRONG, short(f"{verdict.code} {verdict.parameter}: {verdict.cause}")
 
 
 def short(text: str) -> str:
-    """A note: one line, names of units and numbers of no model in particular."""
-    text = general(" ".join(text.split()).replace("|", "/"))
+    """A note: one line, the first of several alike, without the names and numbers of one model."""
+    text, several, _ = " ".join(text.split()).replace("|", "/").partition("; buffer ")
+    text = re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", re.sub(r"(\b\w+Error): .*", r"\1", text))
+    text += ", and others" if several else ""
     return text if len(text) <= 240 else text[:239].rstrip() + "…"
-
-
-def general(text: str) -> str:
-    """Without the numbers in dotted names, so that notes on alike models are one."""
-    return re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", text)
 
 
 def written(text: str) -> Cells:
     """The cells of a document."""
-    notes = dict(re.findall(r"(?m)^(\d+)\. (.*)$", text))
+    notes = {number: short(note) for number, note in re.findall(r"(?m)^(\d+)\. (.*)$", text)}
     found: Cells = {}
     for line in text.splitlines():
         name, *cells = (part.strip() for part in line.strip("|").split("|"))
