@@ -24,9 +24,9 @@ from plait import ring, ulysses
 from plait.blockwise import Scores
 from plait.draws import bits, key
 from plait.errors import PlaitError, Problem
-from plait.ranges import Ranges, Rows
+from plait.ranges import Rows, within
 from plait.stretch import Held
-from plait.windows import sub_block
+from plait.windows import Axis, sub_block
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ def around(randomness: Callable[[], Any]) -> Answer:
         if asked.dropout > 0.0:
             b, h, t, _ = asked.q.shape
             length = held.cut.length
-            axes = [(b * h, ((0, b * h),)), (length, held.cut.ranks[held.rank]), (length, ((0, length),))]
-            kept = _kept(randomness(), asked, axes).view(b, h, t, length)
+            drawn = _Drawn(randomness(), b, h, True)
+            axes = [*drawn.heads(), (length, held.cut.ranks[held.rank]), (length, ((0, length),))]
+            kept = drawn.kept(asked, axes).view(b, h, t, length)
         learned = mask is not None and mask.requires_grad
         scores = Scores(asked.scale, asked.causal, mask, kept, learned)
         return ring.attention(asked.q, asked.k, asked.v, scores, ring.Ring(held.group, held.cut))
@@ -124,7 +125,9 @@ def exchanged(randomness: Callable[[], Any]) -> Answer:
             )
             return exchange.rows(out)
         b, share, whole = q.shape[0], q.shape[1], (held.cut.length, ((0, held.cut.length),))
-        kept = _kept(randomness(), asked, [(b, ((0, b),)), (heads, ((held.rank * share, share),)), whole, whole])
+        drawn = _Drawn(randomness(), b, heads, False)
+        axes = drawn.heads((held.rank * share, share))
+        kept = drawn.kept(asked, [*axes, whole, whole]).view(b, share, held.cut.length, held.cut.length)
         scores = Scores(asked.scale, asked.causal, mask, kept, mask is not None and mask.requires_grad)
         return exchange.rows(ring.attention(q, k, v, scores, ring.Ring(_Alone(), Rows.of([held.cut.length]))))
 
@@ -141,26 +144,43 @@ class _Alone:
         return 1
 
 
-def check_heads(asked: Asked, held: Held) -> None:
-    """P042 when heads cannot be shared out."""
-    heads, ranks = asked.q.shape[1], len(held.cut.ranks)
+def check_heads(heads: int, ranks: int, slices: int = 1) -> None:
+    """P042 when heads cannot be shared out. `slices`: of how many processes, each with its heads, this is one."""
     if heads % ranks:
-        what = f"context=ulysses shares out heads: {heads} heads do not divide by cp={ranks}"
+        whose = f" of each of tp={slices}" if slices > 1 else ""
+        what = f"context=ulysses shares out heads: {heads} heads{whose} do not divide by cp={ranks}"
         raise PlaitError(Problem("P042", what, why=f"{heads} = {heads // ranks} × {ranks} + {heads % ranks}",
                                  fix=("context=ring", f"cp={math.gcd(heads, ranks)}")))  # fmt: skip
 
 
-def _kept(randomness: Any, asked: Asked, axes: list[tuple[int, Ranges]]) -> Tensor:
-    """What dropout multiplies a sub-block of the weights with: as it is for these elements on one device."""
-    place = randomness.place()
-    seed, step, first, samples = randomness.where.tolist()
-    stream = partial(bits, key(seed, "draw", step, place))
-    rows = axes[0][0]
-    start = first * (rows // samples) if samples and rows % samples == 0 else 0
-    words = sub_block(stream, start, axes)
-    stays = 1.0 - asked.dropout
-    kept = torch.from_numpy(np.asarray((words + 0.5) * 2.0**-32 < stays))
-    return kept.to(asked.q.device, torch.float64 if asked.q.dtype is torch.float64 else torch.float32) / stays
+class _Drawn:
+    """What an attention of `heads` heads draws: element i of the stream is that of the whole weights, samples first."""
+
+    def __init__(self, randomness: Any, batch: int, heads: int, fold: bool):
+        self.windows, self.place = randomness.windows, randomness.place()
+        self.seed, self.step, first, self.samples = randomness.where.tolist()
+        if fold and self.samples and batch % self.samples and batch * heads % self.samples == 0:  # both in one dim
+            batch, heads = self.samples, batch * heads // self.samples
+        self.batch, self.local = batch, heads
+        self.start = first * (batch // self.samples) if self.samples and batch % self.samples == 0 else 0
+
+    def heads(self, some: tuple[int, int] | None = None) -> list[Axis]:
+        """The batch, and of the heads those that are held here; `some`: of these, (the first, how many)."""
+        axis, shape = None, self.windows.shapes.get(self.place, ())
+        if shape and self.batch == self.samples:
+            axis = self.windows.rule(self.place, len(shape) - 3, math.prod(shape[:-2]), self.local)
+        size, ranges = axis or (self.local, ((0, self.local),))
+        if some is not None:
+            ranges = within(ranges, *some)
+        return [(self.batch, ((0, self.batch),)), (size, ranges)]
+
+    def kept(self, asked: Asked, axes: list[Axis]) -> Tensor:
+        """What dropout multiplies a sub-block of the weights with: as it is for these elements on one device."""
+        stream = partial(bits, key(self.seed, "draw", self.step, self.place))
+        words = sub_block(stream, self.start, axes)
+        stays = 1.0 - asked.dropout
+        kept = torch.from_numpy(np.asarray((words + 0.5) * 2.0**-32 < stays))
+        return kept.to(asked.q.device, torch.float64 if asked.q.dtype is torch.float64 else torch.float32) / stays
 
 
 # — the check —

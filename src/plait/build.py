@@ -25,7 +25,7 @@ from plait.plan import AXES, Plan
 from plait.randomness import Randomness
 from plait.sharded import Shards
 from plait.sketch import Sketch, sketch
-from plait.strategies import ORDER, expert, shard, tensor
+from plait.strategies import ORDER, context, expert, shard, tensor
 from plait.strategies.precision import forward_format
 from plait.torchseam import tree_map_only
 from plait.wholebatch import Sharers
@@ -175,9 +175,11 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     _meet(built)
     if expert.wanted(plan):
         built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
+    pairs = lambda n: move(data_module.first_samples(example, n), device, cast)  # noqa: E731
     if plan.tp > 1:
-        pairs = lambda n: move(data_module.first_samples(example, n), device, cast)  # noqa: E731
         built.sketch = tensor.sliced(built.sketch, made, (inputs, pairs, cast is torch.float64), once, job, plan)
+    if plan.cp > 1:
+        built.sketch = context.stretched(built, pairs)
     built.whole = built.sketch
     for strategy in ORDER:
         if strategy.wanted(plan):

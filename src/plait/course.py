@@ -85,6 +85,11 @@ class Course:
     asked: tuple[tuple[str, int, int], ...] = ()
     """By the loss: an operator, and its bytes in batches of `SAMPLES` - 1 and of `SAMPLES`; of a short sequence."""
 
+    def on(self, place: str) -> bool:
+        """Whether a module, or a place where numbers are drawn, lies in a unit that runs on stretches."""
+        module = place.split("#")[0] + "."
+        return any(call.stretched and module.startswith(f"{call.unit}.") for call in self.calls)
+
 
 def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> Course:
     """The course of `model` on `inputs`, a batch of `SAMPLES`. P040 when there is none."""
@@ -193,7 +198,7 @@ def _shapes(tree: Any) -> Shapes:
 
 def _course(pairs: list[tuple[Seen, Seen]], drawn: frozenset[tuple[str, int]], length: int) -> Course:
     first = next(i for i, (a, b) in enumerate(pairs) if any(m - n == 1 for m, n in zip(a.lengths, b.lengths)))
-    calls, on = [], set[str]()
+    calls = []
     for i, (seen, less) in enumerate(pairs):
         given, returned = _dims(seen.given, less.given), _dims(seen.returned, less.returned)
         attends = any(m != n for m, n in zip(seen.lengths, less.lengths))
@@ -201,9 +206,7 @@ def _course(pairs: list[tuple[Seen, Seen]], drawn: frozenset[tuple[str, int]], l
         if attends and not clear:
             raise refused(f"unit {seen.unit} cannot run on a stretch of the sequence", _unclear(seen, less))
         calls.append(Call(seen.unit, clear, given or {}, returned or {}, attends))
-        on |= {seen.unit} if clear else set()
-    inside = lambda place: any(f"{place.split('#')[0]}.".startswith(f"{unit}.") for unit in on)  # noqa: E731
-    return Course(tuple(calls), frozenset((p, d) for p, d in drawn if inside(p)), length)
+    return Course(tuple(calls), drawn, length)
 
 
 def _dims(whole: Shapes, less: Shapes) -> dict[str, int] | None:

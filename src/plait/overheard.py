@@ -76,7 +76,7 @@ def _heard(
     stretching, layout, samples = how
     notes: list[Talk] = []
     absent, ends = Absent(stretching.ranks), list[Tensor]()
-    hold, answer, course = stretching.hold, stretching.answer, stretching.course
+    course = stretching.course
     targets: list[Any] = []
 
     def silent(asked: Asked, held: Held) -> Tensor:
@@ -117,7 +117,7 @@ def _heard(
     finally:
         for handle in handles:
             handle.remove()
-        stretching.hold, stretching.answer, stretching.held = hold, answer, None
+        stretching.held = None
     return notes, absent.calls
 
 

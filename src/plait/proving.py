@@ -9,7 +9,8 @@ attention is refused.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -58,7 +59,8 @@ def proved(
         if found is None and made.attends:
             raise refused(f"unit {made.unit} cannot run on a stretch of the sequence", why)
         calls.append(found or replace(made, stretched=False))
-    return replace(course, calls=tuple(calls))
+    course = replace(course, calls=tuple(calls))
+    return replace(course, draws=frozenset((place, dim) for place, dim in course.draws if course.on(place)))
 
 
 def _taken(model: nn.Module, inputs: Any, call: Run, course: Course) -> list[Any]:
@@ -95,6 +97,19 @@ def show(module: nn.Module) -> None:
             inner.forward = partial(multihead.forward, inner)  # pyrefly: ignore
 
 
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """What is put in the place of modules' forwards inside is taken back."""
+    before = [(module, module.__dict__.get("forward")) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
 def _tried(
     module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int], heads: bool
 ) -> tuple[Call | None, str]:
@@ -108,7 +123,7 @@ def _tried(
 
         def plain(asked: Asked, _: Held) -> Tensor:
             if heads:
-                check_heads(asked, held[0])
+                check_heads(asked.q.shape[1], len(held[0].cut.ranks))
             whole.note(asked)
             grouped = asked.k.shape[1] != asked.q.shape[1]
             return F.scaled_dot_product_attention(

@@ -81,6 +81,16 @@ class Rows:
         return found if alike else None
 
 
+def within(ranges: Ranges, first: int, count: int) -> Ranges:
+    """Of what is held, the rows first … first + count − 1, as they are in the whole."""
+    found, at = list[tuple[int, int]](), 0
+    for f, n in ranges:
+        a, b = max(at, first), min(at + n, first + count)
+        found += [(f + a - at, b - a)] if b > a else []
+        at += n
+    return _joined(found)
+
+
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """The same rows in the fewest ranges."""
     found: list[tuple[int, int]] = []

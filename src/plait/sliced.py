@@ -12,14 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait import multihead
+from plait import multihead, vocabulary
 from plait.parts import Ranges, everything
 from plait.ranges import Rows
 from plait.regions import enter, part, total
 from plait.resizing import Resized
+from plait.sketch import Sketch
 from plait.slices import Argument, Cut, Group, Integer
 from plait.torchseam import tree_map_only
 from plait.windows import Axis
+
+
+def wire(
+    model: nn.Module, sketch: Sketch, own: Mapping[str, nn.Parameter], ranks: Any
+) -> tuple[list[Group], dict[str, nn.Parameter]]:
+    """Cut what of a model is its `own` (not another stage's): the regions that are cut, and a rank's slices by name."""
+    regions = [g for g in sketch.slices.groups if all(c.parameter in own for c in g.cuts)]
+    mine = {id(p) for p in own.values()}
+    tables = [m for m in sketch.slices.vocabulary if all(id(p) in mine for p in model.get_submodule(m).parameters())]
+    lengths = {name: model.get_submodule(name).weight.shape[0] for name in tables}
+    found = cut_parameters(model, {c.parameter: c for c in sketch.cuts if c.parameter in own}, ranks.rank())
+    for region in regions:
+        for integer in region.integers:
+            set_integer(model, integer)
+        Region(model, region, ranks)
+    for name in tables:
+        vocabulary.wire(model.get_submodule(name), lengths[name], ranks)
+    return regions, found
 
 
 def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> dict[str, nn.Parameter]:

@@ -19,10 +19,15 @@ from plait.torchseam import named_leaves, tree_map, tree_unflatten
 
 
 class Stretching:
-    """The units of a model on one of `ranks` ranks. `hold` says which rows it has of a sequence of some length."""
+    """The units of a model on one of `ranks` ranks."""
 
-    def __init__(self, model: nn.Module, course: Course, ranks: int, hold: Callable[[int], Held], answer: Answer):
-        self.model, self.course, self.ranks, self.hold, self.answer = model, course, ranks, hold, answer
+    hold: Callable[[int], Held]
+    """Which rows it has of a sequence of some length."""
+    answer: Answer
+    """How its attentions see the other ranks' rows."""
+
+    def __init__(self, model: nn.Module, course: Course, ranks: int):
+        self.model, self.course, self.ranks = model, course, ranks
         self.unit = ""
         """That runs now."""
         self.held: Held | None = None

@@ -34,6 +34,13 @@ def cuts(model: nn.Module, slices: Slices, ranks: int) -> tuple[Cut, ...]:
     return (*(c for group in slices.groups for c in group.cuts), *found.values())
 
 
+def apart_from_heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
+    """The embeddings that have no weight in common with a head."""
+    modules = {name: model.get_submodule(name) for name in slices.vocabulary}
+    heads = {id(p) for m in modules.values() if not isinstance(m, nn.Embedding) for p in m.parameters()}
+    return tuple(name for name, m in modules.items() if not any(id(p) in heads for p in m.parameters()))
+
+
 def wire(module: nn.Module, length: int, group: Any) -> None:
     """Let an embedding or a head of `length` rows work on this rank's."""
     kind = _Embedding if isinstance(module, nn.Embedding) else _Head

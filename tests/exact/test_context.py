@@ -31,6 +31,13 @@ PLANS = (
     "dp=2 cp=2 recompute=selective offload=optimizer",
 )
 JOBS = jobs_context.HUGGING | jobs_context.OWN
+BESIDE = (("llama", "tp=2 cp=2 context=ulysses"), ("gpt", "tp=2 cp=2 recompute=full microbatches=2"))
+MORE = (
+    "tp=2 cp=2",
+    "tp=2 cp=2 context=ulysses recompute=selective",
+    "fsdp=2 tp=2 cp=2 microbatches=2",
+    "dp=2 tp=2 cp=2",
+)
 SPREAD = [(name, PLANS[(3 * k + 5 * i) % len(PLANS)]) for k, name in enumerate(JOBS) for i in range(2)]
 
 
@@ -39,7 +46,7 @@ def equal(name: str, text: str) -> None:
     try:
         verdict = verify(JOBS[name](), plan, steps=3)
     except PlaitError as error:
-        assert error.codes == ["P042"] and plan.cp > 2, error  # short sequences, few heads
+        assert error.codes == ["P042"] and plan.cp * plan.tp > 2, error  # short sequences, few heads
         return
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
@@ -53,6 +60,18 @@ def test_equal(name: str, text: str) -> None:
 @pytest.mark.parametrize("text", PLANS)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_model_under_every_plan(name: str, text: str) -> None:
+    equal(name, text)
+
+
+@pytest.mark.parametrize("name, text", BESIDE)
+def test_beside_other_strategies(name: str, text: str) -> None:
+    equal(name, text)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("text", MORE)
+@pytest.mark.parametrize("name", JOBS)
+def test_every_model_beside_other_strategies(name: str, text: str) -> None:
     equal(name, text)
 
 
@@ -82,7 +101,7 @@ def test_a_model_without_a_sequence_is_refused() -> None:
     assert caught.value.codes == ["P040"], caught.value
 
 
-@pytest.mark.parametrize("text", ("cp=2 compile=true", "cp=2 pp=2", "cp=2 tp=2", "cp=2 dp=2 ep=2"))
+@pytest.mark.parametrize("text", ("cp=2 compile=true", "cp=2 pp=2", "cp=2 dp=2 ep=2"))
 def test_plans_that_do_not_go_together(text: str) -> None:
     with pytest.raises(PlaitError) as caught:
         verify(jobs_context.OWN["plain"](), Plan.parse(text))

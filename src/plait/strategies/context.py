@@ -35,27 +35,31 @@ Paper
     Attention, for the balance.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from torch import nn
 
-from plait import data
-from plait.attending import around, exchanged
-from plait.course import SAMPLES, find
+from plait.attending import around, check_heads, exchanged
+from plait.course import SAMPLES, Course, find
 from plait.errors import Problem
 from plait.overheard import overhear, total
 from plait.plan import Plan
-from plait.proving import Layout, proved
+from plait.proving import Layout, proved, restored
 from plait.ranges import Rows
+from plait.regions import Absent
 from plait.sketch import Sketch
+from plait.sliced import wire
 from plait.strategies import recompute
 from plait.strategies.precision import forward_format
 from plait.strategies.strategy import Charge, Role
 from plait.stretch import Held
 from plait.stretching import Stretching
-from plait.windows import Axis, Share, Windows
+from plait.windows import Axis, Share
 
 AXIS = "cp"
 EXACT = True
@@ -68,7 +72,7 @@ def wanted(plan: Plan) -> bool:
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     others = {
         "processes=one": plan.processes == "one", "compile=true": plan.compile, f"pp={plan.pp}": plan.pp > 1,
-        f"tp={plan.tp}": plan.tp > 1, f"ep={plan.ep}": plan.ep > 1,
+        f"ep={plan.ep}": plan.ep > 1,
     }  # fmt: skip
     for key, given in others.items():
         if given:
@@ -79,14 +83,16 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def apply(built: Any) -> None:
-    from plait.build import call, move
+def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
+    """The sketch with the course of the model: found and proved on all of it, before anything of it is taken away.
 
-    plan, group = built.plan, built.groups["cp"]
-    samples = built.data if data.is_map(built.data) else built.job.data()
-    batch = lambda n: move(data.first_samples(samples, n), built.device, built.cast)  # noqa: E731
+    `batch(n)`: inputs and targets of n samples.
+    """
+    plan, sketch = built.plan, built.sketch
 
     def run(model: nn.Module, given: Any) -> Any:
+        from plait.build import call
+
         with forward_format(plan, built.cast, built.device.type):
             return call(model, given)
 
@@ -94,30 +100,48 @@ def apply(built: Any) -> None:
         with forward_format(plan, built.cast, built.device.type):
             return built.job.loss(outputs, targets)
 
-    course = find(built.model, batch(SAMPLES)[0], run, built.sketch)
+    course = find(built.model, batch(SAMPLES)[0], run, sketch)
     course = proved(built.model, batch(1)[0], run, course, (layout(plan), plan.cp), plan.context == "ulysses")
+    with ExitStack() as stack:
+        model = built.model
+        if plan.tp > 1:
+            model = copy.deepcopy(model)
+            wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
+        stack.enter_context(restored(model))
+        stretching = Stretching(model, course, plan.cp)
+        stretching.wrap()
+        course = overhear(model, batch, run, loss, stretching, layout(plan))
+    for talk in course.talks if plan.context == "ulysses" else ():
+        check_heads(talk.heads[0], plan.cp, plan.tp)
+    return replace(sketch, course=course)
 
-    answer = (around if plan.context == "ring" else exchanged)(lambda: built.randomness)
-    hold = lambda length: Held(layout(plan)(length, plan.cp), group, group.rank())  # noqa: E731
-    stretching = Stretching(built.model, course, plan.cp, hold, answer)
+
+def apply(built: Any) -> None:
+    plan, group, course = built.plan, built.groups["cp"], built.sketch.course
+    stretching = Stretching(built.model, course, plan.cp)
+    stretching.answer = (around if plan.context == "ring" else exchanged)(lambda: built.randomness)
+    stretching.hold = lambda length: Held(layout(plan)(length, plan.cp), group, group.rank())
     stretching.wrap()
-    course = overhear(built.model, batch, run, loss, stretching, layout(plan))
-    built.sketch, built.whole = (replace(known, course=course) for known in (built.sketch, built.whole))
 
     def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
         now = stretching.held
         return None if now is None else Share(now.cut, now.rank, course.draws)(place, dim, whole, local)
 
-    def finish(_: Any) -> None:
-        built.randomness.windows = Windows({}, held)
-        stretching.install()
-
-    built.prepared.append(finish)
+    built.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
+    built.prepared.append(lambda _: stretching.install())
 
 
 def layout(plan: Plan) -> Layout:
     """How a sequence is cut: for a ring so that causal work is equal."""
     return Rows.zigzag if plan.context == "ring" else Rows.even
+
+
+def share(plan: Plan, sketch: Sketch, rank: int, module: str) -> Fraction:
+    """How much of a sequence a rank computes in a module."""
+    course: Course | None = sketch.course
+    if course is None or not course.on(module):
+        return Fraction(1)
+    return Fraction(layout(plan)(course.length, plan.cp).sizes[plan.at(rank)["cp"]], course.length)
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:

@@ -48,9 +48,10 @@ from plait.errors import PlaitError, Problem
 from plait.mesh import group_of
 from plait.plan import Plan
 from plait.sketch import Sketch
-from plait.sliced import Drawn, Region, cut_parameters, layout_of, set_integer
+from plait.sliced import Drawn, layout_of, wire
 from plait.slices import Cut, Group, Slices
 from plait.slicing import find
+from plait.strategies import context
 from plait.strategies.recompute import again
 from plait.strategies.strategy import Charge, Role
 from plait.tolls import Made, tolls
@@ -75,22 +76,11 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Any) -> None:
-    model, rank, ranks = built.model, built.at["tp"], built.groups["tp"]
-    slices = built.sketch.slices
-    torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
-    regions = [g for g in slices.groups if all(c.parameter in built.own for c in g.cuts)]
-    mine = {id(p) for p in built.own.values()}
-    tables = [m for m in slices.vocabulary if all(id(p) in mine for p in model.get_submodule(m).parameters())]
+    rank, shapes = built.at["tp"], {n: tuple(p.shape) for n, p in built.own.items()}
     cuts = {c.parameter: c for c in built.sketch.cuts if c.parameter in built.own}
-    shapes = {n: tuple(p.shape) for n, p in built.own.items()}
-    lengths = {name: model.get_submodule(name).weight.shape[0] for name in tables}
-    built.own |= cut_parameters(model, cuts, rank)
-    for region in regions:
-        for integer in region.integers:
-            set_integer(model, integer)
-        Region(model, region, ranks)
-    for name in tables:
-        vocabulary.wire(model.get_submodule(name), lengths[name], ranks)
+    torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
+    regions, own = wire(built.model, built.sketch, built.own, built.groups["tp"])
+    built.own |= own
     for name in built.own:
         cut = cuts.get(name)
         holders = built.plan.tp if cut is None else cut.ranges.count(cut.ranges[rank])
@@ -109,14 +99,22 @@ def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan
     share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
     reasons = [(group, _whole(group, sketch, plan)) for group in found.groups]
     kept = [(group.row, share(group), why) for group, why in reasons if why]
+    tables = vocabulary.apart_from_heads(model, found) if plan.cp > 1 else found.vocabulary
+    left = [(name, model.get_submodule(name).weight) for name in found.vocabulary if name not in tables]
+    why = f"the loss reads sequences that are cut over cp={plan.cp}, and a tensor of its is cut in one dim alone"
+    kept += [(name, weight.numel() / sum(sizes.values()), why) for name, weight in left]
     whole = tuple(sorted((*found.whole, *kept), key=lambda row: -row[1]))
-    return replace(found, groups=tuple(group for group, why in reasons if not why), whole=whole)
+    groups = tuple(group for group, why in reasons if not why)
+    return replace(found, groups=groups, vocabulary=tables, whole=whole)
 
 
 def _whole(group: Group, sketch: Sketch, plan: Plan) -> str:
     """Why a group of slices stays whole under a plan, or nothing."""
-    if plan.pp > 1 and not sketch.has(group.container):  # what crosses between stages is whole
-        return "its slices go through several units, which stages may part"
+    if not sketch.has(group.container):
+        if plan.pp > 1:  # what crosses between stages is whole
+            return "its slices go through several units, which stages may part"
+        if plan.cp > 1:
+            return f"its slices go through several units, and code between these sees sequences cut over cp={plan.cp}"
     if any(cut.parameter in mixture.names for mixture in sketch.mixtures for cut in group.cuts):
         return f"its expert is one of those that ep={plan.ep} shares out"
     return ""
@@ -176,7 +174,8 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         if not (last if toll.when == "loss" else here):
             continue
         runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
-        size = sum(round(toll.bytes.of(n)) for n in role.samples)
+        rows = context.share(plan, sketch, role.rank, toll.module)
+        size = sum(round(round(toll.bytes.of(n)) * rows) for n in role.samples)
         told = f"{toll.when} pass of {toll.module}" if toll.module else "the loss, of logits that no rank has whole"
         yield Charge("traffic", "tp", toll.op, runs * len(role.samples), runs * size, told)
     formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
