@@ -30,7 +30,7 @@ def wire(
     regions = [g for g in sketch.slices.groups if all(c.parameter in own for c in g.cuts)]
     mine = {id(p) for p in own.values()}
     tables = [m for m in sketch.slices.vocabulary if all(id(p) in mine for p in model.get_submodule(m).parameters())]
-    lengths = {name: model.get_submodule(name).weight.shape[0] for name in tables}
+    lengths = {name: next(model.get_submodule(name).parameters()).shape[0] for name in tables}
     found = cut_parameters(model, {c.parameter: c for c in sketch.cuts if c.parameter in own}, ranks.rank())
     for region in regions:
         for integer in region.integers:

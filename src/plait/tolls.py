@@ -32,6 +32,8 @@ class Event:
     bytes: int
     again: bool = True
     """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
+    shape: tuple[int, ...] = ()
+    """Of what is not the unit's own tensor but an argument that it uses: a sequence may be none of its dims, or two."""
 
 
 class Listening:
@@ -74,12 +76,12 @@ class Listening:
         register = module.register_forward_pre_hook if pre else module.register_forward_hook
         self.handles.append(register(hook, with_kwargs=True))
 
-    def _note(self, op: str, module: str, when: str, x: Tensor) -> None:
+    def _note(self, op: str, module: str, when: str, x: Tensor, shape: tuple[int, ...] = ()) -> None:
         if self.returning and when == "backward":
             return  # its gradient goes the way of the first call
         if when == "forward" and not self.returning:
             self.waiting.append(len(self.events))
-        self.events.append(Event(op, module, when, x.numel() * x.element_size(), not self.returning))
+        self.events.append(Event(op, module, when, x.numel() * x.element_size(), not self.returning, shape))
 
     def ended(self) -> None:
         """A unit's call is over: what nothing was kept after is not sent again."""
@@ -132,11 +134,11 @@ class Listening:
             if not (isinstance(value, Tensor) and value.requires_grad):
                 return
             if dim is None:
-                self._note("allreduce_", argument.module, "backward", value)
+                self._note("allreduce_", argument.module, "backward", value, tuple(value.shape))
             elif value.shape[dim] > 1:  # its parts travel from each rank to each
                 mine = value.narrow(dim, 0, value.shape[dim] // self.absent.ranks)
                 for op in ("send", "recv_") * (self.absent.ranks - 1):
-                    self._note(op, argument.module, "backward", mine)
+                    self._note(op, argument.module, "backward", mine, tuple(value.shape))
 
         return entering
 
@@ -198,13 +200,14 @@ def listen(made: Made, samples: int, slices: Slices, ranks: int, units: tuple[st
 
 @dataclass(frozen=True)
 class Toll:
-    """One message per call, `bytes` large; `when` and `again` as `Event` has them."""
+    """One message per call, `bytes` large; `when`, `again` and `shape` as `Event` has them."""
 
     op: str
     module: str
     when: str
     bytes: Figure
     again: bool
+    shape: tuple[int, ...]
 
 
 def tolls(made: Made, slices: Slices, ranks: int, units: tuple[str, ...]) -> tuple[Toll, ...]:
@@ -213,5 +216,5 @@ def tolls(made: Made, slices: Slices, ranks: int, units: tuple[str, ...]) -> tup
     found = []
     for a, b in zip(small, large):
         each = (b.bytes - a.bytes) / (PROBES[1] - PROBES[0])
-        found.append(Toll(a.op, a.module, a.when, Figure(a.bytes - PROBES[0] * each, each), a.again))
+        found.append(Toll(a.op, a.module, a.when, Figure(a.bytes - PROBES[0] * each, each), a.again, a.shape))
     return tuple(found)

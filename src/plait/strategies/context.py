@@ -59,6 +59,7 @@ from plait.strategies.precision import forward_format
 from plait.strategies.strategy import Charge, Role
 from plait.stretch import Held
 from plait.stretching import Stretching
+from plait.tolls import Toll
 from plait.windows import Axis, Share
 
 AXIS = "cp"
@@ -136,10 +137,10 @@ def layout(plan: Plan) -> Layout:
     return Rows.zigzag if plan.context == "ring" else Rows.even
 
 
-def share(plan: Plan, sketch: Sketch, rank: int, module: str) -> Fraction:
-    """How much of a sequence a rank computes in a module."""
+def share(plan: Plan, sketch: Sketch, rank: int, toll: Toll) -> Fraction:
+    """How much a rank sends of what it would send of a whole sequence."""
     course: Course | None = sketch.course
-    if course is None or not course.on(module):
+    if course is None or not course.on(toll.module) or (toll.shape and toll.shape.count(course.length) != 1):
         return Fraction(1)
     return Fraction(layout(plan)(course.length, plan.cp).sizes[plan.at(rank)["cp"]], course.length)
 

@@ -174,7 +174,7 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         if not (last if toll.when == "loss" else here):
             continue
         runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
-        rows = context.share(plan, sketch, role.rank, toll.module)
+        rows = context.share(plan, sketch, role.rank, toll)
         size = sum(round(round(toll.bytes.of(n)) * rows) for n in role.samples)
         told = f"{toll.when} pass of {toll.module}" if toll.module else "the loss, of logits that no rank has whole"
         yield Charge("traffic", "tp", toll.op, runs * len(role.samples), runs * size, told)
