@@ -9,7 +9,7 @@ is the one with which attention becomes shorter.
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from plait.errors import FAILED, PlaitError, Problem
 from plait.sketch import Sketch
-from plait.torchseam import leaves, named_leaves, tree_map_only
+from plait.templates import NOTHING, Slot
+from plait.torchseam import leaves, named_leaves, tree_map_only, tree_unflatten
+from plait.unitcalls import UnitCall
 from plait.watching import Call as Run
 from plait.watching import watch
 from plait.windows import differing
@@ -135,6 +137,25 @@ def shortened(inputs: Any, length: int, to: int) -> Any:
 def short(course: Course, ranks: int) -> int:
     """A length that is as good as any for a look at the model: unlike stretches for all ranks."""
     return min(course.length, 4 * ranks + 1)
+
+
+def as_held(sketch: Sketch, size: int) -> Sketch:
+    """The sketch with what calls return as a rank has it: of units on stretches, `size` rows of the sequence."""
+    return replace(sketch, calls=tuple(_held(c, made, size) for c, made in zip(sketch.calls, sketch.course.calls)))
+
+
+def _held(call: UnitCall, made: Call, size: int) -> UnitCall:
+    form = call.template
+    if not made.stretched or form is NOTHING:
+        return call
+    paths = [path for path, _ in named_leaves(tree_unflatten([object() for _ in form.leaves], form.spec))[0]]
+    slots = []
+    for path, slot in zip(paths, form.leaves):
+        dim = made.returned.get(path) if isinstance(slot, Slot) else None
+        if dim is not None:
+            slot = replace(slot, base=(*slot.base[:dim], size, *slot.base[dim + 1 :]))
+        slots.append(slot)
+    return replace(call, template=replace(form, leaves=tuple(slots)))
 
 
 def _lengths(inputs: Any) -> list[int]:

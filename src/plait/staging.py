@@ -18,6 +18,7 @@ from plait.errors import FAILED, PlaitError, Problem
 from plait.sketch import Sketch
 from plait.templates import Template, known
 from plait.torchseam import (
+    Facade,
     FakeTensor,
     FakeTensorMode,
     leaves,
@@ -50,6 +51,8 @@ class Stages:
 
     def __init__(self, model: nn.Module, sketch: Sketch, cut: Cut, device: torch.device):
         self.model, self.sketch, self.cut, self.device = model, sketch, cut, device
+        self.whole = sketch
+        """With what calls return as code between units sees it; `sketch` has it as it crosses."""
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.unknown = _Unknown(self)
         self.unknowns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
@@ -119,7 +122,7 @@ class Stages:
 
     def outputs_of(self, call: int, samples: int) -> Any:
         """Unknowns in the shape of what a call returns: those of last time, unless the model's code wrote to them."""
-        template = self.template(call)
+        template = self.whole.calls[call].template
         known = self.unknowns.get((call, samples))
         if known is None or any(version(t) != before for t, before in known):
             with self.fakes, torch.no_grad():
@@ -240,7 +243,7 @@ class _Unknown(TorchFunctionMode):
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
                 return leaf
-            made = self.stages.fakes.from_tensor(leaf.detach())
+            made = self._like(leaf) if isinstance(leaf, Facade) else self.stages.fakes.from_tensor(leaf.detach())
             known.append((leaf, made, version(made)))
             return made
 
@@ -254,6 +257,10 @@ class _Unknown(TorchFunctionMode):
             if version(made) != before:
                 self.stages.lose(real)
         return result
+
+    def _like(self, leaf: Tensor) -> Tensor:
+        with self.stages.fakes, torch.no_grad():
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.stages.device)
 
     def _unknown(self, leaf: Any) -> bool:
         lost = self.stages.current.lost if self.stages.current is not None else ()

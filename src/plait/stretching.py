@@ -15,7 +15,7 @@ from plait.course import Call, Course
 from plait.errors import FAILED, PlaitError, Problem
 from plait.proving import show
 from plait.stretch import Held, Stretch, for_loss
-from plait.torchseam import named_leaves, tree_map, tree_unflatten
+from plait.torchseam import FakeTensor, named_leaves, tree_map, tree_unflatten
 
 
 class Stretching:
@@ -125,11 +125,16 @@ class _Border:
         flat, spec = named_leaves(output)
         return tree_unflatten(
             [
-                Stretch.of(leaf, call.returned[path], held) if isinstance(leaf, Tensor) and path in call.returned else leaf
+                Stretch.of(leaf, call.returned[path], held) if known(leaf) and path in call.returned else leaf
                 for path, leaf in flat
             ],
             spec,
         )  # fmt: skip
+
+
+def known(leaf: Any) -> bool:
+    """A tensor with numbers: what another stage has is an unknown, of the whole sequence."""
+    return isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
 
 
 def _mine(path: str, leaf: Any, call: Call, held: Held) -> Any:

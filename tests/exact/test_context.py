@@ -31,12 +31,20 @@ PLANS = (
     "dp=2 cp=2 recompute=selective offload=optimizer",
 )
 JOBS = jobs_context.HUGGING | jobs_context.OWN
-BESIDE = (("llama", "tp=2 cp=2 context=ulysses"), ("gpt", "tp=2 cp=2 recompute=full microbatches=2"))
+BESIDE = (
+    ("llama", "tp=2 cp=2 context=ulysses"),
+    ("gpt", "tp=2 cp=2 recompute=full microbatches=2"),
+    ("gpt2", "pp=2 cp=2 microbatches=2"),
+)
 MORE = (
     "tp=2 cp=2",
     "tp=2 cp=2 context=ulysses recompute=selective",
     "fsdp=2 tp=2 cp=2 microbatches=2",
     "dp=2 tp=2 cp=2",
+    "pp=2 cp=2 microbatches=3 recompute=full",
+    "pp=2 cp=2 microbatches=2 stages_per_rank=2 schedule=interleaved context=ulysses",
+    "pp=2 fsdp=2 cp=2 microbatches=2",
+    "pp=2 tp=2 cp=2 microbatches=2",
 )
 SPREAD = [(name, PLANS[(3 * k + 5 * i) % len(PLANS)]) for k, name in enumerate(JOBS) for i in range(2)]
 
@@ -46,6 +54,12 @@ def equal(name: str, text: str) -> None:
     try:
         verdict = verify(JOBS[name](), plan, steps=3)
     except PlaitError as error:
+        if error.codes == ["P041"]:
+            assert name in ("first", "mean", "lstm", "skip") and plan.pp > 1, error
+            return
+        if error.codes == ["P023"]:
+            assert plan.stages_per_rank > 1, error  # few units
+            return
         assert error.codes == ["P042"] and plan.cp * plan.tp > 2, error  # short sequences, few heads
         return
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
@@ -101,7 +115,7 @@ def test_a_model_without_a_sequence_is_refused() -> None:
     assert caught.value.codes == ["P040"], caught.value
 
 
-@pytest.mark.parametrize("text", ("cp=2 compile=true", "cp=2 pp=2", "cp=2 dp=2 ep=2"))
+@pytest.mark.parametrize("text", ("cp=2 compile=true", "cp=2 dp=2 ep=2"))
 def test_plans_that_do_not_go_together(text: str) -> None:
     with pytest.raises(PlaitError) as caught:
         verify(jobs_context.OWN["plain"](), Plan.parse(text))

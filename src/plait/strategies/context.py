@@ -36,6 +36,7 @@ Paper
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,7 +47,7 @@ from torch import nn
 
 from plait.attending import around, check_heads, exchanged
 from plait.course import SAMPLES, Course, find
-from plait.errors import Problem
+from plait.errors import PlaitError, Problem
 from plait.overheard import overhear, total
 from plait.plan import Plan
 from plait.proving import Layout, proved, restored
@@ -72,7 +73,7 @@ def wanted(plan: Plan) -> bool:
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     others = {
-        "processes=one": plan.processes == "one", "compile=true": plan.compile, f"pp={plan.pp}": plan.pp > 1,
+        "processes=one": plan.processes == "one", "compile=true": plan.compile,
         f"ep={plan.ep}": plan.ep > 1,
     }  # fmt: skip
     for key, given in others.items():
@@ -114,7 +115,23 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
         course = overhear(model, batch, run, loss, stretching, layout(plan))
     for talk in course.talks if plan.context == "ulysses" else ():
         check_heads(talk.heads[0], plan.cp, plan.tp)
+    if plan.pp > 1:
+        _check_stages(plan, sketch, course)
     return replace(sketch, course=course)
+
+
+def _check_stages(plan: Plan, sketch: Sketch, course: Course) -> None:
+    """P041 when it is not one stage alone that communicates something."""
+    times = Counter(call.unit for call in sketch.calls)
+    why = ""
+    for talk in course.talks:
+        if not talk.unit:
+            why = "code between units gathers the sequence, and several stages run that code"
+        elif times[talk.unit] > 1:
+            why = f"unit {talk.unit} is called {times[talk.unit]} times, perhaps by several stages"
+    if why or len(course.calls) != len(sketch.calls):
+        what = f"cp={plan.cp} does not work with pp={plan.pp} for this model"
+        raise PlaitError(Problem("P041", what, why=why or "its course varies", fix=(f'--plan "cp={plan.cp}"',)))
 
 
 def apply(built: Any) -> None:
@@ -142,7 +159,12 @@ def share(plan: Plan, sketch: Sketch, rank: int, toll: Toll) -> Fraction:
     course: Course | None = sketch.course
     if course is None or not course.on(toll.module) or (toll.shape and toll.shape.count(course.length) != 1):
         return Fraction(1)
-    return Fraction(layout(plan)(course.length, plan.cp).sizes[plan.at(rank)["cp"]], course.length)
+    return Fraction(rows(plan, sketch, rank), course.length)
+
+
+def rows(plan: Plan, sketch: Sketch, rank: int) -> int:
+    """Rows of a sequence that a rank computes."""
+    return layout(plan)(sketch.course.length, plan.cp).sizes[plan.at(rank)["cp"]]
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
@@ -152,6 +174,9 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         return
     rank, cut = plan.at(role.rank)["cp"], layout(plan)(course.length, plan.cp)
     twice = lambda unit: recompute.again(plan, sketch, unit)  # noqa: E731
+    here = {unit.name for unit in sketch.units} | {""}
+    asked = course.asked if role.layout is None or role.layout.owner[-1] == role.index(plan) else ()
+    course = replace(course, talks=tuple(talk for talk in course.talks if talk.unit in here), asked=asked)
     found = total(course, cut, rank, (plan.context, list(role.samples)), twice)
     for op in dict.fromkeys(op for op, _ in found):
         told = (

@@ -40,6 +40,7 @@ from typing import Any
 
 from plait.across import added_up
 from plait.boundary import back, crossing, size, there
+from plait.course import as_held
 from plait.cutting import check
 from plait.errors import PlaitError, Problem
 from plait.mesh import group_of
@@ -50,6 +51,7 @@ from plait.role import Layout, table_of
 from plait.schedules import problems
 from plait.sketch import Sketch
 from plait.staging import Stages
+from plait.strategies import context
 from plait.strategies.strategy import Charge, Role
 
 AXIS = "pp"
@@ -92,10 +94,13 @@ def apply(built: Any) -> None:
     if sketch.host_random:
         why = "its forward pass draws from Python's or numpy's generator, and not every stage would draw the same"
         raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("pp=1",)))
+    if plan.cp > 1:
+        sketch = as_held(sketch, context.rows(plan, sketch, built.place.rank))
     layout = Layout.of(plan, sketch, built.job.stages)
     check(sketch, layout.cut, plan.stages_per_rank > 1)
     index, homes = built.at["pp"], layout.homes
     stages = Stages(built.model, sketch, layout.cut, built.device)
+    stages.whole = built.sketch
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
     built.own = {n: p for n, p in built.own.items() if index in homes[n]}
     built.pipe = Pipe(stages, built.groups["pp"], lru_cache(partial(table_of, plan)))
