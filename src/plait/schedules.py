@@ -30,6 +30,8 @@ from typing import cast
 
 from plait.actions import Action, Kind, Table, folded, looped, made
 
+SPLIT = ("zb", "zbv", "auto")
+"""Schedules that split backward passes."""
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
 """What `table` knows, from the simplest to the search."""
 

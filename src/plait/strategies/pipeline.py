@@ -48,7 +48,7 @@ from plait.pipe import Pipe
 from plait.plan import Plan
 from plait.randomness import Region
 from plait.role import Layout, table_of
-from plait.schedules import problems
+from plait.schedules import SPLIT, problems
 from plait.sketch import Sketch
 from plait.staging import Stages
 from plait.strategies import context
@@ -56,8 +56,6 @@ from plait.strategies.strategy import Charge, Role
 
 AXIS = "pp"
 EXACT = True
-SPLIT = ("zb", "zbv", "auto")
-"""Schedules that split backward passes."""
 
 
 def wanted(plan: Plan) -> bool:
