@@ -6,25 +6,26 @@ entered (its gradient is summed over the ranks), what the row returns is a share
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait import multihead, vocabulary
+from plait.handing import Handing
 from plait.parts import Ranges, everything
 from plait.ranges import Rows
 from plait.regions import enter, part, total
 from plait.resizing import Resized
 from plait.sketch import Sketch
-from plait.slices import Argument, Cut, Group, Integer
+from plait.slices import Argument, Border, Cut, Group, Integer
 from plait.torchseam import tree_map_only
 from plait.windows import Axis
 
 
 def wire(
-    model: nn.Module, sketch: Sketch, own: Mapping[str, nn.Parameter], ranks: Any
+    model: nn.Module, sketch: Sketch, own: Mapping[str, nn.Parameter], ranks: Any, handing: Handing | None = None
 ) -> tuple[list[Group], dict[str, nn.Parameter]]:
     """Cut what of a model is its `own` (not another stage's): the regions that are cut, and a rank's slices by name."""
     regions = [g for g in sketch.slices.groups if all(c.parameter in own for c in g.cuts)]
@@ -35,7 +36,7 @@ def wire(
     for region in regions:
         for integer in region.integers:
             set_integer(model, integer)
-        Region(model, region, ranks)
+        Region(model, region, ranks, handing and handing.borders.get(region.row))
     for name in tables:
         vocabulary.wire(model.get_submodule(name), lengths[name], ranks)
     return regions, found
@@ -83,10 +84,15 @@ def set_integer(model: nn.Module, integer: Integer) -> None:
 class Region:
     """One group of slices in the model of one rank."""
 
-    def __init__(self, model: nn.Module, group: Group, ranks: Any):
-        self.ranks = ranks
+    def __init__(self, model: nn.Module, group: Group, ranks: Any, on: tuple[Border, Handing] | None = None):
+        """`on`: where it begins and ends in a unit that runs on stretches of the sequence."""
+        self.ranks, self.on = ranks, on
         self.entered: dict[int, tuple[Tensor, Tensor]] = {}
         """What the columns were given, by its id, and the same entered: several columns share one tensor, and one sum."""
+        self.gathered: dict[int, tuple[Tensor, Tensor]] = {}
+        """Stretches, by their id, and the wholes they are of."""
+        for argument in on[0].given if on else ():
+            self._wrap(model.get_submodule(argument.module), argument, self._gathered)
         for name in group.columns:
             column = model.get_submodule(name)
             column.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -99,7 +105,7 @@ class Region:
             silence(row)
         row.register_forward_hook(self._leave)
         for argument in group.arguments:
-            self._wrap(model.get_submodule(argument.module), argument)
+            self._wrap(model.get_submodule(argument.module), argument, self._part)
         if group.resize:
             resize(model.get_submodule(group.container), ranks.size())
 
@@ -115,9 +121,23 @@ class Region:
 
     def _leave(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         self.entered.clear()
+        self.gathered.clear()
+        if self.on is not None:
+            border, handing = self.on
+            return handing.end(output, border.dim, border.row)
         return total(output, self.ranks)
 
-    def _wrap(self, module: nn.Module, argument: Argument) -> None:
+    def _gathered(self, value: Tensor, dim: int) -> Tensor:
+        """All rows of what a unit on stretches gives the region; its gradient needs no other sum."""
+        assert self.on is not None
+        border, handing = self.on
+        if id(value) not in self.gathered:
+            whole = handing.begin(value, dim, border.row)
+            self.gathered[id(value)] = value, whole
+            self.entered[id(whole)] = whole, whole
+        return self.gathered[id(value)][1]
+
+    def _wrap(self, module: nn.Module, argument: Argument, make: Callable[[Tensor, Any], Tensor]) -> None:
         replaced: list[tuple[Tensor, Tensor]] = []
 
         def wrap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -126,7 +146,7 @@ class Region:
             value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             if not isinstance(value, Tensor):
                 return args, kwargs
-            mine = self._part(value, argument.dim)
+            mine = make(value, argument.dim)
             replaced.append((mine, value))
             if isinstance(key, str):
                 return args, {**kwargs, key: mine}

@@ -77,6 +77,36 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Border:
+    """Where the region of one row begins and ends in a unit that runs on stretches of the sequence."""
+
+    row: str
+    given: tuple[Argument, ...]
+    """Arguments that are stretches, along `dim`, and become whole there."""
+    dim: int
+    """Of what the row returns: the dim of the sequence."""
+
+
+@dataclass(frozen=True)
+class Stretched:
+    """A unit that computes, outside its regions, every position of the sequence alone: it runs on a rank's stretch."""
+
+    unit: str
+    key: int | str
+    """The argument that is a stretch."""
+    dim: int
+    returned: tuple[tuple[int, int], ...]
+    """(leaf of the output, dim) of what it returns as stretches."""
+    borders: tuple[Border, ...] = ()
+    posing: bool = False
+    """Its code sees the stretch under the shape of the whole."""
+    crosses: bool = False
+    """What it returns goes to another stage of a pipeline, and is gathered before."""
+    partial: tuple[str, ...] = ()
+    """Whole parameters used on stretches: their gradients on a rank are partial sums."""
+
+
+@dataclass(frozen=True)
 class Slices:
     """All that can be cut of a model."""
 
@@ -85,3 +115,9 @@ class Slices:
     """Embeddings and heads that are cut by rows of the vocabulary, unevenly if need be, as `torch.chunk` would."""
     whole: tuple[tuple[str, float, str], ...] = ()
     """(module, its share of all weights, why it stays whole), the largest first."""
+    stretches: tuple[Stretched, ...] = ()
+    """Units that run on stretches between their regions."""
+    unstretched: tuple[tuple[str, str], ...] = ()
+    """(unit with regions, why it runs on the whole sequence)."""
+    drawn: frozenset[tuple[str, int]] = frozenset()
+    """(random place, dim) of what units on stretches draw, along the sequence."""

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -76,6 +77,9 @@ class Shown:
     whole: tuple[Whole, ...]
     small: float
     """The share of weights in what is no matrix and stays whole: norms, biases."""
+    stretched: tuple[str, ...] = ()
+    """Units that run on stretches of the sequence between their slices."""
+    unstretched: tuple[Whole, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -124,9 +128,9 @@ def summary(model: nn.Module, found: Slices, ranks: int) -> Shown:
         lengths = tuple(n for ((_, n),) in vocabulary.rows(len(next(module.parameters())), ranks))
         tables.append(Table(name, lengths, sum(sizes[n] for n in own)))
     small = total - sum(sizes[n] for n in cuts) - round(sum(share for _, share, _ in found.whole) * total)
-    return Shown(
-        ranks, total, held, _pairs(model, found.groups, sizes), tuple(tables), _whole(found), max(0, small) / total
-    )
+    pairs, rows = _pairs(model, found.groups, sizes), [(unit, 0.0, why) for unit, why in found.unstretched]
+    on = tuple(_label(list(names)) for _, names in groupby((s.unit for s in found.stretches), _form))
+    return Shown(ranks, total, held, pairs, tuple(tables), _whole(found.whole), max(0, small) / total, on, _whole(rows))
 
 
 def _pairs(model: nn.Module, groups: Iterable[Group], sizes: dict[str, int]) -> tuple[Pair, ...]:
@@ -207,9 +211,9 @@ def _changed(model: nn.Module, integer: Integer, inner: Callable[[str], str]) ->
     return f"{'' if owner == 'itself' else owner + '.'}{integer.path} {value} → {value // integer.divisor}"
 
 
-def _whole(found: Slices) -> tuple[Whole, ...]:
+def _whole(given: Iterable[tuple[str, float, str]]) -> tuple[Whole, ...]:
     alike: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
-    for name, share, reason in found.whole:
+    for name, share, reason in given:
         alike.setdefault((_form(name.rpartition(".")[0]), _form(reason)), []).append((name, share, reason))
     rows = []
     for (_, told), members in alike.items():
@@ -277,15 +281,13 @@ def text(found: Shown, job: str) -> str:
     rows = [("whole", "layers", "weights", "why")]
     rows += [(w.name or "the model", str(w.count), f"{w.share:.1%}", w.reason) for w in found.whole]
     if found.small:
-        rows.append(
-            (
-                "norms, biases",
-                "",
-                f"{found.small:.1%}",
-                "norms, and biases of rows: small, and every process needs all of it",
-            )
-        )
-    return "\n".join([*lines, *(["", *_aligned(rows, right=(1, 2))] if len(rows) > 1 else [])])
+        why = "norms, and biases of rows: small, and every process needs all of it"
+        rows.append(("norms, biases", "", f"{found.small:.1%}", why))
+    lines += ["", *_aligned(rows, right=(1, 2))] if len(rows) > 1 else []
+    on = ", ".join(found.stretched)
+    lines += ["", f"on stretches of the sequence between slices: {on}"] if on else []
+    lines += [f"on the whole sequence: {w.name} ({w.count}): {w.reason}" for w in found.unstretched]
+    return "\n".join(lines)
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:

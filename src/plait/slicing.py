@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from plait import randomness
 from plait.errors import PlaitError, Problem, did_you_mean
+from plait.rowwise import stretched
 from plait.slices import Group, Slices
 from plait.slicing_adapt import adapted
 from plait.slicing_alike import renamed, signature
@@ -40,17 +41,25 @@ ALONE = "it is no layer between two others that nothing else reads"
 
 
 def find(
-    model: nn.Module, inputs: Callable[[int], Any], call: Call, n: int, tensor: Mapping[str, str] | None = None
+    model: nn.Module,
+    inputs: Callable[[int], Any],
+    call: Call,
+    n: int,
+    tensor: Mapping[str, str] | None = None,
+    units: Mapping[str, str] | None = None,
 ) -> Slices:
     """The slices of a model over n ranks. `inputs(k)` makes a batch of k samples, `call(model, batch)` runs it.
 
-    `tensor`: what `Job.tensor` says. J021 when it names no layer, or wants what does not pass the check.
+    `tensor`: what `Job.tensor` says. J021 when it names no layer, or wants what does not pass the check. `units`: which
+    of them run on stretches between their regions is found too; name -> why it cannot, or nothing.
     """
     state, threads = randomness.host_state(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
         with kept(model), random_weights(model):
-            return _Finder(model, inputs(SAMPLES), call, n, tensor or {}).find()
+            finder = _Finder(model, inputs(SAMPLES), call, n, tensor or {})
+            found = finder.find()
+            return stretched(finder.follow, finder.maps, found, units, n, SAMPLES) if units else found
     finally:
         torch.set_num_threads(threads)
         randomness.restore_host(state)

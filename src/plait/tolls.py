@@ -8,23 +8,26 @@ ranks are absent, so that the model's own code and the job's loss show what they
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.handing import Quiet, put
 from plait.ranges import Rows
 from plait.regions import Absent
-from plait.sketch import PROBES, Figure
+from plait.sketch import PROBES, Figure, Sketch
 from plait.slices import Argument, Slices
 from plait.spread import Spread
-from plait.vocabulary import rows
+from plait.vocabulary import heads, rows
 from plait.watching import watch
+from plait.windows import differing
 
 
 @dataclass(frozen=True)
 class Event:
-    """One message of a run. `when`: forward, backward, or loss (in the loss, either way)."""
+    """One message of a run. `when`: forward, backward, between (of units, in the forward pass) or loss (in it, either way)."""
 
     op: str
     module: str
@@ -34,6 +37,8 @@ class Event:
     """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
     shape: tuple[int, ...] = ()
     """Of what is not the unit's own tensor but an argument that it uses: a sequence may be none of its dims, or two."""
+    rows: int = 0
+    """Of a `gather` or a `scatter` of stretches, which are of `bytes` in whole: the length of the sequence."""
 
 
 class Listening:
@@ -52,8 +57,11 @@ class Listening:
         """The backward pass runs: what is called now is computed again by the model's own code."""
         self.absent = Absent(ranks)
         self.handles: list[Any] = []
+        self.quiet = Quiet(model, slices, Absent(ranks))
+        self.quiet.note, self.quiet.asks = self._note, self._asks
         for group in slices.groups:
             seen: dict[int, tuple[Tensor, Tensor]] = {}
+            self._begins(model, group.row, seen)
             for name in group.columns:
                 self._hook(model, name, self._entering(group.row, seen), pre=True)
             for argument in group.arguments:
@@ -76,12 +84,37 @@ class Listening:
         register = module.register_forward_pre_hook if pre else module.register_forward_hook
         self.handles.append(register(hook, with_kwargs=True))
 
-    def _note(self, op: str, module: str, when: str, x: Tensor, shape: tuple[int, ...] = ()) -> None:
+    def _begins(self, model: nn.Module, row: str, seen: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """A region in a unit on stretches: what is gathered asks for no sum in backward."""
+        gathered: dict[int, tuple[Tensor, Tensor]] = {}
+        border = self.quiet.borders.get(row)
+        for argument in border[0].given if border else ():
+
+            def entering(_: Any, args: Any, kwargs: Any, key: int | str = argument.key, dim: Any = argument.dim) -> Any:
+                x = kwargs[key] if isinstance(key, str) else args[key]
+                if gathered.get(id(x), (None,))[0] is not x:
+                    whole = self.quiet.begin(x, dim, row)
+                    gathered[id(x)], seen[id(whole)] = (x, whole), (whole, whole)
+                return put(args, kwargs, key, gathered[id(x)][1])
+
+            self._hook(model, argument.module, entering, pre=True)
+
+    def _asks(self, x: Tensor, op: str, module: str, sent: Tensor, rows: int = 0) -> None:
+        """A message of the backward pass, which is sent if a gradient comes to `x`."""
+        if not x.requires_grad or self.returning:
+            return
+        number = len(self.events)
+        self.asked.append(number)
+        x.register_hook(lambda gradient: self.reached.add(number))
+        self._note(op, module, "backward", sent, rows=rows)
+
+    def _note(self, op: str, module: str, when: str, x: Tensor, shape: tuple[int, ...] = (), rows: int = 0) -> None:
         if self.returning and when == "backward":
             return  # its gradient goes the way of the first call
         if when == "forward" and not self.returning:
             self.waiting.append(len(self.events))
-        self.events.append(Event(op, module, when, x.numel() * x.element_size(), not self.returning, shape))
+        size = x.numel() * x.element_size()
+        self.events.append(Event(op, module, when, size, not self.returning, shape, rows))
 
     def ended(self) -> None:
         """A unit's call is over: what nothing was kept after is not sent again."""
@@ -95,11 +128,7 @@ class Listening:
                 return value
             if id(value) not in seen:
                 seen[id(value)] = value, value.view_as(value)
-                if not self.returning:
-                    number = len(self.events)
-                    self.asked.append(number)
-                    seen[id(value)][1].register_hook(lambda gradient: self.reached.add(number))
-                self._note("allreduce_", row, "backward", value)
+                self._asks(seen[id(value)][1], "allreduce_", row, value)
             return seen[id(value)][1]
 
         def entering(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -143,9 +172,16 @@ class Listening:
         return entering
 
     def _leaving(self, row: str, seen: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., None]:
-        def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        border = self.quiet.borders.get(row)
+
+        def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             seen.clear()
-            self._note("allreduce_", row, "forward", output[0] if isinstance(output, tuple) else output)
+            first = output[0] if isinstance(output, tuple) else output
+            if border is None:
+                self._note("allreduce_", row, "forward", first)
+                return None
+            mine = self.quiet.end(first, border[0].given[0].dim or 0, row)
+            return (mine, *output[1:]) if isinstance(output, tuple) else mine
 
         return leaving
 
@@ -154,7 +190,7 @@ class Listening:
 
     def _head(self, name: str, ranks: int) -> Callable[..., Any]:
         def head(module: nn.Linear, args: Any, kwargs: Any, output: Tensor) -> Spread:
-            if args[0].requires_grad:
+            if args[0].requires_grad and not module.__dict__.get("_gathered"):
                 self._note("allreduce_", name, "backward", args[0])
             cut = rows(output.shape[-1], ranks)
             whole = output.narrow(-1, *cut[0][0])
@@ -176,8 +212,10 @@ class Made:
     fake: bool = True
 
 
-def listen(made: Made, samples: int, slices: Slices, ranks: int, units: tuple[str, ...]) -> list[Event]:
-    """The messages of one forward and backward pass."""
+def listen(
+    made: Made, samples: int, slices: Slices, ranks: int, units: tuple[str, ...]
+) -> tuple[list[Event], dict[str, tuple[int, ...]]]:
+    """The messages of one forward and backward pass, and what the first rank draws in it: place -> shape."""
     model = made.model if made.fake else copy.deepcopy(made.model)
     heard = Listening(model, slices, ranks)
     for unit in units:
@@ -191,11 +229,15 @@ def listen(made: Made, samples: int, slices: Slices, ranks: int, units: tuple[st
         return loss
 
     try:
-        watch(model, made.batches(samples), listened, made.fake)
+        heard.quiet.wrap()
+        heard.handles += heard.quiet.install(units, heads(model, slices))
+        watched = watch(model, made.batches(samples), listened, made.fake)
     finally:
+        heard.quiet.unwrap()
         for handle in heard.handles:
             handle.remove()
-    return heard.events + [Event(op, "", "loss", size) for op, size in heard.absent.calls]
+    drawn = {place: tuple(shape) for place, shape in watched.drawn.items()}
+    return heard.events + [Event(op, "", "loss", size) for op, size in heard.absent.calls], drawn
 
 
 @dataclass(frozen=True)
@@ -207,14 +249,38 @@ class Toll:
     when: str
     bytes: Figure
     again: bool
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = ()
+    rows: int = 0
+
+    def messages(self, samples: list[int], place: tuple[int, int], held: Fraction) -> list[tuple[str, int, int]]:
+        """(operator, calls, bytes) of a rank for micro-batches of so many samples. `place`: rank, ranks; `held`: how
+        much of a sequence they have. On a CPU."""
+        size = sum(round(round(self.bytes.of(n)) * held) for n in samples)
+        if not self.rows:
+            return [(self.op, len(samples), size)]
+        rank, ranks = place
+        sizes = Rows.even(self.rows, ranks).sizes
+        others = [n for r, n in enumerate(sizes) if r != rank and n]
+        mine = [sizes[rank]] * (ranks - 1) if sizes[rank] else []
+        sent, taken = (mine, others) if self.op == "gather" else (others, mine)
+        count, row = len(samples), size // self.rows
+        return [("send", count * len(sent), row * sum(sent)), ("recv_", count * len(taken), row * sum(taken))]
 
 
 def tolls(made: Made, slices: Slices, ranks: int, units: tuple[str, ...]) -> tuple[Toll, ...]:
     """What every call of the model sends. `units`: names of those that may be recomputed."""
-    small, large = (listen(made, n, slices, ranks, units) for n in PROBES)
+    small, large = (listen(made, n, slices, ranks, units)[0] for n in PROBES)
     found = []
     for a, b in zip(small, large):
         each = (b.bytes - a.bytes) / (PROBES[1] - PROBES[0])
-        found.append(Toll(a.op, a.module, a.when, Figure(a.bytes - PROBES[0] * each, each), a.again, a.shape))
+        size = Figure(a.bytes - PROBES[0] * each, each)
+        found.append(Toll(a.op, a.module, a.when, size, a.again, a.shape, a.rows))
     return tuple(found)
+
+
+def drawn(made: Made, slices: Slices, sketch: Sketch, ranks: int) -> frozenset[tuple[str, int]]:
+    """(place, dim) of what units on stretches draw: along these the first rank draws less than one device would."""
+    local = listen(made, PROBES[0], slices, ranks, tuple(unit.name for unit in sketch.units))[1]
+    batched = lambda place, d, n: n * PROBES[0] if sketch.places.get(place) == d else n  # noqa: E731
+    whole = {p: [batched(p, d, n) for d, n in enumerate(shape)] for p, shape in sketch.drawn.items()}
+    return differing(whole, local)

@@ -41,6 +41,12 @@ def apart_from_heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
     return tuple(name for name, m in modules.items() if not any(id(p) in heads for p in m.parameters()))
 
 
+def heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
+    """Those that multiply what they are given. (One that the loss takes over does not.)"""
+    tables = [(name, model.get_submodule(name)) for name in slices.vocabulary]
+    return tuple(name for name, m in tables if isinstance(m, nn.Linear) and "forward" not in vars(m))
+
+
 def wire(module: nn.Module, length: int, group: Any) -> None:
     """Let an embedding or a head of `length` rows work on this rank's."""
     kind = _Embedding if isinstance(module, nn.Embedding) else _Head
@@ -71,5 +77,7 @@ class _Head(nn.Linear):
     _ranks: Any
 
     def forward(self, input: Tensor) -> Any:
-        logits = F.linear(enter(input, self._ranks), self.weight, self.bias)
+        if not self.__dict__.get("_gathered"):  # by `handing.py`, from stretches
+            input = enter(input, self._ranks)
+        logits = F.linear(input, self.weight, self.bias)
         return Spread(logits, logits.dim() - 1, self._rows, self._ranks)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait import draws, randomness
 from plait.metering import Meter, Metered, homes
+from plait.posing import Posing
 from plait.torchseam import (
     SEEDED,
     BatchNormBase,
@@ -189,6 +190,8 @@ class _Watcher(TorchFunctionMode):
         inplace: bool = False,
         train: bool = True,
     ):
+        if isinstance(input, Posing):
+            return input.like(self._dropout(func, input.local, p, training, inplace, train))
         if training and train and p > 0.0:
             shape = draws.mask_shape(func, input)
             self.seen.drawn[self.place()] = shape

@@ -7,16 +7,27 @@ What it does
     backward, is all that travels. Which maps go together is found by following tensors through the model's own code,
     proposed, and checked in float64 before it is believed (`slicing.py`); what finds no slices stays whole and is named
     by `plait plan --show tensor`. Embeddings and heads are cut by rows of the vocabulary.
+    What lies between the cuts (norms, dropout, residuals) would be computed alike on every process. With
+    `sequence_parallel`, the default, each has its own stretch of the sequence there: it is gathered where a pair begins,
+    and instead of the whole sum a process gets its rows of it. Which blocks work row by row between their pairs is
+    checked in float64 too (`rowwise.py`); others stay as they are, and are named with the reason.
 
 Picture
     rank 0   x ─┬─ q₀ k₀ v₀ ── attention of its heads ── o₀ ─┐       ┌─ gate₀ up₀ ── down₀ ─┐
                 │                                            Σ ─ x ─┤                      Σ ─ x
     rank 1   x ─┴─ q₁ k₁ v₁ ── attention of its heads ── o₁ ─┘       └─ gate₁ up₁ ── down₁ ─┘
 
+    and on stretches
+
+    rank 0   x₀ ─ norm ─ all rows ─ q₀ k₀ v₀ ── o₀ ─┐ x₀ ─ norm ─ all rows ─ gate₀ up₀ ── down₀ ─┐ x₀
+                                                    Σ                                           Σ      each gets its rows
+    rank 1   x₁ ─ norm ─ all rows ─ q₁ k₁ v₁ ── o₁ ─┘ x₁ ─ norm ─ all rows ─ gate₁ up₁ ── down₁ ─┘ x₁
+
 Costs
-    Memory: parameters, gradients and optimizer state of what is cut / N, and so are the activations between the cuts.
+    Memory: parameters, gradients and optimizer state of what is cut / N, and so are the activations between the cuts;
+    on stretches, those outside of them as well.
     Traffic: an all-reduce of batch × sequence × width per pair, in forward and in backward, that nothing hides: it
-    needs the fastest links there are.
+    needs the fastest links there are. Stretches send the same: a gather and a scattered sum make one all-reduce.
 
 Choose when
     A layer, or the activations of one sample, do not fit on a device; or the batch is too small for more copies.
@@ -28,12 +39,14 @@ How it stays exact
     The forward pass is right by algebra once the check holds. Gradients of what enters a pair are summed over the
     processes once; so are those of whole parameters used inside one (norms on heads). A row's bias is added by the
     first process alone. What all processes compute alike (norms between, the loss) is the same bit by bit on all, and
-    counts once in the norm. Dropout inside a slice draws that slice of the whole mask.
+    counts once in the norm. Dropout inside a slice draws that slice of the whole mask, on a stretch that stretch. A
+    parameter used on stretches has a share of its gradient on each process; they are added up once.
 
 Paper
     Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation, for stretches between.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -45,8 +58,10 @@ import torch
 from plait import vocabulary
 from plait.across import added_up
 from plait.errors import PlaitError, Problem
+from plait.handing import Handing
 from plait.mesh import group_of
 from plait.plan import Plan
+from plait.role import Layout
 from plait.sketch import Sketch
 from plait.sliced import Drawn, layout_of, wire
 from plait.slices import Cut, Group, Slices
@@ -54,7 +69,7 @@ from plait.slicing import find
 from plait.strategies import context
 from plait.strategies.recompute import again
 from plait.strategies.strategy import Charge, Role
-from plait.tolls import Made, tolls
+from plait.tolls import Made, drawn, tolls
 from plait.wide import Wide
 
 AXIS = "tp"
@@ -79,7 +94,14 @@ def apply(built: Any) -> None:
     rank, shapes = built.at["tp"], {n: tuple(p.shape) for n, p in built.own.items()}
     cuts = {c.parameter: c for c in built.sketch.cuts if c.parameter in built.own}
     torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
-    regions, own = wire(built.model, built.sketch, built.own, built.groups["tp"])
+    model, units, mine = built.model, [unit.name for unit in built.sketch.units], {id(p) for p in built.own.values()}
+    slices = built.sketch.slices
+    slices = replace(slices, stretches=tuple(one for one in slices.stretches if one.unit in units))
+    tables = vocabulary.heads(model, slices)
+    heads = [n for n in tables if all(id(p) in mine for p in model.get_submodule(n).parameters())]
+    handing = Handing(model, slices, built.groups["tp"])
+    regions, own = wire(model, built.sketch, built.own, built.groups["tp"], handing)
+    handing.wrap()
     built.own |= own
     for name in built.own:
         cut = cuts.get(name)
@@ -88,13 +110,15 @@ def apply(built: Any) -> None:
         if cut is not None:
             built.cuts[name] = layout_of(shapes[name], cut, rank)
     _sums(built, cuts)
+    built.rules.append(handing)
+    built.prepared.append(lambda _: handing.install(units, heads))
     built.rules.append(Drawn(regions, rank, built.plan.tp))
     built.sketch = built.sketch.local(rank)
 
 
 def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan: Plan) -> Slices:
     """The slices of a job's model that can be cut under a plan."""
-    found = find(model, inputs, call, plan.tp, job.tensor)
+    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan))
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
     share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
     reasons = [(group, _whole(group, sketch, plan)) for group in found.groups]
@@ -105,7 +129,12 @@ def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan
     kept += [(name, weight.numel() / sum(sizes.values()), why) for name, weight in left]
     whole = tuple(sorted((*found.whole, *kept), key=lambda row: -row[1]))
     groups = tuple(group for group, why in reasons if not why)
-    return replace(found, groups=groups, vocabulary=tables, whole=whole)
+    found = replace(found, groups=groups, vocabulary=tables, whole=whole)
+    if plan.pp == 1 or not found.stretches:
+        return found
+    across = Layout.of(plan, sketch, job.stages).cut.crossing
+    units = {sketch.calls[call].unit for calls in across for call in calls}
+    return replace(found, stretches=tuple(replace(one, crosses=one.unit in units) for one in found.stretches))
 
 
 def _whole(group: Group, sketch: Sketch, plan: Plan) -> str:
@@ -126,13 +155,17 @@ def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: P
     found = slices_of(sketch, made.model, batches[0], call, job, plan)
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
-    shares = [n for g in found.groups for n in g.partial] + [names[id(b)] for b in biases if b is not None]
+    shares = [n for one in (*found.groups, *found.stretches) for n in one.partial] + [
+        names[id(b)] for b in biases if b is not None
+    ]
 
     def run(model: Any, pair: Any) -> Any:
         with Wide() if batches[2] else nullcontext():
             return job.loss(call(model, pair[0]), pair[1])
 
     runs = Made(made.fake if not sketch.by_values else made.model, batches[1], run, not sketch.by_values)
+    if found.stretches and sketch.places:
+        found = replace(found, drawn=drawn(runs, found, sketch, plan.tp))
     heard = tolls(runs, found, plan.tp, tuple(unit.name for unit in sketch.units))
     cuts = vocabulary.cuts(made.model, found, plan.tp)
     if not cuts:
@@ -155,6 +188,23 @@ def told(sketch: Sketch) -> str:
     )
 
 
+def _rowwise(sketch: Sketch, plan: Plan) -> dict[str, str]:
+    """The units that might run on stretches between their regions, and why some must not."""
+    if (
+        not plan.sequence_parallel
+        or plan.ep * plan.cp > 1
+        or plan.compile
+        or (plan.pp > 1 and plan.stages_per_rank > 1)
+    ):
+        return {}
+    shared = {u.name: "" if u.closed else "its parameters are used outside of it too" for u in sketch.units}
+    writes = {c.unit: "it writes into what it is given" for c in sketch.calls if c.writes}
+    leaks = {c.unit: "it hands on values besides what it returns" for c in sketch.calls if c.leaks}
+    times = Counter(c.unit for c in sketch.calls if plan.pp > 1)
+    often = {unit: "it is called more than once, perhaps on several stages" for unit, n in times.items() if n > 1}
+    return {c.unit: "" for c in sketch.calls} | {u: why for u, why in shared.items() if why} | writes | leaks | often
+
+
 def _sums(built: Any, cuts: dict[str, Cut]) -> None:
     """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
     rank = built.at["tp"]
@@ -174,10 +224,10 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         if not (last if toll.when == "loss" else here):
             continue
         runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
-        rows = context.share(plan, sketch, role.rank, toll)
-        size = sum(round(round(toll.bytes.of(n)) * rows) for n in role.samples)
+        held = context.share(plan, sketch, role.rank, toll)
         told = f"{toll.when} pass of {toll.module}" if toll.module else "the loss, of logits that no rank has whole"
-        yield Charge("traffic", "tp", toll.op, runs * len(role.samples), runs * size, told)
+        for op, calls, size in toll.messages(role.samples, (plan.at(role.rank)["tp"], plan.tp), held):
+            yield Charge("traffic", "tp", op, runs * calls, runs * size, told)
     formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
     for calls, size in added_up([formats[n] for n in sketch.shares if n in formats], plan):
         yield Charge("traffic", "tp", "allreduce_", calls, size, "gradients of which each process has a share")

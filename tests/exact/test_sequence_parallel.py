@@ -1,0 +1,177 @@
+"""Stretches between slices: which units run on them, that they equal one device, and bugs of them that verify must see."""
+
+from typing import Any
+
+import jobs_pipeline
+import jobs_real
+import pytest
+import torch
+from jobs import Tokens, language_loss, make
+from torch import Tensor, nn
+
+from plait import data, regions
+from plait.build import call
+from plait.errors import DIFFERENT
+from plait.plan import Plan
+from plait.sketch import sketch
+from plait.slices import Slices
+from plait.strategies import tensor
+from plait.verify import verify
+from plait.windows import Share
+
+
+class Encoder(nn.Module):
+    """Three of torch's own layers; the sequence in front, or code between them that keeps, scales and writes."""
+
+    def __init__(self, between: bool = False, conditioned: bool = False):
+        super().__init__()
+        self.between, self.conditioned = between, conditioned
+        layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=between) for _ in range(3))
+        self.embed, self.layers = nn.Embedding(17, 8), nn.ModuleList(layers)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 17)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) if self.between else self.embed(x).transpose(0, 1)
+        kept = []
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            kept.append(h)
+            if self.between and i == 0:
+                h = h * 1.5
+            if self.between and i == 1:
+                h[:, 0] += 1.0
+        h = self.norm(h) + sum(kept) if self.between else self.norm(h).transpose(0, 1)
+        return self.head(h)
+
+
+class Mixing(nn.Module):
+    """Blocks that look at their neighbour outside of any region, or add a learned argument to stretches."""
+
+    def __init__(self, argument: bool):
+        super().__init__()
+        self.argument = argument
+        self.embed, self.head, self.shift = nn.Embedding(17, 8), nn.Linear(8, 17), nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList([_Block(argument) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h, self.shift * 2)
+        return self.head(h)
+
+
+class _Block(nn.Module):
+    def __init__(self, argument: bool):
+        super().__init__()
+        self.argument = argument
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, h: Tensor, shift: Tensor) -> Tensor:
+        h = h + shift if self.argument else h + h.roll(1, 1)
+        return h + self.down(self.up(self.norm(h)).relu())
+
+
+def words(model: Any) -> Any:
+    return make(model, Tokens, language_loss, weight=lambda t: (t != -100).sum())
+
+
+def short() -> Any:
+    """Fewer positions than ranks."""
+    return jobs_real.example("stdlib_gpt", depth=2, width=16, heads=4, length=3, dropout=0.1, batch=12)
+
+
+JOBS = {
+    **jobs_real.ALL,
+    **jobs_pipeline.LISTED,
+    **jobs_pipeline.HARD,
+    "encoder": lambda: words(Encoder),
+    "between": lambda: words(lambda: Encoder(between=True)),
+    "mixing": lambda: words(lambda: Mixing(False)),
+    "argument": lambda: words(lambda: Mixing(True)),
+    "short": short,
+}
+PLANS = (
+    ("gpt", "tp=2 recompute=selective"), ("gpt", "fsdp=2 tp=2"), ("llama", "tp=4 recompute=full"), ("bert", "dp=2 tp=2 microbatches=2"),
+    ("vit", "tp=2"), ("t5", "tp=2"), ("encoder", "tp=2"), ("between", "tp=2 recompute=full"), ("short", "tp=4"),
+    ("gpt2", "pp=2 tp=2 microbatches=2"), ("mixing", "tp=2"), ("argument", "tp=2"),
+)  # fmt: skip
+
+
+def found(name: str, plan: str = "tp=2") -> Slices:
+    """The slices of a job's model."""
+    job = JOBS[name]()
+    model, samples = job.model(), job.data()
+    inputs = lambda n: data.first_samples(samples, n)[0]  # noqa: E731
+    return tensor.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
+
+
+@pytest.mark.parametrize("name, text", PLANS)
+def test_equal(name: str, text: str) -> None:
+    verdict = verify(JOBS[name](), Plan.parse(text), steps=3)
+    assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
+
+
+@pytest.mark.parametrize(
+    "name, units",
+    {
+        "gpt": ["blocks.0", "blocks.1", "blocks.2", "norm"],
+        "encoder": ["layers.0", "layers.1", "layers.2", "norm"],
+        "vit": ["vit.layers.0", "vit.layers.1", "vit.layers.2", "vit.layernorm"],
+        "digits": [],
+    }.items(),
+)
+def test_units_on_stretches(name: str, units: list[str]) -> None:
+    assert [one.unit for one in found(name).stretches] == units
+
+
+def test_a_block_that_is_one_module_sees_the_shape_of_the_whole() -> None:
+    assert [one.posing for one in found("gpt").stretches] == [True, True, True, False]
+    assert not any(one.posing for one in found("llama").stretches)
+
+
+@pytest.mark.parametrize("name, why", (("mixing", "is given something else"), ("argument", "a learned argument")))
+def test_what_does_not_work_row_by_row_stays_whole(name: str, why: str) -> None:
+    slices = found(name)
+    assert not slices.stretches
+    assert [unit for unit, _ in slices.unstretched] == ["blocks.0", "blocks.1"]
+    assert all(why in reason for _, reason in slices.unstretched), slices.unstretched
+
+
+def test_not_wanted() -> None:
+    assert not found("gpt", "tp=2 sequence_parallel=false").stretches
+
+
+def sees(name: str) -> None:
+    verdict = verify(JOBS[name](), Plan.parse("tp=2"), steps=2)
+    assert verdict.exit_code == DIFFERENT, verdict.to_dict()
+
+
+def test_gradients_from_stretches_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms get one rank's share."""
+    whole = tensor.slices_of
+
+    def without(*args: Any) -> Slices:
+        from dataclasses import replace
+
+        made = whole(*args)
+        return replace(made, stretches=tuple(replace(one, partial=()) for one in made.stretches))
+
+    monkeypatch.setattr(tensor, "slices_of", without)
+    sees("gpt")
+
+
+def test_a_gradient_that_every_rank_has_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is before the first block gets it as often as there are ranks."""
+    monkeypatch.setattr(regions, "gather", regions.gather_partial)
+    sees("between")
+
+
+def test_a_mask_of_the_first_rows_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Share.__call__
+
+    def first(self: Share, place: str, dim: int, whole: int | None, local: int) -> Any:
+        axis = plain(self, place, dim, whole, local)
+        return None if axis is None else (axis[0], ((0, local),))
+
+    monkeypatch.setattr(Share, "__call__", first)
+    sees("gpt")
