@@ -125,8 +125,9 @@ class Built:
 
     @property
     def together(self) -> str:
-        """`lockstep`, also where the job asks the other ranks for something: before the first step that is not known."""
-        asks = not self.sharers.alone and self.pipe is None and (self.sharers.used or not self.begun)
+        """`lockstep`, also where the job asks the other ranks for something: before the first step that is not known,
+        and only the last stage of a pipeline ever knows."""
+        asks = not self.sharers.alone and (self.pipe is not None or self.sharers.used or not self.begun)
         return self.lockstep or ("sample" if asks else "")
 
     @property

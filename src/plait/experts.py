@@ -35,7 +35,7 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
         if mixture.name not in met:
             continue
         if _used_elsewhere(model, mixture):
-            whole.append(f"{mixture.name}: other code uses parameters of its experts too")
+            whole.append(f"{mixture.name or 'the model'}: other code uses parameters of its experts too")
             continue
         if mixture.stacked:
             checked, why = check_stacked(model.get_submodule(mixture.name), mixture, met[mixture.name])
@@ -44,7 +44,7 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
         else:
             continue
         if checked is None and why:
-            whole.append(f"{mixture.name}: {why}")
+            whole.append(f"{mixture.name or 'the model'}: {why}")
         elif checked is not None:
             trained = checked.names & {n for n, p in model.named_parameters() if p.requires_grad}
             told = {"rows": _rows(checked, met) / SAMPLES, "calls": met[checked.name].calls}

@@ -66,7 +66,9 @@ def test_experts_of_a_stage(name: str, plan: str) -> None:
     equal(JOBS[name](), plan)
 
 
-@pytest.mark.parametrize("name, plan", (("gpt", "dp=2"), ("mixtral", "fsdp=2"), ("gpt", "dp=2 fsdp=2")))
+@pytest.mark.parametrize(
+    "name, plan", (("gpt", "dp=2"), ("mixtral", "fsdp=2"), ("gpt", "dp=2 fsdp=2"), ("gpt", "pp=2 dp=2"))
+)
 def test_a_balance_loss_without_shared_experts(name: str, plan: str) -> None:
     equal(JOBS[name](), plan)
 
