@@ -112,7 +112,7 @@ def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> Course:
         if any(a - b == 1 for one, other in pairs for a, b in zip(one.lengths, other.lengths)):
             if [w.unit for w in whole] != [s.unit for s in less]:
                 raise refused("the model calls other units for a shorter sequence", "its course depends on the length")
-            return _course(pairs, differing(drawn, fewer), length)
+            return _course(pairs, differing(drawn, fewer), length, {c.unit for c in sketch.calls if c.leaks})
     if not any(seen.lengths for seen in record(model, inputs, call, names, not sketch.by_values)[0]):
         why = "it does not call torch.nn.functional.scaled_dot_product_attention (attention written out sees its rows only)"
     raise refused("where the model has its sequence is not found", failed or why)
@@ -217,15 +217,19 @@ def _shapes(tree: Any) -> Shapes:
     return {path: tuple(t.shape) for path, t in named_leaves(tree)[0] if isinstance(t, Tensor)}
 
 
-def _course(pairs: list[tuple[Seen, Seen]], drawn: frozenset[tuple[str, int]], length: int) -> Course:
+def _course(
+    pairs: list[tuple[Seen, Seen]], drawn: frozenset[tuple[str, int]], length: int, leaking: set[str]
+) -> Course:
     first = next(i for i, (a, b) in enumerate(pairs) if any(m - n == 1 for m, n in zip(a.lengths, b.lengths)))
     calls = []
     for i, (seen, less) in enumerate(pairs):
         given, returned = _dims(seen.given, less.given), _dims(seen.returned, less.returned)
         attends = any(m != n for m, n in zip(seen.lengths, less.lengths))
-        clear = given is not None and returned is not None and bool(given) and i >= first
+        clear = given is not None and returned is not None and bool(given) and i >= first and seen.unit not in leaking
         if attends and not clear:
-            raise refused(f"unit {seen.unit} cannot run on a stretch of the sequence", _unclear(seen, less))
+            why = "other code gets what it computes by another way than through what it returns (hooks that collect it)"
+            why = why if seen.unit in leaking else _unclear(seen, less)
+            raise refused(f"unit {seen.unit} cannot run on a stretch of the sequence", why)
         calls.append(Call(seen.unit, clear, given or {}, returned or {}, attends))
     return Course(tuple(calls), drawn, length)
 
