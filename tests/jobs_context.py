@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from jobs import Tokens, language_loss, make
+from jobs_moe import Mixture, mixtral
 from jobs_pipeline import LENGTH, WORDS, Masked
 from jobs_real import Rows, gpt, gpt2, hugging, llama, next_token
 from torch import Tensor, nn
@@ -159,6 +160,17 @@ class Mixed(nn.Module):
         return self.conv(F.pad(h.mT, (2, 0))).mT
 
 
+class Routed(nn.Module):
+    """A list of experts, each for some of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture(WIDTH, 4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.mixture(h)[0]
+
+
 class Counts(Attention):
     """Makes its own positions."""
 
@@ -218,6 +230,17 @@ class GivenMask(Attention):
         return h + self.inner(h)
 
 
+def unbalanced() -> plait.Job:
+    """A mixture of stacked experts, without the balance loss that its library collects with hooks."""
+
+    def model() -> nn.Module:
+        made = mixtral().model()
+        made.config.output_router_logits = False
+        return made
+
+    return hugging(model)
+
+
 def biased() -> plait.Job:
     return make(Biased, Tokens, language_loss, weight=lambda t: (t != -100).sum())
 
@@ -235,6 +258,7 @@ OWN: dict[str, Any] = {
     "lstm": tokens(Attention, "lstm"),
     "checkpoint": tokens(lambda: Attention(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))), "checkpoint"),
     "biased": biased,
+    "routed": tokens(lambda: Attention(Routed())),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "by_hand": (tokens(ByHand), "does not call"),
@@ -242,7 +266,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "counts": (tokens(Counts), "queries, keys or values"),
     "scaled": (tokens(lambda: Attention(Scaled())), "differs"),
     "weights": (tokens(Weights), ""),
+    "balanced": (mixtral, "another way"),
 }
+EXPERTS = {"unbalanced": unbalanced, "routed": OWN["routed"]}
 ALL = HUGGING | OWN | {name: job for name, (job, _) in REFUSED.items()}
 
 __all__ = ["ALL", "HUGGING", "LENGTH", "OWN", "REFUSED", "next_token"]

@@ -30,11 +30,12 @@ PLANS = (
     "fsdp=2 cp=2 zero=2 context=ulysses microbatches=2 recompute=full",
     "dp=2 cp=2 recompute=selective offload=optimizer",
 )
-JOBS = jobs_context.HUGGING | jobs_context.OWN
+JOBS = jobs_context.HUGGING | jobs_context.OWN | jobs_context.EXPERTS
 BESIDE = (
     ("llama", "tp=2 cp=2 context=ulysses"),
     ("gpt", "tp=2 cp=2 recompute=full microbatches=2"),
     ("gpt2", "pp=2 cp=2 microbatches=2"),
+    ("unbalanced", "dp=2 ep=2 cp=2"),
 )
 MORE = (
     "tp=2 cp=2",
@@ -89,6 +90,13 @@ def test_every_model_beside_other_strategies(name: str, text: str) -> None:
     equal(name, text)
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("text", ("dp=2 ep=2 cp=2 context=ulysses", "fsdp=2 ep=2 cp=2 recompute=full microbatches=2"))
+@pytest.mark.parametrize("name", jobs_context.EXPERTS)
+def test_experts(name: str, text: str) -> None:
+    equal(name, text)
+
+
 @pytest.mark.parametrize("name", jobs_context.REFUSED)
 def test_what_cannot_be_cut_is_refused(name: str) -> None:
     job, words = jobs_context.REFUSED[name]
@@ -115,7 +123,7 @@ def test_a_model_without_a_sequence_is_refused() -> None:
     assert caught.value.codes == ["P040"], caught.value
 
 
-@pytest.mark.parametrize("text", ("cp=2 compile=true", "cp=2 dp=2 ep=2"))
+@pytest.mark.parametrize("text", ("cp=2 compile=true", "cp=2 processes=one"))
 def test_plans_that_do_not_go_together(text: str) -> None:
     with pytest.raises(PlaitError) as caught:
         verify(jobs_context.OWN["plain"](), Plan.parse(text))

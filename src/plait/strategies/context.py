@@ -75,7 +75,6 @@ def wanted(plan: Plan) -> bool:
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     others = {
         "processes=one": plan.processes == "one", "compile=true": plan.compile,
-        f"ep={plan.ep}": plan.ep > 1,
     }  # fmt: skip
     for key, given in others.items():
         if given:
@@ -159,8 +158,14 @@ def layout(plan: Plan) -> Layout:
 
 def share(plan: Plan, sketch: Sketch, rank: int, toll: Toll) -> Fraction:
     """How much a rank sends of what it would send of a whole sequence."""
+    cut = sketch.course is not None and not (toll.shape and toll.shape.count(sketch.course.length) != 1)
+    return part(plan, sketch, rank, toll.module) if cut else Fraction(1)
+
+
+def part(plan: Plan, sketch: Sketch, rank: int, module: str) -> Fraction:
+    """How much of a sequence a rank computes in a module."""
     course: Course | None = sketch.course
-    if course is None or not course.on(toll.module) or (toll.shape and toll.shape.count(course.length) != 1):
+    if course is None or not course.on(module):
         return Fraction(1)
     return Fraction(rows(plan, sketch, rank), course.length)
 

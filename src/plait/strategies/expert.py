@@ -57,7 +57,7 @@ from plait.plan import Plan
 from plait.randomness import host_state, restore_host
 from plait.sketch import Sketch
 from plait.staging import hollow
-from plait.strategies import recompute
+from plait.strategies import context, recompute
 from plait.strategies.strategy import Charge, Role
 
 AXIS = "ep"
@@ -69,7 +69,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile} | {f"cp={plan.cp}": plan.cp > 1}
+    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile}
     others |= {f"offload={plan.offload}": plan.offload != "none"}
     for key, given in others.items():
         if given:
@@ -150,8 +150,9 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     for mixture in sketch.mixtures:
         if not any(f"{mixture.name}.".startswith(unit) for unit in units):
             continue
+        part = context.part(plan, sketch, role.rank, mixture.name)
         passes = 2 if recompute.again(plan, sketch, mixture.name) else 1
-        sent = sum(role.samples) * mixture.rows * sum(mixture.width) * mixture.itemsize * (passes + 1)
+        sent = sum(role.samples) * mixture.rows * sum(mixture.width) * mixture.itemsize * (passes + 1) * part
         calls = len(role.samples) * mixture.calls
         counts = calls * passes * mixture.experts * 8
         told = f"rows of {mixture.name} to their experts and back, as many as are expected: it depends on the data"
