@@ -79,6 +79,12 @@ def members(sketch: Sketch) -> dict[str, list[str]]:
     return found | {"": [name for name in everything if name not in taken]}
 
 
+def begins_once(sketch: Sketch) -> bool:
+    """Whether the backward pass begins in one place. Where the model also returns what an earlier unit made (an encoder's
+    states), FSDP2 takes each gradient that comes to an output for the beginning, and would gather the last group again."""
+    return len(sketch.needs) < 2
+
+
 def gathers(plan: Plan, sketch: Sketch, role: Role) -> dict[str, int]:
     """How often each group is gathered in a step, by its first unit; the root's is the empty name.
 
@@ -99,7 +105,7 @@ def gathers(plan: Plan, sketch: Sketch, role: Role) -> dict[str, int]:
             here = role.layout.cut.units(role.layout.sketch, stage) if role.layout else twice
             met = {n[0] for n in found if n[0] in twice and n[-1] in here and n[-1] not in role.idle}
             last = role.layout is None or stage == role.layout.cut.stages - 1
-            asked = {before[group] for group in met} | set(again[-1:] if last else [])
+            asked = {before[group] for group in met} | set(again[-1:] if last and begins_once(role.layout.sketch if role.layout else sketch) else [])
         counts.update(met - ahead)
         counts.update(asked - met - ahead)
         ahead = (ahead | asked) - met if piped or kind == "F" else set()

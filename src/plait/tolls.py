@@ -39,6 +39,8 @@ class Event:
     """Of what is not the unit's own tensor but an argument that it uses: a sequence may be none of its dims, or two."""
     rows: int = 0
     """Of a `gather` or a `scatter` of stretches, which are of `bytes` in whole: the length of the sequence."""
+    call: int = -1
+    """Number of the unit call in which it is sent; -1 between units, and where the model's own code computes again."""
 
 
 class Listening:
@@ -53,6 +55,8 @@ class Listening:
         self.asked: list[int] = []
         """Numbers of the events that are sent if a gradient comes to what a column was given."""
         self.reached: set[int] = set()
+        self.calls, self.call = 0, -1
+        """Unit calls so far, and the number of the one that runs; -1 between them."""
         self.returning = False
         """The backward pass runs: what is called now is computed again by the model's own code."""
         self.absent = Absent(ranks)
@@ -114,13 +118,20 @@ class Listening:
         if when == "forward" and not self.returning:
             self.waiting.append(len(self.events))
         size = x.numel() * x.element_size()
-        self.events.append(Event(op, module, when, size, not self.returning, shape, rows))
+        call = -1 if self.returning else self.call
+        self.events.append(Event(op, module, when, size, not self.returning, shape, rows, call))
+
+    def begun(self) -> None:
+        """A unit's call begins."""
+        self.calls += not self.returning
+        self.call = self.calls - 1
 
     def ended(self) -> None:
         """A unit's call is over: what nothing was kept after is not sent again."""
         for number in self.waiting:
             self.events[number] = replace(self.events[number], again=False)
         self.waiting.clear()
+        self.call = -1
 
     def _entering(self, row: str, seen: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., Any]:
         def entered(value: Any) -> Any:
@@ -219,7 +230,9 @@ def listen(
     model = made.model if made.fake else copy.deepcopy(made.model)
     heard = Listening(model, slices, ranks)
     for unit in units:
-        heard.handles.append(model.get_submodule(unit).register_forward_hook(lambda *_: heard.ended()))
+        module = model.get_submodule(unit)
+        heard.handles.append(module.register_forward_pre_hook(lambda *_: heard.begun(), prepend=True))
+        heard.handles.append(module.register_forward_hook(lambda *_: heard.ended()))
 
     def listened(model: nn.Module, given: Any) -> Tensor:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(heard.kept, lambda x: x):
@@ -251,6 +264,7 @@ class Toll:
     again: bool
     shape: tuple[int, ...] = ()
     rows: int = 0
+    call: int = -1
 
     def messages(self, samples: list[int], place: tuple[int, int], held: Fraction) -> list[tuple[str, int, int]]:
         """(operator, calls, bytes) of a rank for micro-batches of so many samples. `place`: rank, ranks; `held`: how
@@ -274,7 +288,7 @@ def tolls(made: Made, slices: Slices, ranks: int, units: tuple[str, ...]) -> tup
     for a, b in zip(small, large):
         each = (b.bytes - a.bytes) / (PROBES[1] - PROBES[0])
         size = Figure(a.bytes - PROBES[0] * each, each)
-        found.append(Toll(a.op, a.module, a.when, size, a.again, a.shape, a.rows))
+        found.append(Toll(a.op, a.module, a.when, size, a.again, a.shape, a.rows, a.call))
     return tuple(found)
 
 

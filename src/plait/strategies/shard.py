@@ -44,7 +44,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from plait.elementwise import check
 from plait.errors import Problem
 from plait.gathered import memory
-from plait.gathering import check_formats, differentiated, gathers, groups, members
+from plait.gathering import begins_once, check_formats, differentiated, gathers, groups, members
 from plait.plan import AXES, Plan
 from plait.sharded import DeviceScatter, Gather, Scatter, Shards, divides, padded, stretch
 from plait.sketch import Sketch
@@ -106,6 +106,8 @@ def apply(built: Any) -> None:
     again = [*(modules[0] for names, modules in zip(groups(built.sketch), units) if names[0] in twice), model]
     for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
         here.set_modules_to_backward_prefetch([before])
+    if not begins_once(built.whole):
+        model.set_modules_to_backward_prefetch([model])
     copies = built.copies
     scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
     for module in (*(modules[0] for modules in units), model):

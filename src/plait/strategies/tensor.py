@@ -221,6 +221,8 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     last = role.layout is None or role.layout.owner[-1] == role.index(plan)
     for toll in sketch.tolls:
         here = sketch.has(toll.module) or not (role.layout and role.layout.sketch.has(toll.module))
+        if role.layout and toll.call >= 0:  # a unit may be called on several stages
+            here = role.layout.cut.owner[toll.call] in role.layout.stages(role.index(plan))
         if not (last if toll.when == "loss" else here):
             continue
         runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
