@@ -36,7 +36,7 @@ def wire(
     for region in regions:
         for integer in region.integers:
             set_integer(model, integer)
-        Region(model, region, ranks, handing and handing.borders.get(region.row))
+        Region(model, region, ranks, None if handing is None else handing.borders.get(region.row))
     for name in tables:
         vocabulary.wire(model.get_submodule(name), lengths[name], ranks)
     return regions, found
