@@ -105,6 +105,8 @@ class Stretch(Facade):
             found = _indexed(*args)
             if found is not None:
                 return found
+        if name in ("view", "reshape") and _as_it_is(*args):
+            return Stretch.of(args[0].local, args[0].along, args[0].held)
         inplace = name in PLACE or (name.endswith("_") and name[-2:] != "__")
         fits = name in ALONE and (not inplace or isinstance(args[0], Stretch))
         alone = _aligned(args, kwargs) if fits else None
@@ -169,6 +171,13 @@ def _indexed(x: Stretch, index: Any) -> Tensor | None:
             after = sum(not isinstance(p, int) for p in parts[number:])
             return Stretch.of(x.local[tuple(parts)], -after, x.held)
     return None
+
+
+def _as_it_is(x: Any, *sizes: Any) -> bool:
+    """Whether a sequence is given the shape that it has."""
+    shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    ints = isinstance(x, Stretch) and len(shape) == x.dim() and all(isinstance(n, int) for n in shape)
+    return ints and list(shape).count(-1) < 2 and all(n in (-1, m) for n, m in zip(shape, x.shape))
 
 
 def _writes(name: str) -> PlaitError:
