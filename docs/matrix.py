@@ -108,10 +108,12 @@ def cell(job: Any, column: str) -> Cell:
 
 
 def short(text: str) -> str:
-    """A note: one line, the first of several alike, without the names and numbers of one model."""
-    text, several, _ = " ".join(text.split()).replace("|", "/").partition("; buffer ")
-    text = re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", re.sub(r"(\b\w+Error): .*", r"\1", text))
-    text += ", and others" if several else ""
+    """A note in one line. Of a refusal or an inexactness the first reason only, without what is one model's own."""
+    text = " ".join(text.split()).replace("|", "/")
+    if re.match(r"P\d{3} |[a-z]", text):
+        text, several, _ = text.partition("; ")
+        text = re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", re.sub(r"(\b\w+Error): .*", r"\1", text))
+        text += "; …" if several else ""
     return text if len(text) <= 240 else text[:239].rstrip() + "…"
 
 
@@ -146,11 +148,11 @@ def render(cells: Cells, rows: list[str], torch: str) -> str:
 
 
 def chosen(cells: Cells, rows: list[str], options: argparse.Namespace) -> list[tuple[str, str]]:
-    """The cells to run, column by column."""
+    """The cells to run, row by row."""
     unknown = set(options.only) - {*rows, *COLUMNS}
     if unknown:
         raise SystemExit(f"no row or column: {', '.join(sorted(unknown))}\nrows: {'; '.join(rows)}")
-    found = [(row, column) for column in COLUMNS for row in rows]
+    found = [(row, column) for row in rows for column in COLUMNS]
     found = [pair for pair in found if not options.only or set(options.only) & set(pair)]
     return [pair for pair in found if not options.missing or pair not in cells]
 
