@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait import chosen, experts
 from plait import data as data_module
-from plait import experts
 from plait.across import Across
 from plait.adapters import transformers
 from plait.digest import differing
@@ -25,7 +25,7 @@ from plait.plan import AXES, Plan
 from plait.randomness import Randomness
 from plait.sharded import Shards
 from plait.sketch import Sketch, sketch
-from plait.strategies import ORDER, context, expert, shard, tensor
+from plait.strategies import ORDER, context, expert, shard
 from plait.strategies.precision import forward_format
 from plait.torchseam import tree_map_only
 from plait.wholebatch import Sharers
@@ -178,7 +178,7 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
         built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
     pairs = lambda n: move(data_module.first_samples(example, n), device, cast)  # noqa: E731
     if plan.tp > 1:
-        built.sketch = tensor.sliced(built.sketch, made, (inputs, pairs, cast is torch.float64), once, job, plan)
+        built.sketch = chosen.sliced(built.sketch, made, (inputs, pairs, cast is torch.float64), once, job, plan)
     if plan.cp > 1:
         built.sketch = context.stretched(built, pairs)
     built.whole = built.sketch

@@ -105,7 +105,9 @@ def gathers(plan: Plan, sketch: Sketch, role: Role) -> dict[str, int]:
             here = role.layout.cut.units(role.layout.sketch, stage) if role.layout else twice
             met = {n[0] for n in found if n[0] in twice and n[-1] in here and n[-1] not in role.idle}
             last = role.layout is None or stage == role.layout.cut.stages - 1
-            asked = {before[group] for group in met} | set(again[-1:] if last and begins_once(role.layout.sketch if role.layout else sketch) else [])
+            asked = {before[group] for group in met} | set(
+                again[-1:] if last and begins_once(role.layout.sketch if role.layout else sketch) else []
+            )
         counts.update(met - ahead)
         counts.update(asked - met - ahead)
         ahead = (ahead | asked) - met if piped or kind == "F" else set()

@@ -190,6 +190,7 @@ class OnRows(Container):
 
 
 def near(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and format hold the same numbers, up to rounding."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, RELATIVE, ABSOLUTE, True))

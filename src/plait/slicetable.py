@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from plait import data, vocabulary
+from plait import chosen, data, vocabulary
 from plait.blueprint import sketched
 from plait.build import call, check_plan
 from plait.errors import PlaitError, Problem
@@ -22,7 +22,6 @@ from plait.job import Job, load_job
 from plait.outline import short
 from plait.plan import Plan
 from plait.slices import Cut, Group, Integer, Slices
-from plait.strategies import tensor
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def shown(job: Job, plan: Plan) -> Shown:
     samples = data.checked(job.data(), "Job(data=…)")
     example = samples if data.is_map(samples) else job.data()
     inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
-    found = tensor.slices_of(sketch, model, inputs, call, job, plan)
+    found = chosen.slices_of(sketch, model, inputs, call, job, plan)
     return summary(model, found, plan.tp)
 
 

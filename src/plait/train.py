@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait import __version__
+from plait import __version__, chosen
 from plait.build import broadcast_text, check_plan, pick_device
 from plait.checkpoint import Checkpoints
 from plait.console import Console
@@ -21,7 +21,6 @@ from plait.launch.place import Place, current, joining
 from plait.plan import Plan
 from plait.record import Recorder
 from plait.run import Run
-from plait.strategies import tensor
 from plait.weights import open_weights
 
 
@@ -164,7 +163,7 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
     named: set[str] = set()
     _inexact(engine, report, named)
     if request.plan.tp > 1 and place.rank == 0:
-        report({"kind": "note", "text": f"note  {tensor.told(engine.built.whole)}"})
+        report({"kind": "note", "text": f"note  {chosen.told(engine.built.whole)}"})
     resumed = _resume(engine, run, report) if request.resume else None
     if request.weights and resumed is None:
         engine.load_weights(request.weights)

@@ -9,13 +9,12 @@ import torch
 from jobs import Tokens, language_loss, make
 from torch import Tensor, nn
 
-from plait import data, regions
+from plait import chosen, data, regions
 from plait.build import call
 from plait.errors import DIFFERENT
 from plait.plan import Plan
 from plait.sketch import sketch
 from plait.slices import Slices
-from plait.strategies import tensor
 from plait.verify import verify
 from plait.windows import Share
 
@@ -102,7 +101,7 @@ def found(name: str, plan: str = "tp=2") -> Slices:
     job = JOBS[name]()
     model, samples = job.model(), job.data()
     inputs = lambda n: data.first_samples(samples, n)[0]  # noqa: E731
-    return tensor.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
+    return chosen.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
 
 
 @pytest.mark.parametrize("name, text", PLANS)
@@ -148,7 +147,7 @@ def sees(name: str) -> None:
 
 def test_gradients_from_stretches_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms get one rank's share."""
-    whole = tensor.slices_of
+    whole = chosen.slices_of
 
     def without(*args: Any) -> Slices:
         from dataclasses import replace
@@ -156,7 +155,7 @@ def test_gradients_from_stretches_not_summed(monkeypatch: pytest.MonkeyPatch) ->
         made = whole(*args)
         return replace(made, stretches=tuple(replace(one, partial=()) for one in made.stretches))
 
-    monkeypatch.setattr(tensor, "slices_of", without)
+    monkeypatch.setattr(chosen, "slices_of", without)
     sees("gpt")
 
 

@@ -352,6 +352,20 @@ def test_what_ends_the_backward_of_a_sharded_model_is_there() -> None:
     assert callable(state._root_post_backward_final_callback)
 
 
+@contract("torch._C.DisableTorchFunction")
+def test_modes_can_be_left_out_for_a_moment() -> None:
+    seen: list[Any] = []
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        assert torchseam.version(torch.ones(2)) == 0
+    assert [f.__name__ for f in seen] == ["ones"]
+
+
 @contract("…._is_view")
 def test_a_view_is_known_as_one() -> None:
     x = torch.ones(4, requires_grad=True) * 2

@@ -100,14 +100,7 @@ def apply(built: Any) -> None:
         for module in modules:
             module.register_forward_hook(without_views)
         fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
-    for here, ahead in itertools.pairwise(units):
-        here[0].register_forward_pre_hook(_gather_next(ahead[0]))
-    twice = differentiated(built.sketch)
-    again = [*(modules[0] for names, modules in zip(groups(built.sketch), units) if names[0] in twice), model]
-    for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
-        here.set_modules_to_backward_prefetch([before])
-    if not begins_once(built.whole):
-        model.set_modules_to_backward_prefetch([model])
+    _ahead(model, built, units)
     copies = built.copies
     scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
     for module in (*(modules[0] for modules in units), model):
@@ -128,6 +121,18 @@ def apply(built: Any) -> None:
         built.own[name].data.copy_(part)
     built.shares = {}
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else "sample"
+
+
+def _ahead(model: Any, built: Any, units: list[Any]) -> None:
+    """Which group each gathers ahead, in forward and in backward."""
+    for here, ahead in itertools.pairwise(units):
+        here[0].register_forward_pre_hook(_gather_next(ahead[0]))
+    twice = differentiated(built.sketch)
+    again = [*(modules[0] for names, modules in zip(groups(built.sketch), units) if names[0] in twice), model]
+    for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
+        here.set_modules_to_backward_prefetch([before])
+    if not begins_once(built.whole):
+        model.set_modules_to_backward_prefetch([model])
 
 
 def _gather_next(ahead: Any) -> Callable[..., None]:

@@ -1,0 +1,110 @@
+"""What a plan makes of the slices that a model has: which are cut, what that sends, and how much is said of it.
+
+`slicing.py` finds all slices; some of them cannot be cut beside stages, stretches or experts, and stay whole with that
+reason. The result goes into the sketch, from which `strategies/tensor.py` wires a rank and prices it.
+"""
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from plait import vocabulary
+from plait.errors import PlaitError, Problem
+from plait.plan import Plan
+from plait.role import Layout
+from plait.sketch import Sketch
+from plait.slices import Group, Slices
+from plait.slicing import find
+from plait.tolls import Made, drawn, tolls
+from plait.wide import Wide
+
+
+def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan: Plan) -> Slices:
+    """The slices of a job's model that can be cut under a plan."""
+    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan))
+    sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
+    share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
+    reasons = [(group, _whole(group, sketch, plan)) for group in found.groups]
+    kept = [(group.row, share(group), why) for group, why in reasons if why]
+    tables = vocabulary.apart_from_heads(model, found) if plan.cp > 1 else found.vocabulary
+    left = [(name, model.get_submodule(name).weight) for name in found.vocabulary if name not in tables]
+    why = f"the loss reads sequences that are cut over cp={plan.cp}, and a tensor of its is cut in one dim alone"
+    kept += [(name, weight.numel() / sum(sizes.values()), why) for name, weight in left]
+    whole = tuple(sorted((*found.whole, *kept), key=lambda row: -row[1]))
+    groups = tuple(group for group, why in reasons if not why)
+    found = replace(found, groups=groups, vocabulary=tables, whole=whole)
+    if plan.pp == 1 or not found.stretches:
+        return found
+    across = Layout.of(plan, sketch, job.stages).cut.crossing
+    units = {sketch.calls[call].unit for calls in across for call in calls}
+    return replace(found, stretches=tuple(replace(one, crosses=one.unit in units) for one in found.stretches))
+
+
+def _whole(group: Group, sketch: Sketch, plan: Plan) -> str:
+    """Why a group of slices stays whole under a plan, or nothing."""
+    if not sketch.has(group.container):
+        if plan.pp > 1:  # what crosses between stages is whole
+            return "its slices go through several units, which stages may part"
+        if plan.cp > 1:
+            return f"its slices go through several units, and code between these sees sequences cut over cp={plan.cp}"
+    if any(cut.parameter in mixture.names for mixture in sketch.mixtures for cut in group.cuts):
+        return f"its expert is one of those that ep={plan.ep} shares out"
+    return ""
+
+
+def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan) -> Sketch:
+    """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples, and whether
+    the run is `verify`'s, in which nothing becomes float32."""
+    found = slices_of(sketch, made.model, batches[0], call, job, plan)
+    names = {id(p): n for n, p in made.model.named_parameters()}
+    biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
+    shares = [n for one in (*found.groups, *found.stretches) for n in one.partial] + [
+        names[id(b)] for b in biases if b is not None
+    ]
+
+    def run(model: Any, pair: Any) -> Any:
+        with Wide() if batches[2] else nullcontext():
+            return job.loss(call(model, pair[0]), pair[1])
+
+    runs = Made(made.fake if not sketch.by_values else made.model, batches[1], run, not sketch.by_values)
+    if found.stretches and sketch.places:
+        found = replace(found, drawn=drawn(runs, found, sketch, plan.tp))
+    heard = tolls(runs, found, plan.tp, tuple(unit.name for unit in sketch.units))
+    cuts = vocabulary.cuts(made.model, found, plan.tp)
+    if not cuts:
+        why = (
+            "; ".join(f"{name or 'the model'}: {reason}" for name, _, reason in found.whole[:3])
+            or "it has no linear maps"
+        )
+        fix = (f"--plan tp={plan.tp} --show tensor", "dp or fsdp instead of tp")
+        raise PlaitError(Problem("P034", f"tp={plan.tp} can cut nothing of the model", why=why, fix=fix))
+    return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)), tolls=heard)
+
+
+def told(sketch: Sketch) -> str:
+    """How much of a model is cut, in one line."""
+    sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
+    cut = sum(sizes[c.parameter] for c in sketch.cuts) / sum(sizes.values())
+    reasons = [f"{name or 'the model'}: {why}" for name, _, why in sketch.slices.whole[:1]]
+    return f"slices hold {cut:.0%} of the weights" + (
+        f", the rest is whole on every rank ({reasons[0]})" if reasons else ""
+    )
+
+
+def _rowwise(sketch: Sketch, plan: Plan) -> dict[str, str]:
+    """The units that might run on stretches between their regions, and why some must not."""
+    if (
+        not plan.sequence_parallel
+        or plan.ep * plan.cp > 1
+        or plan.compile
+        or (plan.pp > 1 and plan.stages_per_rank > 1)
+    ):
+        return {}
+    shared = {u.name: "" if u.closed else "its parameters are used outside of it too" for u in sketch.units}
+    writes = {c.unit: "it writes into what it is given" for c in sketch.calls if c.writes}
+    leaks = {c.unit: "it hands on values besides what it returns" for c in sketch.calls if c.leaks}
+    times = Counter(c.unit for c in sketch.calls if plan.pp > 1)
+    often = {unit: "it is called more than once, perhaps on several stages" for unit, n in times.items() if n > 1}
+    return {c.unit: "" for c in sketch.calls} | {u: why for u, why in shared.items() if why} | writes | leaks | often
