@@ -7,19 +7,18 @@ are made for real and only large ones are fake. A small model whose forward pass
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from plait import data
 from plait.build import call
 from plait.errors import PlaitError, Problem
 from plait.job import Job, user_line
 from plait.making import make_model
+from plait.partly import PartlyFake
 from plait.randomness import host_state, restore_host
 from plait.sketch import Sketch, sketch
-from plait.torchseam import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
+from plait.torchseam import FakeTensorMode
 
-SMALL = 1 << 20
-"""Bytes of a tensor that is made for real when a constructor looks at values."""
 HOLDS = 2 << 30
 """Bytes of weights up to which a model is built as it is when nothing else works."""
 
@@ -73,21 +72,3 @@ def _fake() -> AbstractContextManager[Any]:
 
 def _partly() -> AbstractContextManager[Any]:
     return PartlyFake(FakeTensorMode(allow_non_fake_inputs=True))
-
-
-class PartlyFake(TorchDispatchMode):
-    """Small tensors are real, so that code may look at them; large ones, and what comes of them, are fake."""
-
-    def __init__(self, fakes: FakeTensorMode) -> None:
-        super().__init__()
-        self.fakes = fakes
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not given or any(isinstance(t, FakeTensor) for t in given):
-            with self.fakes:
-                result = func(*args, **kwargs)
-            if given or any(t.numel() * t.element_size() > SMALL for t in tree_leaves(result) if isinstance(t, Tensor)):
-                return result
-        return func(*args, **kwargs)

@@ -5,17 +5,10 @@ from math import prod
 
 import torch
 
-from plait.cutting import Cut
 from plait.templates import Slot
-from plait.unitcalls import UnitCall
 
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and number format of a message."""
-
-
-def crossing(calls: Sequence[UnitCall], made: Cut, stage: int) -> list[Slot]:
-    """The tensors that cross into a stage from the one before it, in the order in which they are sent."""
-    return [slot for call in made.crossing[stage] for slot in calls[call].template.slots]
 
 
 def there(slots: Sequence[Slot], samples: int) -> list[Form]:

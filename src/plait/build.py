@@ -54,6 +54,8 @@ class Built:
     whole: Sketch = field(init=False)
     """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
     cast: torch.dtype | None = None
+    probe: Any = None
+    """(what runs the model in training's format, n -> n samples' inputs) of the sketch."""
     randomness: Any = None
     optimizer: Any = None
     names: dict[int, str] | None = None
@@ -171,7 +173,7 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     built = Built(
         job, plan, place, device, group, model, samples, sketched, cast=cast, own=dict(model.named_parameters())
     )
-    built.shares = made.shares
+    built.shares, built.probe = made.shares, (once, inputs)
     transformers.adapt(made.model)
     _meet(built)
     if expert.wanted(plan):

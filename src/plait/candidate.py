@@ -66,8 +66,8 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         "rows": rows, "ids": ids, "held": held, "seen": built.data.seen, "inexact": built.inexact,
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
-        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples], "collectives": ledger.rows,
-        "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
+        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role)],
+        "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
         "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
         "varies": built.sketch.host_random and bool(built.sketch.tolls),
         "idle": sorted(role.idle), "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
@@ -84,7 +84,13 @@ def role_of(engine: Engine, batch: Batch) -> Role:
     samples = tuple(micro.count or int(built.together == "sample") for micro in runs)
     trained = [(u.name, [built.own[n] for n in u.parameters if n in built.own]) for u in built.sketch.units]
     idle = (name for name, own in trained if any(p.requires_grad for p in own) and all(p.grad is None for p in own))
-    return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle))
+    courses = tuple(built.pipe.courses) if built.pipe else ()
+    return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle), courses)
+
+
+def _crossings(role: Role) -> list[str]:
+    """What of a rank's passes makes its messages unlike those of ranks with other samples: sizes that are not the sketch's."""
+    return [str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)]) for c, n in zip(role.courses, role.samples)]
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:

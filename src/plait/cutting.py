@@ -4,11 +4,18 @@ A cut is pure arithmetic on a sketch. Stages are stretches of the sequence of un
 earlier ones (skip connections, encoder outputs, masks computed from them) crosses every boundary between.
 """
 
-from dataclasses import dataclass
-from typing import NoReturn
+import random
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+from torch import Tensor
 
 from plait.errors import PlaitError, Problem, did_you_mean
+from plait.metering import OUTPUT
 from plait.sketch import Sketch
+from plait.templates import Slot
+from plait.unitcalls import UnitCall
 
 SLACK = 1.1
 """How much longer than the best possible the longest stage may be, for fewer bytes across."""
@@ -25,7 +32,40 @@ class Cut:
 
     def units(self, sketch: Sketch, stage: int) -> set[str]:
         """Names of the units with a call in a stage."""
-        return {call.unit for call, owner in zip(sketch.calls, self.owner) if owner == stage}
+        return {unit for unit, stages in homes(sketch, self).items() if stage in stages}
+
+
+def homes(sketch: Sketch, made: Cut) -> dict[str, list[int]]:
+    """The stages of the calls of each unit. A unit that these runs of the sketch left out goes with the one before it."""
+    found: dict[str, list[int]] = {}
+    for call, stage in zip(sketch.calls, made.owner):
+        found.setdefault(call.unit, []).append(stage)
+    before = 0
+    for unit in sketch.units:
+        before = found.setdefault(unit.name, [before])[-1]
+    return found
+
+
+@dataclass(frozen=True)
+class Course:
+    """The calls of a forward pass, their stages, and what crosses. `samples` is the batch size templates are asked for."""
+
+    calls: tuple[UnitCall, ...]
+    cut: Cut
+    after: tuple[Any, ...] = ()
+    """Where Python's and numpy's generators are after each call; empty when the model does not draw from them."""
+    unknowns: dict[tuple[int, int], list[tuple[Tensor, int]]] = field(default_factory=dict)
+    """Of a call and a number of samples: unknowns in the shapes that it returns, with their versions."""
+
+    def passed(self, call: int) -> None:
+        """A call is made elsewhere: put Python's and numpy's generators where it leaves them."""
+        if self.after:
+            random.setstate(self.after[call][0])
+            np.random.set_state(self.after[call][1])
+
+    def slots(self, stage: int) -> list[Slot]:
+        """The tensors that cross into a stage."""
+        return [slot for call in self.cut.crossing[stage] for slot in self.calls[call].template.slots]
 
 
 def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> Cut:
@@ -41,7 +81,7 @@ def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> Cu
     starts = _given(sketch, stages, first) if first is not None else _balanced(sketch, stages)
     bounds = [0, *starts, len(calls)]
     owner = tuple(s for s in range(stages) for _ in range(bounds[s], bounds[s + 1]))
-    return Cut(stages, owner, tuple(_crossing(sketch, owner, s) for s in range(stages)))
+    return Cut(stages, owner, crossings(calls, sketch.needs, owner, stages))
 
 
 def check(sketch: Sketch, made: Cut, looped: bool) -> None:
@@ -59,14 +99,26 @@ def check(sketch: Sketch, made: Cut, looped: bool) -> None:
             _refuse(f"code between units changes the buffer {buffer} in every forward pass", why)
     if sketch.differentiates:
         _refuse("the model takes derivatives in its forward pass", "they go back through units of other stages")
-    for call, owner in zip(sketch.calls, made.owner):
+    check_calls(sketch.calls, made.owner)
+
+
+def check_calls(calls: tuple[UnitCall, ...], owners: tuple[int, ...]) -> None:
+    """P024 when one of the calls, which lie in these stages, hands on a value that cannot be sent."""
+    for call, owner in zip(calls, owners):
         unit = f"unit {call.unit}"
         if call.writes:
             why = "what it writes is not what it returns, and only that travels between stages"
-            _refuse(f"{unit} changes a tensor that it is given, in place", why)
-        far = [i for i in call.leaks if i < 0 or made.owner[i] != owner]
+            _refuse(f"{unit} changes what it is given, in place", why)
+        far = [i for i in call.leaks if i < 0 or owners[i] != owner]
         if far:
-            user = "code between units" if far[0] < 0 else f"unit {sketch.calls[far[0]].unit}"
+            if OUTPUT in far:
+                why = "the model's output holds a tensor of it, which the loss could look at; only what it returns travels"
+                _refuse(
+                    f"{unit} hands on a value besides what it returns",
+                    why,
+                    "use_cache=False, output_…=False (transformers)",
+                )
+            user = "code between units" if far[0] < 0 else f"unit {calls[far[0]].unit}"
             why = f"{user} gets a tensor of it from an attribute, a hook or an object; only what it returns travels between stages"
             _refuse(f"{unit} hands on a value besides what it returns", why)
         if call.template.varies:
@@ -76,8 +128,8 @@ def check(sketch: Sketch, made: Cut, looped: bool) -> None:
             _refuse(f"{unit} returns numbers or a count of tensors that depend on the batch", why)
 
 
-def _refuse(what: str, why: str) -> NoReturn:
-    fix = ("return the tensor", "pp=1")
+def _refuse(what: str, why: str, hint: str = "return the tensor") -> NoReturn:
+    fix = (hint, "pp=1")
     raise PlaitError(Problem("P024", what, why=why, fix=fix if "besides" in what else fix[1:]))
 
 
@@ -154,7 +206,12 @@ def _search(n: int, stages: int, price, join) -> tuple[float, list[int]]:
     return rows[-1][n][0], bounds[-2::-1]
 
 
-def _crossing(sketch: Sketch, owner: tuple[int, ...], stage: int) -> tuple[int, ...]:
-    """Calls before `stage` that it, a later stage, or the model's output needs."""
-    needed = {i for j, call in enumerate(sketch.calls) if owner[j] >= stage for i in call.needs} | set(sketch.needs)
-    return tuple(sorted(i for i in needed if owner[i] < stage)) if stage else ()
+def crossings(
+    calls: tuple[UnitCall, ...], needs: tuple[int, ...], owner: tuple[int, ...], stages: int
+) -> tuple[tuple[int, ...], ...]:
+    """By stage: calls before it that it, a later stage, or the model's output (`needs`) needs."""
+    found = []
+    for stage in range(stages):
+        needed = {i for j, call in enumerate(calls) if owner[j] >= stage for i in call.needs} | set(needs)
+        found.append(tuple(sorted(i for i in needed if owner[i] < stage)))
+    return tuple(found)

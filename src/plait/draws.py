@@ -56,15 +56,26 @@ class Drawn(TorchDispatchMode):
         if func not in SEEDED:
             return result
         name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
-        rule = RULES.get(name)
-        if rule is None:
+        if name not in RULES:
             return result
         place = self.randomness.place()
-        where = self.randomness.where.tolist()
-        dim, windows = self.randomness.places.get(place, -1), self.randomness.windows
-        uniform = _uniform(result, _stretch(result.shape, where, place, dim, windows))
-        uniform = _holdable(uniform, result.dtype) if name in ("rand", "uniform") else uniform
-        return result.copy_(rule(uniform, *_numbers(name, func, args, kwargs or {})))
+        where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
+        return redraw(result, (func, args, kwargs or {}), where, place, dim, self.randomness.windows)
+
+
+def redraw(
+    result: Tensor,
+    call: tuple[Any, Any, Any],
+    where: list[int],
+    place: str,
+    dim: int | None,
+    windows: Windows | None = None,
+) -> Tensor:
+    """Overwrite what a random operator drew, called as `call` (operator, args, kwargs), by keyed numbers."""
+    name = call[0].overloadpacket.__name__.rstrip("_").removesuffix("_like")
+    uniform = _uniform(result, _stretch(result.shape, where, place, dim, windows))
+    uniform = _holdable(uniform, result.dtype) if name in ("rand", "uniform") else uniform
+    return result.copy_(RULES[name](uniform, *_numbers(name, *call)))
 
 
 def _uniform(like: Tensor, words: np.ndarray) -> Tensor:
@@ -87,6 +98,7 @@ def _stretch(
     if dim == -1:  # a place the sketch did not see (a branch taken for the first time)
         like = [d for d, n in enumerate(shape) if n == samples]
         dim = like[0] if like else None
+    dim = None if dim is not None and dim >= len(shape) else dim  # another draw had this place when more was run before
     stream, count = partial(bits, key(seed, "draw", step, place)), int(np.prod(shape, dtype=np.int64))
     axes = None if windows is None else windows.axes(place, dim, shape, samples)
     if axes is not None:

@@ -9,7 +9,6 @@ every operator. Three things are followed:
   on from arguments to results; the output of a unit carries that call alone. This is how a skip connection is seen.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.flops import flops_of
+from plait.objects import carried, flat, learn, tensors_in
 from plait.templates import taken
 from plait.torchseam import leaves, storage_key, version
 
 NONE: frozenset[int] = frozenset()
-DEPTH = 4
-"""How deep to look for tensors in objects that are neither lists nor dicts, such as a state a block returns."""
+BETWEEN, OUTPUT = -1, -2
 
 
 @dataclass
@@ -38,8 +37,11 @@ class MeteredCall:
     saved: int = 0
     backward: bool = False
     writes: bool = False
+    back: int | str | None = None
+    """Which of its arguments, changed, it returns."""
     leaks: set[int] = field(default_factory=set)
-    """Later calls (-1: code between units) that get what it computed by another way than through its output."""
+    """Later calls (-1: code between units, -2: the model's output) that get what it computed by another way than through
+    its output."""
     returned: tuple[Any, tuple[Any, ...]] = (None, ())
     """The structure of its output: `templates.taken`."""
 
@@ -82,6 +84,7 @@ class Meter:
         self.running: nn.Module | None = None
         self.depth = 0
         self.given: list[tuple[Tensor, int]] = []
+        self.asked: Any = ()
         self.of: dict[int, frozenset[int]] = {}
         self.made: dict[int, int] = {}
         self.written: dict[int, frozenset[int]] = {}
@@ -105,7 +108,7 @@ class Meter:
         needs = self.sources(tensors)
         self.seen.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors)))
         self.running, self.depth = module, 0
-        self.given = [(t, version(t)) for t in tensors]
+        self.given, self.asked = [(t, version(t)) for t in tensors], given
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """The module returns `output`."""
@@ -120,26 +123,31 @@ class Meter:
         for tensor in tensors:
             self.made.pop(id(tensor), None)
         call.output, call.backward = _bytes(tensors), any(t.requires_grad for t in tensors)
+        learn(output)
         plain = {id(leaf) for leaf in leaves(output)}
         hidden = [
             t for t in tensors if id(t) not in plain and id(t) not in self.parameters
         ]  # nobody who looks through its output would see these
-        self.seen.opened |= {call.unit} if any(t.requires_grad for t in hidden) else set()
-        call.leaks |= {-1} if hidden else set()
+        if any(t.requires_grad for t in hidden) or carried(output):  # hooks of sharding look through the output
+            self.seen.opened.add(call.unit)
+        call.leaks |= {BETWEEN} if hidden else set()
         call.returned = taken(output)
         same = {id(t) for t, _ in self.given}
+        if {id(t) for t in tensors_in(self.asked)} & {id(t) for t in tensors if id(t) not in same}:
+            call.back = _place(self.asked, output)
+            call.writes = call.back is None
         for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
             self._mark(tensor, this | self.sources([tensor]) if id(tensor) in same else this)
         for tensor, before in self.given:
             if version(tensor) != before:
                 call.writes = True
                 self._mark_storage(tensor, this)
-        self.given = []
+        self.given, self.asked = [], ()
 
     def finish(self, output: Any) -> Metered:
         """The run is over and returned `output`."""
         self.seen.needs = tuple(sorted(self.sources(tensors_in(output))))
-        self._leaked(leaf for leaf in leaves(output) if isinstance(leaf, Tensor))
+        self._leaked((leaf for leaf in leaves(output) if isinstance(leaf, Tensor)), OUTPUT)
         for call, size in self.kept.values():
             if call is None:
                 self.seen.saved += size
@@ -187,9 +195,9 @@ class Meter:
             if id(tensor) in inputs:  # in place, or out=
                 self._mark_storage(tensor, found)
 
-    def _leaked(self, tensors: Iterable[Tensor]) -> None:
+    def _leaked(self, tensors: Iterable[Tensor], outside: int = BETWEEN) -> None:
         """Note of which calls something is used here that they did not return."""
-        here = -1 if self.running is None else len(self.seen.calls) - 1
+        here = outside if self.running is None else len(self.seen.calls) - 1
         for tensor in tensors:
             call = self.made.get(id(tensor), here)
             if call != here and id(tensor) not in self.of:
@@ -250,40 +258,9 @@ def homes(model: nn.Module, units: Mapping[int, str]) -> Iterator[tuple[nn.Modul
     yield from walk(model, "")
 
 
-def flat(tree: Any) -> Iterator[Tensor]:
-    """The tensors among arguments of a torch function: lists, tuples and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from flat(item)
-    elif isinstance(tree, dict):
-        yield from flat(list(tree.values()))
-
-
-def tensors_in(tree: Any, depth: int = DEPTH) -> Iterator[Tensor]:
-    """The tensors in what a module is given or returns, also inside objects; the same tensor comes once."""
-    found: dict[int, Tensor] = {}
-    _walk(tree, depth, found, set())
-    return iter(found.values())
-
-
-def _walk(item: Any, depth: int, found: dict[int, Tensor], met: set[int]) -> None:
-    """Not a function inside the other: that would hold itself, and the tensors, until the next garbage collection."""
-    if isinstance(item, Tensor):
-        found[id(item)] = item
-    elif id(item) in met or isinstance(item, (nn.Module, type, str, bytes, int, float)):
-        return
-    elif isinstance(item, (list, tuple, set, frozenset)):
-        for inner in item:
-            _walk(inner, depth, found, met)
-    elif isinstance(item, Mapping):
-        for inner in item.values():
-            _walk(inner, depth, found, met)
-    elif depth and (dataclasses.is_dataclass(item) or hasattr(item, "__dict__")) and not callable(item):
-        met.add(id(item))
-        for inner in vars(item).values():
-            _walk(inner, depth - 1, found, met)
+def _place(asked: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> int | str | None:
+    """Which of the arguments (args, kwargs) is itself the output."""
+    return next((key for key, value in (*enumerate(asked[0]), *asked[1].items()) if value is output), None)
 
 
 def _bytes(tensors: list[Tensor]) -> int:

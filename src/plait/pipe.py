@@ -18,6 +18,8 @@ from torch import Tensor
 
 from plait import boundary
 from plait.actions import Action, Table
+from plait.courses import Forward
+from plait.cutting import Course
 from plait.errors import FAILED, PlaitError, Problem
 from plait.halves import halves
 from plait.post import AHEAD, Letter, Post, Routes, routes
@@ -106,6 +108,8 @@ class Pipe:
         self.back: dict[tuple[int, int], list[Tensor | None]] = {}
         self.open: dict[tuple[int, int], _Open] = {}
         self.losses: list[Tensor] = []
+        find = self.stages.courses.of
+        self.courses = [find(Forward(p.inputs, p.samples, p.first, self.number)) for p in pieces]
         done: list[Action] = []
         if not pieces:
             return []
@@ -113,7 +117,7 @@ class Pipe:
         self.owner = table.owner
         sizes = [piece.samples for piece in pieces]
         empty = lambda letter: self._empty(letter, sizes[letter.micro])  # noqa: E731
-        self.post = Post(self.group, self.routes(len(pieces)), empty, self.ahead)
+        self.post = Post(self.group, self.routes(len(pieces), _messages(self.courses)), empty, self.ahead)
         for action in table.rows[self.rank]:
             self.clock.begin(action)
             piece = pieces[action.micro]
@@ -133,12 +137,13 @@ class Pipe:
     def forward_only(self, inputs: Any, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
         """(the model's output, True) on the rank of the last stage; elsewhere the output is unknown. No gradients."""
         self.given, self.owner, output = {}, self.table(1).owner, None
-        self.clock.spans = []
-        self.post = Post(self.group, self.routes(0), lambda letter: self._empty(letter, samples), self.ahead)
+        self.clock.spans, self.courses = [], [self.stages.courses.of(Forward(inputs, samples))]
+        empty = lambda letter: self._empty(letter, samples)  # noqa: E731
+        self.post = Post(self.group, self.routes(0, _messages(self.courses)), empty, self.ahead)
         for stage in range(self.stages.cut.stages):
             if self.owner[stage] == self.rank:
                 received, _ = self._received(stage, 0, grad=False)
-                output, run = self.stages.forward(stage, samples, received, call)
+                output, run = self.stages.forward(stage, samples, self.courses[0], received, call)
                 self._pass_on(stage, 0, run.kept)
         self.post.close()
         return output, self.owner[-1] == self.rank
@@ -152,7 +157,8 @@ class Pipe:
         received, leaves = self._received(stage, micro, grad=True)
         last = stage == self.stages.cut.stages - 1
         with self.randomness.at(self.number, piece.first, piece.samples, stage):
-            output, run = self.stages.forward(stage, piece.samples, received, lambda: forward(piece))
+            course = self.courses[micro]
+            output, run = self.stages.forward(stage, piece.samples, course, received, lambda: forward(piece))
             loss = loss_of(output, piece) if last else None
         if loss is not None and piece.weight:
             self.losses.append(loss.detach().double() * piece.weight)
@@ -202,8 +208,8 @@ class Pipe:
 
     # — what crosses —
 
-    def _routes(self, microbatches: int) -> Routes:
-        """All ranks' messages of a step; of a forward pass alone when there are no micro-batches."""
+    def _routes(self, microbatches: int, messages: tuple[Any, ...]) -> Routes:
+        """All ranks' messages of a step, by which there are; of a forward pass alone when there are no micro-batches."""
         table = self.table(max(1, microbatches))
         rows: Iterable[Iterable[Action]] = table.rows
         if not microbatches:
@@ -212,8 +218,8 @@ class Pipe:
 
     def _slots(self, letter: Letter) -> list[Slot]:
         """The tensors of a message; for gradients, those of their tensors."""
-        calls = self.stages.cut.crossing[letter.stage + (not letter.forward)]
-        return [s for call in calls for s in self.stages.template(call).slots if s.grad or letter.forward]
+        slots = self.courses[letter.micro].slots(letter.stage + (not letter.forward))
+        return [s for s in slots if s.grad or letter.forward]
 
     def _empty(self, letter: Letter, samples: int) -> list[Tensor]:
         """What a message is received into."""
@@ -222,7 +228,8 @@ class Pipe:
 
     def _received(self, stage: int, micro: int, grad: bool) -> tuple[dict[int, Any], list[Tensor]]:
         """Outputs of earlier stages' calls that cross into this one, as leaves; and those that take gradients."""
-        calls = self.stages.cut.crossing[stage]
+        course = self.courses[micro]
+        calls = course.cut.crossing[stage]
         if not calls:
             return {}, []
         letter = Letter(True, stage, micro)
@@ -234,7 +241,7 @@ class Pipe:
             found = self._receive(letter) if slots else []
         found = [t.requires_grad_(slot.grad and grad) for t, slot in zip(found, slots)]
         source = iter(found)
-        received = {call: self.stages.template(call).fill(source) for call in calls}
+        received = {call: course.calls[call].template.fill(source) for call in calls}
         return received, [t for t in found if t.requires_grad]
 
     def _pass_on(self, stage: int, micro: int, kept: dict[int, Any]) -> list[Tensor]:
@@ -242,7 +249,7 @@ class Pipe:
         if stage + 1 == self.stages.cut.stages:
             return []
         letter, to = Letter(True, stage + 1, micro), self.owner[stage + 1]
-        found = [t for call in self.stages.cut.crossing[stage + 1] for t in tensors(kept[call])]
+        found = [t for call in self.courses[micro].cut.crossing[stage + 1] for t in tensors(kept[call])]
         if to == self.rank:
             self.given[stage + 1, micro] = kept
         elif found:
@@ -267,6 +274,12 @@ class Pipe:
         found = self.post.receive(letter)
         self.clock.lap("receive ")
         return found
+
+
+def _messages(courses: list[Course]) -> tuple[Any, ...]:
+    """For each micro-batch and stage whether tensors cross into it, and gradients back."""
+    crossing = [[course.slots(stage) for stage in range(course.cut.stages)] for course in courses]
+    return tuple(tuple((bool(slots), any(s.grad for s in slots)) for slots in row) for row in crossing)
 
 
 def _run(outputs: list[Tensor], gradients: list[Tensor | None]) -> None:

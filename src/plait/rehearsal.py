@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from plait import randomness
 from plait.allocations import Allocations, Tape
-from plait.blueprint import PartlyFake
 from plait.build import call
 from plait.job import Job
 from plait.metering import tensors_in
+from plait.partly import PartlyFake
 from plait.plan import Plan
 from plait.sketch import Sketch
 from plait.strategies import batchnorm, recompute, shard

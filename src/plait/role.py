@@ -6,11 +6,12 @@ Pure arithmetic on a sketch and a plan. The strategies wire a rank by it, and pr
 from dataclasses import dataclass, replace
 
 from plait.actions import Table
-from plait.cutting import Cut, cut
+from plait.cutting import Course, Cut, cut, homes
 from plait.data import Share
 from plait.plan import Plan
 from plait.schedules import table
 from plait.sketch import Sketch
+from plait.templates import Slot
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Role:
     """How the model lies on the ranks of the pipeline; None: every rank has all of it."""
     idle: frozenset[str] = frozenset()
     """Units that no gradient comes to (one ends before them). The sketch cannot tell: seen in a run, else unknown."""
+    courses: tuple[Course, ...] = ()
+    """Of each micro-batch, when they were seen in a run: not all need be the sketch's."""
 
     @staticmethod
     def of(plan: Plan, batch: int, rank: int = 0, weighted: bool = False, layout: Layout | None = None) -> "Role":
@@ -88,6 +91,11 @@ class Role:
     def index(self, plan: Plan) -> int:
         """Its place on the axis `pp`."""
         return plan.at(self.rank)["pp"]
+
+    def crossing(self, stage: int) -> list[tuple[list[Slot], int]]:
+        """For each micro-batch the tensors that cross into a stage, and the number of samples."""
+        usual = (Course(self.layout.sketch.calls, self.layout.cut),) * len(self.samples)
+        return [(course.slots(stage), n) for course, n in zip(self.courses or usual, self.samples)]
 
     def row(self, plan: Plan) -> list[tuple[str, int]]:
         """(kind, stage) of what its row of the pipeline's table has it do, in order."""
@@ -103,10 +111,8 @@ def table_of(plan: Plan, microbatches: int) -> Table:
 def _homes(sketch: Sketch, made: Cut, owner: tuple[int, ...], ranks: int) -> dict[str, tuple[int, ...]]:
     """The ranks of a pipeline that hold each parameter: those with a unit that has it; all, when code between units may."""
     found: dict[str, set[int]] = {name: set() for name, _, _ in (*sketch.parameters, *sketch.frozen)}
-    units = {u.name: u for u in sketch.units}
-    for call, stage in zip(sketch.calls, made.owner):
-        for name in units[call.unit].parameters:
-            found[name].add(owner[stage])
-            if not units[call.unit].closed:
-                found[name] |= set(range(ranks))
+    stages = homes(sketch, made)
+    for unit in sketch.units:
+        for name in unit.parameters:
+            found[name] |= {owner[stage] for stage in stages[unit.name]} if unit.closed else set(range(ranks))
     return {name: tuple(sorted(r or range(ranks))) for name, r in found.items()}

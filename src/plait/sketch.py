@@ -20,6 +20,7 @@ from torch import nn
 from plait import randomness, units
 from plait.metering import MeteredCall
 from plait.mixtures import Mixture
+from plait.places import places_of
 from plait.slices import Cut, Slices
 from plait.templates import template
 from plait.torchseam import fake_failures
@@ -56,6 +57,8 @@ class Sketch:
     """Buffers that every training forward changes, besides those of batch norms (counters, power iterations)."""
     host_random: bool = False
     """True when the forward pass draws from Python's or numpy's generator."""
+    decides: bool = False
+    """True when it may decide by torch's generator what to run: it looks at values, and draws numbers for no sample."""
     by_values: bool = False
     """True when the model had to run on real tensors."""
     units: tuple[Unit, ...] = ()
@@ -114,13 +117,14 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: t
         probe.chosen = again
         first = probe.pair(0)
     host_random = any(run.host_random for run in first)
-    more = range(1, ROUNDS if host_random else 1)  # branches taken at random: see most of them
+    decides = probe.by_values and None in places_of([first], PROBES)[0].values()
+    more = range(1, ROUNDS if host_random or decides else 1)  # branches taken at random: see most of them
     rounds = [first, *(probe.pair(number) for number in more)]
     randomness.restore_host(state)
     if wanted is not None and probe.metering:
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
-    places, drawn, coupled = _places(rounds)
+    places, drawn, coupled = places_of(rounds, PROBES)
     norms = {name: model.get_submodule(name) for run in small for name in run.batch_norms}
     return Sketch(
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
@@ -133,6 +137,7 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: t
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
         counting=_unique(name for run in small for name in run.counting),
         host_random=host_random,
+        decides=decides,
         by_values=probe.by_values,
         unmeasured=probe.unmeasured,
         **_measures(model, probe.chosen, rounds),
@@ -182,9 +187,10 @@ class _Probe:
 
 
 def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watched]]) -> dict[str, Any]:
-    """The fields of a sketch that say what the units are and what their calls cost: those of the first round."""
+    """The fields of a sketch that say what the units are and what their calls cost: those of the round with most."""
     everything = [run.metered for pair in rounds for run in pair]
-    called = _unique(call.unit for run in everything for call in run.calls)
+    rows = sorted(everything, key=lambda run: -len(run.calls))
+    called = units.in_order([[call.unit for call in run.calls] for run in rows])
     names = {id(p): name for name, p in model.named_parameters()}
     open_ = units.tied(model, called).union(*(run.opened for run in everything))
     found = []
@@ -194,7 +200,7 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watch
         weights = sum(p.numel() * p.element_size() for p in parameters)
         named = tuple(names[id(p)] for p in parameters)
         found.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
-    small, large = (run.metered for run in rounds[0])
+    small, large = (run.metered for run in max(rounds, key=lambda pair: len(pair[0].metered.calls)))
     alike = units.same_calls(small, large)
     others = large.calls if alike else [None] * len(small.calls)
     inside = {name for unit in found for name in unit.parameters}
@@ -209,10 +215,15 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watch
     }
 
 
+def single(call: MeteredCall) -> UnitCall:
+    """A call of one run: its template holds for batches of that size only."""
+    return _call(call, None)
+
+
 def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
     form = template(small.returned, None if large is None else large.returned, PROBES)
-    told = {"backward": small.backward, "writes": small.writes, "leaks": tuple(sorted(small.leaks))}
+    told = {"backward": small.backward, "writes": small.writes, "back": small.back, "leaks": tuple(sorted(small.leaks))}
     return UnitCall(small.unit, small.needs, **figures, template=form, **told)
 
 
@@ -223,26 +234,3 @@ def _fit(small: Any, large: Any, name: str) -> Figure:
         return Figure(0.0, getattr(small, name) / a)
     each = (getattr(large, name) - getattr(small, name)) / (b - a)
     return Figure(getattr(small, name) - a * each, each)
-
-
-def _places(rounds: list[list["Watched"]]) -> tuple[dict[str, int | None], dict[str, tuple[int, ...]], list[str]]:
-    """Batch dim and shape of every place, and the owners of draws that do not grow in step with the batch, in one dim."""
-    places: dict[str, int | None] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    coupled = []
-    a, b = PROBES
-    for small, large in rounds:
-        for place, shape in small.drawn.items():
-            other = large.drawn.get(place)
-            grown = [d for d, (m, n) in enumerate(zip(shape, other or ())) if m != n]
-            if (
-                other is None
-                or len(shape) != len(other)
-                or len(grown) > 1
-                or any(shape[d] * b != other[d] * a for d in grown)
-            ):
-                coupled.append(place.split("#")[0] or "the model")
-            elif place not in places:
-                shapes[place] = tuple(n // a if d in grown else n for d, n in enumerate(shape))
-            places.setdefault(place, grown[0] if grown else None)
-    return places, shapes, coupled

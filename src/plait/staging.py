@@ -5,7 +5,7 @@ another and costs nothing, and a unit of this stage that is handed one is an err
 skip connections and whatever else the model's code does between its units simply work, on every stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from plait.cutting import Cut
+from plait.courses import Courses
+from plait.cutting import Course
 from plait.errors import FAILED, PlaitError, Problem
-from plait.sketch import Sketch
-from plait.templates import Template, known
+from plait.metering import tensors_in
+from plait.objects import refill
+from plait.templates import known
 from plait.torchseam import (
     Facade,
     FakeTensor,
@@ -37,6 +39,7 @@ class Run:
 
     stage: int
     samples: int
+    course: Course
     received: dict[int, Any]
     kept: dict[int, Any]
     wanted: frozenset[int]
@@ -49,22 +52,20 @@ class Run:
 class Stages:
     """The units of a model on this rank. `run` is the forward pass that is going on."""
 
-    def __init__(self, model: nn.Module, sketch: Sketch, cut: Cut, device: torch.device):
-        self.model, self.sketch, self.cut, self.device = model, sketch, cut, device
-        self.whole = sketch
+    def __init__(self, model: nn.Module, courses: Courses, device: torch.device):
+        self.model, self.courses, self.device = model, courses, device
+        self.sketch, self.cut, self.fakes = courses.sketch, courses.first.cut, courses.fakes
+        self.whole = courses.sketch
         """With what calls return as code between units sees it; `sketch` has it as it crosses."""
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.unknown = _Unknown(self)
-        self.unknowns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
-        """Of a call and a number of samples, with their versions."""
         self.inside = 0
         self.current: Run | None = None
         self.again: Run | None = None
         """During a backward pass: the forward pass it belongs to."""
         self.between: list[nn.Module] = []
         """Modules with buffers that lie in no unit."""
-        self.skip: Callable[[int], None] = lambda call: None
-        """Told of every call that another stage makes."""
+        self.skip: Callable[[str], None] = lambda unit: None
+        """Told of every unit that another stage calls."""
 
     def drop(self, names: set[str]) -> None:
         """Replace parameters by fake ones: they live on other stages."""
@@ -72,25 +73,28 @@ class Stages:
 
     def install(self) -> None:
         """From now on units run only where they belong."""
-        inside = {id(m) for call in self.sketch.calls for m in self.model.get_submodule(call.unit).modules()}
+        names = [unit.name for unit in self.sketch.units]
+        inside = {id(m) for name in names for m in self.model.get_submodule(name).modules()}
         self.between = [m for m in self.model.modules() if id(m) not in inside and own_buffers(m)]
-        for name in dict.fromkeys(call.unit for call in self.sketch.calls):
+        for name in names:
             module = self.model.get_submodule(name)
             module.forward = unit = _Unit(self, name, module)
             module.register_forward_hook(unit.keep)
 
-    def forward(self, stage: int, samples: int, received: dict[int, Any], call: Callable[[], Any]) -> tuple[Any, Run]:
+    def forward(
+        self, stage: int, samples: int, course: Course, received: dict[int, Any], call: Callable[[], Any]
+    ) -> tuple[Any, Run]:
         """(the model's output, the run: its `kept` are outputs of calls that later stages need) of one stage."""
-        later = self.cut.crossing[stage + 1] if stage + 1 < self.cut.stages else ()
+        later = course.cut.crossing[stage + 1] if stage + 1 < self.cut.stages else ()
         kept = {i: received[i] for i in later if i in received}
-        self.current = Run(stage, samples, received, kept, frozenset(later))
+        self.current = Run(stage, samples, course, received, kept, frozenset(later))
         try:
             with self.unknown:
                 output = call()
         finally:
             run, self.current = self.current, None
-        if run.number != len(self.sketch.calls):
-            what = f"the forward pass called {run.number} units, the sketch {len(self.sketch.calls)}"
+        if run.number != len(course.calls):
+            what = f"the forward pass called {run.number} units, the sketch {len(course.calls)}"
             why = "the model's code takes another course here than in the sketch; stages cannot follow it"
             raise PlaitError(Problem("P024", what, why=why, fix=("pp=1",)), FAILED)
         self._checked(output if stage + 1 == self.cut.stages else None)
@@ -120,19 +124,16 @@ class Stages:
         if run is not None:
             run.lost[key] = tensor
 
-    def outputs_of(self, call: int, samples: int) -> Any:
+    def outputs_of(self, run: Run, call: int) -> Any:
         """Unknowns in the shape of what a call returns: those of last time, unless the model's code wrote to them."""
-        template = self.whole.calls[call].template
-        known = self.unknowns.get((call, samples))
+        calls = self.whole.calls if run.course is self.courses.first else run.course.calls
+        template, samples, unknowns = calls[call].template, run.samples, run.course.unknowns
+        known = unknowns.get((call, samples))
         if known is None or any(version(t) != before for t, before in known):
             with self.fakes, torch.no_grad():
                 made = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.device) for s in template.slots]
-            known = self.unknowns[call, samples] = [(t, version(t)) for t in made]
+            known = unknowns[call, samples] = [(t, version(t)) for t in made]
         return template.fill(t for t, _ in known)
-
-    def template(self, call: int) -> Template:
-        """The structure of what a call returns."""
-        return self.sketch.calls[call].template
 
 
 def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
@@ -161,6 +162,8 @@ class _Unit:
         self.stages, self.name, self.module = stages, name, module
         self.replaced = module.__dict__.get("forward")
         self.number: int | None = None
+        self.changed: Any = None
+        """An argument that the unit changes and returns, where it does so."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stages, run = self.stages, self.stages.current
@@ -170,26 +173,37 @@ class _Unit:
             return self._again(*args, **kwargs)
         number = run.number
         run.number += 1
-        if number >= len(stages.sketch.calls) or stages.sketch.calls[number].unit != self.name:
+        calls = run.course.calls
+        if number >= len(calls) or calls[number].unit != self.name:
             what = f"call {number + 1} of the forward pass is {self.name}, in the sketch it was another unit"
             raise PlaitError(
                 Problem("P024", what, why="the model's course depends on its input", fix=("pp=1",)), FAILED
             )
-        if stages.cut.owner[number] != run.stage:
-            stages.skip(number)
+        self.changed = None
+        if run.course.cut.owner[number] != run.stage:
+            stages.skip(self.name)
+            run.course.passed(number)
+            back = calls[number].back
+            if back is not None:
+                self.changed = args[back] if isinstance(back, int) else kwargs[back]
             self.number = number
-            return copied(run.received[number]) if number in run.received else stages.outputs_of(number, run.samples)
-        if any(isinstance(t, FakeTensor) for t in tree_leaves((args, kwargs))):
-            what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
-            why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
-            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")), FAILED)
+            return copied(run.received[number]) if number in run.received else stages.outputs_of(run, number)
+        self.check(run, tree_leaves((args, kwargs)))
         stages.inside += 1
         try:
             output = self.own(*args, **kwargs)
         finally:
             stages.inside -= 1
+        self.check(run, tensors_in(output))
         self.number = number
         return output
+
+    def check(self, run: Run, found: Iterable[Any]) -> None:
+        """P024 when an unknown is among what the unit is given, or returns."""
+        if any(isinstance(t, FakeTensor) for t in found):
+            what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
+            why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
+            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")), FAILED)
 
     def keep(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
@@ -200,24 +214,26 @@ class _Unit:
         if run is None or self.stages.inside or number is None:
             return output
         self.number = None
-        if self.stages.cut.owner[number] != run.stage:
-            return copied(run.received[number]) if number in run.received else output
+        if run.course.cut.owner[number] != run.stage:
+            given = copied(run.received[number]) if number in run.received else output
+            if self.changed is None:
+                return given
+            refill(self.changed, given)
+            return self.changed
         if number not in run.wanted:
             return output
-        known(output, self.stages.template(number), run.samples, self.name)
+        known(output, run.course.calls[number].template, run.samples, self.name)
         run.kept[number] = output
         return copied(output)
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
         """Inside a recomputation by the model's own code: what the first pass gave here is given again."""
         run = self.stages.again
-        numbers = [i for i, call in enumerate(self.stages.sketch.calls) if call.unit == self.name]
-        if run is None or len(numbers) != 1 or self.stages.cut.owner[numbers[0]] == run.stage:
+        numbers = [i for i, call in enumerate(run.course.calls) if call.unit == self.name] if run is not None else []
+        if run is None or len(numbers) != 1 or run.course.cut.owner[numbers[0]] == run.stage:
             return self.own(*args, **kwargs)
         return (
-            copied(run.received[numbers[0]])
-            if numbers[0] in run.received
-            else self.stages.outputs_of(numbers[0], run.samples)
+            copied(run.received[numbers[0]]) if numbers[0] in run.received else self.stages.outputs_of(run, numbers[0])
         )
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,8 +283,12 @@ class _Unknown(TorchFunctionMode):
         return isinstance(leaf, FakeTensor) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
 
     def _refused(self, func: Any, error: Exception) -> PlaitError:
-        run, calls = self.stages.current, self.stages.sketch.calls
-        place = f"after unit {calls[run.number - 1].unit}" if run is not None and run.number else "before any unit"
+        run = self.stages.current
+        place = (
+            f"after unit {run.course.calls[run.number - 1].unit}"
+            if run is not None and run.number
+            else "before any unit"
+        )
         what = (
             f"{place} the model's code asks for numbers that only another stage has: {getattr(func, '__name__', func)}"
         )

@@ -49,6 +49,8 @@ class Template:
         return [leaf for leaf in self.leaves if isinstance(leaf, Slot)]
 
 
+PLAIN = (int, float, str)
+"""What stages compare of outputs besides tensors."""
 NOTHING = Template(None, ())
 """Of a call whose output is not known."""
 
@@ -88,6 +90,12 @@ def known(output: Any, expected: Template, samples: int, unit: str) -> None:
     """P025 when an output that other stages wait for has another form than the sketch says."""
     found = [(tuple(t.shape), t.dtype) for t in tensors(output)]
     wanted = [(slot.shape(samples), slot.dtype) for slot in expected.slots]
+    constants = [(a, b) for a, b in zip(tree_flatten(output)[0], expected.leaves) if isinstance(a, PLAIN)]
+    changed = next((f"{a}, in the sketch {b}" for a, b in constants if a != b), None)
+    if found == wanted and changed is not None:
+        what = f"unit {unit} returns a number or a word that changes: {changed}"
+        why = "only tensors travel between stages"
+        raise PlaitError(Problem("P025", what, why=why, fix=("return a tensor", "pp=1")), FAILED)
     if found != wanted:
         what = f"unit {unit} returns {_told(found)}, the other stages wait for {_told(wanted)}"
         why = "shapes and formats are those of the first sample, shapes linear in the number of samples"

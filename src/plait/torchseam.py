@@ -3,6 +3,7 @@
 When a torch release moves one of these, one test fails here and one file changes.
 """
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     keystr,
     register_dataclass,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -41,6 +43,7 @@ __all__ = [
     "check_dims",
     "checkpoint_frame",
     "convert",
+    "emptied",
     "fake_failures",
     "flash_cpu",
     "flash_cpu_backward",
@@ -54,6 +57,7 @@ __all__ = [
     "named_leaves",
     "own_buffers",
     "plainly",
+    "register_pytree_node",
     "scale_",
     "schema",
     "storage_key",
@@ -175,6 +179,18 @@ def end_backward(root: Any) -> None:
         for group in inner._fsdp_param_groups:
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
+    """A copy of a module that has shapes and no numbers, for runs in that mode. No tensor of its own is copied."""
+    made: dict[int, Any] = {}
+    with fakes:
+        for p in model.parameters():
+            made[id(p)] = nn.Parameter(torch.empty_like(p, requires_grad=False), p.requires_grad)
+        for b in model.buffers():
+            if b.is_floating_point():  # code may look at whole numbers
+                made[id(b)] = torch.empty_like(b)
+    return copy.deepcopy(model, made)
 
 
 def is_view(t: Tensor) -> bool:

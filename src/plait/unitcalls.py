@@ -55,7 +55,10 @@ class UnitCall:
     """Its output can be differentiated: something in it or before it is trained, and it runs with gradients on."""
     writes: bool = False
     """It changes a tensor that it is given, in place."""
+    back: int | str | None = None
+    """Which of its arguments (by place or name), an object that it changed, it returns."""
     leaks: tuple[int, ...] = ()
-    """Later calls (-1: code between units) that get what it computed by another way than through its output."""
+    """Later calls (-1: code between units, -2: the model's output) that get what it computed by another way than through
+    its output."""
     template: Template = NOTHING
     """The structure of what it returns."""

@@ -158,6 +158,18 @@ def tied(model: nn.Module, units: Iterable[str]) -> set[str]:
 # — two runs —
 
 
+def in_order(runs: Iterable[list[str]]) -> list[str]:
+    """The units of several runs in one order: what a later run adds stands behind what came before it there."""
+    found: list[str] = []
+    for run in runs:
+        place = 0
+        for name in run:
+            if name not in found:
+                found.insert(place, name)
+            place = found.index(name) + 1
+    return found
+
+
 def same_calls(small: Metered, large: Metered) -> bool:
     """Whether both runs called the same units in the same order, each on the outputs of the same calls."""
     return [(c.unit, c.needs) for c in small.calls] == [(c.unit, c.needs) for c in large.calls]

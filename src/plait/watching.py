@@ -4,18 +4,21 @@ The run may be on fake tensors, which have shapes and no numbers, or on real one
 """
 
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from plait import draws, randomness
 from plait.metering import Meter, Metered, homes
+from plait.partly import PartlyFake
 from plait.posing import Posing
 from plait.torchseam import (
     SEEDED,
@@ -45,19 +48,43 @@ class Watched:
     metered: Metered = field(default_factory=Metered)
 
 
-def watch(model: nn.Module, inputs: Any, call: Call, fake: bool, units: Iterable[str] | None = None) -> Watched:
+@dataclass
+class Keys:
+    """For a run that takes the course that training takes. Its random numbers are those of `where` (seed, step, first
+    sample, samples); whole numbers and small tensors are real, so that the model can look at them."""
+
+    where: tuple[int, int, int, int]
+    places: dict[str, int | None]
+    notes: bool
+    """Note where Python's and numpy's generators are after each call of a unit: `after`."""
+    after: list[Any] = field(default_factory=list)
+
+
+def watch(
+    model: nn.Module,
+    inputs: Any,
+    call: Call,
+    fake: bool,
+    units: Iterable[str] | None = None,
+    keys: Keys | None = None,
+) -> Watched:
     """Run the model once and return what it showed; with the names of units, also what their calls cost."""
     fakes = _fakes(model) if fake else None
     meter = None if units is None else _meter(model, units, fakes)
-    watcher = _Watcher(model, meter)
+    watcher = _Watcher(model, meter, keys)
     before = _state(model)
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # it prints pages for what is raised here anyway
     try:
-        with warnings.catch_warnings(), _keeping(meter), fakes or nullcontext():
+        with (
+            warnings.catch_warnings(),
+            _keeping(meter),
+            (fakes if keys is None else PartlyFake(fakes)) or nullcontext(),
+        ):
             warnings.simplefilter("ignore")  # whatever it is, training will say it
-            given = tree_map_only(torch.Tensor, fakes.from_tensor, inputs) if fakes else inputs
+            hide = lambda t: t if keys is not None and not t.is_floating_point() else fakes.from_tensor(t)  # noqa: E731
+            given = tree_map_only(torch.Tensor, hide, inputs) if fakes else inputs
             with watcher, watcher.operators:
                 output = call(model, given)
         if meter is not None:
@@ -126,9 +153,9 @@ def _restore(model: nn.Module, before: Kept) -> list[str]:
 class _Watcher(TorchFunctionMode):
     """Follows which module is running and which function it called; its `operators` see what that function drew."""
 
-    def __init__(self, model: nn.Module, meter: Meter | None):
+    def __init__(self, model: nn.Module, meter: Meter | None, keys: Keys | None):
         super().__init__()
-        self.seen, self.meter = Watched(), meter
+        self.seen, self.meter, self.keys = Watched(), meter, keys
         self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
         self.calls: dict[str, int] = {}
         self.drew = 0
@@ -153,6 +180,9 @@ class _Watcher(TorchFunctionMode):
         self.owner.pop()
         if self.meter is not None:
             self.meter.leave(module, output)
+            ended = len(self.meter.seen.calls) - (self.meter.running is not None)
+            if self.keys is not None and self.keys.notes and len(self.keys.after) < ended:
+                self.keys.after.append((random.getstate(), np.random.get_state()))
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -220,7 +250,11 @@ class _Operators(TorchDispatchMode):
         ]:
             rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in draws.RULES
             if self.keyed and rule and isinstance(result, torch.Tensor):
-                watcher.seen.drawn[watcher.place()] = result.shape
+                place, keys = watcher.place(), watcher.keys
+                watcher.seen.drawn[place] = result.shape
+                if keys is not None and not isinstance(result, FakeTensor):
+                    where = (func, args, kwargs or {}), list(keys.where), place
+                    result = draws.redraw(result, *where, keys.places.get(place, -1))
             else:
                 watcher.seen.unkeyed.append(name or type(module).__name__)
         elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs or {}):

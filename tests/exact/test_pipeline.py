@@ -34,10 +34,9 @@ PLANS = (
 JOBS = {**jobs_pipeline.LISTED, **jobs_pipeline.HARD, **jobs_uncut.CUT}
 OTHERS = {**jobs.ALL, **jobs_unlike.ALL}
 UNCUT = {
-    "branches": "P024", "layer_drop": "P024", "drop_inside": "P024", "batch_norm": "P024", "objects": "P024", "forces": "P024",
-    "writes_input": "P024", "stream": "P023",
+    "branches": "P024", "batch_norm": "P024", "forces": "P024", "writes_input": "P024", "stream": "P023",
 }  # fmt: skip
-"""Refused: host random numbers, statistics in no unit, objects, derivatives, writes into inputs, a single layer."""
+"""Refused: a look at the inputs' values beside random numbers, statistics in no unit, derivatives, writes into inputs, a single layer."""
 BY_MICRO_BATCH = ("norm_inside", "odd", "spectral")
 FEW = ("mlp", "groups", "vae", "recomputed", "odd")
 """With fewer unit calls than some plans have stages."""

@@ -192,6 +192,22 @@ class Output:
     state: Any = None
 
 
+class Holder:
+    """A class that torch does not know."""
+
+    def __init__(self, h: Tensor):
+        self.h = h
+
+
+@contract("torch.utils._pytree.register_pytree_node")
+def test_trees_learn_a_class() -> None:
+    kind, a = Holder, torch.ones(1)
+    assert len(leaves(kind(a))) == 1 and not isinstance(leaves(kind(a))[0], Tensor)
+    torchseam.register_pytree_node(kind, lambda x: ([x.h], None), lambda values, _: kind(*values))
+    assert leaves((kind(a), 1))[0] is a
+    assert torch.utils._pytree.tree_map_only(Tensor, lambda t: t + 1, kind(a)).h.item() == 2
+
+
 @contract("torch.utils._pytree.register_dataclass")
 def test_leaves_look_into_dataclasses() -> None:
     a, b = torch.ones(1), torch.zeros(2)

@@ -39,8 +39,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from plait.across import added_up
-from plait.boundary import back, crossing, size, there
+from plait.boundary import back, size, there
 from plait.course import as_held
+from plait.courses import Courses
 from plait.cutting import check
 from plait.errors import PlaitError, Problem
 from plait.mesh import group_of
@@ -89,15 +90,17 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Any) -> None:
     plan, sketch, place = built.plan, built.sketch, built.place
-    if sketch.host_random:
-        why = "its forward pass draws from Python's or numpy's generator, and not every stage would draw the same"
-        raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("pp=1",)))
     if plan.cp > 1:
         sketch = as_held(sketch, context.rows(plan, sketch, built.place.rank))
     layout = Layout.of(plan, sketch, built.job.stages)
     check(sketch, layout.cut, plan.stages_per_rank > 1)
     index, homes = built.at["pp"], layout.homes
-    stages = Stages(built.model, sketch, layout.cut, built.device)
+    courses = Courses(built.model, sketch, layout.cut, *built.probe)
+    courses.seed, courses.fixed = built.job.seed, plan.cp > 1
+    if courses.fixed and courses.random:
+        why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
+        raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("cp=1", "pp=1")))
+    stages = Stages(built.model, courses, built.device)
     stages.whole = built.sketch
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
     built.own = {n: p for n, p in built.own.items() if index in homes[n]}
@@ -119,7 +122,7 @@ def apply(built: Any) -> None:
     built.prepared.append(finish)
 
 
-def _passed(built: Any, sketch: Sketch) -> Callable[[int], None]:
+def _passed(built: Any, sketch: Sketch) -> Callable[[str], None]:
     """Tells the random numbers how often modules inside a unit of another stage were called by one call of it."""
     times = Counter(call.unit for call in sketch.calls)
     most: dict[str, int] = {}
@@ -135,8 +138,8 @@ def _passed(built: Any, sketch: Sketch) -> Callable[[int], None]:
         if times[u] > 1
     }
 
-    def passed(call: int) -> None:
-        built.randomness.passed(inside.get(sketch.calls[call].unit, {}))
+    def passed(unit: str) -> None:
+        built.randomness.passed(inside.get(unit, {}))
 
     return passed
 
@@ -150,10 +153,9 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         before, after = layout.owner[stage - 1], layout.owner[stage]
         if before == after or index not in (before, after):
             continue
-        slots = crossing(layout.sketch.calls, layout.cut, stage)
         ops = ("recv_", "send") if index == after else ("send", "recv_")
         for op, what, told in zip(ops, (there, back), ("activations", "gradients")):
-            forms = [form for n in role.samples for form in what(slots, n)]
+            forms = [form for slots, n in role.crossing(stage) for form in what(slots, n)]
             yield Charge("traffic", "pp", op, len(forms), size(forms), f"{told} between stages {stage - 1} and {stage}")
     formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
     for ranks in sorted(set(layout.shared(index).values())):

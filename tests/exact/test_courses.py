@@ -1,0 +1,121 @@
+"""Pipelines of models whose passes differ from step to step, and of units that return objects, equal one device."""
+
+import random
+from typing import Any
+
+import jobs_courses
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from plait.build import call
+from plait.courses import Courses, Forward
+from plait.cutting import cut
+from plait.errors import PlaitError
+from plait.plan import Plan
+from plait.sketch import sketch
+from plait.verify import verify
+
+PLANS = (
+    "pp=2 microbatches=2",
+    "pp=3 microbatches=4 schedule=zb",
+    "pp=2 dp=2 microbatches=2",
+    "pp=2 microbatches=4 schedule=interleaved stages_per_rank=2",
+    "pp=2 microbatches=3 recompute=full",
+    "pp=2 fsdp=2 microbatches=2",
+)
+JOBS = {**jobs_courses.VARYING, **jobs_courses.RANDOM, **jobs_courses.OBJECTS}
+
+
+@pytest.mark.parametrize("name, text", [(n, PLANS[i % len(PLANS)]) for i, n in enumerate(JOBS)])
+def test_models(name: str, text: str) -> None:
+    verdict = verify(JOBS[name](), Plan.parse(text))
+    assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("name", JOBS)
+def test_every_model_under_every_plan(name: str, text: str) -> None:
+    test_models(name, text)
+
+
+@pytest.mark.parametrize("name", jobs_courses.UNFOLLOWED)
+def test_what_cannot_be_followed_is_refused(name: str) -> None:
+    job, words = jobs_courses.UNFOLLOWED[name]
+    with pytest.raises(PlaitError) as caught:
+        verify(job(), Plan.parse("pp=2 microbatches=2"))
+    problem = caught.value.problems[0]
+    assert problem.code == "P024" and words in problem.what + problem.why and problem.fix, caught.value
+
+
+def courses(model: nn.Module, *shape: int) -> Courses:
+    inputs = lambda n: torch.ones(n, *shape, dtype=torch.long if len(shape) == 1 and shape[0] > 6 else None)  # noqa: E731
+    found = sketch(model, inputs, call)
+    made = Courses(model, found, cut(found, 2), call, inputs)
+    made.seed = 0
+    return made
+
+
+def shapes(made: Courses, inputs: Any, **where: int) -> list[tuple[int, ...]]:
+    return [slot.shape(len(inputs)) for slot in made.of(Forward(inputs, len(inputs), **where)).slots(1)]
+
+
+def test_the_sketchs_own_sizes_need_no_run_and_others_one() -> None:
+    made = courses(jobs_courses.Padded(), 9)
+    assert made.of(Forward(torch.ones(7, 9, dtype=torch.long), 7)) is made.first
+    other = torch.ones(3, 5, dtype=torch.long)
+    assert made.of(Forward(other, 3)) is made.of(Forward(other + 1, 3)) is not made.first
+    assert shapes(made, other) == [(3, 5, 8), (3, 5, 8)]
+    assert all(not p.requires_grad or p.grad is None for p in made.model.parameters())
+
+
+def test_a_course_is_that_of_the_step_and_leaves_the_generators_alone() -> None:
+    made = courses(jobs_courses.NumpyDrop(), 6)
+    random.seed(5), np.random.seed(5)
+    found = {len(made.of(Forward(torch.ones(3, 6), 3, step=step)).calls) for step in range(8)}
+    assert len(found) > 1
+    after = random.random(), np.random.rand()
+    random.seed(5), np.random.seed(5)
+    assert after == (random.random(), np.random.rand())
+
+
+class Turns(nn.Module):
+    """Long inputs go through its layers the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers if x.shape[1] < 5 else reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def test_another_order_of_calls_is_refused() -> None:
+    made = courses(Turns(), 3, 4)
+    assert shapes(made, torch.ones(2, 4, 4)) == [(2, 4, 4)]
+    with pytest.raises(PlaitError, match="is called after one of stage 1") as caught:
+        shapes(made, torch.ones(2, 6, 4))
+    assert caught.value.problems[0].code == "P024"
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = x[:, : max(2, int(x.abs().max() * 0) + 2)]
+        return x
+
+
+def test_sizes_that_depend_on_values_are_refused() -> None:
+    made = courses(Looks(), 3, 4)
+    with pytest.raises(PlaitError) as caught:
+        shapes(made, torch.ones(2, 9, 4))
+    assert caught.value.problems[0].code == "P025"
