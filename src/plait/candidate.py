@@ -90,7 +90,10 @@ def role_of(engine: Engine, batch: Batch) -> Role:
 
 def _crossings(role: Role) -> list[str]:
     """What of a rank's passes makes its messages unlike those of ranks with other samples: sizes that are not the sketch's."""
-    return [str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)]) for c, n in zip(role.courses, role.samples)]
+    return [
+        str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)])
+        for c, n in zip(role.courses, role.samples)
+    ]
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:

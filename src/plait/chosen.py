@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from plait import vocabulary
+from plait import experts, vocabulary
 from plait.errors import PlaitError, Problem
 from plait.plan import Plan
 from plait.role import Layout
@@ -26,7 +26,8 @@ def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan
     found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan))
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
     share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
-    reasons = [(group, _whole(group, sketch, plan)) for group in found.groups]
+    routed = _routed(sketch, model, inputs, call)
+    reasons = [(group, _whole(group, sketch, plan, routed)) for group in found.groups]
     kept = [(group.row, share(group), why) for group, why in reasons if why]
     tables = vocabulary.apart_from_heads(model, found) if plan.cp > 1 else found.vocabulary
     left = [(name, model.get_submodule(name).weight) for name in found.vocabulary if name not in tables]
@@ -42,7 +43,14 @@ def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan
     return replace(found, stretches=tuple(replace(one, crosses=one.unit in units) for one in found.stretches))
 
 
-def _whole(group: Group, sketch: Sketch, plan: Plan) -> str:
+def _routed(sketch: Sketch, model: Any, inputs: Any, call: Any) -> set[str]:
+    """Parameters of experts that are given as many rows as the data says: nobody could say beforehand what they send."""
+    if not sketch.by_values or sketch.mixtures:  # without numbers no row is sent anywhere
+        return set()
+    return {name for mixture in experts.find(model, inputs, call)[0] if not mixture.stacked for name in mixture.names}
+
+
+def _whole(group: Group, sketch: Sketch, plan: Plan, routed: set[str]) -> str:
     """Why a group of slices stays whole under a plan, or nothing."""
     if not sketch.has(group.container):
         if plan.pp > 1:  # what crosses between stages is whole
@@ -51,6 +59,11 @@ def _whole(group: Group, sketch: Sketch, plan: Plan) -> str:
             return f"its slices go through several units, and code between these sees sequences cut over cp={plan.cp}"
     if any(cut.parameter in mixture.names for mixture in sketch.mixtures for cut in group.cuts):
         return f"its expert is one of those that ep={plan.ep} shares out"
+    if any(cut.parameter in routed for cut in group.cuts):
+        return "how many rows its expert is given depends on the data, and so would what its slices send"
+    lists = [f"{mixture.name}." for mixture in sketch.mixtures if not mixture.stacked]
+    if any(f"{group.row}.".startswith(name.lstrip(".")) for name in lists):
+        return "the code of its layer runs twice, once to see which rows its experts are given"
     return ""
 
 

@@ -113,7 +113,7 @@ class Listening:
         self._note(op, module, "backward", sent, rows=rows)
 
     def _note(self, op: str, module: str, when: str, x: Tensor, shape: tuple[int, ...] = (), rows: int = 0) -> None:
-        if self.returning and when == "backward":
+        if self.returning and when in ("backward", "between"):
             return  # its gradient goes the way of the first call
         if when == "forward" and not self.returning:
             self.waiting.append(len(self.events))
