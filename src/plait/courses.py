@@ -48,7 +48,7 @@ class Courses:
         self.fixed = False
         """There is no other course than the first: what crosses is a stretch of a sequence (cp), which no run here shows."""
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        self.form: Template = template(*(taken(inputs(n)) for n in PROBES), PROBES)
+        self.form: Template = template(taken(inputs(PROBES[0])), taken(inputs(PROBES[1])), PROBES)
         """Of the inputs that the sketch has seen."""
         self.random = sketch.host_random or sketch.decides
         self.known: OrderedDict[Any, Course] = OrderedDict()

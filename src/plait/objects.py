@@ -67,7 +67,7 @@ def _flatten(thing: Any) -> tuple[list[Any], tuple[Any, ...]]:
     return [*own.values(), *items], (tuple(own), keys)
 
 
-def _made(kind: type, values: Any, context: tuple[Any, ...]) -> Any:
+def _made(kind: Any, values: Any, context: tuple[Any, ...]) -> Any:
     made, (names, keys), found = kind.__new__(kind), context, list(values)
     vars(made).update(zip(names, found)) if names else None
     items = found[len(names) :]

@@ -94,6 +94,7 @@ class Role:
 
     def crossing(self, stage: int) -> list[tuple[list[Slot], int]]:
         """For each micro-batch the tensors that cross into a stage, and the number of samples."""
+        assert self.layout is not None  # a rank without stages is never asked
         usual = (Course(self.layout.sketch.calls, self.layout.cut),) * len(self.samples)
         return [(course.slots(stage), n) for course, n in zip(self.courses or usual, self.samples)]
 

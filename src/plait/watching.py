@@ -80,11 +80,12 @@ def watch(
         with (
             warnings.catch_warnings(),
             _keeping(meter),
-            (fakes if keys is None else PartlyFake(fakes)) or nullcontext(),
+            nullcontext() if fakes is None else fakes if keys is None else PartlyFake(fakes),
         ):
             warnings.simplefilter("ignore")  # whatever it is, training will say it
-            hide = lambda t: t if keys is not None and not t.is_floating_point() else fakes.from_tensor(t)  # noqa: E731
-            given = tree_map_only(torch.Tensor, hide, inputs) if fakes else inputs
+            shown = keys is not None
+            hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
+            given = tree_map_only(torch.Tensor, hide, inputs)
             with watcher, watcher.operators:
                 output = call(model, given)
         if meter is not None:
