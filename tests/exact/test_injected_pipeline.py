@@ -130,8 +130,8 @@ def test_a_skip_connection_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value that only passes through a stage comes out changed."""
     real = Stages.forward
 
-    def forward(self: Any, stage: int, samples: int, received: Any, *more: Any) -> Any:
-        output, run = real(self, stage, samples, received, *more)
+    def forward(self: Any, stage: int, samples: int, course: Any, received: Any, call: Any) -> Any:
+        output, run = real(self, stage, samples, course, received, call)
         run.kept = {k: torch.zeros_like(v) if k in received else v for k, v in run.kept.items()}
         return output, run
 
