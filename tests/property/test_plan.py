@@ -95,7 +95,8 @@ def test_a_filled_plan_fits_its_processes(plan: Plan, nproc: int | None) -> None
         filled = plan.fill(nproc)
         assert all(getattr(filled, axis) >= 1 for axis in AXES)
         assert filled.world <= filled.devices
-        assert filled.ranks == (1 if plan.processes == "one" else filled.world // filled.pp)
+        alike = filled.pp * filled.cp * filled.tp  # ranks of one share of the samples
+        assert filled.ranks == (1 if plan.processes == "one" else filled.world // alike)
         if plan.processes != "one" and nproc is not None:
             assert filled.world == nproc
 
