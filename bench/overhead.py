@@ -204,6 +204,22 @@ def with_plait(job: Job, place: Place, run: Run | None, spans: list[dict[str, fl
     return take
 
 
+def in_turn(takes: list[Take], rounds: int, place: Place, gate: Any) -> Tensor:
+    """Seconds of each step [rounds, takes] on the slowest rank; every round takes all in another order."""
+    seconds = torch.zeros(rounds, len(takes), dtype=torch.float64)
+    for i in range(rounds):
+        for j, take in random.Random(i).sample(list(enumerate(takes)), len(takes)):
+            gate[place.rank] += 1  # a barrier that all leave within microseconds, unlike dist.barrier
+            while min(gate[: place.world]) < gate[place.rank]:
+                os.sched_yield()
+            start = perf_counter()
+            take()
+            seconds[i, j] = perf_counter() - start
+    if place.world > 1:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds
+
+
 def measure(place: Place, job: Job, rounds: int, run: Run, gate: Any, asked: Any) -> dict[str, Any]:
     """One rank's part: build all variants, warm them up, take their steps in turn."""
     place.connect(torch.device("cpu"))
@@ -223,17 +239,8 @@ def measure(place: Place, job: Job, rounds: int, run: Run, gate: Any, asked: Any
     takes |= {"no communication": by_hand(job, place, False)} if world > 1 else {}
     assert dist.is_initialized() == (world > 1) and torch.get_num_threads() == threads
     losses = torch.tensor([[take() for _ in range(3)] for take in takes.values()], dtype=torch.float64)
-    seconds = torch.zeros(rounds, len(takes), dtype=torch.float64)
-    for i in range(rounds):
-        for j, take in random.Random(i).sample(list(enumerate(takes.values())), len(takes)):
-            gate[place.rank] += 1  # a barrier that all leave within microseconds, unlike dist.barrier
-            while min(gate[:world]) < gate[place.rank]:
-                os.sched_yield()
-            start = perf_counter()
-            take()
-            seconds[i, j] = perf_counter() - start
+    seconds = in_turn(list(takes.values()), rounds, place, gate)
     if world > 1:
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
         dist.all_reduce(losses.div_(world))
     middle = {name: statistics.median(s[name] for s in spans[3:]) for name in spans[0]}
     return {"names": list(takes), "losses": losses.tolist(), "seconds": seconds.tolist(), "spans": middle}

@@ -22,8 +22,6 @@ of the same round with its quartiles; before timing, the losses of three steps a
 import argparse
 import json
 import mmap
-import os
-import random
 import statistics
 import sys
 import tempfile
@@ -31,9 +29,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
+import overhead
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -202,16 +200,7 @@ def measure(place: Place, job: Job, rounds: int, gate: Any) -> dict[str, Any]:
     place.connect(torch.device("cpu"))
     takes = {"plait": with_plait(job, place), "torch": by_hand(job, place), "torch, again": by_hand(job, place)}
     losses = torch.tensor([[take() for _ in range(3)] for take in takes.values()], dtype=torch.float64)
-    seconds = torch.zeros(rounds, len(takes), dtype=torch.float64)
-    for i in range(rounds):
-        for j, take in random.Random(i).sample(list(enumerate(takes.values())), len(takes)):
-            gate[place.rank] += 1  # a barrier that all leave within microseconds, unlike dist.barrier
-            while min(gate[:2]) < gate[place.rank]:
-                os.sched_yield()
-            start = perf_counter()
-            take()
-            seconds[i, j] = perf_counter() - start
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    seconds = overhead.in_turn(list(takes.values()), rounds, place, gate)
     dist.all_reduce(losses, dist.ReduceOp.MAX)
     return {"names": list(takes), "losses": losses.tolist(), "seconds": seconds.tolist()}
 

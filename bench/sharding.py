@@ -15,12 +15,10 @@ import argparse
 import json
 import mmap
 import os
-import random
 import statistics
 import sys
 from contextlib import redirect_stdout
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import overhead
@@ -100,16 +98,7 @@ def measure(place: Place, job: Job, rounds: int, gate: Any, asked: Any) -> dict[
         takes["Accelerate"] = with_accelerate(job, place)
     takes["no communication"] = overhead.by_hand(job, place, False)
     losses = torch.tensor([[take() for _ in range(3)] for take in takes.values()], dtype=torch.float64)
-    seconds = torch.zeros(rounds, len(takes), dtype=torch.float64)
-    for i in range(rounds):
-        for j, take in random.Random(i).sample(list(enumerate(takes.values())), len(takes)):
-            gate[place.rank] += 1
-            while min(gate[: place.world]) < gate[place.rank]:
-                os.sched_yield()
-            start = perf_counter()
-            take()
-            seconds[i, j] = perf_counter() - start
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    seconds = overhead.in_turn(list(takes.values()), rounds, place, gate)
     plaits = losses[: len(PLANS)].clone()  # plait's loss is the global one, the others' is a rank's
     dist.all_reduce(losses.div_(place.world))
     losses[: len(PLANS)] = plaits

@@ -13,19 +13,15 @@ all-reduce in a ring sends 2 (N − 1) / N of its bytes, a gather or a reduce-sc
 import argparse
 import json
 import mmap
-import os
-import random
 import statistics
 import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import overhead
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -165,16 +161,7 @@ def measure(place: Place, job: Job, rounds: int, gate: Any) -> dict[str, Any]:
         with counter:
             take()
         sent.append([name, counter.calls, counter.bytes])
-    seconds = torch.zeros(rounds, len(takes), dtype=torch.float64)
-    for i in range(rounds):
-        for j, take in random.Random(i).sample(list(enumerate(takes.values())), len(takes)):
-            gate[place.rank] += 1
-            while min(gate[: place.world]) < gate[place.rank]:
-                os.sched_yield()
-            start = perf_counter()
-            take()
-            seconds[i, j] = perf_counter() - start
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    seconds = overhead.in_turn(list(takes.values()), rounds, place, gate)
     return {"names": list(takes), "losses": losses, "seconds": seconds.tolist(), "sent": sent}
 
 

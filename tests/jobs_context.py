@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import jobs_pipeline
 import torch
 from jobs import Tokens, language_loss, make
 from jobs_moe import Mixture, mixtral
-from jobs_pipeline import LENGTH, WORDS, Masked
+from jobs_pipeline import LENGTH
 from jobs_real import Rows, gpt, gpt2, hugging, llama, next_token
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,18 +20,7 @@ WIDTH = 8
 
 def bert() -> plait.Job:
     """Looks both ways; a mask over padding; learned positions and dropout."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=WORDS,
-        max_position_embeddings=16, attn_implementation="sdpa",
-    )  # fmt: skip
-    return hugging(
-        lambda: BertForMaskedLM(config),
-        data=Masked,
-        loss=lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten()),
-        weight=lambda y: (y != -100).sum(),
-    )
+    return jobs_pipeline.bert(layers=2, attention="sdpa")
 
 
 class Packed(Rows):

@@ -88,12 +88,12 @@ class Masked(Samples):
         return {"input_ids": row["input_ids"], "attention_mask": mask.long()}, torch.where(mask, row["input_ids"], -100)
 
 
-def bert() -> plait.Job:
+def bert(layers: int = 3, attention: str = "eager") -> plait.Job:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24, vocab_size=WORDS,
-        max_position_embeddings=16, attn_implementation="eager",
+        hidden_size=16, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=24, vocab_size=WORDS,
+        max_position_embeddings=16, attn_implementation=attention,
     )  # fmt: skip
     return hugging(
         lambda: BertForMaskedLM(config),

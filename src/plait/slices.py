@@ -5,6 +5,7 @@ q, k, v → o, or gate, up → down. The columns are cut by output features and 
 rank computes a part of the features between them with the block's own code, and a partial sum after them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plait.parts import Ranges
@@ -28,6 +29,11 @@ class Cut:
         for rank, ranges in enumerate(self.ranges):
             found.setdefault(ranges, []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
+
+
+def holding_alike(cuts: Iterable[Cut]) -> list[tuple[int, ...]]:
+    """Every set of several ranks that hold the same slice of something, in an order that is the same on all of them."""
+    return sorted({ranks for cut in cuts for ranks in cut.alike() if len(ranks) > 1})
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from plait.mesh import group_of
 from plait.plan import Plan
 from plait.sketch import Sketch
 from plait.sliced import Drawn, layout_of, wire
-from plait.slices import Cut
+from plait.slices import Cut, holding_alike
 from plait.strategies import context
 from plait.strategies.recompute import again
 from plait.strategies.strategy import Charge, Role
@@ -113,8 +113,7 @@ def _sums(built: Any, cuts: dict[str, Cut]) -> None:
     """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
     rank = built.at["tp"]
     built.partial.append((tuple(n for n in built.sketch.shares if n in built.own), built.groups["tp"]))
-    sets = sorted({alike for c in built.sketch.cuts for alike in c.alike() if len(alike) > 1})
-    for alike in sets:
+    for alike in holding_alike(built.sketch.cuts):
         made = group_of(built.plan, built.place.rank, ("tp",), alike)
         if rank in alike:
             built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), made))
@@ -138,7 +137,7 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     for calls, size in added_up([formats[n] for n in sketch.shares if n in formats], plan):
         yield Charge("traffic", "tp", "allreduce_", calls, size, "gradients of which each process has a share")
     rank = plan.at(role.rank)["tp"]
-    for alike in sorted({a for c in sketch.cuts for a in c.alike() if len(a) > 1 and rank in a}):
+    for alike in (ranks for ranks in holding_alike(sketch.cuts) if rank in ranks):
         mine = [formats[c.parameter] for c in sketch.cuts if alike in c.alike() and c.parameter in formats]
         for calls, size in added_up(mine, plan):
             yield Charge(
