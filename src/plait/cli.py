@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,17 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"plait {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="train | verify | sketch | plan | report | checkpoint | help", parser_class=_Parser
+        required=True,
+        metavar="train | verify | sketch | plan | bench | report | checkpoint | help",
+        parser_class=_Parser,
     )
     _train_options(commands.add_parser("train", help="train a job under a plan"))
     _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
-    _sketch_options(
-        commands.add_parser("sketch", help="show what a job's model costs, unit by unit, without running it")
-    )
+    _sketch_options(commands.add_parser("sketch", help="show what a model costs, unit by unit, without running it"))
     _plan_options(commands.add_parser("plan", help="show which layers a plan cuts, how, and what stays whole and why"))
-    _report_options(
-        commands.add_parser("report", help="draw a step of a run: what each rank did, measured and predicted")
-    )
+    _bench_options(commands.add_parser("bench", help="measure this machine: compute, communication, a job's loader"))
+    _report_options(commands.add_parser("report", help="draw a step of a run: what each rank did, and was to do"))
     _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
     helping = commands.add_parser("help", help="explain an error code, such as P012")
     helping.add_argument("code", nargs="?")
@@ -93,12 +94,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+
+
+def _elsewhere(module: str) -> Callable[[Any], int]:
+    """A command whose file has a function `run`, imported when it is called."""
+    return lambda options: import_module(module).run(options)
+
+
 def _job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "job", metavar="JOB", help="path/to/job.py or path/to/job.py:function; its arguments are --job.name value"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+    _output(parser)
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -139,9 +149,8 @@ def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("fp32", "fp16", "bf16", "fp64"), help="export: number format of the weights"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=_checkpoint)
+    _output(parser)
+    parser.set_defaults(run=_elsewhere("plait.checkpoint_cli"))
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
@@ -161,13 +170,17 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     parser.add_argument("--plan", help='one line such as "tp=2", or a TOML file')
     parser.add_argument("--show", choices=("tensor",), help="what to show of the plan: the slices of tp")
-    parser.set_defaults(run=_planned)
+    parser.set_defaults(run=_elsewhere("plait.slicetable"))
 
 
-def _planned(options: Any) -> int:
-    from plait.slicetable import run
-
-    return run(options)
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("compute", "comm", "data", "all"), nargs="?", default="all")
+    parser.add_argument("job", metavar="JOB", nargs="?", help="the job whose data is read (data, all)")
+    parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="file to write (machine.toml)")
+    parser.add_argument("--nproc", type=int, help="processes that measure at once (one per device or core)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _output(parser)
+    parser.set_defaults(run=_elsewhere("plait.benching"))
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
@@ -177,15 +190,8 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=int, metavar="N", help="which step to draw (one that took the median time)")
     parser.add_argument("--open", action="store_true", help="open the picture in a browser")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=_report)
-
-
-def _report(options: Any) -> int:
-    from plait.report.command import run
-
-    return run(options)
+    _output(parser)
+    parser.set_defaults(run=_elsewhere("plait.report.command"))
 
 
 def _sketch(options: Any) -> int:
@@ -258,12 +264,6 @@ def _verify(options: Any) -> int:
     verdict = verify(job, plan, options.steps, options.device)
     print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
     return verdict.exit_code
-
-
-def _checkpoint(options: Any) -> int:
-    from plait.checkpoint_cli import run
-
-    return run(options)
 
 
 def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:

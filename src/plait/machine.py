@@ -66,11 +66,19 @@ class Collectives:
 
 
 @dataclass(frozen=True)
+class Loader:
+    """Measured: samples/s that one rank reads of a job's data, while the other ranks of its node do the same."""
+
+    job: str
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """`nodes` times `devices_per_node` devices. Ranks go through a node first, so neighbours are on the fastest link.
 
     `links` stand from the innermost outwards; `host` is bytes/s one way between a device and its host. `price_per_hour`
-    is of one device. `loader` is measured samples/s of one rank. `cores` and `host_memory` (bytes) are of one node.
+    is of one device. `cores` and `host_memory` (bytes) are of one node.
     """
 
     name: str
@@ -86,7 +94,7 @@ class Machine:
     notes: str = ""
     matmuls: tuple[Matmuls, ...] = ()
     collectives: tuple[Collectives, ...] = ()
-    loader: float | None = None
+    loaders: tuple[Loader, ...] = ()
 
     @staticmethod
     def load(path: str | Path) -> "Machine":
@@ -107,7 +115,11 @@ class Machine:
 
     @staticmethod
     def read(text: str) -> "Machine":
-        """What ``--machine`` takes: a file when it names one, else a name."""
+        """What ``--machine`` takes: `here`, a file, or a name."""
+        if text == "here":
+            from plait.launch.detect import here
+
+            return here()
         return Machine.load(text) if text.endswith(".toml") or "/" in text else Machine.named(text)
 
     def to_toml(self) -> str:
@@ -175,11 +187,14 @@ class Machine:
         memory = self.device.memory_bandwidth or inf
         model: Callable[..., float] = getattr(network, collective)
         seconds = model(size, self.group(ranks, stride), memory)
-        measured = [c for c in self.collectives if c.collective == collective]
-        if not measured or (ranks - 1) * stride >= self.devices_per_node:
+        inside = (ranks - 1) * stride < self.devices_per_node
+        measured = [
+            c for c in self.collectives if c.collective == collective and (c.ranks <= self.devices_per_node) == inside
+        ]
+        if not measured:
             return seconds
         near = min(measured, key=lambda c: (abs(log(c.ranks / ranks)), c.ranks))
-        if near.ranks == ranks:
+        if near.ranks == ranks and (inside or stride == 1):
             return seconds_at(near.points, size)
         return seconds * seconds_at(near.points, size) / model(size, self.group(near.ranks), memory)
 
@@ -188,7 +203,10 @@ class Machine:
             "M013",
             f"{self.name}: no link is known that joins {ranks} devices {stride} apart",
             why="known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none"),
-            fix=("machine.toml    a file with [[links]] for it",),
+            fix=(
+                "machine.toml    a file with [[links]] for it",
+                "plait bench comm    measures them on the machine itself",
+            ),
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, Problem, did_you_mean
-from plait.machine import Collectives, Device, Machine, Matmuls, Rates
+from plait.machine import Collectives, Device, Loader, Machine, Matmuls, Rates
 from plait.network import HOPS, Link
 
 CATALOGUE = Path(__file__).parent / "machines"
@@ -51,7 +51,7 @@ KEYS: dict[str, dict[str, Check]] = {
     "": {
         "name": _text, "aliases": _texts, "reported": _texts, "node": _text, "source": _text, "caution": _text,
         "notes": _text, "devices_per_node": _count, "nodes": _count, "cores": _count, "host_memory_gib": _positive,
-        "price_per_hour": _positive, "loader_samples_per_s": _positive,
+        "price_per_hour": _positive,
     },
     "device": {"name": _text, "memory_gib": _positive, "memory_gb_per_s": _positive, "source": _text},
     "device.peak_tflops": RATES,
@@ -63,8 +63,9 @@ KEYS: dict[str, dict[str, Check]] = {
     },
     "matmuls": {"precision": _text, "flops": _numbers, "fraction_of_peak": _numbers},
     "collectives": {"collective": _text, "ranks": _count, "bytes": _numbers, "seconds": _numbers},
+    "loaders": {"job": _text, "samples_per_s": _positive},
 }  # fmt: skip
-LISTS = ("links", "matmuls", "collectives")
+LISTS = ("links", "matmuls", "collectives", "loaders")
 
 
 def load(path: Path) -> Machine:
@@ -131,7 +132,7 @@ def machine(said: dict[str, Any]) -> Machine:
             Collectives(r["collective"], r["ranks"], tuple(zip(r["bytes"], r["seconds"])))
             for r in said.get("collectives", ())
         ),
-        said.get("loader_samples_per_s"),
+        tuple(Loader(r["job"], r["samples_per_s"]) for r in said.get("loaders", ())),
     )
 
 
@@ -160,7 +161,6 @@ def to_toml(machine: Machine) -> str:
         "name": machine.name, "notes": machine.notes or None, "source": machine.source or None,
         "devices_per_node": machine.devices_per_node, "nodes": machine.nodes, "cores": machine.cores,
         "host_memory_gib": _scaled(machine.host_memory, GIB), "price_per_hour": machine.price_per_hour,
-        "loader_samples_per_s": machine.loader,
     }  # fmt: skip
     lines += _rows(top)
     about = {
@@ -188,6 +188,8 @@ def to_toml(machine: Machine) -> str:
         x, y = ([p[i] for p in each.points] for i in (0, 1))
         row = {"collective": each.collective, "ranks": each.ranks, "bytes": x, "seconds": y}
         lines += ["", "[[collectives]]", *_rows(row)]
+    for loader in machine.loaders:
+        lines += ["", "[[loaders]]", *_rows({"job": loader.job, "samples_per_s": loader.samples_per_s})]
     return "\n".join(lines) + "\n"
 
 

@@ -75,9 +75,13 @@ HOPS = {
     "nvlink": (3.4e-6, 1.9e-6, 0.6e-6),
     "pcie": (5.7e-6, 2.5e-6, 1.0e-6),
     "network": (14e-6, 4.0e-6, 2.7e-6),
+    "loopback": (100e-6, 100e-6, 100e-6),
     "efa": (FITTED["efa hop"],) * 3,
 }
-"""Seconds of one hop by kind of link in each protocol: the same table. EFA's is fitted."""
+"""Seconds of one hop by kind of link in each protocol: the same table. EFA's is fitted.
+
+Gloo over the loopback interface has no data sheet: `plait bench comm` measures it.
+"""
 
 TREE = 0.92
 """Part of a ring's bandwidth that a tree reaches inside a node (the same table)."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
-from plait.machine import Collectives, Machine, Matmuls, Rates, between, seconds_at
+from plait.machine import Collectives, Loader, Machine, Matmuls, Rates, between, seconds_at
 from plait.machinefile import CATALOGUE, KEYS, catalogue
 
 FILES = sorted(CATALOGUE.glob("*.toml"))
@@ -144,7 +144,7 @@ def test_to_toml_reads_back(name: str, tmp_path: Path) -> None:
     machine = Machine.named(name)
     curve, sums = ((1e9, 0.2), (1e12, 0.7)), ((4096.0, 3e-5), (2.0**26, 0.01))
     full = replace(
-        machine, cores=64, host_memory=2**40, price_per_hour=2.0, loader=812.5, matmuls=(Matmuls("bf16", curve),),
+        machine, cores=64, host_memory=2**40, price_per_hour=2.0, loaders=(Loader("job.py", 812.5),), matmuls=(Matmuls("bf16", curve),),
         collectives=(Collectives("all_reduce", 2, sums),),
     )  # fmt: skip
     for one in (machine, full):

@@ -1,0 +1,168 @@
+"""`plait bench`: measure this machine, write machine.toml, show the table. `--machine here` uses what was written.
+
+Parts that are not measured this time stay as the file has them: `plait bench data job.py` adds to an earlier run.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from plait.errors import PlaitError, Problem
+from plait.job import load_job
+from plait.launch import detect, here
+from plait.launch.devices import kind_of
+from plait.launch.place import Place, current, joining
+from plait.launch.place import world as started
+from plait.machine import Collectives, Loader, Machine, Matmuls
+from plait.network import Link
+
+PARTS = ("compute", "comm", "data")
+
+
+def run(options: Any) -> int:
+    """The command."""
+    if options.nproc is not None and options.nproc < 1:
+        raise PlaitError(Problem("U002", f"--nproc {options.nproc} is not a whole number ≥ 1"))
+    parts = PARTS if options.what == "all" else (options.what,)
+    if options.what == "data" and not options.job:
+        raise PlaitError(Problem("U001", "plait bench data needs a job", fix=("plait bench data job.py",)))
+    job = load_job(options.job, options.arguments) if options.job and "data" in parts else None
+    kind = kind_of(options.device)
+    machine = Machine.load(options.out) if options.out.exists() else detect.found(options.device)
+    ranks = started() if joining() else options.nproc or machine.devices_per_node
+    machine = sized(machine, ranks, kind)
+    from plait import gauging
+
+    if "compute" in parts:
+        machine = with_compute(machine, everywhere(lambda place: gauging.compute(place, kind), ranks), kind)
+    if "comm" in parts:
+        for group in groups(ranks):
+            (points, *_) = everywhere(lambda place: gauging.communicate(place, kind), group)
+            machine = with_collectives(machine, group, points, kind)
+    if job is not None:
+        rates = everywhere(lambda place: {"rate": gauging.load(place, job)}, ranks)
+        machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
+    if current().rank == 0:
+        options.out.write_text(header() + machine.to_toml(), encoding="utf-8")
+        print(json.dumps(facts(machine, options.out)) if options.json else table(machine, ranks, options.out))
+    return 0
+
+
+def everywhere(work: Callable[[Place], dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """What `work` returned on each of so many ranks; only this rank's when another launcher started us."""
+    return [work(current())] if joining() else here.run(work, ranks)
+
+
+def groups(ranks: int) -> list[int]:
+    """Sizes of groups to measure: 2, 4, 8, … and all. Under another launcher all ranks are one group."""
+    if joining():
+        return [ranks] if ranks > 1 else []
+    return sorted({2**i for i in range(1, ranks.bit_length()) if 2**i <= ranks} | ({ranks} - {1}))
+
+
+def sized(machine: Machine, ranks: int, kind: str) -> Machine:
+    """On a CPU there are as many devices as processes are started, and they share its memory."""
+    if kind != "cpu" or joining():
+        return machine
+    memory = (machine.host_memory or machine.device.memory * machine.devices_per_node) // ranks
+    return replace(machine, devices_per_node=ranks, device=replace(machine.device, memory=memory))
+
+
+def with_compute(machine: Machine, measured: list[dict[str, Any]], kind: str) -> Machine:
+    """The machine with curves of what the ranks measured, the median of them at every size.
+
+    Without a data sheet the best rate is the peak.
+    """
+    device, peaks, curves, best = machine.device, {}, [], {}
+    for name in measured[0]["matmuls"]:
+        lines = [each["matmuls"][name] for each in measured]
+        points = [(row[0][0], median(point[1] for point in row)) for row in zip(*lines)]
+        top = short(max(rate for _, rate in points))
+        peaks[name] = (device.peak.of(name) if kind == "cuda" else None) or top
+        best[name] = top / peaks[name]
+        curves.append(Matmuls(name, tuple((flops, short(rate / peaks[name])) for flops, rate in points)))
+    memory = short(median(each["memory"] for each in measured))
+    hosts = [short(each["host"]) for each in measured if "host" in each]
+    peak, achievable = replace(device.peak, **peaks), replace(device.achievable, **best)
+    device = replace(device, memory_bandwidth=memory, peak=peak, achievable=achievable)
+    return replace(machine, device=device, matmuls=tuple(curves), host=median(hosts) if hosts else machine.host)
+
+
+def with_collectives(machine: Machine, ranks: int, points: dict[str, Any], kind: str) -> Machine:
+    """The machine with what a group of so many neighbours measured; on a CPU its link follows from the all-reduce."""
+    new = tuple(Collectives(name, ranks, tuple((x, short(y)) for x, y in rows)) for name, rows in points.items())
+    kept = tuple(each for each in machine.collectives if each.ranks != ranks)
+    links = machine.links
+    if kind == "cpu" and ranks == machine.devices_per_node:
+        (_, least), (size, most) = points["all_reduce"][0], points["all_reduce"][-1]
+        hops = 2 * (ranks - 1)
+        links = (Link("loopback (gloo)", ranks, short(hops / ranks * size / most), short(least / hops), "loopback"),)
+    return replace(machine, collectives=kept + new, links=links)
+
+
+def with_loader(machine: Machine, job: str, rate: float) -> Machine:
+    """The machine with the samples/s that one rank reads of a job's data."""
+    kept = tuple(each for each in machine.loaders if each.job != job)
+    return replace(machine, loaders=(*kept, Loader(job, short(rate))))
+
+
+def header() -> str:
+    """The first lines of the file."""
+    return (
+        "# Measured by plait bench. `--machine here` reads this file where it lies, `--machine FILE` from anywhere.\n"
+    )
+
+
+def table(machine: Machine, ranks: int, out: Path) -> str:
+    """What is known by measurement, a line each."""
+    lines = [f"machine  {machine}, {_counted(ranks)} at once"]
+    for curve in machine.matmuls:
+        flops, part = max(curve.points, key=lambda point: point[1])
+        rate, side = part * (machine.device.peak.of(curve.precision) or 0.0), round((flops / 2) ** (1 / 3))
+        share = f"  ({part:.0%})" if part < 0.999 else ""
+        lines.append(f"compute  matmul {curve.precision:<7} {_unit(rate, 'FLOP/s'):>15}{share}  at {side} × {side}")
+    if machine.matmuls:
+        lines.append(f"         memory         {_unit(machine.device.memory_bandwidth or 0.0, 'B/s'):>15}  copied")
+    for each in machine.collectives:
+        (_, least), (size, most) = each.points[0], each.points[-1]
+        moved = size * _passed(each) / most
+        text = f"comm     {each.collective:<14} {_unit(moved, 'B/s'):>15}  {least * 1e6:.0f} µs"
+        lines.append(f"{text}  ({each.ranks} ranks)")
+    for loader in machine.loaders:
+        lines.append(f"data     {loader.samples_per_s:,.0f} samples/s per rank  {loader.job}")
+    return "\n".join([*lines, f"wrote    {out}" + (" (--machine here will use it)" if out == detect.FILE else "")])
+
+
+def _passed(each: Collectives) -> float:
+    """How much of the bytes one device passes on."""
+    part = 1.0 if each.collective == "send" else (each.ranks - 1) / each.ranks
+    return 2 * part if each.collective == "all_reduce" else part
+
+
+def facts(machine: Machine, out: Path) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {
+        "machine": str(machine), "file": str(out), "memory_bytes_per_s": machine.device.memory_bandwidth,
+        "matmuls": {c.precision: [[x, y * (machine.device.peak.of(c.precision) or 0)] for x, y in c.points] for c in machine.matmuls},
+        "collectives": [{"collective": c.collective, "ranks": c.ranks, "points": c.points} for c in machine.collectives],
+        "loaders": {each.job: each.samples_per_s for each in machine.loaders},
+    }  # fmt: skip
+
+
+def short(value: float) -> float:
+    """Four digits: more than a measurement is good for."""
+    return float(f"{value:.4g}")
+
+
+def _unit(value: float, unit: str) -> str:
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def _counted(ranks: int) -> str:
+    return "1 process" if ranks == 1 else f"{ranks} processes"

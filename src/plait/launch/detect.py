@@ -1,0 +1,117 @@
+"""`--machine here`: what this machine is. A `machine.toml` that `plait bench` wrote, or what the driver and the system say.
+
+No CUDA call, so that forking stays possible: NVML answers when nvidia-ml-py is installed, otherwise a process of its own
+asks torch. A device whose name a file of `machines/` gives has that file's data sheet.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plait.launch import devices
+from plait.launch.place import cores, world
+from plait.machine import Device, Machine
+from plait.machinefile import CATALOGUE
+from plait.network import HOPS, Link
+
+FILE = Path("machine.toml")
+"""Where `plait bench` writes what it measured, and where `--machine here` looks first: the current directory."""
+
+
+class Seen(NamedTuple):
+    """What the driver says of the first device: bytes of memory, and whether NVLinks are up (None: it was not asked)."""
+
+    memory: int
+    nvlink: bool | None
+
+
+def here() -> Machine:
+    """This machine, as measured if `FILE` exists, else as found."""
+    return Machine.load(FILE) if FILE.exists() else found()
+
+
+def found(kind: str = "auto") -> Machine:
+    """This machine's devices, or its cores when it has none or `kind` is cpu. H001 as for a run."""
+    from psutil import virtual_memory
+
+    memory = min(virtual_memory().total, _limit())
+    names = devices.cuda_names() if devices.kind_of(kind) == "cuda" else []
+    machine = _of_devices(names, _seen()) if names else _of_cores(memory)
+    return replace(machine, name="here", cores=cores(), host_memory=memory, nodes=_nodes())
+
+
+def _of_cores(memory: int) -> Machine:
+    """Every core is a device: a process with a thread. How fast they are, no data sheet says."""
+    device = Device(_processor(), memory // cores())
+    return Machine("here", device, devices_per_node=cores(), notes="processes on cores", source="found here")
+
+
+def _of_devices(names: list[str], seen: Seen) -> Machine:
+    slug = _reported().get(names[0].removeprefix("NVIDIA "))
+    if slug is None:
+        device = Device(names[0], seen.memory)
+        return Machine("here", device, devices_per_node=len(names), source="found here; no data sheet has this name")
+    machine = Machine.named(f"{slug}x{len(names)}x1")
+    links = machine.links
+    if seen.nvlink is False and machine.host is not None:
+        bus = Link("PCIe", len(names), machine.host, HOPS["pcie"][0], "pcie")
+        links = (bus, *(link for link in links if link.between_nodes))
+    return replace(machine, links=links, device=replace(machine.device, memory=seen.memory))
+
+
+@cache
+def _reported() -> dict[str, str]:
+    """The catalogue's machines by what the driver calls their device."""
+    said = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(CATALOGUE.glob("*.toml"))]
+    return {name.removeprefix("NVIDIA "): one["name"] for one in said for name in one.get("reported", ())}
+
+
+def _seen() -> Seen:
+    try:
+        pynvml = import_module("pynvml")  # of nvidia-ml-py
+    except ImportError:
+        code = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+        return Seen(int(asked.stdout), None)
+    pynvml.nvmlInit()
+    try:
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return Seen(int(pynvml.nvmlDeviceGetMemoryInfo(device).total), any(_up(pynvml, device, i) for i in range(18)))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _up(pynvml: Any, device: Any, link: int) -> bool:
+    """Whether an NVLink is active; a device without it says that it has no such link."""
+    try:
+        return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))
+    except pynvml.NVMLError:
+        return False
+
+
+def _nodes() -> int:
+    """How many nodes another launcher (torchrun) started processes on."""
+    return max(1, world() // int(os.environ.get("LOCAL_WORLD_SIZE", world())))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "CPU"
+
+
+def _limit() -> int:
+    """Bytes of host memory that a container may use."""
+    try:
+        return int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        return 2**62

@@ -1,0 +1,150 @@
+"""`plait bench` measures in real processes and writes a machine file that is read again; what a machine is found to be."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from plait import benching, gauging
+from plait.cli import main
+from plait.errors import PlaitError
+from plait.launch import detect, devices
+from plait.launch.place import cores
+from plait.machine import Machine
+
+JOB = str(Path(__file__).parents[1] / "training.py")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Sizes that take no time, and a current directory of its own."""
+    monkeypatch.setattr(gauging, "SIZES", (4096, 65536))
+    monkeypatch.setattr(gauging, "SIDES", {"cpu": (16, 64)})
+    monkeypatch.setattr(gauging, "COPIED", {"cpu": 2**20})
+    monkeypatch.setattr(gauging, "BUDGET", 0.01)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "machine.toml"
+
+
+@pytest.mark.timeout(60)
+def test_what_is_measured_is_what_here_is(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "all", JOB, "--nproc", "2", "--device", "cpu"]) == 0
+    said = capfd.readouterr().out
+    assert (
+        "matmul fp32" in said
+        and "all_reduce" in said
+        and "samples/s per rank" in said
+        and "wrote    machine.toml" in said
+    )
+    machine = Machine.read("here")
+    assert machine == Machine.load(small) and machine.devices_per_node == 2 and machine.measured
+    assert {c.collective for c in machine.collectives} == set(gauging.COLLECTIVES)
+    assert all(c.ranks == 2 and [x for x, _ in c.points] == [4096, 65536] for c in machine.collectives)
+    assert all(0 < seconds < 5 for c in machine.collectives for _, seconds in c.points)
+    assert [c.precision for c in machine.matmuls] == ["fp32", "bf16", "fp16"]
+    assert all(0 < part <= 1 for c in machine.matmuls for _, part in c.points)
+    assert machine.device.peak.fp32 and 1e6 < machine.device.peak.fp32 < 1e15
+    assert machine.device.memory_bandwidth and 1e8 < machine.device.memory_bandwidth < 1e13
+    assert [each.job for each in machine.loaders] == [JOB] and machine.loaders[0].samples_per_s > 10
+    assert machine.all_reduce(4096, 2) == machine.collectives[0].points[0][1] and machine.send(4096) > 0
+
+
+def test_one_part_leaves_the_others_as_they_were(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "compute", "--nproc", "1", "--device", "cpu"]) == 0
+    before = Machine.load(small)
+    assert before.matmuls and not before.collectives
+    assert main(["bench", "data", JOB, "--nproc", "1", "--device", "cpu", "--json"]) == 0
+    after = Machine.load(small)
+    assert after.matmuls == before.matmuls and len(after.loaders) == 1
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["loaders"][JOB] == after.loaders[0].samples_per_s
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["data"], "U001"), (["comm", "--nproc", "0"], "U002"), (["all", "none.py"], "J001")]
+)
+def test_what_is_refused(words: list[str], code: str, small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert f"error[{code}]" in capfd.readouterr().err and not small.exists()
+
+
+def test_groups_that_are_measured() -> None:
+    assert [benching.groups(n) for n in (1, 2, 3, 6, 8)] == [[], [2], [2, 3], [2, 4, 6], [2, 4, 8]]
+
+
+def test_without_a_device_cores_are_the_devices(small: Path) -> None:
+    machine = detect.here()
+    assert machine == detect.found() or devices.cuda_names()
+    machine = detect.found("cpu")
+    assert machine.devices == machine.cores == cores() and machine.device.name and machine.links == ()
+    assert machine.host_memory and machine.device.memory == machine.host_memory // cores()
+    if cores() > 1:
+        with pytest.raises(PlaitError, match="M013"):
+            machine.all_reduce(1e6, 2)
+
+
+class FakeNvml(SimpleNamespace):
+    """What nvidia-ml-py answers, as far as it is asked."""
+
+    class NVMLError(Exception):
+        pass
+
+    links: int = 0
+
+    def nvmlInit(self) -> None:
+        self.open = True
+
+    def nvmlShutdown(self) -> None:
+        self.open = False
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:
+        assert self.open
+        return SimpleNamespace(total=81559 * 2**20)
+
+    def nvmlDeviceGetNvLinkState(self, device: int, link: int) -> int:
+        if link >= self.links:
+            raise FakeNvml.NVMLError
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("name", "links", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 18, ["NVLink4 + NVSwitch", "network"]),
+        ("NVIDIA H100 80GB HBM3", 0, ["PCIe", "network"]),
+        ("NVIDIA L4", 0, ["PCIe"]),
+        ("NVIDIA Q9", 4, []),
+    ],
+)
+def test_devices_are_found_by_what_the_driver_calls_them(
+    name: str, links: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeNvml(links=links)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(devices, "cuda_names", lambda: [name, name])
+    machine = detect.found()
+    assert machine.devices == 2 and [link.name for link in machine.links] == expected
+    assert machine.device.memory == 81559 * 2**20 and machine.cores == cores() and not fake.open
+    assert machine.device.name == {"NVIDIA H100 80GB HBM3": "H100-SXM-80GB", "NVIDIA L4": "L4"}.get(name, name)
+    assert (machine.device.peak.bf16 is None) == (name == "NVIDIA Q9")
+
+
+def test_without_nvml_a_process_of_its_own_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone starts CUDA, so this process may still fork."""
+    asked = []
+
+    def run(command: list[str], **options: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout="85017755648\n")
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(devices, "cuda_names", lambda: ["NVIDIA L4"])
+    machine = detect.found()
+    assert machine.device.memory == 85017755648 and asked[0][0] == sys.executable and "PCIe4 x16" in str(machine.links)
