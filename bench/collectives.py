@@ -88,11 +88,17 @@ def main() -> None:
             )
     every = [case for cases in found.values() for case in cases]
     settled = [c for c in every if not (int(c[0]["nodes"]) > 1 and float(c[0]["payload_bytes"]) < 2**17)]
+    links = {
+        link.name
+        for row in rows
+        for link in machine_of(row).links
+        if link.reached not in (network.REACHED, *network.FITTED.values())
+    }
     large = [c for c in every if float(c[0]["payload_bytes"]) >= 2**23]
     print(
         f"mean absolute error {mape(every):.1%} of {len(every)} rows, median {median(abs(p / m - 1) for _, p, m in every):.1%}"
         f" · without the {len(every) - len(settled)} rows of connections being made {mape(settled):.1%}"
-        f" · from 8 MiB {mape(large):.1%} · {len(network.FITTED)} constants fitted · {len(said) - len(rows)} rows state no time"
+        f" · from 8 MiB {mape(large):.1%} · {len(network.FITTED) + len(links) + 1} constants fitted · {len(said) - len(rows)} rows state no time"
     )
 
 

@@ -11,7 +11,7 @@ measured on the machine itself stands beside the data sheet and is preferred. No
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf, log
+from math import log
 from pathlib import Path
 
 from plait import network
@@ -184,9 +184,8 @@ class Machine:
     def _seconds(self, collective: str, size: float, ranks: int, stride: int) -> float:
         if ranks == 1 or size <= 0:
             return 0.0
-        memory = self.device.memory_bandwidth or inf
         model: Callable[..., float] = getattr(network, collective)
-        seconds = model(size, self.group(ranks, stride), memory)
+        seconds = model(size, self.group(ranks, stride))
         inside = (ranks - 1) * stride < self.devices_per_node
         measured = [
             c for c in self.collectives if c.collective == collective and (c.ranks <= self.devices_per_node) == inside
@@ -196,7 +195,7 @@ class Machine:
         near = min(measured, key=lambda c: (abs(log(c.ranks / ranks)), c.ranks))
         if near.ranks == ranks and (inside or stride == 1):
             return seconds_at(near.points, size)
-        return seconds * seconds_at(near.points, size) / model(size, self.group(near.ranks), memory)
+        return seconds * seconds_at(near.points, size) / model(size, self.group(near.ranks))
 
     def _no_link(self, ranks: int, stride: int) -> Problem:
         return Problem(

@@ -14,7 +14,7 @@ from typing import Any
 
 from plait.errors import PlaitError, Problem, did_you_mean
 from plait.machine import Collectives, Device, Loader, Machine, Matmuls, Rates
-from plait.network import HOPS, Link
+from plait.network import FITTED, HOPS, REACHED, Link
 
 CATALOGUE = Path(__file__).parent / "machines"
 GIB, GB, TERA = 2**30, 1e9, 1e12
@@ -30,6 +30,10 @@ def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
+def _part(value: Any) -> bool:
+    return _positive(value) and value <= 1
+
+
 def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**20
 
@@ -43,7 +47,7 @@ def _numbers(value: Any) -> bool:
 
 
 EXPECTED: dict[Check, str] = {
-    _text: "a text", _positive: "a number above 0", _count: "a whole number from 1 to 1048576",
+    _text: "a text", _positive: "a number above 0", _part: "a number from 0 to 1", _count: "a whole number from 1 to 1048576",
     _texts: "a list of texts", _numbers: "a list of numbers above 0",
 }  # fmt: skip
 RATES: dict[str, Check] = {f.name: _positive for f in fields(Rates)}
@@ -59,7 +63,7 @@ KEYS: dict[str, dict[str, Check]] = {
     "host": {"link": _text, "gb_per_s": _positive, "source": _text},
     "links": {
         "name": _text, "kind": _text, "devices": _count, "gb_per_s": _positive, "gbit_per_s_per_node": _positive,
-        "latency_us": _positive, "shares": _numbers, "source": _text,
+        "latency_us": _positive, "shares": _numbers, "reached": _part, "adds": _part, "source": _text,
     },
     "matmuls": {"precision": _text, "flops": _numbers, "fraction_of_peak": _numbers},
     "collectives": {"collective": _text, "ranks": _count, "bytes": _numbers, "seconds": _numbers},
@@ -151,7 +155,9 @@ def _link(said: dict[str, Any], per: int) -> Link:
     rate = said["gb_per_s"] * GB if "gb_per_s" in said else said["gbit_per_s_per_node"] * GB / 8 / per
     latency = said["latency_us"] / 1e6 if "latency_us" in said else HOPS[kind][0]
     devices = said.get("devices", None if everything else per)
-    return Link(said["name"], devices, rate, latency, kind, tuple(said.get("shares", ())))
+    reached = said.get("reached", FITTED["network"] if everything else REACHED)
+    shares = tuple(said.get("shares", ()))
+    return Link(said["name"], devices, rate, latency, kind, shares, reached, said.get("adds", 0.0))
 
 
 def to_toml(machine: Machine) -> str:
@@ -176,11 +182,9 @@ def to_toml(machine: Machine) -> str:
     lines += ["", "[host]", *_rows({"gb_per_s": machine.host / GB})] if machine.host else []
     for link in machine.links:
         row = {"name": link.name, "kind": link.kind, "devices": link.devices, "gb_per_s": link.bandwidth / GB}
-        lines += [
-            "",
-            "[[links]]",
-            *_rows(row | {"latency_us": link.latency * 1e6, "shares": list(link.shares) or None}),
-        ]
+        row |= {"latency_us": link.latency * 1e6, "reached": link.reached}
+        row |= {"shares": list(link.shares) or None, "adds": link.adds or None}
+        lines += ["", "[[links]]", *_rows(row)]
     for curve in machine.matmuls:
         x, y = ([p[i] for p in curve.points] for i in (0, 1))
         lines += ["", "[[matmuls]]", *_rows({"precision": curve.precision, "flops": x, "fraction_of_peak": y})]

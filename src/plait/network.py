@@ -4,12 +4,13 @@ A group is `ranks` devices `stride` apart in rank order. It meets on levels: fir
 then those of one node, then the nodes. All groups of one axis are taken to be busy at once, as they are in training:
 the bandwidth of a link is per device, so a group with one device in each node has one share of the node's network.
 
-Two algorithms, as NCCL has them, in three protocols that trade bandwidth for latency; the fastest counts:
+Algorithms as NCCL has them, in three protocols that trade bandwidth for latency; the fastest counts:
 
 * ring: every device passes 2 (n-1)/n of the bytes on. Of these, 1/g leave by each device's share of a slower link when g
   devices of the group are below it. The pipeline of chunks moves at the speed of its slowest link. 2 (n-1) hops.
 * tree: devices of a node in a chain, nodes in a double binary tree: fewer hops, 2 (g-1 + log2 k). A node in the middle
   sends up once and down twice, half of the bytes in each of two trees: the same bytes as a long ring, half for two nodes.
+  Where the node's switch can add up (NVLS), a device sends and receives (1 + 1/g) of the bytes instead of a chain's 2.
 
 All-gather and reduce-scatter are rings of one lap. `bench/collectives.py` compares this with published measurements.
 """
@@ -24,9 +25,10 @@ from typing import NamedTuple
 class Link:
     """What joins `devices` consecutive devices (None: all of the machine).
 
-    `bandwidth` is bytes/s one way per device, `latency` seconds of one hop in the simple protocol. `shares`, where the
-    devices are joined by a mesh and not by a switch, is the part of the bandwidth that rings through the first 2, 3, …
-    devices can use.
+    `bandwidth` is bytes/s one way per device as the data sheet has it, `reached` the part of it that large messages reach,
+    `latency` seconds of one hop in the simple protocol. `shares`, where the devices are joined by a mesh and not by a
+    switch, is the part of the bandwidth that rings through the first 2, 3, … devices can use. `adds`, of a switch that
+    can add up what devices send (NVLink SHARP), is the part of what it reaches that it reaches then.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Link:
     latency: float
     kind: str = "nvlink"
     shares: tuple[float, ...] = ()
+    reached: float = 1.0
+    adds: float = 0.0
 
     def hops(self) -> tuple[float, ...]:
         """Seconds of one hop in each protocol: faster ones keep their ratio to `latency`."""
@@ -44,7 +48,7 @@ class Link:
     def rate(self, ranks: int) -> float:
         """Bytes/s one way per device that a group with `ranks` devices on this link can use."""
         share = self.shares[ranks - 2] if 2 <= ranks < len(self.shares) + 2 else 1.0
-        return self.bandwidth * share * FITTED["network" if self.between_nodes else "link"]
+        return self.bandwidth * share * self.reached
 
     @property
     def between_nodes(self) -> bool:
@@ -63,9 +67,7 @@ PROTOCOLS = (Protocol(1.0, 8.4e-6), Protocol(0.92, 14e-6), Protocol(0.5, 6.6e-6)
 """Simple, LL128 and LL, from the tuning table of NCCL's source (src/graph/tuning.cc)."""
 
 FITTED = {
-    "link": 0.98,  # part of the data sheet's bandwidth that a link inside a node reaches
-    "network": 0.97,  # the same between nodes
-    "memory passes": 3.0,  # how often an all-reduce's bytes cross device memory on the way; half for one lap
+    "network": 0.97,  # part of the data sheet's bandwidth that is reached between nodes
     "call": 29e-6,  # seconds to start any collective: kernel, ranks meeting
     "efa hop": 84e-6,  # seconds of a hop between nodes over EFA, in every protocol
 }
@@ -81,6 +83,15 @@ HOPS = {
 """Seconds of one hop by kind of link in each protocol: the same table. EFA's is fitted.
 
 Gloo over the loopback interface has no data sheet: `plait bench comm` measures it.
+"""
+
+SWITCH = 23e-6
+"""Seconds until a switch begins to add up (the same table)."""
+
+REACHED = 0.82
+"""Part of its bandwidth that a link inside a node reaches where no source says it: protocol takes about a fifth of NVLink.
+
+NVIDIA in github.com/NVIDIA/nccl-tests/issues/212.
 """
 
 TREE = 0.92
@@ -99,6 +110,7 @@ class Level(NamedTuple):
     inside: int
     repeats: int
     between_nodes: bool
+    adds: float
 
 
 def levels(links: tuple[Link, ...], ranks: int, stride: int = 1) -> tuple[Level, ...]:
@@ -114,78 +126,87 @@ def levels(links: tuple[Link, ...], ranks: int, stride: int = 1) -> tuple[Level,
         members = ceil(ranks / groups)
         if members > inside:
             meeting = ceil(members / inside)
-            found.append(Level(meeting, link.rate(members), link.hops(), inside, groups, link.between_nodes))
+            found.append(Level(meeting, link.rate(members), link.hops(), inside, groups, link.between_nodes, link.adds))
             inside = members
     if inside < ranks:
         raise LookupError(f"no link joins {ranks} devices {stride} apart")
     return tuple(found)
 
 
-def all_reduce(size: float, group: tuple[Level, ...], memory: float = inf) -> float:
-    """Seconds to sum `size` bytes over a group; `memory` is the bytes/s of a device's memory."""
-    return _fastest(
-        group, lambda which: min(_ring(size, group, which, 2), _tree(size, group, which)), _passes(size, memory, 2)
-    )
+def all_reduce(size: float, group: tuple[Level, ...]) -> float:
+    """Seconds to sum `size` bytes over a group."""
+
+    def best(which: int) -> float:
+        ways = [_ring(size, group, which, 2), _tree(size, group, which, False)]
+        return min([*ways, _tree(size, group, which, True)] if group[0].adds and which == 0 else ways)
+
+    return _fastest(group, best)
 
 
-def all_gather(size: float, group: tuple[Level, ...], memory: float = inf) -> float:
+def all_gather(size: float, group: tuple[Level, ...]) -> float:
     """Seconds until every device has the `size` bytes of which each had its part. A reduce-scatter takes as long."""
-    return _fastest(group, lambda which: _ring(size, group, which, 1), _passes(size, memory, 1))
+    return _fastest(group, lambda which: _ring(size, group, which, 1))
 
 
 reduce_scatter = all_gather
 
 
-def all_to_all(size: float, group: tuple[Level, ...], memory: float = inf) -> float:
+def all_to_all(size: float, group: tuple[Level, ...]) -> float:
     """Seconds for every device to send each other one its part of `size` bytes, directly, to up to 8 at a time."""
 
     def exchange(which: int) -> float:
         n, seconds, hops = _ranks(group), 0.0, 0.0
         for level in group:
             peers = level.inside * (level.ranks - 1)
-            seconds = max(seconds, size * peers / n / level.bandwidth)
+            seconds = max(seconds, _over(size * peers / n, level, which))
             hops += ceil(peers / 8) * level.hops[which]
-        return _moving(seconds, which) + hops
+        return seconds + hops
 
-    return _fastest(group, exchange, _passes(size, memory, 1))
+    return _fastest(group, exchange)
 
 
-def send(size: float, group: tuple[Level, ...], memory: float = inf) -> float:
-    """Seconds to send `size` bytes from one of two devices to the other; nothing is added up, so memory plays no part."""
-    return _fastest(group, lambda which: _moving(size / group[-1].bandwidth, which) + group[-1].hops[which], 0.0)
+def send(size: float, group: tuple[Level, ...]) -> float:
+    """Seconds to send `size` bytes from one of two devices to the other."""
+    return _fastest(group, lambda which: _over(size, group[-1], which) + group[-1].hops[which])
 
 
 def _ranks(group: tuple[Level, ...]) -> int:
     return group[-1].inside * group[-1].ranks if group else 1
 
 
-def _moving(seconds: float, which: int) -> float:
-    return seconds / PROTOCOLS[which].bandwidth
+def _over(size: float, level: Level, which: int) -> float:
+    """Seconds for a device's share of a level to move so many bytes."""
+    return size / level.bandwidth / PROTOCOLS[which].bandwidth
 
 
-def _passes(size: float, memory: float, laps: int) -> float:
-    return size * FITTED["memory passes"] * laps / 2 / memory
-
-
-def _fastest(group: tuple[Level, ...], seconds: Callable[[int], float], passes: float) -> float:
+def _fastest(group: tuple[Level, ...], seconds: Callable[[int], float]) -> float:
     if not group:
         return 0.0
-    return FITTED["call"] + passes + min(p.call + seconds(which) for which, p in enumerate(PROTOCOLS))
+    return FITTED["call"] + min(p.call + seconds(which) for which, p in enumerate(PROTOCOLS))
 
 
 def _ring(size: float, group: tuple[Level, ...], which: int, laps: int) -> float:
     n = _ranks(group)
-    bytes_ = laps * (n - 1) / n * size
-    slowest = max(bytes_ / level.inside / level.bandwidth for level in group)
-    hops = sum((level.ranks - 1) * level.repeats * level.hops[which] for level in group)
-    return _moving(slowest, which) + laps * hops
+    passed = laps * (n - 1) / n * size
+    slowest = max(_over(passed / level.inside, level, which) for level in group)
+    return slowest + laps * sum((level.ranks - 1) * level.repeats * level.hops[which] for level in group)
 
 
-def _tree(size: float, group: tuple[Level, ...], which: int) -> float:
-    *inner, outer = group
-    if not outer.between_nodes:  # a chain: a ring's hops, and more bytes
-        return inf
-    chains = [2 * size / level.inside / level.bandwidth / TREE for level in inner]
-    between = 2 * size * min(1.0, (outer.ranks - 1) / 2) / outer.inside / outer.bandwidth
-    hops = sum((level.ranks - 1) * level.hops[which] for level in inner) + log2(outer.ranks) * outer.hops[which]
-    return _moving(max([*chains, between]), which) + 2 * hops
+def _tree(size: float, group: tuple[Level, ...], which: int, added: bool) -> float:
+    """A double binary tree of nodes. Inside them, chains; or, with `added`, a switch that adds up (NVLS)."""
+    inner, outer = (group[:-1], group[-1]) if group[-1].between_nodes else (group, None)
+    if outer is None and not added:
+        return inf  # a chain alone has a ring's hops, and more bytes
+    seconds, hops = [0.0], 0.0
+    for level in inner:
+        part = size / level.inside
+        if added and level.adds:
+            seconds.append(part * (1 + 1 / level.ranks) / level.bandwidth / level.adds)
+            hops += SWITCH / 2
+        else:
+            seconds.append(_over(2 * part / TREE, level, which))
+            hops += (level.ranks - 1) * level.hops[which]
+    if outer is not None:
+        seconds.append(_over(2 * size * min(1.0, (outer.ranks - 1) / 2) / outer.inside, outer, which))
+        hops += log2(outer.ranks) * outer.hops[which]
+    return max(seconds) + 2 * hops

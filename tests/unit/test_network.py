@@ -14,7 +14,7 @@ NETWORK = Link("network", None, 10e9, HOPS["network"][0], "network")
 NODES = (NVLINK, NETWORK)
 LARGE = 1e10
 """Bytes of which the time is bandwidth, to a part in ten thousand."""
-RATE, SLOW = 100e9 * FITTED["link"], 10e9 * FITTED["network"]
+RATE, SLOW = 100e9, 10e9
 
 
 def test_a_ring_in_one_node() -> None:
@@ -59,11 +59,23 @@ def test_all_to_all_and_send() -> None:
     assert network.send(LARGE, levels(NODES, 2, 8)) == pytest.approx(LARGE / SLOW, rel=2e-3)
 
 
-def test_bytes_cross_device_memory() -> None:
-    group, memory = levels(NODES, 8), 1e12
-    extra = network.all_reduce(LARGE, group, memory) - network.all_reduce(LARGE, group)
-    assert extra == pytest.approx(FITTED["memory passes"] * LARGE / memory)
-    assert network.all_gather(LARGE, group, memory) - network.all_gather(LARGE, group) == pytest.approx(extra / 2)
+def test_a_switch_that_adds_up() -> None:
+    """A device sends (1 + 1/n) of the bytes instead of 2 (n-1)/n: for eight, not for two; over nodes the network decides."""
+    adding = Link("switch", 8, 100e9, HOPS["nvlink"][0], adds=0.8)
+    plain, added = (levels((link, NETWORK), 8) for link in (NVLINK, adding))
+    assert network.all_reduce(LARGE, added) == pytest.approx(9 / 8 * LARGE / RATE / 0.8, rel=2e-3)
+    assert network.all_reduce(LARGE, added) < network.all_reduce(LARGE, plain)
+    assert network.all_gather(LARGE, added) == network.all_gather(LARGE, plain)
+    two = levels((adding,), 2)
+    assert network.all_reduce(LARGE, two) == pytest.approx(LARGE / RATE, rel=2e-3)
+    assert network.all_reduce(LARGE, levels((adding, NETWORK), 32)) == pytest.approx(
+        2 * 31 / 32 * LARGE / 8 / SLOW, rel=2e-3
+    )
+
+
+def test_links_reach_a_part_of_their_data_sheet() -> None:
+    half = (Link("half", 8, 100e9, HOPS["nvlink"][0], reached=0.5),)
+    assert network.all_gather(LARGE, levels(half, 8)) == pytest.approx(7 / 8 * LARGE / 50e9, rel=2e-3)
 
 
 def test_levels_of_a_group() -> None:
@@ -83,15 +95,14 @@ def test_three_levels() -> None:
     """Pairs on a bridge, four on a bus, nodes: the bus is what a ring in the node waits for."""
     links = (Link("bridge", 2, 50e9, 1e-6), Link("bus", 4, 10e9, 1e-6, "pcie"), NETWORK)
     assert [(x.ranks, x.inside, x.repeats) for x in levels(links, 8)] == [(2, 1, 4), (2, 2, 2), (2, 4, 1)]
-    bus = 10e9 * FITTED["link"]
-    assert network.all_reduce(LARGE, levels(links, 4)) == pytest.approx(2 * 3 / 4 * LARGE / 2 / bus, rel=2e-3)
+    assert network.all_reduce(LARGE, levels(links, 4)) == pytest.approx(2 * 3 / 4 * LARGE / 2 / 10e9, rel=2e-3)
 
 
 def test_a_mesh_has_fewer_links_for_fewer_devices() -> None:
     mesh = (Link("mesh", 4, 100e9, 1e-6, shares=(0.25, 0.5, 1.0)),)
     pair, three, four = (network.all_gather(LARGE, levels(mesh, n)) for n in (2, 3, 4))
-    assert pair == pytest.approx(1 / 2 * LARGE / 25e9 / FITTED["link"], rel=2e-3)
-    assert three == pytest.approx(2 / 3 * LARGE / 50e9 / FITTED["link"], rel=2e-3)
+    assert pair == pytest.approx(1 / 2 * LARGE / 25e9, rel=2e-3)
+    assert three == pytest.approx(2 / 3 * LARGE / 50e9, rel=2e-3)
     assert four == pytest.approx(3 / 4 * LARGE / RATE, rel=2e-3)
 
 

@@ -19,7 +19,7 @@ from plait.launch import devices
 from plait.launch.place import cores, world
 from plait.machine import Device, Machine
 from plait.machinefile import CATALOGUE
-from plait.network import HOPS, Link
+from plait.network import HOPS, REACHED, Link
 
 FILE = Path("machine.toml")
 """Where `plait bench` writes what it measured, and where `--machine here` looks first: the current directory."""
@@ -61,7 +61,7 @@ def _of_devices(names: list[str], seen: Seen) -> Machine:
     machine = Machine.named(f"{slug}x{len(names)}x1")
     links = machine.links
     if seen.nvlink is False and machine.host is not None:
-        bus = Link("PCIe", len(names), machine.host, HOPS["pcie"][0], "pcie")
+        bus = Link("PCIe", len(names), machine.host, HOPS["pcie"][0], "pcie", (), REACHED)
         links = (bus, *(link for link in links if link.between_nodes))
     return replace(machine, links=links, device=replace(machine.device, memory=seen.memory))
 
