@@ -39,9 +39,9 @@ def run(options: Any) -> int:
     if "compute" in parts:
         machine = with_compute(machine, everywhere(lambda place: gauging.compute(place, kind), ranks), kind)
     if "comm" in parts:
-        for group in groups(ranks):
-            (points, *_) = everywhere(lambda place: gauging.communicate(place, kind), group)
-            machine = with_collectives(machine, group, points, kind)
+        (measured, *_) = everywhere(lambda place: gauging.communicate(place, kind), ranks)
+        for group in measured["groups"]:
+            machine = with_collectives(machine, group["ranks"], group["points"], kind)
     if job is not None:
         rates = everywhere(lambda place: {"rate": gauging.load(place, job)}, ranks)
         machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
@@ -54,13 +54,6 @@ def run(options: Any) -> int:
 def everywhere(work: Callable[[Place], dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """What `work` returned on each of so many ranks; only this rank's when another launcher started us."""
     return [work(current())] if joining() else here.run(work, ranks)
-
-
-def groups(ranks: int) -> list[int]:
-    """Sizes of groups to measure: 2, 4, 8, … and all. Under another launcher all ranks are one group."""
-    if joining():
-        return [ranks] if ranks > 1 else []
-    return sorted({2**i for i in range(1, ranks.bit_length()) if 2**i <= ranks} | ({ranks} - {1}))
 
 
 def sized(machine: Machine, ranks: int, kind: str) -> Machine:
@@ -93,14 +86,19 @@ def with_compute(machine: Machine, measured: list[dict[str, Any]], kind: str) ->
 
 def with_collectives(machine: Machine, ranks: int, points: dict[str, Any], kind: str) -> Machine:
     """The machine with what a group of so many neighbours measured; on a CPU its link follows from the all-reduce."""
-    new = tuple(Collectives(name, ranks, tuple((x, short(y)) for x, y in rows)) for name, rows in points.items())
+    new = tuple(Collectives(name, ranks, rising(rows)) for name, rows in points.items())
     kept = tuple(each for each in machine.collectives if each.ranks != ranks)
     links = machine.links
     if kind == "cpu" and ranks == machine.devices_per_node:
-        (_, least), (size, most) = points["all_reduce"][0], points["all_reduce"][-1]
+        (_, least), (size, most) = new[0].points[0], new[0].points[-1]
         hops = 2 * (ranks - 1)
         links = (Link("loopback (gloo)", ranks, short(hops / ranks * size / most), short(least / hops), "loopback"),)
     return replace(machine, collectives=kept + new, links=links)
+
+
+def rising(points: list[list[float]]) -> tuple[tuple[float, float], ...]:
+    """The points with no time above that of a larger message: where there is one, something else was busy."""
+    return tuple((x, short(min(y for _, y in points[i:]))) for i, (x, _) in enumerate(points))
 
 
 def with_loader(machine: Machine, job: str, rate: float) -> Machine:

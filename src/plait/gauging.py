@@ -7,7 +7,7 @@ machine does only ever adds. On a CPU with one thread per process it is the thre
 from collections.abc import Callable, Iterator
 from itertools import islice
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,11 @@ def device_of(place: Place, kind: str) -> torch.device:
     return device
 
 
-def compute(place: Place, kind: str, sides: tuple[int, ...] = ()) -> dict[str, Any]:
+def compute(place: Place, kind: str) -> dict[str, Any]:
     """Points (flops, flop/s) of square matmuls by format, and bytes/s of a copy in memory, each byte read and written."""
     device = device_of(place, kind)
     formats = ("fp32", "bf16", "fp16") if kind == "cpu" else tuple(FORMATS)
-    found = {name: list(_matmuls(device, name, sides or SIDES[kind])) for name in formats}
+    found = {name: list(_matmuls(device, name, SIDES[kind])) for name in formats}
     source = torch.ones(COPIED[kind] // 4, device=device)
     target = torch.empty_like(source)
     moved = 2 * COPIED[kind] / _least(lambda: target.copy_(source), device)
@@ -85,20 +85,46 @@ def _settled(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def communicate(place: Place, kind: str, sizes: tuple[int, ...] = ()) -> dict[str, Points]:
-    """Points (bytes, seconds) of every collective among all ranks."""
+def groups(world: int) -> list[int]:
+    """Sizes of groups to measure: powers of two that divide the ranks, and all of them."""
+    return sorted({2**i for i in range(1, world.bit_length()) if world % 2**i == 0} | ({world} - {1}))
+
+
+def communicate(place: Place, kind: str) -> dict[str, Any]:
+    """Points (bytes, seconds) of every collective in groups of neighbours, while all such groups do the same."""
     device = device_of(place, kind)
     place.connect(device)
-    found = {}
-    for name, prepare in COLLECTIVES.items():
-        found[name] = []
-        for size in sizes or SIZES:
-            count = max(1, size // 4 // place.world) * place.world
-            seconds = _together(prepare(torch.ones(count, device=device), place), device)
-            found[name].append([4.0 * count, seconds])
-            if seconds > SLOW["collective"]:
-                break
+    found = []
+    for size in groups(place.world):
+        made = [dist.new_group(list(range(first, first + size))) for first in range(0, place.world, size)]
+        group = Group(made[place.rank // size], size, place.rank % size, place.rank - place.rank % size)
+        found.append(
+            {"ranks": size, "points": {name: _points(make, group, device) for name, make in COLLECTIVES.items()}}
+        )
     dist.barrier()
+    return {"groups": found}
+
+
+class Group(NamedTuple):
+    """A group of `size` neighbours, this rank's number in it, and the global rank of its first."""
+
+    handle: Any
+    size: int
+    rank: int
+    first: int
+
+
+Make = Callable[[torch.Tensor, Group], Callable[[], Any]]
+
+
+def _points(make: Make, group: Group, device: torch.device) -> Points:
+    found: Points = []
+    for size in SIZES:
+        count = max(1, size // 4 // group.size) * group.size
+        seconds = _together(make(torch.ones(count, device=device), group), device)
+        found.append([4.0 * count, seconds])
+        if seconds > SLOW["collective"]:
+            break
     return found
 
 
@@ -119,41 +145,44 @@ def _together(work: Callable[[], Any], device: torch.device) -> float:
     return min(times[1:])
 
 
-def _all_reduce(whole: torch.Tensor, place: Place) -> Callable[[], Any]:
-    return lambda: dist.all_reduce(whole)
+def _all_reduce(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+    return lambda: dist.all_reduce(whole, group=group.handle)
 
 
-def _all_gather(whole: torch.Tensor, place: Place) -> Callable[[], Any]:
-    parts = list(whole.chunk(place.world))
-    return lambda: dist.all_gather(parts, parts[place.rank].clone())
+def _all_gather(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+    parts = list(whole.chunk(group.size))
+    mine = parts[group.rank].clone()
+    return lambda: dist.all_gather(parts, mine, group=group.handle)
 
 
-def _reduce_scatter(whole: torch.Tensor, place: Place) -> Callable[[], Any]:
-    parts = list(whole.chunk(place.world))
-    return lambda: dist.reduce_scatter(parts[place.rank].clone(), parts)
+def _reduce_scatter(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+    parts = list(whole.chunk(group.size))
+    mine = parts[group.rank].clone()
+    return lambda: dist.reduce_scatter(mine, parts, group=group.handle)
 
 
-def _all_to_all(whole: torch.Tensor, place: Place) -> Callable[[], Any]:
+def _all_to_all(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
     received = torch.empty_like(whole)
-    return lambda: dist.all_to_all_single(received, whole)
+    return lambda: dist.all_to_all_single(received, whole, group=group.handle)
 
 
-def _send(whole: torch.Tensor, place: Place) -> Callable[[], Any]:
+def _send(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
     """Every rank to the next, all at once."""
     received = torch.empty_like(whole)
-    after, before = (place.rank + 1) % place.world, (place.rank - 1) % place.world
+    after, before = (group.first + (group.rank + step) % group.size for step in (1, -1))
 
     def work() -> None:
-        for done in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, whole, after), dist.P2POp(dist.irecv, received, before)]
-        ):
+        sent = dist.P2POp(dist.isend, whole, after, group=group.handle)
+        for done in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, before, group=group.handle)]):
             done.wait()
 
     return work
 
 
-COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
-               "all_to_all": _all_to_all, "send": _send}  # fmt: skip
+COLLECTIVES: dict[str, Make] = {
+    "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all, "send": _send,
+}  # fmt: skip
 
 
 def load(place: Place, job: Job, seconds: float = 1.0) -> float:

@@ -72,7 +72,11 @@ def test_what_is_refused(words: list[str], code: str, small: Path, capfd: pytest
 
 
 def test_groups_that_are_measured() -> None:
-    assert [benching.groups(n) for n in (1, 2, 3, 6, 8)] == [[], [2], [2, 3], [2, 4, 6], [2, 4, 8]]
+    assert [gauging.groups(n) for n in (1, 2, 3, 6, 8)] == [[], [2], [3], [2, 6], [2, 4, 8]]
+
+
+def test_a_smaller_message_never_takes_longer() -> None:
+    assert benching.rising([[1, 5.0], [2, 3.0], [4, 4.0], [8, 9.0]]) == ((1, 3.0), (2, 3.0), (4, 4.0), (8, 9.0))
 
 
 def test_without_a_device_cores_are_the_devices(small: Path) -> None:
