@@ -16,7 +16,7 @@ from pathlib import Path
 
 from plait import network
 from plait.errors import PlaitError, Problem
-from plait.network import Level, Link
+from plait.network import FITTED, HOPS, Level, Link
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,12 @@ class Machine:
     def with_nodes(self, nodes: int) -> "Machine":
         """The same nodes in another number."""
         return replace(self, nodes=nodes)
+
+    def with_network(self, bits_per_s: float) -> "Machine":
+        """The same nodes, each with so many bit/s to the others, which its devices share."""
+        rate = bits_per_s / 8 / self.devices_per_node
+        link = Link("network", None, rate, HOPS["network"][0], "network", reached=FITTED["network"])
+        return replace(self, links=(*(x for x in self.links if not x.between_nodes), link))
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""

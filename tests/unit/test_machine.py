@@ -222,11 +222,11 @@ def test_all_faults_are_shown_together(tmp_path: Path) -> None:
 
 
 def test_a_link_that_no_source_gives_is_not_guessed() -> None:
-    machine = Machine.named("gb200x72x2")
-    assert machine.all_reduce(1e9, 72) > 0
+    machine = Machine.named("a800x8x2")
+    assert machine.all_reduce(1e9, 8) > 0
     with pytest.raises(PlaitError, match="M013") as caught:
-        machine.all_reduce(1e9, 144)
-    assert "NVLink5 NVL72 (72 devices)" in str(caught.value)
+        machine.all_reduce(1e9, 16)
+    assert "NVLink3 (cut) (8 devices)" in str(caught.value)
     with pytest.raises(PlaitError, match="M013"):
         Machine.named("tpu-v4x4").all_reduce(1.0, 4)
 
@@ -253,9 +253,8 @@ def test_published_bandwidths_that_nothing_was_fitted_to() -> None:
 
     assert [bus(n) for n in (2, 4, 5, 8)] == pytest.approx([370, 370, 420, 478], rel=0.03)
     assert 7 / 8 * large / h100.all_gather(large, 8) / 1e9 == pytest.approx(370, rel=0.03)
-    a100 = Machine.named("a100-40gbx8x3")
-    slower = replace(a100.links[-1], bandwidth=4 * 200e9 / 8 / 8)
-    a100 = replace(a100, links=(a100.links[0], slower))
+    a100 = Machine.named("a100-40gbx8x3").with_network(4 * 200e9)
+    assert a100.links[-1].bandwidth == 12.5e9 and len(a100.links) == 2
     assert 2 * 23 / 24 * 2**27 / a100.all_reduce(2**27, 24) / 1e9 == pytest.approx(96, rel=0.1)
 
 
