@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import PlaitError, Problem
-from plait.launch import here
+from plait.launch import here, place
 from plait.launch.place import Place
 
 
@@ -48,3 +48,11 @@ def test_a_plait_error_in_a_rank_is_raised_as_itself() -> None:
         here.run(fails, 3)
     assert caught.value.codes == ["J009"]
     assert "Traceback" in caught.value.trace
+
+
+@pytest.mark.parametrize("said, each", (("3", 3), ("", 2), ("none", 2)))
+def test_threads_of_a_process(said: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user says counts, as in plain PyTorch; else processes share the cores."""
+    monkeypatch.setattr(place, "cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert [r["threads"] for r in here.run(lambda _: {"threads": torch.get_num_threads()}, 2)] == [each, each]

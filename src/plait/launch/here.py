@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from plait.errors import PlaitError
 from plait.job import user_line
-from plait.launch.place import Place, cores
+from plait.launch.place import Place, threads
 from plait.launch.supervise import Listener, Supervisor, Worker
 from plait.launch.words import Words
 
@@ -134,7 +134,7 @@ def _work(target: Target, rank: int, world: int, words: Words, listening: socket
         return torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    torch.set_num_threads(max(1, cores() // world))
+    torch.set_num_threads(threads(world))
     port = listening.getsockname()[1] if listening is not None else 0
     if listening is not None:
         listening.close()

@@ -88,6 +88,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads(world: int) -> int:
+    """Threads for each of `world` processes on this machine: what OMP_NUM_THREADS says, else its share of the cores."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdecimal() and int(said) else max(1, cores() // world)
+
+
 def facts() -> dict[str, str]:
     """The environment variables worth keeping with a run: never a value whose name looks like a secret."""
     wanted = (
