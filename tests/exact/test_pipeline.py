@@ -38,7 +38,7 @@ UNCUT = {
 }  # fmt: skip
 """Refused: a look at the inputs' values beside random numbers, statistics in no unit, derivatives, writes into inputs, a single layer."""
 BY_MICRO_BATCH = ("norm_inside", "odd", "spectral")
-FEW = ("mlp", "groups", "vae", "recomputed", "odd")
+FEW = ("mlp", "ragged", "groups", "vae", "recomputed", "odd")
 """With fewer unit calls than some plans have stages."""
 
 
