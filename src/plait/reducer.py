@@ -41,6 +41,11 @@ def numel(shape: Iterable[int]) -> int:
     return n
 
 
+def laid(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A row of numbers in the shape of a parameter, and in memory in its order: autograd adds gradients up in it."""
+    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+
+
 class _Bucket:
     """Gradients of some parameters in one flat tensor, one flag per parameter (did this rank use it?), and a tail."""
 
@@ -52,7 +57,7 @@ class _Bucket:
         self.flags = self.flat[total : total + len(parameters)]
         self.tail = self.flat[total + len(parameters) :]
         pieces = self.flat[:total].split([p.numel() for p in parameters])
-        self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters)]
+        self.views = [laid(piece, p) for piece, p in zip(pieces, parameters)]
         self.waiting = len(parameters)
         self.work: Any = None
 

@@ -1,6 +1,7 @@
 """The centre of the suite: unlike jobs under every form of data parallelism equal one device, in float64."""
 
 import jobs
+import jobs_unlike
 import pytest
 import torch
 
@@ -36,6 +37,11 @@ def test_equal_or_named(name: str, text: str) -> None:
     else:
         assert verdict.equal, verdict.cause
         assert not verdict.inexact
+
+
+def test_gradients_lie_in_memory_as_their_parameters() -> None:
+    """Autograd, which adds up micro-batches in place, warns of any other order."""
+    assert verify(jobs_unlike.ALL["non_contiguous"](), Plan.parse("dp=2 microbatches=2")).equal
 
 
 def test_twenty_steps_stay_equal() -> None:
