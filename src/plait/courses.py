@@ -19,7 +19,7 @@ from plait.cutting import Course, Cut, check_calls, crossings, homes
 from plait.errors import FAILED, PlaitError, Problem
 from plait.sketch import PROBES, Sketch, single
 from plait.templates import Slot, Template, taken, template
-from plait.torchseam import FakeTensorMode, emptied
+from plait.torchseam import FakeTensorMode, emptied, own_buffers
 from plait.unitcalls import UnitCall
 from plait.watching import Call, Keys, watch
 
@@ -88,14 +88,16 @@ class Courses:
             randomness.seed_host(self.seed, "forward", forward.step)
         keys = Keys((self.seed, forward.step, forward.first, forward.samples), self.sketch.places, self.random)
         units = [unit.name for unit in self.sketch.units]
-        held = [(m, dict(vars(m))) for m in self.model.modules()]
+        held = [(m, dict(vars(m))) for m in self.model.modules()]  # a function kept in one may know it and not its copy
+        for module, other in zip(self.hollow.modules(), self.model.modules()):
+            vars(other).update(_parameters=module._parameters, _buffers=own_buffers(module))
         try:
             seen = watch(self.hollow, forward.inputs, self.call, True, units, keys)
         except Exception as error:
             raise self._unknown(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         finally:
             randomness.restore_host(state)
-            for module, attributes in held:  # a function kept in a module may know the model and not its copy
+            for module, attributes in held:
                 vars(module).clear()
                 vars(module).update(attributes)
         calls = tuple(single(call) for call in seen.metered.calls)

@@ -41,6 +41,10 @@ def test_every_model_under_every_plan(name: str, text: str) -> None:
     test_models(name, text)
 
 
+def test_a_function_that_knows_the_model_and_not_its_copy_meets_no_shards() -> None:
+    assert verify(JOBS["drop_inside"](), Plan.parse("pp=2 fsdp=2 microbatches=2")).equal
+
+
 @pytest.mark.parametrize("name", jobs_courses.UNFOLLOWED)
 def test_what_cannot_be_followed_is_refused(name: str) -> None:
     job, words = jobs_courses.UNFOLLOWED[name]
