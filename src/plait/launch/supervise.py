@@ -52,7 +52,7 @@ class Supervisor:
 
     def wait(self) -> list[dict[str, Any]]:
         while not all(w.status is not None for w in self.workers):
-            self._read(0.05)
+            self._read(0.05 if self.selector.get_map() else 0.002)  # whoever has closed its pipes is about to end
             self._reap()
             self.listener.tick()
             stalled = self.watch.stalled()
