@@ -38,7 +38,7 @@ def run(options: Any) -> int:
 
     if "compute" in parts:
         machine = with_compute(machine, everywhere(lambda place: gauging.compute(place, kind), ranks), kind)
-    if "comm" in parts:
+    if "comm" in parts and ranks > 1:
         (measured, *_) = everywhere(lambda place: gauging.communicate(place, kind), ranks)
         for group in measured["groups"]:
             machine = with_collectives(machine, group["ranks"], group["points"], kind)
@@ -57,11 +57,14 @@ def everywhere(work: Callable[[Place], dict[str, Any]], ranks: int) -> list[dict
 
 
 def sized(machine: Machine, ranks: int, kind: str) -> Machine:
-    """On a CPU there are as many devices as processes are started, and they share its memory."""
-    if kind != "cpu" or joining():
+    """On a CPU there are as many devices as processes are started; what another number of them measured is dropped."""
+    if kind != "cpu" or joining() or ranks == machine.devices_per_node:
         return machine
     memory = (machine.host_memory or machine.device.memory * machine.devices_per_node) // ranks
-    return replace(machine, devices_per_node=ranks, device=replace(machine.device, memory=memory))
+    device = replace(machine.device, memory=memory)
+    return replace(
+        machine, devices_per_node=ranks, device=device, links=(), matmuls=(), collectives=(), loaders=()
+    )  # fmt: skip
 
 
 def with_compute(machine: Machine, measured: list[dict[str, Any]], kind: str) -> Machine:

@@ -71,6 +71,14 @@ def test_what_is_refused(words: list[str], code: str, small: Path, capfd: pytest
     assert f"error[{code}]" in capfd.readouterr().err and not small.exists()
 
 
+def test_one_process_has_nobody_to_talk_to(small: Path) -> None:
+    """And what two measured is not kept for it."""
+    small.write_text(Machine.named("h100x2x1").with_network(1e9).to_toml(), encoding="utf-8")
+    assert main(["bench", "comm", "--nproc", "1", "--device", "cpu"]) == 0
+    machine = Machine.load(small)
+    assert machine.devices == 1 and not machine.collectives and not machine.links
+
+
 def test_groups_that_are_measured() -> None:
     assert [gauging.groups(n) for n in (1, 2, 3, 6, 8)] == [[], [2], [3], [2, 6], [2, 4, 8]]
 
