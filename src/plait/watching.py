@@ -6,6 +6,7 @@ The run may be on fake tensors, which have shapes and no numbers, or on real one
 import logging
 import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -71,8 +72,8 @@ def watch(
     """Run the model once and return what it showed; with the names of units, also what their calls cost."""
     fakes = _fakes(model) if fake else None
     meter = None if units is None else _meter(model, units, fakes)
-    watcher = _Watcher(model, meter, keys)
     before = _state(model)
+    watcher = _Watcher(model, meter, keys)
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # it prints pages for what is raised here anyway
@@ -122,28 +123,28 @@ def _keeping(meter: Meter | None) -> Iterator[None]:
             yield
 
 
-Kept = list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]]
+Kept = list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor], list[tuple[Any, Any]]]]
 
 
 def _state(model: nn.Module) -> Kept:
-    """What a forward pass may change on modules: attributes (caches), which tensors are buffers, and their values."""
-    return [
-        (m, dict(m.__dict__), dict(own_buffers(m)), {n: b.clone() for n, b in own_buffers(m).items() if b is not None})
-        for m in model.modules()
-    ]
+    """What a forward pass may change on modules: attributes (caches), which tensors are buffers, their values, and hooks."""
+    values = lambda m: {n: b.clone() for n, b in own_buffers(m).items() if b is not None}  # noqa: E731
+    hooks = lambda m: [(kept, dict(kept)) for kept in vars(m).values() if type(kept) is OrderedDict]  # noqa: E731
+    return [(m, dict(m.__dict__), dict(own_buffers(m)), values(m), hooks(m)) for m in model.modules()]
 
 
 def _restore(model: nn.Module, before: Kept) -> list[str]:
     """Put it back (a cache filled on fake tensors must not stay); returns the names of buffers that were replaced."""
     names = {id(m): name for name, m in model.named_modules()}
     replaced = []
-    for module, attributes, buffers, values in before:
+    for module, attributes, buffers, values, hooks in before:
         changed = [n for n, b in buffers.items() if own_buffers(module).get(n) is not b]
         replaced += [f"{names[id(module)]}.{n}".lstrip(".") for n in changed]
         module.__dict__.clear()
         module.__dict__.update(attributes)
-        own_buffers(module).clear()
-        own_buffers(module).update(buffers)
+        for kept, content in [(own_buffers(module), buffers), *hooks]:
+            kept.clear()
+            kept.update(content)
         for name, value in values.items():
             if not buffers[name].is_leaf:  # written with what has a gradient
                 buffers[name].detach_()
@@ -253,7 +254,7 @@ class _Operators(TorchDispatchMode):
             if self.keyed and rule and isinstance(result, torch.Tensor):
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = result.shape
-                if keys is not None and not isinstance(result, FakeTensor):
+                if keys is not None:
                     where = (func, args, kwargs or {}), list(keys.where), place
                     result = draws.redraw(result, *where, keys.places.get(place, -1))
             else:
