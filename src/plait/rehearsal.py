@@ -9,7 +9,6 @@ gradient of its inputs is), "gradient p", "end".
 """
 
 import gc
-import threading
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -32,12 +31,11 @@ from plait.strategies.precision import autocast, plan_format
 from plait.torchseam import (
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     own_buffers,
     tree_leaves,
-    tree_map,
     tree_map_only,
 )
+from plait.workspaces import Workspaces
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def rehearse(model: nn.Module, sketch: Sketch, job: Job, plan: Plan, batch: tupl
     with ExitStack() as stack:
         if fakes is not None:
             stack.enter_context(PartlyFake(fakes))
-            stack.enter_context(_Workspaces())
+            stack.enter_context(Workspaces())
         stack.enter_context(meter)
         meter.hold("", [*names.values(), *model.buffers()], free=True)
         meter.hold("", (t for t in tree_leaves(batch) if isinstance(t, Tensor)), free=True)
@@ -202,37 +200,3 @@ class _Dropouts(TorchFunctionMode):
         shape = input.shape if plain else (*input.shape[:2], *(1 for _ in input.shape[2:]))
         mask = input.detach().new_ones(shape)
         return input.mul_(mask) if inplace else input * mask
-
-
-class _Workspaces(TorchDispatchMode):
-    """Gives fake outputs their real sizes where these are a matter of the library that computes them: it is asked.
-
-    A recurrent layer on CPU keeps a workspace for backward that torch's own rule has as empty.
-    """
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func.overloadpacket.__name__ not in ASKED:
-            return result
-        real: list[Any] = []
-        given = tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs))
-
-        def ask() -> None:
-            made = tree_map(
-                lambda x: torch.empty_strided(*x[:2], dtype=x[2]).zero_() if _is_spec(x) else x, given, is_leaf=_is_spec
-            )
-            real.extend(func(*made[0], **made[1]))  # with gradients on: without, it keeps nothing
-
-        thread = threading.Thread(target=ask)  # modes are those of a thread: there it runs for real
-        thread.start()
-        thread.join()
-        pairs = zip(result, real, strict=True)
-        return tuple(fake if fake.shape == made.shape else fake.new_empty(made.shape) for fake, made in pairs)
-
-
-ASKED = ("mkldnn_rnn_layer",)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 3 and isinstance(x[0], torch.Size)
