@@ -6,7 +6,7 @@ the same parameter; the norm, in which every part of every parameter counts once
 ranks must know.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -43,6 +43,8 @@ class Across:
         self.experts: set[str] = built.experts
         self.squares = 0.0
         self.rider = torch.empty(0)
+        self.told: Callable[[Tensor], list[float]] = Tensor.tolist
+        """How often each of some parameters got a gradient, from what all ranks of a group said together."""
 
     def before(self, last: bool) -> None:
         """Before a micro-batch's forward pass: whether its backward ends the step. In a pipeline, before its end."""
@@ -115,7 +117,7 @@ class Across:
                     part[: gradient.numel()].copy_(gradient.reshape(-1))
                     flag.fill_(1.0)
             dist.all_reduce(flat, group=group)
-            there = flat[-len(mine) :].tolist()
+            there = self.told(flat[-len(mine) :])
             for name, part, times in zip(mine, flat.split([*sizes, len(mine)]), there):
                 parameter = self.own[name]
                 parameter.grad = part[: parameter.numel()].view_as(parameter) if times else None

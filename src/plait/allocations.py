@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.torchseam import TorchDispatchMode, local_of, tree_leaves
+from plait.torchseam import TorchDispatchMode, is_unknown, local_of, tree_leaves
 
+FORWARD = ("forward", "F")
+"""How the names of moments of forward passes begin."""
 MADE = "temporary"
 """Category of a storage that was made while the meter was on."""
 
@@ -60,6 +62,20 @@ class Tape:
                 most, at = now, i
         return Peak(most, self.level(at), next((c.moment for c in reversed(self.changes[:at]) if c.moment), ""))
 
+    def keep(self) -> None:
+        """Name as activations what was made in a forward pass and is there when something else begins."""
+        forward, made = False, set[int]()
+        for change in self.changes:
+            if change.moment:
+                if forward and not change.moment.startswith(FORWARD):
+                    self.categories |= {n: "activations" for n in made if self.categories.get(n) in (None, "exchange")}
+                forward = change.moment.startswith(FORWARD)
+                made = made if forward else set()
+            elif change.bytes < 0:
+                made.discard(change.storage)
+            elif forward:
+                made.add(change.storage)
+
     def level(self, at: int) -> dict[str, int]:
         """Bytes by category after so many entries."""
         found: dict[str, int] = {}
@@ -88,9 +104,7 @@ class Allocations(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:  # no operator: FSDP2 frees and allocates by it
             result = before(storage, size)
-            number = self._number(storage)
-            if number is not None:
-                self._change(number, storage.nbytes() - self.sizes[number])
+            self._count(storage, "gathered")
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
@@ -119,28 +133,28 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        category = "exchange" if func.namespace == "c10d" else MADE
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
-                self._meet(leaf)
+                self._meet(leaf, category)
         return result
 
     def _meet(self, tensor: Tensor, category: str = MADE, free: bool = False) -> None:
         tensor = local_of(tensor)
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_unknown(tensor):
             return
-        storage = tensor.untyped_storage()
-        number = self._number(storage)
+        self._count(tensor.untyped_storage(), category, free)
+
+    def _count(self, storage: torch.UntypedStorage, category: str, free: bool = False) -> None:
+        number = self.numbers.get(id(storage))
         if number is None:
             number, self.count = self.count, self.count + 1
             self.numbers[id(storage)], self.sizes[number] = number, 0
             self.uncounted |= {number} if free else set()
             weakref.finalize(storage, self._freed, id(storage), number)
         if category != MADE:
-            self.tape.categories[number] = category
+            self.tape.categories.setdefault(number, category)
         self._change(number, storage.nbytes() - self.sizes[number])
-
-    def _number(self, storage: torch.UntypedStorage) -> int | None:
-        return self.numbers.get(id(storage))
 
     def _freed(self, key: int, number: int) -> None:
         if self.numbers.get(key) == number:

@@ -18,7 +18,7 @@ from plait.errors import FAILED, PlaitError, Problem
 from plait.job import Job
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
-from plait.making import make, make_optimizer
+from plait.making import Made, make, make_optimizer
 from plait.mesh import group_of
 from plait.parts import Part, Ranges, whole
 from plait.plan import AXES, Plan
@@ -56,6 +56,8 @@ class Built:
     cast: torch.dtype | None = None
     probe: Any = None
     """(what runs the model in training's format, n -> n samples' inputs) of the sketch."""
+    pairs: Any = None
+    """n -> inputs and targets of n samples."""
     randomness: Any = None
     optimizer: Any = None
     names: dict[int, str] | None = None
@@ -157,33 +159,23 @@ def pick_device(wanted: str, place: Place) -> torch.device:
     return device
 
 
-def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None) -> Built:
-    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64)."""
+def build(
+    job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, known: tuple[Made, Sketch] | None = None
+) -> Built:  # fmt: skip
+    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64).
+
+    `known`: a model that is made already, and what `understood` told of one like it, which is the same on every rank.
+    """
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
     group = place.connect(device)
     share = shard.share(plan, place.rank) if shard.wanted(plan) and not plan.across else None
-    made = make(job, device, cast, group, share)
-    samples = data_module.checked(job.data(), "Job(data=…)")
-    example = samples if data_module.is_map(samples) else job.data()  # reading an iterable moves it
-    inputs = lambda n: move(data_module.first_samples(example, n)[0], device, cast)  # noqa: E731
-    once = call if plan.pp == 1 else partial(_as_trained, (plan, cast, device.type))
-    sketched = _open(sketch(made.fake, inputs, once, job.units), getattr(job.loss, "head", None))
-    model = made.model
-    built = Built(
-        job, plan, place, device, group, model, samples, sketched, cast=cast, own=dict(model.named_parameters())
-    )
-    built.shares, built.probe = made.shares, (once, inputs)
-    transformers.adapt(made.model)
+    made = make(job, device, cast, group, share) if known is None else known[0]
+    built = begun(job, plan, place, (device, cast), made)
+    built.group = group
     _meet(built)
-    if expert.wanted(plan):
-        built.sketch = replace(built.sketch, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
-    pairs = lambda n: move(data_module.first_samples(example, n), device, cast)  # noqa: E731
-    if plan.tp > 1:
-        built.sketch = chosen.sliced(built.sketch, made, (inputs, pairs, cast is torch.float64), once, job, plan)
-    if plan.cp > 1:
-        built.sketch = context.stretched(built, pairs)
-    built.whole = built.sketch
+    built.sketch = built.whole = understood(built, made) if known is None else known[1]
+    model, sketched = built.model, built.whole
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
@@ -200,6 +192,32 @@ def build(job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.
     for prepare in built.prepared:
         prepare(built.optimizer)
     return built
+
+
+def begun(job: Job, plan: Plan, place: Place, how: tuple[torch.device, torch.dtype | None], made: Made) -> Built:
+    """A rank that has a model and knows nothing of it yet. `how`: device, and cast."""
+    samples = data_module.checked(job.data(), "Job(data=…)")
+    example = samples if data_module.is_map(samples) else job.data()  # reading an iterable moves it
+    pairs = lambda n: move(data_module.first_samples(example, n), *how)  # noqa: E731
+    once = call if plan.pp == 1 else partial(_as_trained, (plan, how[1], how[0].type))
+    built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
+    built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
+    built.probe, built.pairs = (once, lambda n: pairs(n)[0]), pairs
+    transformers.adapt(made.model)
+    return built
+
+
+def understood(built: Built, made: Made, seen: Sketch | None = None) -> Sketch:
+    """The sketch of the job's model (`seen`, when there is one), with what the plan's strategies need to know of all of it."""
+    job, plan, cast, (once, inputs) = built.job, built.plan, built.cast, built.probe
+    found = sketch(made.fake, inputs, once, job.units) if seen is None else seen
+    found = built.sketch = _open(found, getattr(job.loss, "head", None))
+    if expert.wanted(plan):
+        found = replace(found, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
+    if plan.tp > 1:
+        found = chosen.sliced(found, made, (inputs, built.pairs, cast is torch.float64), once, job, plan)
+    built.sketch = found
+    return context.stretched(built, built.pairs) if plan.cp > 1 else found
 
 
 def _meet(built: Built) -> None:

@@ -170,6 +170,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     parser.add_argument("--plan", help='one line such as "tp=2", or a TOML file')
     parser.add_argument("--show", choices=("tensor",), help="what to show of the plan: the slices of tp")
+    told, run = "make a step, of one rank of each kind, without processes", _elsewhere("plait.dryrun")
+    parser.add_argument("--dry-run", action="store_const", dest="run", const=run, help=told)
     parser.set_defaults(run=_elsewhere("plait.slicetable"))
 
 
@@ -252,11 +254,8 @@ def _train(options: Any) -> int:
 
 
 def _verify(options: Any) -> int:
-    problems = (
-        []
-        if options.steps >= 3
-        else [Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))]
-    )
+    few = Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))
+    problems = [few] if options.steps < 3 else []
     plan, job = _both(options, problems)
     from plait.verdict import table
     from plait.verify import verify

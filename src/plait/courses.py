@@ -19,7 +19,7 @@ from plait.cutting import Course, Cut, check_calls, crossings, homes
 from plait.errors import FAILED, PlaitError, Problem
 from plait.sketch import PROBES, Sketch, single
 from plait.templates import Slot, Template, taken, template
-from plait.torchseam import FakeTensorMode, emptied, own_buffers
+from plait.torchseam import Unknowns, emptied, own_buffers
 from plait.unitcalls import UnitCall
 from plait.watching import Call, Keys, watch
 
@@ -47,7 +47,7 @@ class Courses:
         """The job's, which the host generators start from."""
         self.fixed = False
         """There is no other course than the first: what crosses is a stretch of a sequence (cp), which no run here shows."""
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes = Unknowns(allow_non_fake_inputs=True)
         self.form: Template = template(taken(inputs(PROBES[0])), taken(inputs(PROBES[1])), PROBES)
         """Of the inputs that the sketch has seen."""
         self.random = sketch.host_random or sketch.decides

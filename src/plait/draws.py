@@ -15,7 +15,7 @@ from numpy.random import Philox
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.torchseam import RECURRENT, SEEDED, TorchDispatchMode
+from plait.torchseam import RECURRENT, SEEDED, FakeTensor, TorchDispatchMode
 from plait.windows import Windows, sub_block
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
@@ -72,6 +72,8 @@ def redraw(
     windows: Windows | None = None,
 ) -> Tensor:
     """Overwrite what a random operator drew, called as `call` (operator, args, kwargs), by keyed numbers."""
+    if isinstance(result, FakeTensor):
+        return result
     name = call[0].overloadpacket.__name__.rstrip("_").removesuffix("_like")
     uniform = _uniform(result, _stretch(result.shape, where, place, dim, windows))
     uniform = _holdable(uniform, result.dtype) if name in ("rand", "uniform") else uniform
@@ -117,6 +119,8 @@ def draw_mask(
     x: Tensor, where: Tensor, place: str, dim: int | None, p: float, windows: Windows | None = None
 ) -> Tensor:
     """The dropout mask behind `Randomness.keep`: what the operator `plait::mask` computes."""
+    if isinstance(x, FakeTensor):
+        return torch.empty_like(x)
     drawn = _stretch(x.shape, where.tolist(), place, dim, windows)
     keep = np.asarray(drawn) >= np.uint32(min(round(p * 2**32), 2**32 - 1))
     mask = torch.from_numpy(np.ascontiguousarray(keep)).reshape(x.shape).to(x.device, x.dtype)

@@ -48,7 +48,7 @@ class Engine:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self.place = current() if place is None else place
         plan = plan.fill(self.place.world)
-        self.built: Built = build(job, plan, self.place, pick_device(device, self.place), cast)
+        self.built: Built = self._build(job, plan, pick_device(device, self.place), cast)
         self.job, self.plan, self.workers = job, plan, workers
         self.position = Position()
         self.checkpoints = Checkpoints(Path(directory))
@@ -56,6 +56,9 @@ class Engine:
         self._busy = 0.0
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
         self._passes = Passes(self.built, self._spans)
+
+    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
+        return build(job, plan, self.place, device, cast)
 
     def __enter__(self) -> "Engine":
         return self

@@ -30,6 +30,12 @@ class Ledger:
         return _Watch(self)
 
 
+def given(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors that a rank gives to a collective (or a message is received into)."""
+    tree = args[1] if name in ("allgather_", "_allgather_base_") else args[0]
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self, ledger: Ledger):
         super().__init__()
@@ -47,8 +53,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: tuple[Any, ...]) -> None:
-        given = args[1] if name in ("allgather_", "_allgather_base_") else args[0]
-        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+        tensors = given(name, args)
         sharers = CURRENT.get()
         if sharers is not None and sharers.asking:  # by the job itself, which no price knows
             self.ledger.rows.append(f"{name} for the job")

@@ -1,33 +1,47 @@
-"""The memory of a real training step, measured: what `bill.py` predicts."""
+"""The memory of a training step, measured: what `bill.py` predicts, and what a dry run (`dryrun.py`) finds on fake tensors."""
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from plait.actions import Action
 from plait.allocations import Allocations, Peak
+from plait.data import Batch
 from plait.engine import Engine
+from plait.messages import Mail
+from plait.metering import tensors_in
+from plait.pipe import Clock
 from plait.reducer import Reducer
 from plait.torchseam import tree_leaves
 
 
-def measure(engine: Engine, steps: int = 2) -> Peak:
-    """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it."""
+def measure(
+    engine: Engine, steps: int = 2, given: Callable[[Batch], Batch] = lambda batch: batch, mail: Mail | None = None
+) -> Peak:  # fmt: skip
+    """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it.
+
+    `given` makes of a batch what the step is given; `mail` notes the messages.
+    """
     source = engine.batches()
     for _ in range(steps):
-        engine.step(next(source))
-    batch = next(source)
+        engine.step(given(next(source)))
+    batch = given(next(source))
     gc.collect()
-    with Allocations() as meter:
+    with nullcontext() if mail is None else mail.noting(), Allocations() as meter:
         hold(meter, engine, batch)
-        meter.moment("forward and backward")
+        mark(meter, engine)
+        meter.moment("forward")
         rider = engine.backward(batch)
         for parameter in engine.built.own.values():
             if parameter.grad is not None:
                 meter.label("gradients", parameter.grad)
         meter.moment("optimizer")
         engine.update(batch, rider)
+    meter.tape.keep()
     return meter.tape.peak()
 
 
@@ -41,6 +55,35 @@ def hold(meter: Allocations, engine: Engine, batch: Any) -> None:
     meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in batch.micro]))
     if isinstance(built.reducer, Reducer):
         meter.hold("gradients", [bucket.flat for bucket in built.reducer.buckets])
+
+
+def mark(meter: Allocations, engine: Engine) -> None:
+    """Let the meter know what goes on: actions of a pipeline, and whose forward or backward begins."""
+    built = engine.built
+    if built.pipe is not None:
+        built.pipe.clock = _Telling(meter)
+    for name in (unit.name for unit in built.sketch.units):
+        module = built.model.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, name=name: meter.moment(f"forward {name}"))
+        module.register_forward_hook(lambda m, a, output, name=name: _behind(meter, name, output))
+
+
+def _behind(meter: Allocations, name: str, output: Any) -> None:
+    for tensor in tensors_in(output):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            tensor.register_hook(lambda _: meter.moment(f"backward {name}"))
+
+
+class _Telling(Clock):
+    """A pipeline's clock that tells a meter of every action."""
+
+    def __init__(self, meter: Allocations):
+        super().__init__()
+        self.meter = meter
+
+    def begin(self, action: Action) -> None:
+        self.meter.moment(str(action))
+        super().begin(action)
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from plait.torchseam import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
+from plait.torchseam import FakeTensor, FakeTensorMode, TorchDispatchMode, fakes_around, tree_leaves
 
 SMALL = 1 << 20
 """Bytes of a tensor that is made for real, because code may look at it."""
@@ -18,9 +18,19 @@ class PartlyFake(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not given or any(isinstance(t, FakeTensor) for t in given):
-            with self.fakes:
+        fakes = next((t.fake_mode for t in given if isinstance(t, FakeTensor)), None)
+        fakes = fakes or (None if given else fakes_around() or self.fakes)
+        if fakes is not None:
+            with fakes:
                 result = func(*args, **kwargs)
-            if given or any(t.numel() * t.element_size() > SMALL for t in tree_leaves(result) if isinstance(t, Tensor)):
+            if (
+                given
+                or fakes is not self.fakes
+                or any(self.hides(t) for t in tree_leaves(result) if isinstance(t, Tensor))
+            ):
                 return result
         return func(*args, **kwargs)
+
+    def hides(self, made: Tensor) -> bool:
+        """Whether what is made from nothing is to be fake."""
+        return made.numel() * made.element_size() > SMALL

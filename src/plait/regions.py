@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.ranges import Rows
+from plait.torchseam import storage_key
 
 TAG = 2**16
 """Of the messages here: above those of `sharded.py`. Messages of one tag arrive in the order they were sent."""
@@ -199,7 +200,7 @@ def gathered(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     else:
         dist.all_gather(parts, x, group=group)
     for ranges, size, given in zip(rows.ranks, rows.sizes, parts):
-        if size and given.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        if size and storage_key(given) == storage_key(whole):
             continue
         for (first, length), piece in zip(ranges, given.split([length for _, length in ranges], dim)):
             whole.narrow(dim, first, length).copy_(piece)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from plait.parts import Part, Ranges, everything, within
 from plait.plan import Plan
-from plait.torchseam import FsdpAllGather, FsdpReduceScatter, end_backward, local_of
+from plait.torchseam import FsdpAllGather, FsdpReduceScatter, end_backward, local_of, storage_key
 
 
 def divides(shape: Sequence[int]) -> bool:
@@ -58,7 +58,7 @@ class Gather(FsdpAllGather):
             to, source = (rank + k) % size, (rank - k) % size
             works.append(dist.isend(input_tensor, group=group, group_dst=to, tag=self.tag))
             works.append(dist.irecv(parts[source], group=group, group_src=source, tag=self.tag))
-        if parts[rank].data_ptr() != input_tensor.data_ptr():
+        if storage_key(output_tensor) != storage_key(input_tensor):
             parts[rank].copy_(input_tensor)
         return _All(works, (output_tensor, input_tensor)) if async_op else _All(works, ()).wait()
 

@@ -23,6 +23,8 @@ from plait.torchseam import (
     Facade,
     FakeTensor,
     FakeTensorMode,
+    Unknowns,
+    is_unknown,
     leaves,
     own_buffers,
     storage_key,
@@ -103,10 +105,8 @@ class Stages:
     def _checked(self, output: Any) -> None:
         """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
         what = "the model's output depends on a value that only another stage has"
-        if not any(isinstance(t, FakeTensor) for t in leaves(output)):
-            replaced = (
-                n for module in self.between for n, b in own_buffers(module).items() if isinstance(b, FakeTensor)
-            )
+        if not any(map(is_unknown, leaves(output))):
+            replaced = (n for module in self.between for n, b in own_buffers(module).items() if is_unknown(b))
             name = next(replaced, None)
             if name is None:
                 return
@@ -139,7 +139,7 @@ class Stages:
 def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
     """Replace parameters by fake ones, which take no memory: other ranks hold them. `fakes`: the mode they belong to."""
     gone: dict[int, nn.Parameter] = {}
-    fakes, named = fakes or FakeTensorMode(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
+    fakes, named = fakes or Unknowns(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if named.get(id(parameter)) in names:
@@ -200,7 +200,7 @@ class _Unit:
 
     def check(self, run: Run, found: Iterable[Any]) -> None:
         """P024 when an unknown is among what the unit is given, or returns."""
-        if any(isinstance(t, FakeTensor) for t in found):
+        if any(map(is_unknown, found)):
             what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
             why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
             raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")), FAILED)
@@ -257,9 +257,10 @@ class _Unknown(TorchFunctionMode):
         known: list[tuple[Tensor, Tensor, int]] = []
 
         def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            if not isinstance(leaf, Tensor) or is_unknown(leaf):
                 return leaf
-            made = self._like(leaf) if isinstance(leaf, Facade) else self.stages.fakes.from_tensor(leaf.detach())
+            hollow = isinstance(leaf, (Facade, FakeTensor))
+            made = self._like(leaf) if hollow else self.stages.fakes.from_tensor(leaf.detach())
             known.append((leaf, made, version(made)))
             return made
 
@@ -280,7 +281,7 @@ class _Unknown(TorchFunctionMode):
 
     def _unknown(self, leaf: Any) -> bool:
         lost = self.stages.current.lost if self.stages.current is not None else ()
-        return isinstance(leaf, FakeTensor) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
+        return is_unknown(leaf) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
 
     def _refused(self, func: Any, error: Exception) -> PlaitError:
         run = self.stages.current

@@ -15,7 +15,7 @@ from plait.course import Call, Course
 from plait.errors import FAILED, PlaitError, Problem
 from plait.proving import show
 from plait.stretch import Held, Stretch, for_loss
-from plait.torchseam import FakeTensor, named_leaves, tree_map, tree_unflatten
+from plait.torchseam import is_unknown, named_leaves, tree_map, tree_unflatten
 
 
 class Stretching:
@@ -134,7 +134,7 @@ class _Border:
 
 def known(leaf: Any) -> bool:
     """A tensor with numbers: what another stage has is an unknown, of the whole sequence."""
-    return isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
+    return isinstance(leaf, Tensor) and not is_unknown(leaf)
 
 
 def _mine(path: str, leaf: Any, call: Call, held: Held) -> Any:

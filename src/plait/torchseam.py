@@ -5,6 +5,8 @@ When a torch release moves one of these, one test fails here and one file change
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FsdpReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -29,49 +32,19 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "RECURRENT",
-    "SEEDED",
-    "BatchNormBase",
-    "DropoutBase",
-    "Facade",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FsdpAllGather",
-    "FsdpReduceScatter",
-    "TorchDispatchMode",
-    "alias",
-    "check_dims",
-    "checkpoint_frame",
-    "convert",
-    "emptied",
-    "fake_failures",
-    "flash_cpu",
-    "flash_cpu_backward",
-    "gather_ahead",
-    "in_backward",
-    "is_view",
-    "leaves",
-    "local_of",
-    "mask_op",
-    "materialise",
-    "named_leaves",
-    "own_buffers",
-    "plainly",
-    "register_pytree_node",
-    "scale_",
-    "schema",
-    "storage_key",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-    "version",
+    "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "Facade", "FakeTensor", "FakeTensorMode", "FsdpAllGather",
+    "FsdpReduceScatter", "TorchDispatchMode", "Unknowns", "alias", "check_dims", "checkpoint_frame", "convert",
+    "emptied", "fake_failures", "fake_world", "fakes_around", "flash_cpu", "flash_cpu_backward", "gather_ahead", "group_in",
+    "in_backward", "is_unknown", "is_view", "leaves", "local_of", "mask_op", "materialise", "named_leaves",
+    "own_buffers", "parts_as_they_are", "plainly", "register_pytree_node", "scalar_of", "scale_", "schema",
+    "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version",
     "warm_dynamo",
 ]  # fmt: skip
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
 """What recurrent layers call."""
+scalar_of = torch.ops.aten._local_scalar_dense.default
+"""The operator behind `.item()`, `.tolist()` and `float(…)` of a tensor."""
 scale_ = torch._foreach_mul_
 """(tensors, number or tensor) -> every tensor multiplied in place, in one call."""
 
@@ -133,6 +106,21 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def fake_world(rank: int, world: int) -> None:
+    """Make this process one of a world that is not there: what is sent arrives nowhere, what is received stays as it is."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # a second to import, for few who need it
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+def group_in(value: Any) -> Any:
+    """The process group that an operator was given, or None when it is something else."""
+    try:
+        return torch.distributed.ProcessGroup.unbox(value)
+    except (RuntimeError, TypeError):
+        return None
+
+
 def checkpoint_frame() -> Any:
     """The innermost activation checkpoint (non-reentrant) whose function is running now, or None."""
     if torch.compiler.is_compiling():
@@ -172,6 +160,20 @@ def gather_ahead(root: Any) -> None:
     root._set_unshard_async_op(True)
 
 
+@contextmanager
+def parts_as_they_are() -> Iterator[None]:
+    """FSDP2 takes a fake part, which has no address, for one that was exchanged, and pads it again: here it does not."""
+
+    def kept(self: Any) -> None:
+        self._sharding_spec = self.sharded_param._spec
+
+    before, FSDPParam.reset_sharded_param = FSDPParam.reset_sharded_param, kept
+    try:
+        yield
+    finally:
+        FSDPParam.reset_sharded_param = before
+
+
 def end_backward(root: Any) -> None:
     """Tell a sharded model that the step's backward passes are over: what still has to be reduced is reduced now."""
     state = root._get_fsdp_state()
@@ -181,16 +183,34 @@ def end_backward(root: Any) -> None:
     state._root_post_backward_final_callback()
 
 
+def fakes_around() -> FakeTensorMode | None:
+    """The mode for fake tensors that is on. It comes after all other modes, whenever it was entered."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+class Unknowns(FakeTensorMode):
+    """Fake tensors for values that another rank has."""
+
+
+def is_unknown(t: Any) -> bool:
+    """Whether a value is another rank's. (In a dry run, which has no numbers at all, a rank's own are fake tensors too.)"""
+    return isinstance(t, FakeTensor) and isinstance(t.fake_mode, Unknowns)
+
+
 def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     """A copy of a module that has shapes and no numbers, for runs in that mode. No tensor of its own is copied."""
     made: dict[int, Any] = {}
     with fakes:
         for p in model.parameters():
-            made[id(p)] = nn.Parameter(torch.empty_like(p, requires_grad=False), p.requires_grad)
+            made[id(p)] = nn.Parameter(_hollow(p), p.requires_grad)
         for b in model.buffers():
             if b.is_floating_point():  # code may look at whole numbers
-                made[id(b)] = torch.empty_like(b)
+                made[id(b)] = _hollow(b)
     return copy.deepcopy(model, made)
+
+
+def _hollow(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def is_view(t: Tensor) -> bool:

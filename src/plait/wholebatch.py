@@ -130,11 +130,10 @@ def global_batch(x: Tensor) -> Tensor:
     if sharers is None or sharers.alone:
         return x
     mine = x[:0] if sharers.idle else x
-    sizes = torch.zeros(sharers.group.size(), dtype=torch.int64, device=x.device)
-    sizes[sharers.group.rank()] = len(mine)
+    sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(sharers.group.size())]
     with sharers.ask():
-        dist.all_reduce(sizes, group=sharers.group)
-    whole = _Batch.apply(mine, Rows.of(sizes.tolist()), sharers)
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=x.device), group=sharers.group)
+    whole = _Batch.apply(mine, Rows.of(torch.cat(sizes).tolist()), sharers)
     sharers.made.append(whole)
     return whole
 

@@ -464,3 +464,77 @@ def test_leaves_have_names() -> None:
     found, spec = torchseam.named_leaves(((1, [2]), {"a": {"b": 3}}))
     assert found == [("[0][0]", 1), ("[0][1][0]", 2), ("[1]['a']['b']", 3)]
     assert torchseam.tree_unflatten([4, 5, 6], spec) == ((4, [5]), {"a": {"b": 6}})
+
+
+# — dry runs: a process group of ranks that are not there, on tensors without numbers —
+
+
+@contract("torch.testing._internal.distributed.fake_pg.FakeStore")
+def test_a_world_can_be_pretended_and_its_groups_be_found_in_calls() -> None:
+    seen: list[Any] = []
+
+    class Watch(torchseam.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.extend((func.name(), g) for g in map(torchseam.group_in, args) if g is not None)
+            return func(*args, **(kwargs or {}))
+
+    torchseam.fake_world(3, 4096)
+    try:
+        group = torch.distributed.new_group([3, 7, 9])
+        x = torch.ones(2)
+        with Watch():
+            torch.distributed.all_reduce(x, group=group)
+        assert torch.distributed.get_world_size() == 4096 and group.rank() == 0 and group.size() == 3
+        assert x.tolist() == [1.0, 1.0]
+        assert [(name, g.group_name) for name, g in seen] == [("c10d::allreduce_", group.group_name)]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torchseam.group_in(3) is None and torchseam.group_in(x) is None
+
+
+@contract("torch.ops.aten._local_scalar_dense.default")
+@pytest.mark.parametrize("look", [lambda x: x[0].item(), lambda x: x.tolist(), lambda x: bool(x[0] > 0)])
+def test_who_asks_a_fake_tensor_for_a_number_calls_one_operator(look: Any) -> None:
+    seen: list[Any] = []
+
+    class Watch(torchseam.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return 1 if func is torchseam.scalar_of else func(*args, **(kwargs or {}))
+
+    with torchseam.FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(3))
+    with Watch():
+        look(x)
+    assert torchseam.scalar_of in seen
+
+
+@contract("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam", "…._spec")
+def test_fsdp_looks_again_at_its_parts_before_the_first_step() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    before = FSDPParam.reset_sharded_param
+    with torchseam.parts_as_they_are():
+        assert FSDPParam.reset_sharded_param is not before
+    assert FSDPParam.reset_sharded_param is before
+
+
+def test_an_unknown_is_told_from_another_fake_tensor() -> None:
+    fakes, unknowns = torchseam.FakeTensorMode(), torchseam.Unknowns()
+    assert torchseam.is_unknown(unknowns.from_tensor(torch.ones(2)))
+    assert not torchseam.is_unknown(fakes.from_tensor(torch.ones(2))) and not torchseam.is_unknown(torch.ones(2))
+
+
+@contract("torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey.FAKE")
+def test_the_mode_for_fake_tensors_comes_after_others_and_is_known() -> None:
+    seen: list[Any] = []
+
+    class Watch(torchseam.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(torchseam.fakes_around())
+            return func(*args, **(kwargs or {}))
+
+    fakes = torchseam.FakeTensorMode()
+    with Watch(), fakes:
+        made = torch.empty(3)
+    assert seen == [fakes] and made.fake_mode is fakes and torchseam.fakes_around() is None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.torchseam import FakeTensor, tree_leaves
+from plait.torchseam import is_unknown, tree_leaves
 from plait.wholebatch import asking, global_batch
 
 NAME = "load_balancing_loss_func"
@@ -37,7 +37,7 @@ def over_all(balance: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(balance)
     def over(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
         given = [t for t in tree_leaves((gate_logits, attention_mask)) if isinstance(t, Tensor)]
-        known = isinstance(gate_logits, tuple) and gate_logits and not any(isinstance(t, FakeTensor) for t in given)
+        known = isinstance(gate_logits, tuple) and gate_logits and not any(map(is_unknown, given))
         if not (known and asking()):
             return balance(gate_logits, num_experts, top_k, attention_mask)
         if len({t.shape for t in gate_logits}) == 1:

@@ -1,0 +1,115 @@
+"""Running one rank of many without the others and without numbers: what a dry run's process pretends.
+
+The process group is torch's fake one, of any size: what is sent arrives nowhere, and what is received stays as it is.
+Tensors are fake: they have shapes and no numbers. Whole numbers that come from the data are real, and so is what is
+computed of them, because code looks at them. Code also looks at a few numbers that are not there: it is told that a
+floating-point number is 0 (a loss, a norm, a sum that other ranks have part in), a whole number 1, and a truth value
+true (there is a gradient to receive). A real tensor into which something without numbers is written stays as it is.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.partly import PartlyFake
+from plait.torchseam import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_world,
+    own_buffers,
+    parts_as_they_are,
+    scalar_of,
+    schema,
+    tree_leaves,
+)
+
+
+class Pretending(PartlyFake):
+    """New tensors are fake but for whole numbers and float64 (or all are `real`); a fake one's number is a stand-in."""
+
+    def __init__(self, fakes: FakeTensorMode, real: bool = False):
+        super().__init__(fakes)
+        self.real = real
+
+    def hides(self, made: Tensor) -> bool:
+        """The rows of numbers that ranks tell each other are float64, and those are looked at."""
+        return not self.real and (super().hides(made) or made.dtype in (torch.float32, torch.float16, torch.bfloat16))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scalar_of and isinstance(args[0], FakeTensor):
+            return stand_in(args[0].dtype)
+        if func.namespace == "c10d":
+            result = func(*args, **(kwargs or {}))
+            _arrived(func.name().partition("::")[2].partition(".")[0], args)
+            return result
+        if schema(func).is_mutable:
+            written, read = _operands(func, args, kwargs or {})
+            if written and not _hollow(written) and _hollow(read):
+                return args[0] if schema(func).returns else None
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _arrived(op: str, args: Any) -> None:
+    """What real tensors have received: what this rank sent, where others send the like, else stand-ins."""
+    into = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
+    if op == "recv_":
+        for t in into:
+            t.fill_(stand_in(t.dtype))
+    elif op in ("allgather_", "_allgather_base_", "alltoall_base_"):
+        sent = next(t for t in tree_leaves(args[1]) if isinstance(t, Tensor))
+        for t in into:
+            flat, own = t.view(-1), sent.reshape(-1)
+            for at in range(0, len(flat), max(1, len(own))) if len(own) else ():
+                flat[at : at + len(own)].copy_(own[: len(flat) - at])
+
+
+def stand_in(dtype: torch.dtype) -> Any:
+    """What a number that is not there is taken to be."""
+    return 0.0 if dtype.is_floating_point else dtype is torch.bool or 1
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """(tensors that an operator writes, those that it reads)."""
+    named = [
+        *zip(schema(func).arguments, args),
+        *((a, kwargs[a.name]) for a in schema(func).arguments if a.name in kwargs),
+    ]
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for argument, value in named:
+        found[not argument.is_write].extend(t for t in tree_leaves(value) if isinstance(t, Tensor))
+    return found
+
+
+def _hollow(tensors: list[Tensor]) -> bool:
+    """Whether there is one without numbers among them."""
+    return any(isinstance(t, FakeTensor) for t in tensors)
+
+
+@contextmanager
+def process_group(rank: int, world: int) -> Iterator[None]:
+    """This process is one of a world of processes that are not there."""
+    fake_world(rank, world)
+    try:
+        with parts_as_they_are():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def faked(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
+    """The model with every floating-point tensor a fake one. Whole numbers stay: code may look at them."""
+
+    def one(t: Tensor) -> Tensor:
+        return t.detach() if isinstance(t, FakeTensor) else fakes.from_tensor(t.detach())
+
+    made = {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, made[id(parameter)])
+        buffers = own_buffers(module)
+        buffers.update({n: one(b) if b is not None and b.is_floating_point() else b for n, b in buffers.items()})
+    return model

@@ -1,0 +1,79 @@
+"""A dry run allocates what a run allocates: of every strategy and of unlike models, within a hundredth on every rank.
+
+The same meter counts both: tensors without numbers in one process, and real ones in the processes of a run.
+"""
+
+from functools import partial
+from typing import Any
+
+import jobs
+import jobs_moe
+import jobs_pipeline
+import jobs_real
+import pytest
+import torch
+from test_memory import job as small
+
+from plait import Job, Plan
+from plait.dryrun import dry_run
+from plait.engine import Engine
+from plait.launch import here
+from plait.launch.place import Place
+from plait.measuring import measure
+
+ERROR = 0.01
+MODELS = {
+    "mlp": jobs.mlp, "cnn": partial(small, "cnn"), "lstm": partial(small, "lstm"), "digits": jobs_real.digits,
+    "unet": jobs_real.unet, "gpt": jobs_real.gpt, "llama": jobs_real.llama, "bert": jobs_pipeline.bert, "t5": jobs_pipeline.t5,
+    "vit": jobs_pipeline.vit, "mamba": jobs_pipeline.mamba, "mixtral": jobs_moe.mixtral,
+}  # fmt: skip
+ONE_AXIS = (
+    "dp=1 microbatches=3", "dp=2", "dp=3 recompute=selective", "dp=2 recompute=full precision=bf16", "dp=2 offload=optimizer",
+    "fsdp=2", "fsdp=3 zero=2 microbatches=2", "fsdp=2 zero=1 microbatches=2", "fsdp=2 offload=all", "dp=2 fsdp=2",
+)  # fmt: skip
+PIPES = tuple(
+    f"pp=2 microbatches=4 schedule={how}"
+    for how in ("1f1b", "gpipe", "sequential", "zb", "interleaved stages_per_rank=2", "zbv stages_per_rank=2", "auto")
+)
+SLICES = ("tp=2", "tp=2 sequence_parallel=false", "tp=2 recompute=full", "tp=2 precision=bf16")
+STRETCHES = ("cp=2", "cp=2 context=ulysses", "cp=3")
+PRODUCTS = (
+    "fsdp=2 tp=2", "dp=2 tp=2", "cp=2 tp=2", "fsdp=2 cp=2", "pp=2 tp=2 microbatches=2", "pp=2 fsdp=2 microbatches=2",
+    "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 recompute=full",
+)  # fmt: skip
+SAMPLE = {"gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3"), "cnn": ("dp=2",)}
+EVERY = {
+    "gpt": (*ONE_AXIS, *PIPES, *SLICES, *STRETCHES, *PRODUCTS),
+    "llama": (*ONE_AXIS, "cp=2", *SLICES, "fsdp=2 tp=2", "pp=2 tp=2 microbatches=2"),
+    **dict.fromkeys(("bert", "t5", "vit", "mamba"), ("dp=1", "fsdp=2", "tp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2")),
+    **dict.fromkeys(("mlp", "unet"), (*ONE_AXIS, "tp=2", "pp=2 microbatches=2 schedule=gpipe")),
+    **dict.fromkeys(("cnn", "lstm", "digits"), (*ONE_AXIS, "pp=2 microbatches=2")),
+    "mixtral": ("dp=1", "dp=2", "fsdp=2", "pp=2 microbatches=2"),
+}  # fmt: skip
+
+
+def measured(place: Place, job: Job, plan: Plan) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    peak = measure(Engine(job, plan, place=place, device="cpu"), 1)
+    return {"total": peak.total, "categories": peak.categories, "moment": peak.moment}
+
+
+def compared(name: str, line: str) -> None:
+    job, plan = MODELS[name](), Plan.parse(line)
+    found = dry_run(job, plan)
+    run = here.run(partial(measured, job=job, plan=plan), plan.world)
+    for kind in found.kinds:
+        assert kind.peak.total == pytest.approx(run[kind.rank]["total"], rel=ERROR), (kind, run[kind.rank])
+    most = max(range(plan.world), key=lambda rank: run[rank]["total"])
+    assert found.fullest.peak.total == pytest.approx(run[most]["total"], rel=ERROR), (found.fullest, run[most])
+
+
+@pytest.mark.parametrize("name, line", [(n, p) for n, lines in SAMPLE.items() for p in lines])
+def test_a_dry_run_allocates_what_a_run_allocates(name: str, line: str) -> None:
+    compared(name, line)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name, line", [(n, p) for n, lines in EVERY.items() for p in lines])
+def test_of_every_model_and_strategy(name: str, line: str) -> None:
+    compared(name, line)

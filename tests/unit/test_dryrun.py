@@ -1,0 +1,225 @@
+"""What a dry run pretends, which ranks it takes for alike, and that it sees ranks that would wait for each other."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait import Job, PlaitError, Plan
+from plait.cli import main
+from plait.dryrun import dry_run, known
+from plait.kinds import Kinds
+from plait.messages import Mail, Message, agree
+from plait.pretending import Pretending, process_group
+from plait.torchseam import FakeTensorMode
+
+WIDTH, BATCH = 8, 20
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 4 * BATCH
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return torch.full((WIDTH,), float(i)), torch.tensor(i % 3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 3))
+
+
+def job(model: Any = mlp, loss: Any = F.cross_entropy, batch: int = BATCH) -> Job:
+    return Job(model, loss, Rows, lambda p: torch.optim.AdamW(p, lr=0.1), batch, 9, clip=1.0)
+
+
+# — what is pretended —
+
+
+def test_numbers_that_are_not_there_have_stand_ins() -> None:
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with Pretending(fakes):
+        hollow = fakes.from_tensor(torch.full((3,), 7.0))
+        assert hollow.tolist() == [0.0, 0.0, 0.0] and float(hollow.sum()) == 0.0
+        assert (hollow > 1).tolist() == [True, True, True]
+        assert hollow.argmax().item() == 1
+
+
+def test_a_real_tensor_keeps_its_numbers_when_one_without_is_written_into_it() -> None:
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with Pretending(fakes):
+        real = torch.arange(4.0, dtype=torch.float64)
+        same = real.copy_(fakes.from_tensor(torch.ones(4, dtype=torch.float64)))
+        assert same is real and real.tolist() == [0.0, 1.0, 2.0, 3.0]
+        real[:2].add_(1)
+        assert real.tolist() == [1.0, 2.0, 2.0, 3.0]
+
+
+def test_other_ranks_send_what_this_one_sends() -> None:
+    with process_group(1, 3), Pretending(FakeTensorMode(allow_non_fake_inputs=True)):
+        gathered = [torch.empty(2, dtype=torch.int64) for _ in range(3)]
+        torch.distributed.all_gather(gathered, torch.tensor([4, 5]))
+        assert [t.tolist() for t in gathered] == [[4, 5]] * 3
+        there = torch.zeros(2, dtype=torch.bool)
+        torch.distributed.recv(there, 0)
+        assert there.tolist() == [True, True]
+    assert not torch.distributed.is_initialized()
+
+
+# — kinds of ranks —
+
+PLANS = (
+    "dp=1", "dp=4", "dp=3", "fsdp=3", "dp=2 fsdp=4", "tp=4", "tp=2", "pp=2 microbatches=2", "pp=2 dp=3 tp=2 microbatches=3",
+    "pp=4 dp=4 fsdp=2 tp=4 microbatches=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", PLANS)
+def test_every_rank_is_like_one_that_runs(line: str) -> None:
+    plan = Plan.parse(line)
+    kinds = Kinds.of(plan, known(job(batch=64), plan)[0], 64)
+    counts = Counter(kinds.like(rank) for rank in range(plan.world))
+    assert counts == kinds.counts()
+    assert all(kinds.like(rank) == rank for rank in counts)
+
+
+def test_ranks_with_other_samples_or_shorter_parts_are_of_another_kind() -> None:
+    plan = Plan.parse("dp=3")
+    assert Kinds.of(plan, known(job(), plan)[0], BATCH).counts() == {0: 2, 2: 1}  # 7, 7 and 6 samples
+    plan = Plan.parse("fsdp=5")
+    assert Kinds.of(plan, known(job(), plan)[0], BATCH).counts() == {
+        0: 3,
+        3: 1,
+        4: 1,
+    }  # of 3 rows: 1, 1, 1, 0, 0; of 8, 32
+
+
+def test_sixteen_thousand_ranks_are_few_kinds() -> None:
+    plan = Plan.parse("pp=4 dp=1024 tp=4 microbatches=2")
+    counts = Kinds.of(plan, known(job(), plan)[0], 4096).counts()
+    assert sum(counts.values()) == plan.world == 16384 and len(counts) == 4
+
+
+# — messages —
+
+
+@pytest.fixture(scope="module")
+def mails() -> dict[int, Mail]:
+    """Of the four ranks of a pipeline of two stages, each cut in two."""
+    from plait import dryrun
+
+    plan = Plan.parse("pp=2 tp=2 microbatches=2")
+    sketch = dryrun.known(job(), plan)[0]
+    kinds = Kinds(plan, (0,), (0,), (0, 1))
+    return {kind.rank: mail for kind, mail in dryrun._each(job(), plan, (sketch, False), kinds, 1)}
+
+
+def like(rank: int) -> int:
+    return rank
+
+
+def changed(mails: dict[int, Mail], rank: int, op: str, change: Any) -> dict[int, Mail]:
+    """The mails with the first message of that operator changed, or left out."""
+    mail = mails[rank]
+    at = next(i for i, m in enumerate(mail.messages) if m.op == op)
+    made = change(mail.messages[at])
+    messages = [*mail.messages[:at], *([made] if made else []), *mail.messages[at + 1 :]]
+    return mails | {rank: Mail(rank, mail.plan, mail.circles, messages)}
+
+
+def test_ranks_of_a_plan_agree(mails: dict[int, Mail]) -> None:
+    agree(mails, like)
+    assert {c.axes for m in mails.values() for c in m.circles} == {"pp", "tp", "pp×tp"}
+    assert all(m.messages for m in mails.values())
+
+
+@pytest.mark.parametrize(
+    "rank, op, change, told",
+    [
+        (1, "allreduce_", lambda m: None, "ranks 0 and 1"),
+        (1, "allreduce_", lambda m: replace(m, bytes=m.bytes + 4), "ranks 0 and 1"),
+        (3, "allreduce_", lambda m: replace(m, op="broadcast_"), "ranks 2 and 3"),
+        (2, "recv_", lambda m: None, "ranks 0 and 2"),
+        (0, "send", lambda m: replace(m, bytes=1), "ranks 0 and 2"),
+        (0, "send", lambda m: replace(m, peer=0), "ranks 0 and 2"),
+    ],
+)
+def test_ranks_that_would_wait_for_each_other_are_named(
+    mails: dict[int, Mail], rank: int, op: str, change: Any, told: str
+) -> None:
+    with pytest.raises(PlaitError, match="D001") as caught:
+        agree(changed(mails, rank, op, change), like)
+    assert told in str(caught.value)
+
+
+def test_an_extra_message_is_seen(mails: dict[int, Mail]) -> None:
+    extra = Mail(3, mails[3].plan, mails[3].circles, [*mails[3].messages, Message(0, "send", 8, "[2] float32", 1)])
+    with pytest.raises(PlaitError, match="nothing more"):
+        agree(mails | {3: extra}, like)
+
+
+# — the whole —
+
+
+class Looks(nn.Module):
+    """Takes another way when its input is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x if float(x.detach().sum()) > 0 else -x)
+
+
+def looking(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs[outputs.detach() > -9].mean()
+
+
+@pytest.mark.parametrize("given", [{"model": Looks}, {"loss": looking}])
+def test_what_looks_at_values_runs_on_real_tensors(given: dict[str, Any]) -> None:
+    found = dry_run(job(**given), Plan.parse("dp=2"))
+    assert found.fullest.ranks == 2 and found.fullest.peak.total > 0
+
+
+@pytest.mark.parametrize("line", ["compile=true", "dp=2 processes=one"])
+def test_what_cannot_run_dry_is_said(line: str) -> None:
+    with pytest.raises(PlaitError, match="D002"):
+        dry_run(job(), Plan.parse(line))
+
+
+def test_a_plan_that_cannot_work_is_refused() -> None:
+    with pytest.raises(PlaitError, match="P012"):
+        dry_run(job(), Plan.parse("dp=32"))
+
+
+def test_nothing_of_a_dry_run_stays() -> None:
+    state = torch.get_rng_state()
+    dry_run(job(), Plan.parse("fsdp=2"))
+    assert not torch.distributed.is_initialized()
+    assert torch.equal(torch.zeros(2), torch.tensor([0.0, 0.0])) and type(torch.zeros(2)) is Tensor
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "examples/digits/job.py", "--plan", "pp=2 dp=2 microbatches=2", "--dry-run"]
+    assert main(line) == 0
+    shown = capsys.readouterr().out
+    assert "one rank of each of 2 kinds, of 4 ranks" in shown and "  parameters" in shown and "pp×dp 1×" in shown
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [k["ranks"] for k in found["kinds"]] == [2, 2] and found["fullest"] in (0, 2)
+    assert all(k["peak"]["total"] == sum(k["peak"]["categories"].values()) for k in found["kinds"])
