@@ -2,7 +2,8 @@
 
 A micro-batch is rehearsed on fake tensors (`rehearsal.py`), the optimizer's step too. To what they allocate come the
 charges of the strategies, each from one moment of the step to another, and what one device holds in the categories that
-no strategy charges. The fullest moment is found by going through the step.
+no strategy charges. The fullest moment is found by going through the step. Ranks that are not all alike (stages, slices,
+stretches, experts) make that step in a dry run (`dryrun.py`).
 """
 
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from plait.allocations import Allocations, Change, Tape
 from plait.blueprint import PartlyFake, sketched
 from plait.build import check_plan
 from plait.data import Share
+from plait.dryrun import DryRun, dry_run
 from plait.job import Job
 from plait.making import make_optimizer
 from plait.outline import short
@@ -48,7 +50,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Bill:
-    """What one rank (the first, whose share is the largest) holds at the fullest moment of a step."""
+    """What one rank (the first, whose share is the largest; of unlike ranks the fullest) holds at the fullest moment of a step."""
 
     plan: str
     samples: int
@@ -103,6 +105,8 @@ class Costing:
 
     def bill(self, plan: Plan) -> Bill:
         """The bill of a plan. Raises its refusals."""
+        if plan.across:
+            return _of(dry_run(self.job, plan))
         check_plan(self.job, plan)
         counts = [n for _, n in Share(0, plan.ranks, plan.microbatches).parts(self.job.batch)]
         state, step = _optimizer(self.job, plan, self.sketch)
@@ -120,6 +124,23 @@ class Costing:
             tape = _joined(self.rehearsed(plan, count).tape, step if last else None)
             bills.append(_fullest(plan, count, tape, [c for c in charges if c.turns <= turns]))
         return max(bills, key=lambda b: b.total)
+
+
+def _of(found: DryRun) -> Bill:
+    """The bill of a plan whose ranks are unlike, from a dry run: of the fullest."""
+    most = found.fullest
+    why = WHY | {"parameters": f"the parts that rank {most.rank} has", "batch": f"samples: {most.samples} at a time"}
+    items = (Item(category, size, why[category]) for category, size in most.peak.categories.items())
+    return Bill(
+        found.plan, most.samples, most.peak.total, most.peak.moment, tuple(sorted(items, key=lambda i: -i.bytes))
+    )
+
+
+WHY = MappingProxyType({
+    "gradients": "of its parameters", "optimizer": "what it keeps from step to step", "host copies": "what the optimizer updates",
+    "buffers": "of the model", "activations": "kept for backward", "gathered": "parameters that are whole at the moment",
+    "exchange": "what is sent or received", "temporary": "inside forward and backward",
+})  # fmt: skip
 
 
 def _turns(counts: list[int]) -> dict[tuple[int, frozenset[str]], bool]:
@@ -247,12 +268,6 @@ def _notes(plan: Plan) -> Iterable[str]:
         yield "what compile=true saves by fusing operators"
     if plan.processes == "one":
         yield f"the {plan.dp - 1} other copies of the model that threads of this process compute with"
-    if plan.pp > 1:
-        yield f"pp={plan.pp}: these are the bytes of a rank that has the whole model"
-    if plan.cp > 1:
-        yield f"cp={plan.cp}: these are the activations of whole sequences; a rank keeps about 1/{plan.cp} of them"
-    if plan.ep > 1:
-        yield f"ep={plan.ep}: these are the bytes of a rank that has all experts"
 
 
 def _place(moment: Moment, places: dict[str, int]) -> tuple[int, int] | None:

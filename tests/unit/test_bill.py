@@ -165,6 +165,16 @@ def test_the_bill_adds_up_and_is_the_same_every_time() -> None:
     assert bills[0] == bills[-1] == bill(job(torch.optim.AdamW), plans[0])
 
 
+def test_ranks_that_are_not_alike_have_the_bill_of_the_fullest() -> None:
+    wide = lambda: nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 3000), nn.ReLU(), nn.Linear(3000, 10))  # noqa: E731
+    found = bill(job(torch.optim.AdamW, wide), Plan.parse("pp=2 microbatches=2"))
+    assert found.total == sum(i.bytes for i in found.items) and all(i.reason for i in found.items) and not found.notes
+    assert found.categories["parameters"] == 4 * (20 * 20 + 20 + 20 * 3000 + 3000)  # of the first stage
+    assert found.samples == BATCH // 2
+    half = bill(job(torch.optim.AdamW), Plan.parse("tp=2"))
+    assert half.categories["parameters"] == (PARAMETERS + 4 * 10) // 2  # the bias of the last layer is whole
+
+
 def test_a_plan_that_cannot_work_has_no_bill() -> None:
     with pytest.raises(Exception, match="P012"):
         bill(job(), Plan.parse(f"dp={BATCH + 1}"))
