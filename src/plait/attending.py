@@ -9,7 +9,7 @@ are always all of them, so columns that were cut are gathered.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from plait import ring, ulysses
 from plait.blockwise import Scores
+from plait.course import Pair
 from plait.draws import bits, key
-from plait.errors import PlaitError, Problem
+from plait.errors import FAILED, PlaitError, Problem
 from plait.ranges import Rows, within
 from plait.stretch import Held
 from plait.windows import Axis, sub_block
@@ -48,31 +49,51 @@ class Asked:
         return held.take(self.mask, self.mask.dim() - 2) if whole else self.mask  # pyrefly: ignore
 
 
-Answer = Callable[[Asked, Held], Tensor]
+Answer = Callable[[Asked, Held, Held], Tensor]
+"""(call, the queries' rows, the keys' rows) -> output of this rank's queries."""
 
 
 class Attending(TorchFunctionMode):
-    """Around a unit's forward: its attention sees all stretches."""
+    """Around a unit's forward: its attentions see all stretches.
 
-    def __init__(self, held: Held, answer: Answer):
+    `held`: the rows of each sequence. `pairs`: the sequences of each attention, in the order in which they are called.
+    """
+
+    def __init__(self, held: Mapping[int, Held], pairs: Sequence[Pair], answer: Answer):
         super().__init__()
-        self.held, self.answer = held, answer
+        self.held, self.pairs, self.answer = held, pairs, answer
+        self.number = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
             return self._asked(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def _rows(self, which: int, given: Tensor) -> Held | None:
+        """Which rows of a sequence an attention's queries (0) or keys (1) are; None: every rank has all of them."""
+        if self.number > len(self.pairs):
+            what = f"a unit calls attention {self.number} times, in the sketch {len(self.pairs)}"
+            raise PlaitError(
+                Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)), FAILED
+            )
+        sequence = self.pairs[self.number - 1][which]
+        held = None if sequence is None else self.held.get(sequence)
+        return held if held is not None and given.shape[-2] == held.size else None
+
     def _asked(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        rows, length = self.held.size, self.held.cut.length
-        if (
-            key.shape[-2] != rows or query.shape[-2] != rows
-        ):  # what is attended to is no stretch: every rank has all of it
-            if attn_mask is not None and attn_mask.shape[-2] == length and query.shape[-2] == rows:
-                attn_mask = self.held.take(attn_mask, attn_mask.dim() - 2)
+        self.number += 1
+        queries, keys = self._rows(0, query), self._rows(1, key)
+        if queries is not None and is_causal and queries is not keys:  # queries and keys are counted from the first
+            length = key.shape[-2] if keys is None else keys.cut.length
+            order = torch.arange(max(length, queries.cut.length), device=query.device)
+            attn_mask, is_causal = order[: queries.cut.length, None] >= order[:length], False
+        if queries is None or keys is None:  # what is attended to is no stretch, or becomes whole: every rank has it
+            if queries is not None and attn_mask is not None and attn_mask.shape[-2] == queries.cut.length:
+                attn_mask = queries.take(attn_mask, attn_mask.dim() - 2)
+            key, value = (t if keys is None else keys.gather(t, t.dim() - 2) for t in (key, value))
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -80,28 +101,28 @@ class Attending(TorchFunctionMode):
         q, k, v = (t if t.dim() == 4 else t.reshape(1, -1, *t.shape[-2:]) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        if attn_mask is not None and attn_mask.shape[-1] == rows < length:
-            fetch = self.held.gather if attn_mask.requires_grad else self.held.fetch
+        if attn_mask is not None and attn_mask.shape[-1] == keys.size < keys.cut.length:
+            fetch = keys.gather if attn_mask.requires_grad else keys.fetch
             attn_mask = fetch(attn_mask, attn_mask.dim() - 1)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out = self.answer(Asked(q, k, v, attn_mask, dropout_p, is_causal, scale), self.held)
-        return out.reshape(*front, rows, value.shape[-1])
+        out = self.answer(Asked(q, k, v, attn_mask, dropout_p, is_causal, scale), queries, keys)
+        return out.reshape(*front, query.shape[-2], value.shape[-1])
 
 
 def around(randomness: Callable[[], Any]) -> Answer:
     """Attention in a ring."""
 
-    def answer(asked: Asked, held: Held) -> Tensor:
-        mask, kept = asked.rows(held), None
+    def answer(asked: Asked, queries: Held, keys: Held) -> Tensor:
+        mask, kept = asked.rows(queries), None
         if asked.dropout > 0.0:
             b, h, t, _ = asked.q.shape
-            length = held.cut.length
+            length = keys.cut.length
             drawn = _Drawn(randomness(), b, h, True)
-            axes = [*drawn.heads(), (length, held.cut.ranks[held.rank]), (length, ((0, length),))]
+            axes = [*drawn.heads(), (queries.cut.length, queries.cut.ranks[queries.rank]), (length, ((0, length),))]
             kept = drawn.kept(asked, axes).view(b, h, t, length)
         learned = mask is not None and mask.requires_grad
         scores = Scores(asked.scale, asked.causal, mask, kept, learned)
-        return ring.attention(asked.q, asked.k, asked.v, scores, ring.Ring(held.group, held.cut))
+        return ring.attention(asked.q, asked.k, asked.v, scores, ring.Ring(keys.group, keys.cut))
 
     return answer
 
@@ -109,27 +130,27 @@ def around(randomness: Callable[[], Any]) -> Answer:
 def exchanged(randomness: Callable[[], Any]) -> Answer:
     """Attention on this rank's heads of the whole sequence."""
 
-    def answer(asked: Asked, held: Held) -> Tensor:
-        exchange = ulysses.Exchange(held.group, held.cut)
-        ranks, heads = len(held.cut.ranks), asked.q.shape[1]
+    def answer(asked: Asked, queries: Held, keys: Held) -> Tensor:
+        rows, columns = (ulysses.Exchange(held.group, held.cut) for held in (queries, keys))
+        ranks, heads = len(queries.cut.ranks), asked.q.shape[1]
         k, v = (ulysses.repeated(t, heads, ranks) for t in (asked.k, asked.v))
-        q, k, v = (exchange.heads(t) for t in (asked.q, k, v))
+        q, k, v = rows.heads(asked.q), columns.heads(k), columns.heads(v)
         mask = asked.mask
-        if mask is not None and mask.shape[-2] == held.size:
-            mask = (held.gather if mask.requires_grad else held.fetch)(mask, mask.dim() - 2)
-        mask = mask if mask is None else exchange.mine(mask)
+        if mask is not None and mask.shape[-2] == queries.size:
+            mask = (queries.gather if mask.requires_grad else queries.fetch)(mask, mask.dim() - 2)
+        mask = mask if mask is None else rows.mine(mask)
         if asked.dropout == 0.0:
             grouped = k.shape[1] != q.shape[1]
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=asked.causal, scale=asked.scale, enable_gqa=grouped
             )
-            return exchange.rows(out)
-        b, share, whole = q.shape[0], q.shape[1], (held.cut.length, ((0, held.cut.length),))
+            return rows.rows(out)
+        b, share, sizes = q.shape[0], q.shape[1], (queries.cut.length, keys.cut.length)
         drawn = _Drawn(randomness(), b, heads, False)
-        axes = drawn.heads((held.rank * share, share))
-        kept = drawn.kept(asked, [*axes, whole, whole]).view(b, share, held.cut.length, held.cut.length)
+        axes = [*drawn.heads((queries.rank * share, share)), *((size, ((0, size),)) for size in sizes)]
+        kept = drawn.kept(asked, axes).view(b, share, *sizes)
         scores = Scores(asked.scale, asked.causal, mask, kept, mask is not None and mask.requires_grad)
-        return exchange.rows(ring.attention(q, k, v, scores, ring.Ring(_Alone(), Rows.of([held.cut.length]))))
+        return rows.rows(ring.attention(q, k, v, scores, ring.Ring(_Alone(), Rows.of(sizes[1:]))))
 
     return answer
 
@@ -198,17 +219,16 @@ class Whole:
         """A call of the whole run."""
         self.calls.append(replace(asked, mask=None))
 
-    def answer(self, asked: Asked, held: Held) -> Tensor:
+    def answer(self, asked: Asked, queries: Held, keys: Held) -> Tensor:
         """Attention over the whole run's keys and values. Notes how far this rank's own are from their rows."""
         whole = self.calls[self.number]
         self.number += 1
-        for mine, other in ((asked.q, whole.q), (asked.k, whole.k), (asked.v, whole.v)):
-            if mine.shape[2] == held.size:
-                self.worst = max(self.worst, apart(mine, held.take(other, 2)))
-        mask = asked.rows(held)
+        for mine, other, held in ((asked.q, whole.q, queries), (asked.k, whole.k, keys), (asked.v, whole.v, keys)):
+            self.worst = max(self.worst, apart(mine, held.take(other, 2)))
+        mask = asked.rows(queries)
         if asked.causal:
-            order = torch.arange(held.cut.length, device=asked.q.device)
-            mask = held.take(order[:, None], 0) >= order
+            order = torch.arange(queries.cut.length, device=asked.q.device)
+            mask = queries.take(order[:, None], 0) >= order
         grouped = whole.k.shape[1] != asked.q.shape[1]
         return F.scaled_dot_product_attention(asked.q, whole.k, whole.v, mask, scale=asked.scale, enable_gqa=grouped)
 

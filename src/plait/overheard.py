@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from plait.attending import Asked
 from plait.blockwise import wide
-from plait.course import SAMPLES, Course, Talk, short, shortened
+from plait.course import SAMPLES, Course, Talk, short
 from plait.proving import Layout
 from plait.ranges import Rows
 from plait.regions import Absent
@@ -39,11 +39,19 @@ class Deaf(Held):
     """Of the model, for the loss."""
     stretching: Any = None
 
+    @property
+    def length(self) -> int:
+        """Of the sequence as it was sketched."""
+        return self.stretching.sketched(self)
+
     def _note(self, kind: str, local: Tensor, dim: int) -> Tensor:
         rows = local.shape[dim]
         each = (local.numel() // max(rows * SAMPLES, 1),)
         twice = checkpoint_frame() is not None
-        self.notes.append(Talk(kind, self.stretching.unit, each, (0, 0), local.dtype, local.requires_grad, twice))
+        lengths = (self.length, self.length)
+        self.notes.append(
+            Talk(kind, self.stretching.unit, each, (0, 0), local.dtype, local.requires_grad, twice, lengths)
+        )
         shape = list(local.shape)
         shape[dim] = self.cut.length - rows
         return torch.cat([local, local.new_empty(shape)], dim)
@@ -79,15 +87,16 @@ def _heard(
     course = stretching.course
     targets: list[Any] = []
 
-    def silent(asked: Asked, held: Held) -> Tensor:
+    def silent(asked: Asked, queries: Held, keys: Held) -> Tensor:
         q, k, v = asked.q, asked.k, asked.v
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1])
-        each = tuple(t.numel() // (held.size * samples) for t in (q, k, v, out))
+        each = tuple(t.numel() // (t.shape[2] * samples) for t in (q, k, v, out))
+        lengths = stretching.sketched(queries), stretching.sketched(keys)
         grad = any(t.requires_grad for t in (q, k, v))
         heads, twice = (q.shape[1], k.shape[1]), checkpoint_frame() is not None
-        notes.append(Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice))
-        if asked.mask is not None and asked.mask.shape[-2] == held.size:
-            each = (asked.mask.numel() // (held.size * samples),)
+        notes.append(Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice, lengths))
+        if asked.mask is not None and asked.mask.shape[-2] == queries.size:
+            each = (asked.mask.numel() // (queries.size * samples),)
             notes.append(
                 replace(notes[-1], kind="rows", each=each, dtype=asked.mask.dtype, grad=asked.mask.requires_grad)
             )
@@ -109,7 +118,7 @@ def _heard(
     handles = stretching.install()
     try:
         try:
-            once(shortened(pair, course.length, short(course, stretching.ranks)))
+            once(short(course, pair, stretching.ranks))
         except Exception:  # it may need its own length
             for noted in (notes, ends, absent.calls):
                 noted.clear()
@@ -117,23 +126,26 @@ def _heard(
     finally:
         for handle in handles:
             handle.remove()
-        stretching.held = None
+        stretching.held = {}
     return notes, absent.calls
 
 
-def messages(talk: Talk, cut: Rows, rank: int, how: tuple[str, int], again: bool) -> Iterator[tuple[str, int, int]]:
-    """(operator, calls, bytes) of a rank in one pass forward and backward. `how`: ring or ulysses, and the samples.
+def messages(
+    talk: Talk, layout: Callable[[int], Rows], rank: int, how: tuple[str, int], again: bool
+) -> Iterator[tuple[str, int, int]]:
+    """(operator, calls, bytes) of a rank in one pass forward and backward. `layout`: how a sequence of a length is cut.
 
-    `again`: the forward pass is made twice.
+    `how`: ring or ulysses, and the samples. `again`: the forward pass is made twice.
     """
     context, samples = how
     forward = 1 + again
+    queries, keys = map(layout, talk.lengths)
     if talk.kind == "attention" and context == "ring":
-        yield from _ring(talk, cut, rank, samples, forward)
+        yield from _ring(talk, keys, rank, samples, forward)
     elif talk.kind == "attention":
-        yield from _swaps(talk, cut, rank, samples, forward)
+        yield from _swaps(talk, (queries, keys), rank, samples, forward)
     elif talk.kind != "rows" or context == "ulysses":
-        yield from _gathers(talk, cut, rank, samples, forward)
+        yield from _gathers(talk, queries, rank, samples, forward)
 
 
 def _ring(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
@@ -151,13 +163,15 @@ def _ring(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Itera
     yield "recv_", (ranks - 1) * (rounds + talk.grad), taken
 
 
-def _swaps(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
-    ranks = len(cut.ranks)
+def _swaps(
+    talk: Talk, cuts: tuple[Rows, Rows], rank: int, samples: int, forward: int
+) -> Iterator[tuple[str, int, int]]:
+    (queries, keys), ranks = cuts, len(cuts[0].ranks)
     heads, kv = talk.heads
     more = enough(kv, heads, ranks) // kv
     rows = [talk.each[0], talk.each[1] * more, talk.each[2] * more, talk.each[3]]
-    there = [row * cut.length // ranks for row in rows]
-    back = [row * cut.sizes[rank] for row in rows]
+    there = [row * cut.length // ranks for row, cut in zip(rows, (queries, keys, keys, queries))]
+    back = [row * cut.sizes[rank] for row, cut in zip(rows, (queries, keys, keys, queries))]
     size = forward * (sum(there[:3]) + back[3]) + talk.grad * (sum(back[:3]) + there[3])
     yield "alltoall_base_", 4 * (forward + talk.grad), size * samples * talk.dtype.itemsize
 
@@ -174,7 +188,7 @@ def _gathers(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> It
 
 
 def total(
-    course: Course, cut: Rows, rank: int, how: tuple[str, list[int]], twice: Callable[[str], bool]
+    course: Course, layout: Callable[[int], Rows], rank: int, how: tuple[str, list[int]], twice: Callable[[str], bool]
 ) -> Counter[tuple[str, str]]:
     """(operator, what) -> of a step's micro-batches: calls under ("op", "calls"), bytes under ("op", "bytes")."""
     found: Counter[tuple[str, str]] = Counter()
@@ -182,7 +196,7 @@ def total(
     for n in samples:
         for talk in course.talks:
             for op, calls, size in messages(
-                talk, cut, rank, (context, n), talk.twice or (bool(talk.unit) and twice(talk.unit))
+                talk, layout, rank, (context, n), talk.twice or (bool(talk.unit) and twice(talk.unit))
             ):
                 found[op, "calls"] += calls
                 found[op, "bytes"] += size

@@ -9,7 +9,7 @@ attention is refused.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from plait import multihead
 from plait.attending import Asked, Attending, Whole, apart, check_heads
-from plait.course import Call, Course, refused, seeds, short, shortened, still
+from plait.course import At, Call, Course, refused, seeds, short, still
 from plait.errors import PlaitError
 from plait.ranges import Rows
 from plait.stretch import Held
@@ -47,7 +47,7 @@ def proved(
     """
     cut, ranks = layout
     try:
-        taken = _taken(model, shortened(inputs, course.length, short(course, ranks)), call, course)
+        taken = _taken(model, short(course, inputs, ranks), call, course)
     except Exception:  # it may need its own length
         taken = _taken(model, inputs, call, course)
     calls = []
@@ -56,11 +56,11 @@ def proved(
             calls.append(made)
             continue
         found, why = _tried(model.get_submodule(made.unit), made, given, (cut, ranks), heads)
-        if found is None and made.attends:
+        if found is None and made.sees:
             raise refused(f"unit {made.unit} cannot run on a stretch of the sequence", why)
         calls.append(found or replace(made, stretched=False))
     course = replace(course, calls=tuple(calls))
-    return replace(course, draws=frozenset((place, dim) for place, dim in course.draws if course.on(place)))
+    return replace(course, draws={at: n for at, n in course.draws.items() if course.on(at[0]) is not None})
 
 
 def _taken(model: nn.Module, inputs: Any, call: Run, course: Course) -> list[Any]:
@@ -117,25 +117,24 @@ def _tried(
     unit, (args, kwargs) = widened(module), tree_map_only(Tensor, _wide, given)
     whole = Whole([])
     with torch.no_grad():
-        length = _length(made, (args, kwargs))
-        cut = layout[0](length, layout[1])
-        held = [Held(cut, None, rank) for rank in range(layout[1])]
+        lengths = _lengths(made, (args, kwargs))
+        ranks = [{n: Held(layout[0](t, layout[1]), None, r) for n, t in lengths.items()} for r in range(layout[1])]
 
-        def plain(asked: Asked, _: Held) -> Tensor:
+        def plain(asked: Asked, *_: Held) -> Tensor:
             if heads:
-                check_heads(asked.q.shape[1], len(held[0].cut.ranks))
+                check_heads(asked.q.shape[1], layout[1])
             whole.note(asked)
             grouped = asked.k.shape[1] != asked.q.shape[1]
             return F.scaled_dot_product_attention(
                 asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
             )
 
-        with Attending(Held(Rows.of([length]), None, 0), plain):
+        with Attending({n: Held(Rows.of([t]), None, 0) for n, t in lengths.items()}, made.attends, plain):
             expected = named_leaves(unit(*_copied(args), **_copied(kwargs)))[0]
         reasons = []
         for left in _choices(made, given):
             call = replace(made, left=left)
-            reason = _differs(unit, (args, kwargs), call, (expected, whole), held)
+            reason = _differs(unit, (args, kwargs), call, (expected, whole), ranks)
             if not reason:
                 return call, ""
             reasons.append(reason)
@@ -150,22 +149,22 @@ def _choices(made: Call, given: Any) -> list[frozenset[str]]:
 
 
 def _differs(
-    unit: nn.Module, given: Any, call: Call, known: tuple[list[tuple[str, Any]], Whole], held: list[Held]
+    unit: nn.Module, given: Any, call: Call, known: tuple[list[tuple[str, Any]], Whole], ranks: list[dict[int, Held]]
 ) -> str:
     """How the unit's outputs on stretches are not the stretches of its output, or nothing."""
     expected, whole = known
-    for mine in held:
+    for held in ranks:
         whole.number, whole.worst = 0, 0.0
-        args, kwargs = cut_arguments(_copied(given), call, mine)
+        args, kwargs = cut_arguments(_copied(given), call, held)
         try:
-            with Attending(mine, whole.answer):
+            with Attending(held, call.attends, whole.answer):
                 found = named_leaves(unit(*args, **kwargs))[0]
         except PlaitError:
             raise
         except Exception as error:
-            return (
-                f"on {mine.size} of {mine.cut.length} positions: {type(error).__name__}: {str(error).splitlines()[0]}"
-            )
+            sizes = " and ".join(f"{mine.size} of {mine.cut.length}" for mine in held.values())
+            told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return f"on {sizes} positions: {told}"
         if whole.worst > NEAR:
             return (
                 f"its queries, keys or values on a stretch are not those of the whole: they differ by {whole.worst:.0e}"
@@ -174,7 +173,7 @@ def _differs(
             return "it returns something else"
         for (path, a), (_, b) in zip(found, expected):
             if isinstance(b, Tensor):
-                b = mine.take(b, call.returned[path]) if path in call.returned else b
+                b = _rows(b, call.returned.get(path), held)
                 off = apart(a, b) if isinstance(a, Tensor) else 1.0
                 if off > NEAR:
                     used = (
@@ -184,18 +183,24 @@ def _differs(
     return ""
 
 
-def cut_arguments(given: Any, call: Call, held: Held) -> Any:
+def _rows(whole: Tensor, at: At | None, held: Mapping[int, Held]) -> Tensor:
+    return whole if at is None or at[1] not in held else held[at[1]].take(whole, at[0])
+
+
+def cut_arguments(given: Any, call: Call, held: Mapping[int, Held]) -> Any:
     """(args, kwargs) with this rank's rows of what is cut."""
     flat, spec = named_leaves(given)
     rows = [
-        held.take(leaf, call.given[path]) if isinstance(leaf, Tensor) and path in call.given and path not in call.left else leaf
+        _rows(leaf, None if path in call.left else call.given.get(path), held) if isinstance(leaf, Tensor) else leaf
         for path, leaf in flat
-    ]  # fmt: skip
+    ]
     return tree_unflatten(rows, spec)
 
 
-def _length(made: Call, given: Any) -> int:
-    return next(leaf.shape[made.given[path]] for path, leaf in named_leaves(given)[0] if path in made.given)
+def _lengths(made: Call, given: Any) -> dict[int, int]:
+    """Sequence -> its length, of all that a unit is given something of."""
+    named = dict(named_leaves(given)[0])
+    return {number: named[path].shape[dim] for path, (dim, number) in made.given.items() if path in named}
 
 
 def _copied(tree: Any) -> Any:

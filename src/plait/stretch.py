@@ -26,8 +26,9 @@ ALONE = frozenset((
     "clone", "detach", "contiguous", "to", "float", "double", "half", "bfloat16", "type_as", "pow", "square", "sqrt", "rsqrt",
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__", "__pow__",
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_",
+    "dropout",
 ))  # fmt: skip
-"""Functions of single elements."""
+"""Functions of single elements. A dropout that comes here keeps all: one that draws is keyed, and a product."""
 PLACE = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ifloordiv__", "__imod__")
 )
@@ -101,6 +102,8 @@ class Stretch(Facade):
         name = getattr(func, "__name__", "")
         if name in SHAPE or name == "__get__":
             return _attribute(func, args, kwargs)
+        if name.startswith("new_") and isinstance(args[0], Stretch):  # of any shape, and without its numbers
+            return func(args[0].local, *args[1:], **kwargs)
         if name == "__getitem__":
             found = _indexed(*args)
             if found is not None:
@@ -201,14 +204,14 @@ def shared(x: Tensor, ranks: int) -> Tensor:
     return _Shared.apply(x, ranks)
 
 
-def for_loss(outputs: Any, held: Held) -> Any:
-    """A model's outputs for a loss that every rank computes whole."""
+def for_loss(outputs: Any, ranks: int) -> Any:
+    """A model's outputs for a loss that each of so many ranks computes whole."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Stretch):
-            return held.finish(leaf.local, leaf.along + leaf.local.dim())
+            return leaf.held.finish(leaf.local, leaf.along + leaf.local.dim())
         needs = isinstance(leaf, Tensor) and leaf.requires_grad
-        return shared(leaf, len(held.cut.ranks)) if needs else leaf
+        return shared(leaf, ranks) if needs else leaf
 
     leaves(outputs)  # makes trees of dataclasses
     return tree_map(one, outputs)

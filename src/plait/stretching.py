@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.attending import Answer, Attending
-from plait.course import Call, Course
+from plait.course import At, Call, Course, Pair, refused
 from plait.errors import FAILED, PlaitError, Problem
 from plait.proving import show
 from plait.stretch import Held, Stretch, for_loss
@@ -30,7 +30,8 @@ class Stretching:
         self.model, self.course, self.ranks = model, course, ranks
         self.unit = ""
         """That runs now."""
-        self.held: Held | None = None
+        self.held: dict[int, Held] = {}
+        """Which rows of each sequence."""
         self.turns: dict[str, int] = {}
         self.running = False
         self.calls: dict[str, list[Call]] = {}
@@ -40,10 +41,14 @@ class Stretching:
     def wrap(self) -> None:
         """Give units that run on stretches a forward whose attention sees the others. Before it is recomputed or so."""
         for name, calls in self.calls.items():
-            if any(call.stretched for call in calls):
+            pairs = {call.attends for call in calls if call.stretched}
+            if len(pairs) > 1:
+                why = f"its attentions are over {' and over '.join(map(str, pairs))} (sequences of queries and keys)"
+                raise refused(f"unit {name} is called for several sequences in turn", why)
+            if pairs:
                 module = self.model.get_submodule(name)
                 show(module)
-                module.forward = _Inside(self, name, module)
+                module.forward = _Inside(self, pairs.pop(), module)
 
     def install(self) -> list[Any]:
         """From now on units get what they run on. After all other hooks: these must see plain tensors."""
@@ -56,11 +61,11 @@ class Stretching:
         return handles
 
     def _begin(self, *_: Any) -> None:
-        self.held, self.turns, self.running = None, {}, True
+        self.held, self.turns, self.running = {}, {}, True
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.running = False
-        return output if self.held is None or output is None else for_loss(output, self.held)
+        return for_loss(output, self.ranks) if self.held and output is not None else output
 
     def call(self, unit: str) -> Call:
         """How the call of a unit that begins now runs. In a recomputation by the model's own code it is the first again."""
@@ -76,14 +81,25 @@ class Stretching:
             )
         return calls[turn]
 
-    def rows(self, call: Call, leaves: list[tuple[str, Any]]) -> Held:
-        """Which rows this rank holds: decided by the first unit on stretches, from what it is given."""
-        if self.held is None:
-            ranks, length = self.ranks, next(t.shape[call.given[path]] for path, t in leaves if path in call.given)
-            if length < 2 * ranks:
-                raise too_short(length, ranks)
-            self.held = self.hold(length)
+    def rows(self, call: Call, leaves: list[tuple[str, Any]]) -> dict[int, Held]:
+        """Which rows this rank holds: decided by the first unit on stretches of a sequence, from what it is given.
+
+        Sequences of one length are cut alike, so that they can be added.
+        """
+        for path, t in leaves:
+            dim, number = call.given.get(path, (0, None))
+            if number is None or number in self.held:
+                continue
+            length = t.shape[dim]
+            if length < 2 * self.ranks:
+                raise too_short(length, self.ranks)
+            alike = (held for held in self.held.values() if held.cut.length == length)
+            self.held[number] = next(alike, None) or self.hold(length)
         return self.held
+
+    def sketched(self, held: Held) -> int:
+        """The length, in the course, of the sequence of which these are the rows."""
+        return next(self.course.lengths[number] for number, other in self.held.items() if other is held)
 
 
 def too_short(length: int, ranks: int) -> PlaitError:
@@ -120,16 +136,13 @@ class _Border:
         self.stretching.unit = ""
         if call is None or not call.stretched or not self.stretching.running:
             return output
-        held = self.stretching.held
-        assert held is not None
         flat, spec = named_leaves(output)
-        return tree_unflatten(
-            [
-                Stretch.of(leaf, call.returned[path], held) if known(leaf) and path in call.returned else leaf
-                for path, leaf in flat
-            ],
-            spec,
-        )  # fmt: skip
+        return tree_unflatten([self._whole(leaf, call.returned.get(path)) for path, leaf in flat], spec)
+
+    def _whole(self, leaf: Any, at: At | None) -> Any:
+        """Something returned as code between units sees it."""
+        held = None if at is None else self.stretching.held.get(at[1])
+        return leaf if at is None or held is None or not known(leaf) else Stretch.of(leaf, at[0], held)
 
 
 def known(leaf: Any) -> bool:
@@ -137,35 +150,34 @@ def known(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not is_unknown(leaf)
 
 
-def _mine(path: str, leaf: Any, call: Call, held: Held) -> Any:
+def _mine(path: str, leaf: Any, call: Call, rows: dict[int, Held]) -> Any:
     """An argument as the unit gets it."""
     if not isinstance(leaf, Tensor):
         return leaf
-    dim = None if path in call.left else call.given.get(path)
-    if (
-        path not in call.given and path not in call.left
-    ):  # not there when the model was sketched: a mask that is made at need
-        like = [d for d, n in enumerate(leaf.shape) if n == held.cut.length]
-        dim = like[0] if len(like) == 1 and leaf.is_floating_point() else None
+    at = None if path in call.left else call.given.get(path)
+    if path not in call.given and path not in call.left:  # was not there in the sketch: a mask that is made at need
+        like = [(d, i) for i, held in rows.items() for d, n in enumerate(leaf.shape) if n == held.cut.length]
+        at = like[0] if len(like) == 1 and leaf.is_floating_point() else None
+    held = None if at is None else rows.get(at[1])
     if isinstance(leaf, Stretch):
-        if dim is not None and dim - leaf.dim() == leaf.along and leaf.held is held:
+        if at is not None and at[0] - leaf.dim() == leaf.along and leaf.held is held:
             return leaf.local
         leaf = leaf.whole()
-    return leaf if dim is None or leaf.shape[dim] != held.cut.length else held.take(leaf, dim)
+    return leaf if at is None or held is None or leaf.shape[at[0]] != held.cut.length else held.take(leaf, at[0])
 
 
 class _Inside:
-    """A unit's own forward, its attention seeing all stretches; also when it runs again in backward."""
+    """A unit's own forward, its attentions seeing all stretches; also when it runs again in backward."""
 
-    def __init__(self, stretching: Stretching, name: str, module: nn.Module):
-        self.stretching, self.name, self.module = stretching, name, module
+    def __init__(self, stretching: Stretching, pairs: tuple[Pair, ...], module: nn.Module):
+        self.stretching, self.pairs, self.module = stretching, pairs, module
         self.replaced = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         held = self.stretching.held
-        if held is None:
+        if not held:
             return self.own(*args, **kwargs)
-        with Attending(held, self.stretching.answer):
+        with Attending(held, self.pairs, self.stretching.answer):
             return self.own(*args, **kwargs)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:

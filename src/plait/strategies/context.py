@@ -6,7 +6,8 @@ What it does
     must see the other stretches: in a ring, keys and values of all stretches come by one after the other; with
     `context=ulysses` ranks exchange their stretches for heads before the attention and back after it. Which dim of which
     tensor is the sequence is found by running the model on two lengths; that a unit may run on a stretch is checked in
-    float64 before it does.
+    float64 before it does. An encoder's and a decoder's sequence are cut each by itself: a decoder's rows then attend to
+    the encoder's, wherever they are. Patches of an image are a sequence too, with or without a class token.
 
 Picture
     rank 0   embed all ─► rows 0 1 6 7 ─► attention ⇄ ─► MLP ─► head ─► loss      zigzag: equal work under a causal mask
@@ -37,7 +38,7 @@ Paper
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
@@ -46,8 +47,9 @@ from typing import Any
 from torch import nn
 
 from plait.attending import around, check_heads, exchanged
-from plait.course import SAMPLES, Course, find
+from plait.course import SAMPLES, Course
 from plait.errors import PlaitError, Problem
+from plait.lengths import find
 from plait.overheard import overhear, total
 from plait.plan import Plan
 from plait.proving import Layout, proved, restored
@@ -142,10 +144,11 @@ def apply(built: Any) -> None:
     stretching.answer = (around if plan.context == "ring" else exchanged)(lambda: built.randomness)
     stretching.hold = lambda length: Held(layout(plan)(length, plan.cp), group, group.rank())
     stretching.wrap()
+    drawn = frozenset(course.draws)
 
     def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
-        now = stretching.held
-        return None if now is None else Share(now.cut, now.rank, course.draws)(place, dim, whole, local)
+        now = stretching.held.get(course.draws.get((place, dim), -1))
+        return None if now is None else Share(now.cut, now.rank, drawn)(place, dim, whole, local)
 
     built.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
     built.prepared.append(lambda _: stretching.install())
@@ -157,22 +160,28 @@ def layout(plan: Plan) -> Layout:
 
 
 def share(plan: Plan, sketch: Sketch, rank: int, toll: Toll) -> Fraction:
-    """How much a rank sends of what it would send of a whole sequence."""
-    cut = sketch.course is not None and not (toll.shape and toll.shape.count(sketch.course.length) != 1)
-    return part(plan, sketch, rank, toll.module) if cut else Fraction(1)
+    """How much a rank sends of what it would send of whole sequences."""
+    return part(plan, sketch, rank, toll.module, toll.shape)
 
 
-def part(plan: Plan, sketch: Sketch, rank: int, module: str) -> Fraction:
-    """How much of a sequence a rank computes in a module."""
+def part(plan: Plan, sketch: Sketch, rank: int, module: str, shape: Sequence[int] = ()) -> Fraction:
+    """How much of a sequence a rank computes in a module: of the one that a tensor of this shape has, if it is given."""
     course: Course | None = sketch.course
-    if course is None or not course.on(module):
+    number = None if course is None else course.on(module)
+    if course is None or number is None:
         return Fraction(1)
-    return Fraction(rows(plan, sketch, rank), course.length)
+    lengths = [course.lengths[number], *course.lengths] if shape else [course.lengths[number]]
+    length = next((n for n in lengths if not shape or shape.count(n) == 1), None)
+    return Fraction(1) if length is None else Fraction(_mine(plan, rank, length), length)
 
 
-def rows(plan: Plan, sketch: Sketch, rank: int) -> int:
-    """Rows of a sequence that a rank computes."""
-    return layout(plan)(sketch.course.length, plan.cp).sizes[plan.at(rank)["cp"]]
+def rows(plan: Plan, sketch: Sketch, rank: int) -> list[int]:
+    """Rows of each sequence that a rank computes."""
+    return [_mine(plan, rank, length) for length in sketch.course.lengths]
+
+
+def _mine(plan: Plan, rank: int, length: int) -> int:
+    return layout(plan)(length, plan.cp).sizes[plan.at(rank)["cp"]]
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
@@ -180,7 +189,7 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     course = sketch.course
     if course is None:
         return
-    rank, cut = plan.at(role.rank)["cp"], layout(plan)(course.length, plan.cp)
+    rank, cut = plan.at(role.rank)["cp"], lambda length: layout(plan)(length, plan.cp)
     twice = lambda unit: recompute.again(plan, sketch, unit)  # noqa: E731
     here = {unit.name for unit in sketch.units} | {""}
     asked = course.asked if role.layout is None or role.layout.owner[-1] == role.index(plan) else ()

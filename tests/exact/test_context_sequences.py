@@ -1,0 +1,47 @@
+"""Several sequences under context parallelism, and sequences that no size of the input tells: equal to one device."""
+
+import jobs_twosided
+import pytest
+from test_context import MORE, PLANS
+
+from plait.errors import PlaitError
+from plait.plan import Plan
+from plait.verify import verify
+
+BESIDE = (("translator", "pp=2 cp=2 microbatches=2"), ("bart", "tp=2 cp=2 context=ulysses"))
+SPREAD = (
+    ("bart", "cp=2"),
+    ("aligned", "cp=2 context=ulysses microbatches=2"),
+    ("transformer", "dp=2 cp=2"),
+    ("whisper", "cp=2 context=ulysses recompute=selective"),
+    ("vit", "cp=2 recompute=full"),
+)
+
+
+def equal(name: str, text: str) -> None:
+    plan = Plan.parse(text)
+    try:
+        verdict = verify(jobs_twosided.ALL[name](), plan, steps=3)
+    except PlaitError as error:
+        named = {"P041": plan.pp > 1, "P042": plan.cp * plan.tp > 2, "P023": plan.stages_per_rank > 1}
+        assert named.get(error.codes[0]), error  # code between stages needs it whole; few positions, heads or units
+        return
+    assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
+
+
+@pytest.mark.parametrize("name, text", SPREAD)
+def test_equal(name: str, text: str) -> None:
+    equal(name, text)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("text", (*PLANS, *MORE))
+@pytest.mark.parametrize("name", jobs_twosided.ALL)
+def test_every_model_under_every_plan(name: str, text: str) -> None:
+    equal(name, text)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name, text", BESIDE)
+def test_beside_other_strategies(name: str, text: str) -> None:
+    equal(name, text)
