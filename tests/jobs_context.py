@@ -249,11 +249,11 @@ OWN: dict[str, Any] = {
     "checkpoint": tokens(lambda: Attention(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))), "checkpoint"),
     "biased": biased,
     "routed": tokens(lambda: Attention(Routed())),
+    "counts": tokens(Counts),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "by_hand": (tokens(ByHand), "does not call"),
     "mixed": (tokens(lambda: Attention(Mixed())), "differs"),
-    "counts": (tokens(Counts), "queries, keys or values"),
     "scaled": (tokens(lambda: Attention(Scaled())), "differs"),
     "weights": (tokens(Weights), ""),
     "balanced": (mixtral, "another way"),

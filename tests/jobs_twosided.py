@@ -162,6 +162,7 @@ ALL = {
     "aligned": translate(lambda: Translator(aligned=True)),
     "transformer": translate(Transformer),
     "added": translate(Added, Same),
+    "t5": jobs_pipeline.t5,
     "whisper": jobs_pipeline.whisper,
     "vit": jobs_pipeline.vit,
     "clip": jobs_pipeline.clip_pairs,

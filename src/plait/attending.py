@@ -26,7 +26,7 @@ from plait.course import Pair
 from plait.draws import bits, key
 from plait.errors import FAILED, PlaitError, Problem
 from plait.ranges import Rows, within
-from plait.stretch import Held
+from plait.stretch import Held, Stretch
 from plait.windows import Axis, sub_block
 
 
@@ -85,6 +85,9 @@ class Attending(TorchFunctionMode):
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         self.number += 1
+        asked, mask = query, attn_mask
+        query, key, value = (_local(t, t.dim() - 2) for t in (query, key, value))
+        attn_mask = mask.local if isinstance(mask, Stretch) and mask.along > -3 else mask
         queries, keys = self._rows(0, query), self._rows(1, key)
         if queries is not None and is_causal and queries is not keys:  # queries and keys are counted from the first
             length = key.shape[-2] if keys is None else keys.cut.length
@@ -94,9 +97,10 @@ class Attending(TorchFunctionMode):
             if queries is not None and attn_mask is not None and attn_mask.shape[-2] == queries.cut.length:
                 attn_mask = queries.take(attn_mask, attn_mask.dim() - 2)
             key, value = (t if keys is None else keys.gather(t, t.dim() - 2) for t in (key, value))
-            return F.scaled_dot_product_attention(
+            out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+            return asked.like(out) if isinstance(asked, Stretch) else out
         front = query.shape[:-2]
         q, k, v = (t if t.dim() == 4 else t.reshape(1, -1, *t.shape[-2:]) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dim() < 4:
@@ -106,7 +110,15 @@ class Attending(TorchFunctionMode):
             attn_mask = fetch(attn_mask, attn_mask.dim() - 1)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         out = self.answer(Asked(q, k, v, attn_mask, dropout_p, is_causal, scale), queries, keys)
-        return out.reshape(*front, query.shape[-2], value.shape[-1])
+        out = out.reshape(*front, query.shape[-2], value.shape[-1])
+        return asked.like(out) if isinstance(asked, Stretch) else out
+
+
+def _local(given: Tensor, dim: int) -> Tensor:
+    """This rank's rows of queries or keys, when they are a stretch inside a unit."""
+    if not isinstance(given, Stretch):
+        return given
+    return given.local if given.cut == dim else given.whole()
 
 
 def around(randomness: Callable[[], Any]) -> Answer:

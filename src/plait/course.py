@@ -39,6 +39,8 @@ class Call:
     """Its attentions, in order."""
     left: frozenset[str] = frozenset()
     """Arguments that stay whole though they have such a dim: a mask over keys."""
+    poses: bool = False
+    """Its code looks at lengths: it sees those of whole sequences, and computes this rank's rows (`Stretch`)."""
 
     @property
     def sees(self) -> bool:
@@ -99,6 +101,13 @@ class Course:
 def refused(what: str, why: str, *fix: str) -> PlaitError:
     """P040."""
     return PlaitError(Problem("P040", what, why=why, fix=(*fix, "cp=1")), FAILED)
+
+
+def too_short(length: int, ranks: int) -> PlaitError:
+    """P042."""
+    what = f"a sequence of {length} does not split over cp={ranks}"
+    why = f"each rank holds two positions or more: {length} < 2 × {ranks}"
+    return PlaitError(Problem("P042", what, why=why, fix=(f"cp={max(1, length // 2)}", "longer sequences")), FAILED)
 
 
 def shortened(inputs: Any, lengths: Sequence[int], to: Sequence[int]) -> Any:

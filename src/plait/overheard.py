@@ -84,7 +84,6 @@ def _heard(
     stretching, layout, samples = how
     notes: list[Talk] = []
     absent, ends = Absent(stretching.ranks), list[Tensor]()
-    course = stretching.course
     targets: list[Any] = []
 
     def silent(asked: Asked, queries: Held, keys: Held) -> Tensor:
@@ -118,7 +117,7 @@ def _heard(
     handles = stretching.install()
     try:
         try:
-            once(short(course, pair, stretching.ranks))
+            once(short(stretching.course, pair, stretching.ranks))
         except Exception:  # it may need its own length
             for noted in (notes, ends, absent.calls):
                 noted.clear()

@@ -42,6 +42,7 @@ class Posing(Facade):
 
     local: Tensor
     along: int
+    inside = True
 
     @staticmethod
     def of(local: Tensor, dim: int, length: int) -> "Posing":

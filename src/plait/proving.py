@@ -3,15 +3,16 @@
 A unit that computes every position alone, but for its attention, gives on a stretch that stretch of what it gives on the
 whole. So each unit runs once on a whole (short) sequence, as the model's own code feeds it; its attentions' keys and
 values are kept. Then it runs on each rank's stretch, with its attention answered from those, and the outputs are
-compared. Attention written out by hand, convolutions over positions, positions that a unit counts itself, norms over the
-sequence: all of these show as a difference. A unit without attention that fails runs on the whole sequence; one with
-attention is refused.
+compared. Attention written out by hand, convolutions over positions, norms over the sequence: all of these show as a
+difference. A unit that counts positions or makes a bias of them is run once more with its rows posing as the whole
+sequence (`Stretch`): then its code counts all. A unit without attention that fails runs on the whole sequence; one
+with attention is refused.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -22,10 +23,10 @@ from torch.nn import functional as F
 
 from plait import multihead
 from plait.attending import Asked, Attending, Whole, apart, check_heads
-from plait.course import At, Call, Course, refused, seeds, short, still
+from plait.course import At, Call, Course, refused, seeds, short, still, too_short
 from plait.errors import PlaitError
 from plait.ranges import Rows
-from plait.stretch import Held
+from plait.stretch import Held, Stretch
 from plait.torchseam import named_leaves, tree_map_only, tree_unflatten
 from plait.watching import Call as Run
 from plait.watching import watch
@@ -118,7 +119,10 @@ def _tried(
     whole = Whole([])
     with torch.no_grad():
         lengths = _lengths(made, (args, kwargs))
-        ranks = [{n: Held(layout[0](t, layout[1]), None, r) for n, t in lengths.items()} for r in range(layout[1])]
+        if min(lengths.values()) < 2 * layout[1]:
+            raise too_short(min(lengths.values()), layout[1])
+        cuts = {n: layout[0](t, layout[1]) for n, t in lengths.items()}
+        ranks: list[Mapping[int, Held]] = [{n: Lone(c, None, r) for n, c in cuts.items()} for r in range(layout[1])]
 
         def plain(asked: Asked, *_: Held) -> Tensor:
             if heads:
@@ -132,8 +136,8 @@ def _tried(
         with Attending({n: Held(Rows.of([t]), None, 0) for n, t in lengths.items()}, made.attends, plain):
             expected = named_leaves(unit(*_copied(args), **_copied(kwargs)))[0]
         reasons = []
-        for left in _choices(made, given):
-            call = replace(made, left=left)
+        for left, poses in _choices(made, given):
+            call = replace(made, left=left, poses=poses)
             reason = _differs(unit, (args, kwargs), call, (expected, whole), ranks)
             if not reason:
                 return call, ""
@@ -141,15 +145,56 @@ def _tried(
     return None, reasons[0]
 
 
-def _choices(made: Call, given: Any) -> list[frozenset[str]]:
-    """Arguments to leave whole, the likeliest first: none, then masks."""
+def _choices(made: Call, given: Any) -> list[tuple[frozenset[str], bool]]:
+    """(arguments to leave whole, whether the others pose as whole), the likeliest first: none, then masks.
+
+    What poses has features in its last dim; where the sequence is in the last one, it is a mask.
+    """
     paths = [path for path, _ in named_leaves(given)[0] if path in made.given]
     found = [frozenset(some) for n in range(min(len(paths), TRIED + 1)) for some in combinations(paths, n)]
-    return found if len(paths) <= 2 * TRIED else found[: 1 + len(paths)]
+    found = found if len(paths) <= 2 * TRIED else found[: 1 + len(paths)]
+    leaves = dict(named_leaves(given)[0])
+    masks = frozenset(path for path in paths if made.given[path][0] == leaves[path].dim() - 1 > 0)
+    return [*((left, False) for left in found), (masks, True)]
+
+
+@dataclass(frozen=True)
+class Lone(Held):
+    """Rows of a rank that has no others to ask."""
+
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        raise RuntimeError("its code needs all rows of the sequence")
+
+    fetch = gather
+
+
+def posed(forward: Callable[..., Any], args: Any, kwargs: Any, call: Call, held: Mapping[int, Held]) -> Any:
+    """What a unit returns, run on this rank's rows: as they are, or under the shape of the whole."""
+    if not call.poses:
+        return forward(*args, **kwargs)
+
+    def whole(path: str, leaf: Any) -> Any:
+        dim, number = (0, None) if path in call.left else call.given.get(path, (0, None))
+        mine = None if number is None or not isinstance(leaf, Tensor) else held.get(number)
+        return Stretch.of(leaf, dim, mine, True) if mine is not None and leaf.shape[dim] == mine.size else leaf
+
+    def rows(path: str, leaf: Any) -> Any:
+        at = call.returned.get(path)
+        if isinstance(leaf, Stretch):
+            return leaf.local if at is not None and at[0] == leaf.cut else leaf.whole()
+        return _rows(leaf, at, held) if isinstance(leaf, Tensor) else leaf
+
+    args, kwargs = _each(whole, (args, kwargs))
+    return _each(rows, forward(*args, **kwargs))
+
+
+def _each(make: Callable[[str, Any], Any], tree: Any) -> Any:
+    flat, spec = named_leaves(tree)
+    return tree_unflatten([make(path, leaf) for path, leaf in flat], spec)
 
 
 def _differs(
-    unit: nn.Module, given: Any, call: Call, known: tuple[list[tuple[str, Any]], Whole], ranks: list[dict[int, Held]]
+    unit: nn.Module, given: Any, call: Call, known: tuple[list[tuple[str, Any]], Whole], ranks: list[Mapping[int, Held]]
 ) -> str:
     """How the unit's outputs on stretches are not the stretches of its output, or nothing."""
     expected, whole = known
@@ -158,7 +203,7 @@ def _differs(
         args, kwargs = cut_arguments(_copied(given), call, held)
         try:
             with Attending(held, call.attends, whole.answer):
-                found = named_leaves(unit(*args, **kwargs))[0]
+                found = named_leaves(posed(unit, args, kwargs, call, held))[0]
         except PlaitError:
             raise
         except Exception as error:
@@ -189,12 +234,12 @@ def _rows(whole: Tensor, at: At | None, held: Mapping[int, Held]) -> Tensor:
 
 def cut_arguments(given: Any, call: Call, held: Mapping[int, Held]) -> Any:
     """(args, kwargs) with this rank's rows of what is cut."""
-    flat, spec = named_leaves(given)
-    rows = [
-        _rows(leaf, None if path in call.left else call.given.get(path), held) if isinstance(leaf, Tensor) else leaf
-        for path, leaf in flat
-    ]
-    return tree_unflatten(rows, spec)
+
+    def one(path: str, leaf: Any) -> Any:
+        at = None if path in call.left else call.given.get(path)
+        return _rows(leaf, at, held) if isinstance(leaf, Tensor) else leaf
+
+    return _each(one, given)
 
 
 def _lengths(made: Call, given: Any) -> dict[int, int]:

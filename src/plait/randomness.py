@@ -31,8 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.draws import COMPOSITES, FEATURE_DROPOUTS, PLAIN_DROPOUTS, Drawn, draw_mask, key, mask_shape
 from plait.errors import PlaitError, Problem
-from plait.posing import Posing
-from plait.torchseam import DropoutBase, checkpoint_frame, mask_op
+from plait.torchseam import DropoutBase, Facade, checkpoint_frame, mask_op
 from plait.windows import Windows
 
 
@@ -286,7 +285,7 @@ class _Keyed(TorchFunctionMode):
     ):
         if not (training and train) or p == 0.0:
             return input
-        if isinstance(input, Posing):
+        if isinstance(input, Facade) and input.inside:
             return input.like(self._dropout(func, input.local, p, training, inplace, train))
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")

@@ -22,6 +22,7 @@ forward pass is computed again in backward. What is a copy on all ranks is the s
 rank communicates nothing. Without gradients needed they are plain collectives.
 """
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.ranges import Rows
-from plait.torchseam import storage_key
+from plait.torchseam import Facade, storage_key
 
 TAG = 2**16
 """Of the messages here: above those of `sharded.py`. Messages of one tag arrive in the order they were sent."""
@@ -57,6 +58,17 @@ class Absent:
             self.calls.append((op, x.numel() * x.element_size()))
 
 
+def of_rows(region: Any) -> Any:
+    """What poses as the whole (`torchseam.Facade`) goes through a region with its part on this rank."""
+
+    @wraps(region)
+    def through(x: Any, *how: Any) -> Any:
+        return x.like(region(x.local, *how)) if isinstance(x, Facade) and x.inside else region(x, *how)
+
+    return through
+
+
+@of_rows
 def enter(x: Tensor, group: Any) -> Tensor:
     """`x` itself, before a region cut over the ranks: what the ranks find as its gradient is summed.
 
@@ -65,16 +77,19 @@ def enter(x: Tensor, group: Any) -> Tensor:
     return x if group.size() == 1 else _Enter.apply(x, group)
 
 
+@of_rows
 def total(x: Tensor, group: Any) -> Tensor:
     """The sum over the ranks, on every rank: it stands after a region whose ranks each made a share of the result."""
     return x if group.size() == 1 else _Total.apply(x, group)
 
 
+@of_rows
 def part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """This rank's rows of `dim` of a whole that every rank has. Backward gives every rank the gradient of the whole."""
     return x if group.size() == 1 else _Part.apply(x, _checked(x.shape[dim], rows.length, dim, x), rows, group)
 
 
+@of_rows
 def gather(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """The whole of which each rank has its rows of `dim`; right where every rank computes the same after it.
 

@@ -103,6 +103,11 @@ class Spread(Tensor):
         """What an operator does that was called past torch's functions: only the whole can answer."""
         raise TypeError(f"{func} was given a tensor that is spread over ranks; call plait.spread.whole(…) on it first")
 
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.group.rank()
+
     def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "Spread":
         """Another tensor whose part on this rank is `local`, cut as this one unless said otherwise."""
         return Spread(local, self.cut if dim is None else dim, rows or self.rows, self.group)

@@ -35,7 +35,7 @@ def reshaped(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     if found is None:
         return NotImplemented
     dim, rows = found
-    local = (*shape[:dim], rows.sizes[x.group.rank()], *shape[dim + 1 :])
+    local = (*shape[:dim], rows.sizes[x.rank], *shape[dim + 1 :])
     return x.like(x.local.view(local) if name == "view" else x.local.reshape(local), dim, rows)
 
 
@@ -78,7 +78,7 @@ def _block(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[tuple[int,
 
 def sliced(x: Any, first: int, end: int) -> Any:
     """Rows first … end − 1 of the cut dim."""
-    held = x.rows.held(x.group.rank(), first, end)
+    held = x.rows.held(x.rank, first, end)
     pieces = [x.local.narrow(x.cut, a, n) for a, n in held] or [x.local.narrow(x.cut, 0, 0)]
     return x.like(pieces[0] if len(pieces) == 1 else torch.cat(pieces, x.cut), rows=x.rows.sliced(first, end))
 

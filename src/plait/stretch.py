@@ -18,17 +18,10 @@ from torch import Tensor
 from plait import regions
 from plait.errors import FAILED, PlaitError, Problem
 from plait.ranges import Rows
-from plait.spread import Spread
+from plait.spread import ELEMENTWISE, Spread
+from plait.stretchrules import RULES, Elsewhere, joined
 from plait.torchseam import Facade, leaves, plainly, tree_flatten, tree_map, tree_unflatten
 
-ALONE = frozenset((
-    "add", "sub", "mul", "div", "true_divide", "rsub", "neg", "abs", "exp", "sigmoid", "tanh", "relu", "silu", "gelu", "clamp",
-    "clone", "detach", "contiguous", "to", "float", "double", "half", "bfloat16", "type_as", "pow", "square", "sqrt", "rsqrt",
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__", "__pow__",
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_",
-    "dropout",
-))  # fmt: skip
-"""Functions of single elements. A dropout that comes here keeps all: one that draws is keyed, and a product."""
 PLACE = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ifloordiv__", "__imod__")
 )
@@ -73,25 +66,49 @@ class Held:
 
 
 class Stretch(Facade):
-    """`local`: this rank's rows of dim `along` (counted from the end) of a sequence."""
+    """`local`: this rank's rows of dim `along` (counted from the end) of a sequence.
+
+    `inside`: in a unit, where random numbers are drawn for this rank's rows alone.
+    """
 
     local: Tensor
     along: int
     held: Held
 
     @staticmethod
-    def of(local: Tensor, dim: int, held: Held) -> "Stretch":
+    def of(local: Tensor, dim: int, held: Held, inside: bool = False) -> "Stretch":
         """The sequence whose rows of dim `dim` on this rank are `local`."""
         along = dim - local.dim() if dim >= 0 else dim
         shape = list(local.shape)
         shape[along] = held.cut.length
         made = Facade.made(Stretch, local, shape)
-        made.local, made.along, made.held = local, along, held
+        made.local, made.along, made.held, made.inside = local, along, held, inside
         return made
+
+    def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "Stretch":
+        """Another tensor whose rows are `local`: of the same dim counted from the front, unless said otherwise."""
+        if rows is not None and rows.merged(1, 1) != self.rows.merged(1, 1):
+            raise Elsewhere
+        return Stretch.of(local, self.cut if dim is None else dim, self.held, self.inside)
+
+    @property
+    def cut(self) -> int:
+        """The dim of the sequence."""
+        return self.along + self.local.dim()
+
+    @property
+    def rows(self) -> Rows:
+        """Who holds which rows."""
+        return self.held.cut
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.held.rank
 
     def whole(self) -> Tensor:
         """All rows, as a plain tensor."""
-        return self.held.gather(self.local, self.along + self.local.dim())
+        return self.held.gather(self.local, self.cut)
 
     def __repr__(self, **_: Any) -> str:  # pyrefly: ignore[bad-override]
         return f"Stretch(shape={tuple(self.shape)}, along={self.along}, rows={self.local.shape[self.along]})"
@@ -104,27 +121,41 @@ class Stretch(Facade):
             return _attribute(func, args, kwargs)
         if name.startswith("new_") and isinstance(args[0], Stretch):  # of any shape, and without its numbers
             return func(args[0].local, *args[1:], **kwargs)
-        if name == "__getitem__":
-            found = _indexed(*args)
-            if found is not None:
-                return found
-        if name in ("view", "reshape") and _as_it_is(*args):
-            return Stretch.of(args[0].local, args[0].along, args[0].held)
-        inplace = name in PLACE or (name.endswith("_") and name[-2:] != "__")
-        fits = name in ALONE and (not inplace or isinstance(args[0], Stretch))
-        alone = _aligned(args, kwargs) if fits else None
-        if alone is None:
-            if inplace and isinstance(args[0], Stretch):
-                raise _writes(name)
-            return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
-        along, held, given = alone
+        try:
+            return _alone(func, name, args, kwargs)
+        except Elsewhere:
+            if _inplace(name) and isinstance(args[0], Stretch):
+                raise _writes(name) from None
+        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+
+
+def _alone(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The function on this rank's rows; Elsewhere when it needs others."""
+    if (name if name.startswith("__") else name.rstrip("_")) in ELEMENTWISE or name == "dropout":
+        other = "out" in kwargs or (name == "where" and len(args) < 3)
+        if other or (_inplace(name) and not isinstance(args[0], Stretch)):
+            raise Elsewhere
+        x, given = _aligned(args, kwargs)
         result = func(*given[0], **given[1])
-        if result is getattr(args[0], "local", None):  # in place
-            return args[0]
-        return Stretch.of(result, along, held)
+        return args[0] if result is getattr(args[0], "local", None) else x.like(result, x.along + result.dim())
+    if name in ("cat", "concat"):
+        return joined(func, args[0] if args else kwargs.pop("tensors"), args[1:], kwargs)
+    if name not in RULES or not args or not isinstance(args[0], Stretch):
+        raise Elsewhere
+    result = RULES[name](func, args[0], args[1:], kwargs)
+    if result is NotImplemented:
+        raise Elsewhere
+    return result
+
+
+def _inplace(name: str) -> bool:
+    return name in PLACE or (name.endswith("_") and name[-2:] != "__")
 
 
 def _attribute(func: Any, args: Any, kwargs: Any) -> Any:
+    x, name = args[0], getattr(getattr(func, "__self__", None), "__name__", "")
+    if name in ("T", "mT", "H", "mH") and isinstance(x, Stretch):
+        return RULES["transpose"](torch.transpose, x, (-2, -1), {})
     with plainly():
         return func(*args, **kwargs)
 
@@ -133,54 +164,23 @@ def _gathered(leaf: Any) -> Any:
     return leaf.whole() if isinstance(leaf, Stretch) else leaf
 
 
-def _aligned(args: Any, kwargs: Any) -> tuple[int, Held, Any] | None:
-    """(dim, rows, arguments as this rank's rows) of a function of single elements; None when stretches do not match."""
+def _aligned(args: Any, kwargs: Any) -> tuple[Stretch, Any]:
+    """(one of the stretches, arguments as this rank's rows) of a function of single elements."""
     flat, spec = tree_flatten((args, kwargs))
     stretches = [leaf for leaf in flat if isinstance(leaf, Stretch)]
-    along, held = stretches[0].along, stretches[0].held
-    if any(s.along != along or s.held is not held for s in stretches):
-        return None
+    x = max(stretches, key=lambda s: s.local.dim())
+    if any(s.along != x.along or s.held is not x.held for s in stretches):
+        raise Elsewhere
     local = []
     for leaf in flat:
         if isinstance(leaf, Stretch):
             leaf = leaf.local
-        elif isinstance(leaf, Tensor) and leaf.dim() >= -along and leaf.shape[along] != 1:
-            if leaf.shape[along] != held.cut.length:
-                return None
-            leaf = held.take(leaf, along + leaf.dim())
+        elif isinstance(leaf, Tensor) and leaf.dim() >= -x.along and leaf.shape[x.along] != 1:
+            if leaf.shape[x.along] != x.rows.length:
+                raise Elsewhere
+            leaf = x.held.take(leaf, x.along + leaf.dim())
         local.append(leaf)
-    if any(isinstance(leaf, Tensor) and leaf.dim() > stretches[0].local.dim() for leaf in local[:1]):
-        return None
-    return along, held, tree_unflatten(local, spec)
-
-
-def _indexed(x: Stretch, index: Any) -> Tensor | None:
-    """Slices of other dims, all rows of the sequence's."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if any(not (isinstance(p, (int, slice)) or p is None or p is Ellipsis) or isinstance(p, bool) for p in parts):
-        return None
-    taken = sum(p is not None and p is not Ellipsis for p in parts)
-    if Ellipsis not in parts:
-        parts.append(Ellipsis)
-    at = parts.index(Ellipsis)
-    parts[at : at + 1] = [slice(None)] * (x.dim() - taken)
-    dim, along = -1, x.along + x.dim()
-    for number, part in enumerate(parts):
-        dim += part is not None
-        if part is not None and dim == along:
-            if not (isinstance(part, slice) and part.indices(x.shape[along]) == (0, x.shape[along], 1)):
-                return None
-            parts[number] = slice(None)
-            after = sum(not isinstance(p, int) for p in parts[number:])
-            return Stretch.of(x.local[tuple(parts)], -after, x.held)
-    return None
-
-
-def _as_it_is(x: Any, *sizes: Any) -> bool:
-    """Whether a sequence is given the shape that it has."""
-    shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    ints = isinstance(x, Stretch) and len(shape) == x.dim() and all(isinstance(n, int) for n in shape)
-    return ints and list(shape).count(-1) < 2 and all(n in (-1, m) for n, m in zip(shape, x.shape))
+    return x, tree_unflatten(local, spec)
 
 
 def _writes(name: str) -> PlaitError:

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.attending import Answer, Attending
-from plait.course import At, Call, Course, Pair, refused
+from plait.course import At, Call, Course, refused, too_short
 from plait.errors import FAILED, PlaitError, Problem
-from plait.proving import show
+from plait.proving import posed, show
 from plait.stretch import Held, Stretch, for_loss
 from plait.torchseam import is_unknown, named_leaves, tree_map, tree_unflatten
 
@@ -41,14 +41,18 @@ class Stretching:
     def wrap(self) -> None:
         """Give units that run on stretches a forward whose attention sees the others. Before it is recomputed or so."""
         for name, calls in self.calls.items():
-            pairs = {call.attends for call in calls if call.stretched}
+            on = [call for call in calls if call.stretched]
+            pairs = {call.attends for call in on}
             if len(pairs) > 1:
                 why = f"its attentions are over {' and over '.join(map(str, pairs))} (sequences of queries and keys)"
                 raise refused(f"unit {name} is called for several sequences in turn", why)
-            if pairs:
+            if len({repr(call) for call in on}) > 1 and any(call.poses for call in on):
+                why = "its code looks at lengths, and its arguments differ from call to call"
+                raise refused(f"unit {name} is called in several ways", why)
+            if on:
                 module = self.model.get_submodule(name)
                 show(module)
-                module.forward = _Inside(self, pairs.pop(), module)
+                module.forward = _Inside(self, on[0], module)
 
     def install(self) -> list[Any]:
         """From now on units get what they run on. After all other hooks: these must see plain tensors."""
@@ -100,13 +104,6 @@ class Stretching:
     def sketched(self, held: Held) -> int:
         """The length, in the course, of the sequence of which these are the rows."""
         return next(self.course.lengths[number] for number, other in self.held.items() if other is held)
-
-
-def too_short(length: int, ranks: int) -> PlaitError:
-    """P042."""
-    what = f"a sequence of {length} does not split over cp={ranks}"
-    why = f"each rank holds two positions or more: {length} < 2 × {ranks}"
-    return PlaitError(Problem("P042", what, why=why, fix=(f"cp={max(1, length // 2)}", "longer sequences")), FAILED)
 
 
 class _Border:
@@ -169,16 +166,16 @@ def _mine(path: str, leaf: Any, call: Call, rows: dict[int, Held]) -> Any:
 class _Inside:
     """A unit's own forward, its attentions seeing all stretches; also when it runs again in backward."""
 
-    def __init__(self, stretching: Stretching, pairs: tuple[Pair, ...], module: nn.Module):
-        self.stretching, self.pairs, self.module = stretching, pairs, module
+    def __init__(self, stretching: Stretching, call: Call, module: nn.Module):
+        self.stretching, self.how, self.module = stretching, call, module
         self.replaced = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         held = self.stretching.held
         if not held:
             return self.own(*args, **kwargs)
-        with Attending(held, self.pairs, self.stretching.answer):
-            return self.own(*args, **kwargs)
+        with Attending(held, self.how.attends, self.stretching.answer):
+            return posed(self.own, args, kwargs, self.how, held)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward as it was."""

@@ -36,7 +36,7 @@ class Event:
     again: bool = True
     """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
     shape: tuple[int, ...] = ()
-    """Of what is not the unit's own tensor but an argument that it uses: a sequence may be none of its dims, or two."""
+    """Of an argument that the unit uses: a sequence may be none of its dims, or two. Of hidden states, always cut: ends in 0."""
     rows: int = 0
     """Of a `gather` or a `scatter` of stretches, which are of `bytes` in whole: the length of the sequence."""
     call: int = -1
@@ -103,14 +103,14 @@ class Listening:
 
             self._hook(model, argument.module, entering, pre=True)
 
-    def _asks(self, x: Tensor, op: str, module: str, sent: Tensor, rows: int = 0) -> None:
+    def _asks(self, x: Tensor, op: str, module: str, sent: Tensor, **more: Any) -> None:
         """A message of the backward pass, which is sent if a gradient comes to `x`."""
         if not x.requires_grad or self.returning:
             return
         number = len(self.events)
         self.asked.append(number)
         x.register_hook(lambda gradient: self.reached.add(number))
-        self._note(op, module, "backward", sent, rows=rows)
+        self._note(op, module, "backward", sent, **more)
 
     def _note(self, op: str, module: str, when: str, x: Tensor, shape: tuple[int, ...] = (), rows: int = 0) -> None:
         if self.returning and when in ("backward", "between"):
@@ -139,7 +139,7 @@ class Listening:
                 return value
             if id(value) not in seen:
                 seen[id(value)] = value, value.view_as(value)
-                self._asks(seen[id(value)][1], "allreduce_", row, value)
+                self._asks(seen[id(value)][1], "allreduce_", row, value, shape=(*value.shape[:-1], 0))
             return seen[id(value)][1]
 
         def entering(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

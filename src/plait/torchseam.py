@@ -270,7 +270,17 @@ plainly = torch._C.DisableTorchFunctionSubclass
 
 
 class Facade(Tensor):
-    """A tensor with a shape and no numbers, for classes that say themselves what functions of it are."""
+    """A tensor with a shape and no numbers, for classes that say themselves what functions of it are.
+
+    `inside`: what is drawn for it, is drawn for `local`, its part on this rank, alone.
+    """
+
+    inside = False
+    local: Tensor
+
+    def like(self, local: Any) -> Any:
+        """What stands for the whole of which `local` is made, from this one's."""
+        raise NotImplementedError
 
     @staticmethod
     def made(cls: type[Any], like: Tensor, shape: list[int]) -> Any:

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from plait import draws, randomness
 from plait.metering import Meter, Metered, homes
 from plait.partly import PartlyFake
-from plait.posing import Posing
 from plait.torchseam import (
     SEEDED,
     BatchNormBase,
+    Facade,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -222,7 +222,7 @@ class _Watcher(TorchFunctionMode):
         inplace: bool = False,
         train: bool = True,
     ):
-        if isinstance(input, Posing):
+        if isinstance(input, Facade) and input.inside:
             return input.like(self._dropout(func, input.local, p, training, inplace, train))
         if training and train and p > 0.0:
             shape = draws.mask_shape(func, input)

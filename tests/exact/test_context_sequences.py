@@ -8,13 +8,13 @@ from plait.errors import PlaitError
 from plait.plan import Plan
 from plait.verify import verify
 
-BESIDE = (("translator", "pp=2 cp=2 microbatches=2"), ("bart", "tp=2 cp=2 context=ulysses"))
 SPREAD = (
     ("bart", "cp=2"),
     ("aligned", "cp=2 context=ulysses microbatches=2"),
     ("transformer", "dp=2 cp=2"),
     ("whisper", "cp=2 context=ulysses recompute=selective"),
     ("vit", "cp=2 recompute=full"),
+    ("t5", "tp=2 cp=2"),
 )
 
 
@@ -38,10 +38,4 @@ def test_equal(name: str, text: str) -> None:
 @pytest.mark.parametrize("text", (*PLANS, *MORE))
 @pytest.mark.parametrize("name", jobs_twosided.ALL)
 def test_every_model_under_every_plan(name: str, text: str) -> None:
-    equal(name, text)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("name, text", BESIDE)
-def test_beside_other_strategies(name: str, text: str) -> None:
     equal(name, text)

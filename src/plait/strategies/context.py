@@ -170,8 +170,10 @@ def part(plan: Plan, sketch: Sketch, rank: int, module: str, shape: Sequence[int
     number = None if course is None else course.on(module)
     if course is None or number is None:
         return Fraction(1)
-    lengths = [course.lengths[number], *course.lengths] if shape else [course.lengths[number]]
-    length = next((n for n in lengths if not shape or shape.count(n) == 1), None)
+    own = course.lengths[number]
+    length = next((n for n in (own, *course.lengths) if not shape or shape.count(n) == 1), None)
+    if length is None and shape[-1] == 0:
+        length = own
     return Fraction(1) if length is None else Fraction(_mine(plan, rank, length), length)
 
 

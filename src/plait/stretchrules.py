@@ -1,0 +1,105 @@
+"""What functions do to a rank's rows of a sequence: all that look at no other row, and where the sequence is then.
+
+Each rule takes (function, stretch, other arguments) and gives the result. `Elsewhere` says that this function needs the
+whole. Views are those of spread tensors (`spreadviews.py`).
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from plait import spreadviews
+from plait.torchseam import tree_leaves, tree_map
+
+
+class Elsewhere(Exception):
+    """A function needs rows that this rank does not have."""
+
+
+def others(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """What runs along dims that are not the sequence's: sums, norms, softmax."""
+    dims = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(dims, (tuple, list)) or not dims or not all(type(d) is int for d in dims):
+        raise Elsewhere
+    dims = {d % x.dim() for d in dims}
+    if x.cut in dims:
+        raise Elsewhere
+    before = sum(d < x.cut for d in dims)
+    found = func(x.local, *args, **kwargs)
+    return tree_map(lambda t: x.like(t, x.cut - before * (t.dim() < x.dim())) if isinstance(t, Tensor) else t, found)
+
+
+def features(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """linear, layer_norm and rms_norm: of the last dims."""
+    plain = not any(isinstance(t, type(x)) for t in tree_leaves((args, kwargs)))
+    sizes = 1 if func.__name__ == "linear" else len(args[0] if args else kwargs["normalized_shape"])
+    if not plain or x.cut >= x.dim() - sizes:
+        raise Elsewhere
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def product(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """Rows times a matrix that every rank has."""
+    other = args[0] if args else kwargs.get("other")
+    if isinstance(other, type(x)) or not isinstance(other, Tensor) or other.dim() != 2 or x.along != -2:
+        raise Elsewhere
+    return x.like(func(x.local, other))
+
+
+def embedded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """Rows of numbers become rows of vectors."""
+    return x.like(func(x.local, *args, **kwargs), x.cut)
+
+
+def expanded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """Other dims are repeated without memory."""
+    sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
+    if not sizes or len(sizes) < -x.along or sizes[x.along] not in (-1, x.rows.length):
+        raise Elsewhere
+    sizes[x.along] = x.local.shape[x.along]
+    return x.like(func(x.local, *sizes), x.along + len(sizes))
+
+
+def repeated(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """repeat_interleave of another dim."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if not isinstance(dim, int) or dim % x.dim() == x.cut:
+        raise Elsewhere
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def unbound(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """The tensors along another dim."""
+    dim = (args[0] if args else kwargs.get("dim", 0)) % x.dim()
+    if dim == x.cut:
+        raise Elsewhere
+    return tuple(x.like(t, x.cut - (dim < x.cut)) for t in func(x.local, *args, **kwargs))
+
+
+def joined(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
+    """cat along another dim, of tensors that are all stretches."""
+    x = next(t for t in parts if hasattr(t, "held"))
+    dim = (args[0] if args else kwargs.get("dim", 0)) % x.dim()
+    if dim == x.cut or not all(isinstance(t, type(x)) and (t.along, t.held) == (x.along, x.held) for t in parts):
+        raise Elsewhere
+    return x.like(func([t.local for t in parts], dim))
+
+
+RULES = {
+    **dict.fromkeys(
+        (
+            "all", "amax", "amin", "any", "argmax", "argmin", "log_softmax", "logsumexp", "max", "mean", "min", "prod",
+            "softmax", "sort", "std", "sum", "topk", "var",
+        ),
+        others,
+    ),
+    **dict.fromkeys(("linear", "layer_norm", "rms_norm"), features),
+    **dict.fromkeys(("matmul", "__matmul__"), product),
+    "embedding": embedded,
+    "expand": expanded,
+    "repeat_interleave": repeated,
+    "unbind": unbound,
+    **spreadviews.RULES,
+}  # fmt: skip
+"""Name of a function -> its rule."""
