@@ -1,12 +1,14 @@
 """Models with a sequence that ranks can share, and some whose units look at positions in ways that cannot be cut."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jobs_pipeline
 import torch
 from jobs import Tokens, language_loss, make
 from jobs_moe import Mixture, mixtral
+from jobs_moe import balanced as balance
 from jobs_pipeline import LENGTH
 from jobs_real import Rows, gpt, gpt2, hugging, llama, next_token
 from torch import Tensor, nn
@@ -231,6 +233,28 @@ def unbalanced() -> plait.Job:
     return hugging(model)
 
 
+def balanced(**given: Any) -> plait.Job:
+    """The same with it: a mean over all tokens, of the logits of routers that hooks collect."""
+    return replace(mixtral(**given), loss=balance)
+
+
+class Noted(Attention):
+    """Leaves something of its rows behind."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = super().forward(h)
+        self.note = h.square().mean()
+        return h
+
+
+class Noting(Model):
+    def __init__(self) -> None:
+        super().__init__(Noted)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), sum(block.note for block in self.blocks)
+
+
 def biased() -> plait.Job:
     return make(Biased, Tokens, language_loss, weight=lambda t: (t != -100).sum())
 
@@ -256,9 +280,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "mixed": (tokens(lambda: Attention(Mixed())), "differs"),
     "scaled": (tokens(lambda: Attention(Scaled())), "differs"),
     "weights": (tokens(Weights), ""),
-    "balanced": (mixtral, "another way"),
+    "noting": (lambda: make(Noting, Tokens, lambda out, y: language_loss(out[0], y) + out[1]), "another way"),
 }
-EXPERTS = {"unbalanced": unbalanced, "routed": OWN["routed"]}
+EXPERTS = {"unbalanced": unbalanced, "balanced": balanced, "routed": OWN["routed"]}
 ALL = HUGGING | OWN | {name: job for name, (job, _) in REFUSED.items()}
 
 __all__ = ["ALL", "HUGGING", "LENGTH", "OWN", "REFUSED", "next_token"]

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from plait.errors import PlaitError, Problem, did_you_mean
-from plait.metering import OUTPUT
+from plait.metering import KNOWN, OUTPUT
 from plait.sketch import Sketch
 from plait.templates import Slot
 from plait.unitcalls import UnitCall
@@ -111,7 +111,7 @@ def check_calls(calls: tuple[UnitCall, ...], owners: tuple[int, ...]) -> None:
             _refuse(f"{unit} changes what it is given, in place", why)
         far = [i for i in call.leaks if i < 0 or owners[i] != owner]
         if far:
-            if OUTPUT in far:
+            if OUTPUT in far or KNOWN in far:
                 why = "the model's output holds a tensor of it, which the loss could look at; only what it returns travels"
                 _refuse(
                     f"{unit} hands on a value besides what it returns",

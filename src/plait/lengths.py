@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.course import At, Call, Course, Pair, refused, shortened
 from plait.errors import PlaitError
+from plait.metering import KNOWN
 from plait.sketch import Sketch
 from plait.torchseam import named_leaves, tree_flatten, tree_unflatten
 from plait.watching import Call as Run
@@ -176,7 +177,7 @@ def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> Course:
     finder.in_inputs()
     finder.in_units()
     if finder.found:
-        return finder.course({c.unit for c in sketch.calls if c.leaks})
+        return finder.course({c.unit for c in sketch.calls if set(c.leaks) - {KNOWN}})
     why = "no input has a dim of the length of the queries of scaled_dot_product_attention"
     if not any(seen.attends for seen in finder.whole):
         why = "it does not call torch.nn.functional.scaled_dot_product_attention (attention written out sees its rows only)"

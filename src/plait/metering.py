@@ -22,7 +22,9 @@ from plait.templates import taken
 from plait.torchseam import leaves, storage_key, version
 
 NONE: frozenset[int] = frozenset()
-BETWEEN, OUTPUT = -1, -2
+BETWEEN, OUTPUT, KNOWN = -1, -2, -3
+ROUTED = "routed_by_plait"
+"""Attribute of values that units hand on past what they return, of which is known what is done with them: leaks of `KNOWN`."""
 
 
 @dataclass
@@ -201,7 +203,7 @@ class Meter:
         for tensor in tensors:
             call = self.made.get(id(tensor), here)
             if call != here and id(tensor) not in self.of:
-                self.seen.calls[call].leaks.add(here)
+                self.seen.calls[call].leaks.add(here if here >= 0 or not hasattr(tensor, ROUTED) else KNOWN)
 
     def _mark(self, tensor: Tensor, sources: frozenset[int]) -> None:
         self.of[id(tensor)] = sources

@@ -5,9 +5,10 @@ there on a unit gets this rank's rows of whatever has a dim of the sequence, and
 around it as a `Stretch`. A unit that cannot run on a stretch gets the whole. What the loss gets is whole again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from plait.attending import Answer, Attending
@@ -15,7 +16,8 @@ from plait.course import At, Call, Course, refused, too_short
 from plait.errors import FAILED, PlaitError, Problem
 from plait.proving import posed, show
 from plait.stretch import Held, Stretch, for_loss
-from plait.torchseam import is_unknown, named_leaves, tree_map, tree_unflatten
+from plait.torchseam import is_unknown, leaves, named_leaves, tree_map, tree_unflatten
+from plait.wholebatch import STRETCHES
 
 
 class Stretching:
@@ -33,6 +35,8 @@ class Stretching:
         self.held: dict[int, Held] = {}
         """Which rows of each sequence."""
         self.turns: dict[str, int] = {}
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
+        """What units handed on past what they return: by its id, it and the whole."""
         self.running = False
         self.calls: dict[str, list[Call]] = {}
         for call in course.calls:
@@ -65,11 +69,26 @@ class Stretching:
         return handles
 
     def _begin(self, *_: Any) -> None:
-        self.held, self.turns, self.running = {}, {}, True
+        self.held, self.turns, self.known, self.running = {}, {}, {}, True
+        STRETCHES.set(self.whole)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.running = False
-        return for_loss(output, self.ranks) if self.held and output is not None else output
+        STRETCHES.set(None)
+        if not self.held or output is None:
+            return output
+        leaves(output)  # makes trees of dataclasses
+        return for_loss(tree_map(lambda leaf: self.known.get(id(leaf), (leaf, leaf))[1], output), self.ranks)
+
+    def whole(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Of values [samples · this rank's rows, …] that units handed on: of whole sequences."""
+        if len(self.held) != 1 or len({t.shape for t in rows}) != 1:
+            why = f"values of shapes {', '.join(str(list(t.shape)) for t in rows)} belong to {len(self.held)} sequences"
+            raise refused("what units hand on past what they return cannot be put together", why)
+        (held,) = self.held.values()
+        found = held.gather(torch.stack(tuple(rows), 1).unflatten(0, (-1, held.size)), 1).flatten(0, 1).unbind(1)
+        self.known = {id(t): (t, whole) for t, whole in zip(rows, found)}
+        return found
 
     def call(self, unit: str) -> Call:
         """How the call of a unit that begins now runs. In a recomputation by the model's own code it is the first again."""

@@ -103,14 +103,14 @@ class Listening:
 
             self._hook(model, argument.module, entering, pre=True)
 
-    def _asks(self, x: Tensor, op: str, module: str, sent: Tensor, **more: Any) -> None:
+    def _asks(self, x: Tensor, op: str, module: str, sent: Tensor, rows: int = 0, shape: tuple[int, ...] = ()) -> None:
         """A message of the backward pass, which is sent if a gradient comes to `x`."""
         if not x.requires_grad or self.returning:
             return
         number = len(self.events)
         self.asked.append(number)
         x.register_hook(lambda gradient: self.reached.add(number))
-        self._note(op, module, "backward", sent, **more)
+        self._note(op, module, "backward", sent, shape, rows)
 
     def _note(self, op: str, module: str, when: str, x: Tensor, shape: tuple[int, ...] = (), rows: int = 0) -> None:
         if self.returning and when in ("backward", "between"):

@@ -58,7 +58,7 @@ class UnitCall:
     back: int | str | None = None
     """Which of its arguments (by place or name), an object that it changed, it returns."""
     leaks: tuple[int, ...] = ()
-    """Later calls (-1: code between units, -2: the model's output) that get what it computed by another way than through
-    its output."""
+    """Later calls (-1: code between units, -2: the model's output, -3: either, and it is known what they do with it) that get
+    what it computed by another way than through its output."""
     template: Template = NOTHING
     """The structure of what it returns."""

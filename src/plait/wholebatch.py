@@ -102,6 +102,8 @@ class Sharers:
 
 
 CURRENT: ContextVar[Sharers | None] = ContextVar("sharers", default=None)
+STRETCHES: ContextVar[Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None] = ContextVar("stretches", default=None)
+"""What makes whole sequences of this rank's stretches in values that units hand on past what they return."""
 
 
 def global_mean(x: Tensor) -> Tensor:
@@ -136,6 +138,12 @@ def global_batch(x: Tensor) -> Tensor:
     whole = _Batch.apply(mine, Rows.of(torch.cat(sizes).tolist()), sharers)
     sharers.made.append(whole)
     return whole
+
+
+def whole_sequences(rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of tensors [samples · positions, …] whose positions ranks share: with all positions. Without shares, as they are."""
+    make = STRETCHES.get()
+    return tuple(rows) if make is None else make(rows)
 
 
 def asking() -> bool:

@@ -3,7 +3,8 @@
 Its models compute `load_balancing_loss_func(router logits of every layer, …)` in their own forward. The function
 multiplies two means over the batch, so the mean of the ranks' losses is not the loss of the batch. Here the logits of
 all ranks are put together first (experts numbers per token and layer, little beside the tokens themselves) and the
-library's own function is given the whole: the same number and gradient on every rank, whatever its formula.
+library's own function is given the whole: the same number and gradient on every rank, whatever its formula. Where
+ranks hold stretches of sequences, the stretches are put together before.
 """
 
 import sys
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.metering import ROUTED
 from plait.torchseam import is_unknown, tree_leaves
-from plait.wholebatch import asking, global_batch
+from plait.wholebatch import asking, global_batch, whole_sequences
 
 NAME = "load_balancing_loss_func"
 
@@ -37,13 +39,18 @@ def over_all(balance: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(balance)
     def over(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
         given = [t for t in tree_leaves((gate_logits, attention_mask)) if isinstance(t, Tensor)]
-        known = isinstance(gate_logits, tuple) and gate_logits and not any(map(is_unknown, given))
-        if not (known and asking()):
+        if not isinstance(gate_logits, tuple) or not gate_logits:
             return balance(gate_logits, num_experts, top_k, attention_mask)
-        if len({t.shape for t in gate_logits}) == 1:
-            gathered = global_batch(torch.stack([t.to(gate_logits[0].device) for t in gate_logits], 1)).unbind(1)
+        for t in gate_logits:
+            setattr(t, ROUTED, True)
+        whole = any(map(is_unknown, given))
+        gathered = gate_logits if whole else whole_sequences(gate_logits)
+        if whole or not asking():
+            return balance(gathered, num_experts, top_k, attention_mask)
+        if len({t.shape for t in gathered}) == 1:
+            gathered = global_batch(torch.stack([t.to(gathered[0].device) for t in gathered], 1)).unbind(1)
         else:
-            gathered = tuple(global_batch(t) for t in gate_logits)
+            gathered = tuple(global_batch(t) for t in gathered)
         mask = None if attention_mask is None else global_batch(attention_mask)
         return balance(gathered, num_experts, top_k, mask)
 
