@@ -185,3 +185,20 @@ def _numbers(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return numbers + [
         v for k, v in kwargs.items() if k in ("p", "mean", "std", "from", "to", "lambd", "median", "sigma")
     ]
+
+
+@torch.library.custom_op("plait::mask", mutates_args=())
+def _mask(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
+    return draw_mask(x, where, place, None if dim == -2 else dim, p)
+
+
+@_mask.register_fake
+def _(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def mask_op(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> Tensor:
+    """A dropout mask as one opaque operator, so that torch.compile keeps it whole. dim: -1 unknown, None no batch dim."""
+    if not torch.compiler.is_compiling():
+        return draw_mask(x, where, place, dim, p)
+    return _mask(x, where, place, -2 if dim is None else dim, p)

@@ -1,7 +1,8 @@
 """A backward pass in two halves: first the gradients of the inputs, which another stage waits for; later the weights'.
 
 The first half runs the operators that lie on a way to the inputs, for that way only. Where such an operator also leads
-to a parameter, the gradient that came to it is kept; the second half starts there. Nothing is computed twice.
+to a parameter, the gradient that came to it is kept; the second half starts there. Nothing is computed twice: what a
+checkpoint recomputes in the first half is kept for the second.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from plait.torchseam import GraphExecGroup
 
 
 def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[Tensor]) -> Callable[[], None]:
@@ -25,6 +28,7 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
         node for node in leading - goals if any(n is not None and n not in leading for n, _ in node.next_functions)
     ]
     came: dict[Node, tuple[Any, ...]] = {}
+    group = GraphExecGroup()
 
     def keep(node: Node) -> Any:
         def kept(grads: tuple[Any, ...]) -> None:
@@ -35,9 +39,9 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
     handles = [keep(node) for node in borders]
     inner = [(t, g) for t, g in given if get_gradient_edge(t).node in leading]
     if inner:
-        found = torch.autograd.grad(
-            [t for t, _ in inner], inputs, [g for _, g in inner], retain_graph=True, allow_unused=True
-        )
+        ends, grads = zip(*inner)
+        with group:
+            found = torch.autograd.grad(ends, inputs, grads, retain_graph=True, allow_unused=True)
         for t, gradient in zip(inputs, found):
             if gradient is not None:
                 t.grad = gradient if t.grad is None else t.grad + gradient
@@ -46,6 +50,10 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
     outer = [(t, g) for t, g in given if get_gradient_edge(t).node not in leading]
 
     def weights() -> None:
+        with group:
+            later()
+
+    def later() -> None:
         for nodes, targets in _together(borders, leading):
             edges = [(GradientEdge(n, i), g) for n in nodes for i, g in enumerate(came.get(n, ())) if g is not None]
             again = [n.register_prehook(partial(_instead, came[n])) for n in nodes if len(nodes) > 1 and n in came]

@@ -29,9 +29,9 @@ from numpy.random import Philox
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from plait.draws import COMPOSITES, FEATURE_DROPOUTS, PLAIN_DROPOUTS, Drawn, draw_mask, key, mask_shape
+from plait.draws import COMPOSITES, FEATURE_DROPOUTS, PLAIN_DROPOUTS, Drawn, draw_mask, key, mask_op, mask_shape
 from plait.errors import PlaitError, Problem
-from plait.torchseam import DropoutBase, Facade, checkpoint_frame, mask_op
+from plait.torchseam import DropoutBase, Facade, checkpoint_frame
 from plait.windows import Windows
 
 

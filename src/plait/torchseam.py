@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     keystr,
@@ -31,14 +32,14 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+GraphExecGroup = checkpoint.GraphExecGroup
 __all__ = [
     "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "Facade", "FakeTensor", "FakeTensorMode", "FsdpAllGather",
-    "FsdpReduceScatter", "TorchDispatchMode", "Unknowns", "alias", "check_dims", "checkpoint_frame", "convert",
+    "FsdpReduceScatter", "GraphExecGroup", "TorchDispatchMode", "Unknowns", "alias", "check_dims", "checkpoint_frame", "convert",
     "emptied", "fake_failures", "fake_world", "fakes_around", "flash_cpu", "flash_cpu_backward", "gather_ahead", "group_in",
-    "in_backward", "is_unknown", "is_view", "leaves", "local_of", "mask_op", "materialise", "named_leaves",
-    "own_buffers", "parts_as_they_are", "plainly", "register_pytree_node", "scalar_of", "scale_", "schema",
-    "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version",
-    "warm_dynamo",
+    "in_backward", "is_unknown", "is_view", "leaves", "local_of", "materialise", "named_leaves",
+    "own_buffers", "parts_as_they_are", "plainly", "recompute_once", "register_pytree_node", "scalar_of", "scale_", "schema",
+    "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version", "warm_dynamo",
 ]  # fmt: skip
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
@@ -129,25 +130,23 @@ def checkpoint_frame() -> Any:
     return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
 
 
-@torch.library.custom_op("plait::mask", mutates_args=())
-def _mask(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
-    from plait.draws import draw_mask
+class _Unspent(checkpoint._Holder):
+    """What an activation checkpoint keeps for a tensor: may be asked for more than once in a `GraphExecGroup`."""
 
-    return draw_mask(x, where, place, None if dim == -2 else dim, p)
-
-
-@_mask.register_fake
-def _(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
-    return torch.empty_like(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles = _Handles()
 
 
-def mask_op(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> Tensor:
-    """A dropout mask as one opaque operator, so that torch.compile keeps it whole. dim: -1 unknown, None no batch dim."""
-    if not torch.compiler.is_compiling():
-        from plait.draws import draw_mask
+class _Handles(dict[Any, Any]):
+    def __setitem__(self, group: Any, handle: Any) -> None:
+        if handle is not None:  # torch's mark of a tensor that was asked for
+            super().__setitem__(group, handle)
 
-        return draw_mask(x, where, place, dim, p)
-    return _mask(x, where, place, -2 if dim is None else dim, p)
+
+def recompute_once() -> None:
+    """From now on backward passes of one `GraphExecGroup` recompute a checkpoint once, also where they meet the same nodes."""
+    checkpoint._Holder = _Unspent  # pyrefly: ignore
 
 
 def local_of(t: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ MORE = (
     "pp=2 cp=2 microbatches=2 stages_per_rank=2 schedule=interleaved context=ulysses",
     "pp=2 fsdp=2 cp=2 microbatches=2",
     "pp=2 tp=2 cp=2 microbatches=2",
+    "pp=2 cp=2 microbatches=2 schedule=zb recompute=full",
 )
 SPREAD = [(name, PLANS[4 * k % len(PLANS)]) for k, name in enumerate(JOBS)]
 

@@ -5,6 +5,7 @@ reads the source, so a name that comes new needs its test.
 """
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from plait import torchseam
-from plait.torchseam import SEEDED, checkpoint_frame, fake_failures, leaves, mask_op
+from plait.draws import mask_op
+from plait.torchseam import SEEDED, GraphExecGroup, checkpoint_frame, fake_failures, leaves, recompute_once
 
 from .test_house import FILES, at, private_torch_names
 
@@ -268,6 +270,28 @@ def test_a_checkpointed_function_knows_that_it_is_one() -> None:
     with torch.autograd.graph.save_on_cpu():
         assert checkpoint_frame() is None
     assert checkpoint_frame() is None
+
+
+@contract("torch.utils.checkpoint._Holder")
+def test_backward_passes_of_a_group_recompute_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they meet the same nodes; without a group every one does, as before."""
+    monkeypatch.setattr(torch.utils.checkpoint, "_Holder", torch.utils.checkpoint._Holder)
+    recompute_once()
+    runs = []
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        runs.append(1)
+        return (x @ w).sin() @ w
+
+    x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    expected = torch.autograd.grad(((x @ w).sin() @ w).sum(), (x, w))
+    y = torch.utils.checkpoint.checkpoint(body, x, w, use_reentrant=False).sum()
+    for group, times in ((GraphExecGroup(), 2), (GraphExecGroup(), 3), (nullcontext(), 5)):
+        found = []
+        for leaf in (x, w):
+            with group:
+                found += torch.autograd.grad(y, leaf, retain_graph=True)
+        assert len(runs) == times and all(map(torch.equal, found, expected))
 
 
 @contract("torch._foreach_mul_")

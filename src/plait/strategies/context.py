@@ -55,7 +55,6 @@ from plait.plan import Plan
 from plait.proving import Layout, proved, restored
 from plait.ranges import Rows
 from plait.regions import Absent
-from plait.schedules import SPLIT
 from plait.sketch import Sketch
 from plait.sliced import wire
 from plait.strategies import recompute
@@ -131,8 +130,6 @@ def _check_stages(plan: Plan, sketch: Sketch, course: Course) -> None:
             why = "code between units gathers the sequence, and several stages run that code"
         elif times[talk.unit] > 1:
             why = f"unit {talk.unit} is called {times[talk.unit]} times, perhaps by several stages"
-        elif plan.schedule in SPLIT and (talk.twice or recompute.again(plan, sketch, talk.unit)):
-            why = f"schedule={plan.schedule} recomputes in both halves of a backward, and other ranks would be asked twice"
     if why or len(course.calls) != len(sketch.calls):
         what = f"cp={plan.cp} does not work with pp={plan.pp} for this model"
         raise PlaitError(Problem("P041", what, why=why or "its course varies", fix=(f'--plan "cp={plan.cp}"',)))

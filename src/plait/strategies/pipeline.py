@@ -54,6 +54,7 @@ from plait.sketch import Sketch
 from plait.staging import Stages
 from plait.strategies import context
 from plait.strategies.strategy import Charge, Role
+from plait.torchseam import recompute_once
 
 AXIS = "pp"
 EXACT = True
@@ -95,6 +96,8 @@ def apply(built: Any) -> None:
     layout = Layout.of(plan, sketch, built.job.stages)
     check(sketch, layout.cut, plan.stages_per_rank > 1)
     index, homes = built.at["pp"], layout.homes
+    if plan.schedule in SPLIT:
+        recompute_once()
     courses = Courses(built.model, sketch, layout.cut, *built.probe)
     courses.seed, courses.fixed = built.job.seed, plan.cp > 1
     if courses.fixed and courses.random:
