@@ -203,6 +203,11 @@ def _optimizer(job: Job, plan: Plan, sketch: Sketch) -> tuple[int, Tape]:
     return sum(kept.values()), meter.tape
 
 
+def optimizer_state(job: Job, sketch: Sketch) -> int:
+    """Bytes that a job's optimizer keeps from step to step, on one device."""
+    return _optimizer(job, Plan(), sketch)[0]
+
+
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [t for t in tree_leaves([list(s.values()) for s in optimizer.state.values()]) if isinstance(t, Tensor)]
 

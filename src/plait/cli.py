@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from plait import __version__
 from plait.errors import PlaitError, Problem, explain
 from plait.plan import KEYS, Plan
+from plait.planner import options as plan_options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     _train_options(commands.add_parser("train", help="train a job under a plan"))
     _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
     _sketch_options(commands.add_parser("sketch", help="show what a model costs, unit by unit, without running it"))
-    _plan_options(commands.add_parser("plan", help="show which layers a plan cuts, how, and what stays whole and why"))
+    _plan_options(commands.add_parser("plan", help="choose a plan: will it fit, how fast, why; or look at one"))
     _bench_options(commands.add_parser("bench", help="measure this machine: compute, communication, a job's loader"))
     _report_options(commands.add_parser("report", help="draw a step of a run: what each rank did, and was to do"))
     _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
@@ -113,7 +114,7 @@ def _job(parser: argparse.ArgumentParser) -> None:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     _job(parser)
-    parser.add_argument("--plan", help='one line such as "dp=2 microbatches=4", or a TOML file')
+    parser.add_argument("--plan", help='one line such as "dp=2 microbatches=4", a TOML file, or auto: the best here')
     parser.add_argument("--nproc", type=int, help="processes to start on this machine; fills dp=*")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
@@ -168,11 +169,8 @@ def _sketch_options(parser: argparse.ArgumentParser) -> None:
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _job(parser)
-    parser.add_argument("--plan", help='one line such as "tp=2", or a TOML file')
-    parser.add_argument("--show", choices=("tensor",), help="what to show of the plan: the slices of tp")
-    told, run = "make a step, of one rank of each kind, without processes", _elsewhere("plait.dryrun")
-    parser.add_argument("--dry-run", action="store_const", dest="run", const=run, help=told)
-    parser.set_defaults(run=_elsewhere("plait.slicetable"))
+    plan_options.add(parser)
+    parser.set_defaults(run=_elsewhere("plait.planner.command"))
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
@@ -215,10 +213,6 @@ def _sketch(options: Any) -> int:
         facts, text = facts | {"bill": predicted.to_dict()}, f"{text}\n\n{bill.table(predicted)}"
     print(json.dumps(facts) if options.json else text)
     return 0
-
-
-def _plan(options: Any) -> Plan:
-    return Plan.read(options.plan or "dp=*")
 
 
 def _train(options: Any) -> int:
@@ -271,16 +265,25 @@ def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     from plait.launch.place import joining, world
 
     plan = job = None
-    for read in (
-        lambda: _plan(options).fill(world() if joining() else options.nproc),
+    readers: tuple[Callable[[], Any], ...] = (
+        lambda: (
+            None
+            if options.plan == "auto"
+            else Plan.read(options.plan or "dp=*").fill(world() if joining() else options.nproc)
+        ),
         lambda: load_job(options.job, options.arguments),
-    ):
+    )
+    for read in readers:
         try:
             result = read()
         except PlaitError as error:
             problems += error.problems
             continue
         plan, job = (result, job) if isinstance(result, Plan) else (plan, result)
+    if options.plan == "auto" and job is not None:
+        from plait.planner.command import chosen
+
+        plan = chosen(job, options)
     if problems or plan is None:
         raise PlaitError(problems)
     return plan, job

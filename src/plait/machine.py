@@ -163,9 +163,18 @@ class Machine:
     def group(self, ranks: int, stride: int = 1) -> tuple[Level, ...]:
         """On which links `ranks` devices `stride` apart meet. M013 when a link is not known."""
         try:
-            return network.levels(self.links, ranks, stride)
+            return network.levels(self._within, ranks, stride)
         except LookupError:
             raise PlaitError(self._no_link(ranks, stride)) from None
+
+    @property
+    def _within(self) -> tuple[Link, ...]:
+        """The links, where those inside a node join no more devices than the node has."""
+        most = self.devices_per_node
+        return tuple(
+            x if x.between_nodes or self.nodes == 1 or (x.devices or most + 1) <= most else replace(x, devices=most)
+            for x in self.links
+        )
 
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Seconds to sum `size` bytes over `ranks` devices `stride` apart, while all such groups do the same."""

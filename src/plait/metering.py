@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.flops import flops_of
+from plait.effort import Effort
 from plait.objects import carried, flat, learn, tensors_in
 from plait.templates import taken
 from plait.torchseam import leaves, storage_key, version
@@ -37,6 +37,9 @@ class MeteredCall:
     flops: int = 0
     output: int = 0
     saved: int = 0
+    itemsize: int = 4
+    """Of its output."""
+    effort: Effort = field(default_factory=Effort)
     backward: bool = False
     writes: bool = False
     back: int | str | None = None
@@ -63,6 +66,8 @@ class Metered:
     """Modules that were called while no unit was running, and how often."""
     flops: int = 0
     """Of the code between units."""
+    effort: Effort = field(default_factory=Effort)
+    """The same in detail."""
     saved: int = 0
     """By the code between units, what a unit saves too not counted."""
     differentiates: bool = False
@@ -70,9 +75,12 @@ class Metered:
 
 
 class Meter:
-    """Follows one run. `where` says which unit each module lies in: `homes`."""
+    """Follows one run. `where` says which unit each module lies in: `homes`; `constants` are parameters by name, and
+    buffers without one."""
 
-    def __init__(self, units: Mapping[int, str], where: Iterator[tuple[nn.Module, str]], constants: list[Tensor]):
+    def __init__(
+        self, units: Mapping[int, str], where: Iterator[tuple[nn.Module, str]], constants: list[tuple[str, Tensor]]
+    ):
         self.seen = Metered()
         self.units = units
         self.modules: dict[int, set[str]] = {}
@@ -81,8 +89,8 @@ class Meter:
             self.modules.setdefault(id(module), set()).add(home)
             for parameter in module.parameters(recurse=False):
                 self.parameters.setdefault(id(parameter), set()).add(home)
-        self.constants = {storage_key(t) for t in constants}
-        self.alive: list[Any] = list(constants)  # ids and storages name tensors only as long as these live
+        self.constants = {storage_key(t): name for name, t in constants}
+        self.alive: list[Any] = [t for _, t in constants]  # ids and storages name tensors only as long as these live
         self.running: nn.Module | None = None
         self.depth = 0
         self.given: list[tuple[Tensor, int]] = []
@@ -124,6 +132,7 @@ class Meter:
         call = self.seen.calls[-1]
         for tensor in tensors:
             self.made.pop(id(tensor), None)
+        call.itemsize = max((t.element_size() for t in tensors if t.is_floating_point()), default=4)
         call.output, call.backward = _bytes(tensors), any(t.requires_grad for t in tensors)
         learn(output)
         plain = {id(leaf) for leaf in leaves(output)}
@@ -223,11 +232,8 @@ class Meter:
             homes = self.parameters.get(id(tensor))
             if homes is not None:
                 self._used(homes)
-        flops = flops_of(func, args, kwargs, result)
-        if self.running is None:
-            self.seen.flops += flops
-        else:
-            self.seen.calls[-1].flops += flops
+        seen = self.seen if self.running is None else self.seen.calls[-1]
+        seen.flops += seen.effort.add(func, args, kwargs, result, self.constants)
 
     def pack(self, tensor: Tensor) -> int:
         """Autograd keeps a tensor. What it keeps already, parameters and buffers cost nothing more."""

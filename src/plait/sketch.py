@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from plait import randomness, units
+from plait.effort import Effort, line
 from plait.metering import MeteredCall
 from plait.mixtures import Mixture
 from plait.places import places_of
 from plait.slices import Cut, Slices
 from plait.templates import template
 from plait.torchseam import fake_failures
-from plait.unitcalls import ZERO, Figure, Unit, UnitCall
+from plait.unitcalls import ZERO, Figure, Unit, UnitCall, Work
 from plait.watching import Call, Watched, channels_of, watch
 
 ROUNDS = 8
@@ -69,6 +70,8 @@ class Sketch:
     """Parameters that belong to no unit: the model's own, used by the code between units."""
     flops_between: Figure = ZERO
     """Floating-point operations of the code between units."""
+    work_between: Work = field(default_factory=Work, compare=False)
+    """What the code between units consists of."""
     saved_between: Figure = ZERO
     """Bytes that the code between units keeps for backward, besides what units keep too."""
     differentiates: bool = False
@@ -210,6 +213,7 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watch
         "needs": small.needs,
         "differentiates": any(run.differentiates for run in everything),
         "rest": tuple(name for name in names.values() if name not in inside),
+        "work_between": _work(small.effort, large.effort if alike else None),
         "flops_between": _fit(small, large if alike else None, "flops"),
         "saved_between": _fit(small, large if alike else None, "saved"),
     }
@@ -223,8 +227,24 @@ def single(call: MeteredCall) -> UnitCall:
 def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
     form = template(small.returned, None if large is None else large.returned, PROBES)
+    numbers = small.output // max(1, small.itemsize), 0 if large is None else large.output // max(1, small.itemsize)
+    work = _work(small.effort, None if large is None else large.effort, numbers)
     told = {"backward": small.backward, "writes": small.writes, "back": small.back, "leaks": tuple(sorted(small.leaks))}
-    return UnitCall(small.unit, small.needs, **figures, template=form, **told)
+    return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **told)
+
+
+def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0)) -> Work:
+    """What a call consists of. `returned`: elements of its output in both runs."""
+    a, b = PROBES
+
+    def each(one: float, other: float) -> float:
+        return one / a if large is None else (other - one) / (b - a)
+
+    other = small if large is None else large
+    wide = each(small.moved[returned[0]], other.moved[returned[1]])
+    whole = each(sum(small.moved.values()), sum(other.moved.values()))
+    keys = each(small.keys, other.keys)
+    return Work(tuple(line(small, large, PROBES)), wide, whole - wide, float(small.operators), keys)
 
 
 def _fit(small: Any, large: Any, name: str) -> Figure:

@@ -87,13 +87,6 @@ class Shown:
 
 def run(options: Any) -> int:
     """`plait plan JOB --plan P --show tensor`."""
-    if options.show is None:
-        why = 'choosing a plan is not there yet; "--show tensor" shows which layers a plan with tp cuts'
-        fix = (
-            f'plait plan {options.job} --plan "tp=2" --show tensor',
-            f'plait plan {options.job} --plan "tp=2" --dry-run',
-        )
-        raise PlaitError(Problem("U002", "plait plan needs --show or --dry-run", why=why, fix=fix))
     plan = Plan.read(options.plan or "dp=1").fill(None)
     if plan.tp == 1:
         what = "--show tensor needs a plan that cuts layers"

@@ -1,7 +1,8 @@
 """Units, what calls them, and what a call costs: the values that a sketch is made of. `sketch.py` measures them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from plait.effort import Product
 from plait.templates import NOTHING, Template
 
 
@@ -38,6 +39,20 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a forward consists of, of one sample: `effort.py`."""
+
+    products: tuple[Product, ...] = ()
+    wide: float = 0.0
+    """Elements that operators move whose result is as large as what the unit returns."""
+    inner: float = 0.0
+    """The same of all others: what lies between the unit's maps."""
+    operators: float = 0.0
+    keys: float = 0.0
+    """Elements of keys and values."""
+
+
+@dataclass(frozen=True)
 class UnitCall:
     """One call of a unit, in the order of the forward pass. Figures are those of the forward pass."""
 
@@ -51,6 +66,8 @@ class UnitCall:
     """Bytes of the tensors it returns."""
     saved: Figure
     """Bytes that autograd keeps for its backward, parameters and what was kept before it not counted."""
+    work: Work = field(default_factory=Work, compare=False)
+    """What its forward consists of."""
     backward: bool = True
     """Its output can be differentiated: something in it or before it is trained, and it runs with gradients on."""
     writes: bool = False

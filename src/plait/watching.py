@@ -106,10 +106,10 @@ def _fakes(model: nn.Module) -> FakeTensorMode:
 
 def _meter(model: nn.Module, names: Iterable[str], fakes: FakeTensorMode | None) -> Meter:
     units = {id(model.get_submodule(name)): name for name in names}
-    constants: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    named = [(n, t) for n, t in (*model.named_parameters(), *(("", b) for b in model.buffers()))]
     if fakes is not None:  # autograd meets views of both
-        constants += [fakes.from_tensor(t) for t in constants if not isinstance(t, FakeTensor)]
-    return Meter(units, homes(model, units), constants)
+        named += [(n, fakes.from_tensor(t)) for n, t in named if not isinstance(t, FakeTensor)]
+    return Meter(units, homes(model, units), named)
 
 
 @contextmanager

@@ -314,3 +314,12 @@ def test_keys_say_their_unit() -> None:
     }
     others = numbers - counts - {f.name for f in fields(Rates)}
     assert {k for k in others if not k.endswith((*UNITS, "per_hour", "per_s", "seconds"))} == set()
+
+
+def test_links_inside_a_node_join_no_more_devices_than_it_has() -> None:
+    together, apart = Machine.named("h100x8"), Machine.named("h100x1x8")
+    assert apart.all_reduce(1e9, 8) > 2 * together.all_reduce(1e9, 8)
+    halves = Machine.named("h100x4x2")
+    assert halves.all_reduce(1e9, 4) == together.all_reduce(1e9, 4) and halves.all_reduce(1e9, 8) > together.all_reduce(
+        1e9, 8
+    )

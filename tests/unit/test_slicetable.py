@@ -92,7 +92,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "words, said",
     (
-        (["--plan", "tp=2"], "plait plan needs --show or --dry-run"),
         (["--plan", "dp=2", "--show", "tensor"], "needs a plan that cuts layers"),
         (["--show", "tensor"], "needs a plan that cuts layers"),
         (["--plan", "tp=2", "--show", "memory"], "invalid choice"),

@@ -461,7 +461,7 @@ def test_what_only_measuring_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) 
     def fails(*_: Any) -> None:
         raise ValueError("no formula")
 
-    monkeypatch.setattr("plait.metering.flops_of", fails)
+    monkeypatch.setattr("plait.effort.flops_of", fails)
     found = sketch(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), lambda n: torch.ones(n, 4), call)
     assert found.unmeasured == "ValueError: no formula" and not found.by_values and found.places == {"1#1#1": 0}
     assert (found.units, found.calls, found.rest) == ((), (), ("0.weight", "0.bias"))

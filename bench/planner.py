@@ -1,0 +1,241 @@
+"""The planner against published runs: error, order, choice, memory and honesty of its intervals, by source.
+
+    python bench/planner.py [--runs FILE.csv ...] [--anchors 4] [--seed 0] [--json] [--worst 10]
+
+A row of FILE.csv is one run, with the columns of `bench/data/published_runs.csv`; empty cells are unknown. Without
+--anchors nothing of a source is seen before it is predicted. With --anchors K, K rows of every source (drawn with --seed)
+are measured steps that the others' predictions may use; they are left out of the score. Nothing is fitted here, to rows or
+to sources: what is fitted stands in `plait/planner/fitted.py` and `plait.network`, and its number is part of the output.
+"""
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from math import log
+from pathlib import Path
+from typing import Any
+
+from baselines import SEVEN, constant, seven
+from published import Run, read, run_of
+from scores import Case, choice, memory, percent, times
+from sites import machine_of
+
+from plait import network
+from plait.machine import Machine
+from plait.plan import Plan
+from plait.planner.anchors import PARTS, Correction, Labels, correction
+from plait.planner.estimate import Estimate, estimate
+from plait.planner.fitted import FITTED, Fitted
+from plait.planner.pace import Pace, Software
+
+DATA = Path(__file__).parent / "data"
+CONTEXT = 3 << 30
+"""Bytes of a CUDA context and of NCCL's buffers, which every process has."""
+ROOM = 0.95
+"""Part of a device's memory that is really there for a process."""
+UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
+                  routed=1, overlap=1, fixed=0, slack=1)  # fmt: skip
+"""The same model with nothing fitted: data sheets are believed, everything that can be hidden is."""
+
+
+@dataclass
+class Planner:
+    """Predicts runs; remembers the times of blocks, which many rows share."""
+
+    fitted: Fitted = FITTED
+
+    def __post_init__(self) -> None:
+        self.paces: dict[Any, Pace] = {}
+
+    def pace(self, run: Run, machine: Machine) -> Pace:
+        """The times of a run's blocks on its machine, with its framework's numbers: 16-bit weights beside 32-bit state
+        and a sum of gradients in 32 bits."""
+        assert run.work is not None
+        wide = run.plans[0][0].precision in ("fp32", "tf32")
+        numbers = (4.0, 4.0, 8.0) if wide else (2.0, 2.0, 16.0)
+        software = Software(*numbers, redone=0.5, portable=run.portable, overlapped=run.modern, action=0.0, even=True)
+        key = (run.work, run.lora, software, machine)
+        if key not in self.paces:
+            work = replace(run.work, frozen=1.0) if run.lora else run.work
+            self.paces[key] = Pace(work, machine, software, self.fitted)
+        return self.paces[key]
+
+    def __call__(self, run: Run) -> tuple[Estimate, float, float] | None:
+        """(estimate, samples of a step, reserved bytes) of the fastest plan the row may mean that fits."""
+        machine = machine_of(run.row, not run.modern)
+        if machine is None:
+            return None
+        pace, found = self.pace(run, machine), []
+        for plan, samples, batch in run.plans:
+            try:
+                got = estimate(pace, plan, samples)
+            except ValueError:  # there is no such schedule
+                continue
+            reserved = got.reserved + CONTEXT
+            over = max(0.0, reserved / (ROOM * machine.device.memory) - 1)
+            found.append((over, got.seconds / batch, len(found), (got, batch, reserved)))
+        return min(found)[-1] if found else None
+
+
+def labels(run: Run, plan: Plan) -> Labels:
+    """What a run is like, for anchors."""
+    layout = f"{plan.tp} {plan.pp} {plan.cp} {plan.ep} {plan.zero if plan.fsdp > 1 else 0} {plan.recompute}"
+    return {
+        "place": run.source, "device": run.row["gpu"], "model": run.row.get("model", ""),
+        "precision": run.row.get("precision", ""), "layout": layout, "routed": "yes" if kind(run) == "experts" else "",
+    }  # fmt: skip
+
+
+def kind(run: Run) -> str:
+    """Dense 16- and 32-bit training is the main score; what is harder is told apart."""
+    assert run.work is not None
+    if run.lora:
+        return "lora"
+    if any(p.experts for block in run.work.blocks for p in block.products):
+        return "experts"
+    return "8-bit" if any(word in run.row.get("precision", "") for word in ("fp8", "fp4")) else "dense"
+
+
+def cases(
+    runs: Iterable[Run], predict: Callable[[Run], tuple[Estimate, float, float] | None], anchors: int, seed: int
+) -> list[Case]:
+    """Predictions of all runs that can be expressed, anchors left out."""
+    by_source: dict[str, list[tuple[Run, tuple[Estimate, float, float]]]] = defaultdict(list)
+    for run in runs:
+        got = None if run.why else predict(run)
+        if got is not None:
+            by_source[run.source].append((run, got))
+    found = []
+    for source in sorted(by_source):
+        rows = by_source[source]
+        timed = [pair for pair in rows if pair[0].rate]
+        chosen = random.Random(f"{seed} {source}").sample(timed, min(anchors, max(0, len(timed) - 1)))
+        known = [
+            (labels(run, got[0].plan), log(1 / run.rate / (got[0].seconds / got[1]))) for run, got in chosen if run.rate
+        ]
+        taken = {id(run) for run, _ in chosen}
+        found += [case(run, got, known) for run, got in rows if id(run) not in taken]
+    return found
+
+
+def case(run: Run, got: tuple[Estimate, float, float], known: list[tuple[Labels, float]]) -> Case:
+    """One prediction, corrected by what is known of the source."""
+    found, batch, reserved = got
+    machine = machine_of(run.row, not run.modern)
+    assert machine is not None
+    fixed: Correction = correction(labels(run, found.plan), known)
+    each = found.seconds / batch
+    said = reserved <= ROOM * machine.device.memory
+    parts = {name: round(seconds / found.seconds, 3) for name, seconds in found.parts.items()}
+    return Case(
+        run.row["row_id"], run.source, run.group, 1 / run.rate if run.rate else None, each * fixed.factor,
+        each * fixed.low, each * fixed.high, run.memory, reserved, run.fits, said, kind(run),
+        {"model": run.row.get("model", ""), "gpus": run.row["gpus"], "plan": str(found.plan), "parts": parts},
+    )  # fmt: skip
+
+
+def rival(runs: Iterable[Run], price: Callable[..., float]) -> list[Case]:
+    """The predictions of a simpler model."""
+    found = []
+    for run in runs:
+        machine = None if run.why else machine_of(run.row, not run.modern)
+        if machine is None or not run.rate:
+            continue
+        each = min(price(run.work, plan, samples, machine) / batch for plan, samples, batch in run.plans)
+        found.append(Case(run.row["row_id"], run.source, run.group, 1 / run.rate, each, kind=kind(run)))
+    return found
+
+
+def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
+    """All figures, as JSON."""
+    done = cases(runs, Planner(), anchors, seed)
+    sources = sorted({run.source for run in runs})
+    told = {case.row for case in done}
+    by = {name: [c for c in done if c.source == name] for name in sources}
+    scored = [v["mape"] for v in (times(by[name]) for name in sources) if v]
+    found = {
+        "anchors": anchors, "seed": seed, "rows": len(runs), "expressed": len(done) + anchors_used(runs, done),
+        "expressed_percent": percent([not run.why for run in runs]),
+        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + 2, "choices": 3},
+        "overall": times(done) | {"mean_of_sources": round(sum(scored) / len(scored), 1) if scored else None},
+        "choice": choice(done), "memory": memory(done),
+        "kinds": {k: times([c for c in done if c.kind == k]) for k in sorted({c.kind for c in done})},
+        "sources": {
+            name: {"expressed": sum(r.row["row_id"] in told for r in runs if r.source == name)} | times(by[name])
+            | {"choice": choice(by[name]), "memory": memory(by[name])} for name in sources
+        },
+        "missing": {why: sum(r.why == why for r in runs) for why in sorted({r.why for r in runs if r.why})},
+    }  # fmt: skip
+    if not anchors:
+        rivals = {
+            "nothing fitted": cases(runs, Planner(UNFITTED), 0, seed),
+            f"one model, {len(SEVEN)} constants": rival(runs, seven),
+            "constant MFU and bubble": rival(runs, constant),
+        }
+        found["rivals"] = {name: times(c) | {"choice": choice(c)} for name, c in rivals.items()}
+    found["worst"] = worst(done)
+    return found
+
+
+def anchors_used(runs: list[Run], done: list[Case]) -> int:
+    """Rows that were expressed and taken as anchors."""
+    told = {case.row for case in done}
+    return sum(not run.why and run.row["row_id"] not in told and machine_of(run.row, False) is not None for run in runs)
+
+
+def worst(done: list[Case], count: int = 10) -> list[dict[str, Any]]:
+    """The rows predicted worst."""
+    timed = sorted((c for c in done if c.measured), key=lambda c: -abs(log(c.predicted / (c.measured or 1))))
+    return [
+        {"row": c.row, "source": c.source, "ratio": round(c.predicted / (c.measured or 1), 2)} | c.what
+        for c in timed[:count]
+    ]
+
+
+def text(found: dict[str, Any]) -> str:
+    """The tables that are printed."""
+    lines = [f"{found['expressed']} of {found['rows']} rows expressed ({found['expressed_percent']} %), anchors {found['anchors']} a source; "
+             f"fitted constants {sum(found['fitted'].values())}: {found['fitted']}"]  # fmt: skip
+    head = f"{'source':<64}{'rows':>5}{'MAPE':>7}{'bias':>7}{'p90':>7}{'in 90':>7}{'regret':>8}{'random':>8}{'pairs':>7}{'rank':>7}"
+    lines += [head, "-" * len(head)]
+    for name, row in [*found["sources"].items(), ("all", found["overall"] | {"choice": found["choice"]})]:
+        if "mape" in row:
+            lines.append(line(name, row))
+    lines.append(f"mean of sources: {found['overall']['mean_of_sources']} %")
+    lines += [line(f"· {name}", row) for name, row in found["kinds"].items() if row]
+    lines += [line(f"rival: {name}", row) for name, row in found.get("rivals", {}).items()]
+    lines.append(f"memory: {found['memory']}")
+    lines += [f"worst: {w['ratio']:<6} {w['row']} {w['model']} on {w['gpus']}: {w['plan']}" for w in found["worst"]]
+    lines += [f"missing: {count} rows, {why}" for why, count in found["missing"].items()]
+    return "\n".join(lines)
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """One source."""
+    chosen = row.get("choice") or {}
+    cell = lambda value, width: f"{'' if value is None else value:>{width}}"  # noqa: E731
+    return (
+        f"{name[:63]:<64}{row['rows']:>5}{cell(row['mape'], 7)}{cell(row['bias'], 7)}{cell(row['p90'], 7)}"
+        f"{cell(row['inside_90'], 7)}{cell(chosen.get('regret'), 8)}{cell(chosen.get('regret_random'), 8)}"
+        f"{cell(chosen.get('pairs_10'), 7)}{cell(chosen.get('spearman'), 7)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--runs", type=Path, action="append", help="published runs; all of bench/data without it")
+    parser.add_argument("--anchors", type=int, default=0, help="measured runs of each source that may be used (0)")
+    parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    files = options.runs or sorted(DATA.glob("*.csv"))
+    runs = [run_of(row) for path in files for row in read(path)]
+    found = report(runs, options.anchors, options.seed)
+    print(json.dumps(found, indent=1) if options.json else text(found))
+
+
+if __name__ == "__main__":
+    main()

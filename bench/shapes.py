@@ -1,0 +1,216 @@
+"""Shapes of published models, and the workload of a transformer of a shape, for rows that print no code.
+
+`plait plan` takes a workload from the sketch of a real module; a published run only names a model. `SHAPES` are the public
+configurations of models that sources name without printing them.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from plait.planner.workload import Block, Product, Workload
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transformer. Zero means: as usual (`ffn` 4 x hidden, `kv` heads, `head` hidden / heads)."""
+
+    layers: int
+    hidden: int
+    ffn: int = 0
+    heads: int = 0
+    kv: int = 0
+    vocab: int = 51200
+    gated: bool = False
+    head: int = 0
+    experts: int = 0
+    """Experts of a layer, each gated and `expert_ffn` wide; `active` of them for every token."""
+    active: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    """Width of what every token goes through beside the experts."""
+    dense: int = 0
+    """First layers without experts, `ffn` wide."""
+    latent: tuple[int, int] = (0, 0)
+    """Ranks of the compressed queries and of the keys and values (multi-head latent attention)."""
+    attentions: int = -1
+    """Layers with attention; the others mix the sequence with a state space of width `state`."""
+    state: int = 0
+    window: float = 1.0
+    """Share of the keys that a query sees on average, where attention slides in some layers."""
+    tied: bool = True
+    predicted: float = 1.0
+    """Share of the tokens that the head computes (masked language models)."""
+    inner: int = 0
+    """Width that experts see, when the hidden one is projected to it first."""
+    length: int = 2048
+    """Tokens of a sequence, where a run does not say."""
+
+
+DEEPSEEK = Shape(61, 7168, 18432, 128, 128, 129280, True, 192, 256, 8, 2048, 2048, 3, (1536, 512), tied=False)
+SHAPES = {
+    "llama3.1405b": Shape(126, 16384, 53248, 128, 8, 128256, True, tied=False, length=8192),
+    "llama370b": Shape(80, 8192, 28672, 64, 8, 128256, True, tied=False, length=8192),
+    "llama3.170b": Shape(80, 8192, 28672, 64, 8, 128256, True, tied=False, length=8192),
+    "llama38b": Shape(32, 4096, 14336, 32, 8, 128256, True, tied=False, length=8192),
+    "llama3.18b": Shape(32, 4096, 14336, 32, 8, 128256, True, tied=False, length=8192),
+    "llama27b": Shape(32, 4096, 11008, 32, 32, 32000, True, tied=False),
+    "llama213b": Shape(40, 5120, 13824, 40, 40, 32000, True, tied=False),
+    "llama270b": Shape(80, 8192, 28672, 64, 8, 32000, True, tied=False),
+    "internlm7b": Shape(32, 4096, 11008, 32, 32, 103168, True, tied=False),
+    "internlm20b": Shape(60, 5120, 13824, 40, 40, 103168, True, tied=False),
+    "gptoss120b": Shape(36, 2880, 2880, 64, 8, 201088, True, 64, 128, 4, 2880, window=0.55, tied=False),
+    "gptoss20b": Shape(24, 2880, 2880, 64, 8, 201088, True, 64, 32, 4, 2880, window=0.55, tied=False),
+    "qwen330ba3b": Shape(48, 2048, 6144, 32, 4, 151936, True, 128, 128, 8, 768, tied=False),
+    "qwen3235ba22b": Shape(94, 4096, 12288, 64, 4, 151936, True, 128, 128, 8, 1536, tied=False),
+    "mixtral8x7b": Shape(32, 4096, 14336, 32, 8, 32000, True, 0, 8, 2, 14336, tied=False),
+    "mixtral8x22b": Shape(56, 6144, 16384, 48, 8, 32768, True, 0, 8, 2, 16384, tied=False),
+    "deepseekv3": DEEPSEEK,
+    "deepseekv2": Shape(60, 5120, 12288, 128, 128, 102400, True, 192, 160, 6, 1536, 3072, 1, (1536, 512), tied=False),
+    "kimik2": replace(DEEPSEEK, heads=64, kv=64, vocab=163840, experts=384, dense=1),
+    "nemotron3nano": Shape(52, 2688, 1856, 32, 2, 131072, False, 128, 128, 6, 1856, 3712, 0, attentions=6, state=4096, tied=False),
+    "nemotron3super": Shape(88, 4096, 2688, 32, 2, 131072, False, 128, 512, 22, 2688, 5376, 0, attentions=8, state=8192, tied=False, inner=1024),
+    "nemotron8b": Shape(32, 4096, 16384, 32, 32, 256000, tied=False),
+    "nemotron22b": Shape(40, 6144, 24576, 48, 48, 256000, tied=False),
+    "nemotron340b": Shape(96, 18432, 73728, 96, 8, 256000, tied=False),
+    "gpt35b": Shape(24, 4096, 16384, 32, 32, 51200),
+    "gpt320b": Shape(44, 6144, 24576, 48, 48, 51200),
+    "gpt3175b": Shape(96, 12288, 49152, 96, 96, 51200),
+    "opt175b": Shape(96, 12288, 49152, 96, 96, 50272),
+    "bertlarge": Shape(24, 1024, 4096, 16, 16, 30528, predicted=0.16),
+    "transformerbig": Shape(15, 1024, 4096, 16, 16, 33712),
+    "gpt2124m": Shape(12, 768, 3072, 12, 12, 50257),
+}  # fmt: skip
+
+
+def known(model: str) -> Shape | None:
+    """The public shape of a model, by its name without what is said of the run."""
+    name = re.sub(r"\(.*?\)|\b(sft|lora|pretrain|pre-training)\b", "", model.lower())
+    return SHAPES.get(re.sub(r"[^a-z0-9.]", "", name))
+
+
+def transformer(shape: Shape, tokens: int, *, flash: bool, name: str = "") -> Workload:
+    """One sample is a sequence of so many tokens; sizes in elements."""
+    shape = replace(shape, ffn=shape.ffn or 4 * shape.hidden, heads=shape.heads or max(1, shape.hidden // 128))
+    shape = replace(shape, kv=shape.kv or shape.heads, head=shape.head or shape.hidden // shape.heads)
+    attentions = shape.layers if shape.attentions < 0 else shape.attentions
+    s, h, v = tokens, shape.hidden, shape.vocab
+    blocks = [
+        Block(
+            "embedding", weights=v * h, weights_cut=v * h, moved=4 * s * h, given=s, out=s * h, kernels=6, handovers=1
+        )
+    ]
+    others = shape.layers - attentions
+    mixed = shape.layers - shape.dense if shape.experts else 0
+    if others:  # a layer of a hybrid is one of the three: attention, a state space, or experts
+        third = (others + attentions) // 2
+        blocks += [_join("state", others - third // 1 if others > third else 0, _state(shape, s))]
+        blocks += [_join("attention", attentions, _attention(shape, s, flash))]
+        blocks += [_join("experts", third, _experts(shape, s))]
+        blocks = [b for b in blocks if b.count]
+    else:
+        att = _attention(shape, s, flash)
+        if shape.layers - mixed:
+            blocks.append(_join("layer", shape.layers - mixed, att, _dense(shape, s, shape.ffn, flash)))
+        if mixed:
+            blocks.append(_join("mixture", mixed, att, _experts(shape, s)))
+    rows = s * shape.predicted
+    head = Product(rows, h, v, cut="columns")
+    own = 0 if shape.tied else v * h
+    logits = rows * v
+    blocks.append(
+        Block("head", products=(head,), weights=own, weights_cut=own, moved=8 * logits + 6 * s * h, moved_cut=8 * logits,
+              kept=2.5 * logits + 2 * s * h, kept_cut=2.5 * logits, given=s * h, out=s * h, kernels=14, handovers=1)
+    )  # fmt: skip
+    return Workload(name, tuple(blocks))
+
+
+def _join(name: str, count: int, *parts: Block) -> Block:
+    """One block of several in a row."""
+    summed = {k: sum(getattr(p, k) for p in parts) for k in (
+        "weights", "weights_cut", "experts", "moved", "moved_cut", "scores", "kept", "kept_cut", "kept_selective", "kernels",
+        "handovers", "keys", "routed")}  # fmt: skip
+    products = tuple(q for p in parts for q in p.products)
+    last = parts[-1]
+    return Block(name, count, products, given=parts[0].given, out=last.out, **summed)
+
+
+def _attention(shape: Shape, s: int, flash: bool) -> Block:
+    h, a, d, kv = shape.hidden, shape.heads, shape.head, shape.kv
+    if shape.latent[0]:
+        q, c = shape.latent
+        maps = (Product(s, h, q + c + 64), Product(s, q, a * d, cut="columns"), Product(s, c, a * 256, cut="columns"))
+        out, value = Product(s, a * 128, h, cut="inner"), 128
+        weights = h * (q + c + 64) + q * a * d + c * a * 256 + a * 128 * h
+        wide = a * (d + 256)
+    else:
+        maps, value = (Product(s, h, (a + 2 * kv) * d, cut="columns"),), d
+        out = Product(s, a * d, h, cut="inner")
+        weights, wide = h * (a + 2 * kv) * d + a * d * h, (a + 2 * kv) * d
+    keys = s * shape.window
+    scores = (Product(s, d, keys, a, cut="batch", weight=False, fused=flash, grows="batch"),
+              Product(s, keys, value, a, cut="batch", weight=False, fused=flash, grows="batch"))  # fmt: skip
+    square = 0 if flash else a * s * s
+    cut = s * (2 * wide + a * value)
+    kept = s * (wide + a * value) + 2.5 * square
+    return Block("attention", products=(*maps, *scores, out), weights=weights + 2 * h, weights_cut=weights,
+                 moved=cut + 7 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept,
+                 kept_selective=2.5 * square + (0.68 * kept if flash else 0), scores=5 * square,
+                 given=s * h, out=s * h, kernels=14 if flash else 20, handovers=1,
+                 keys=2 * s * kv * d)  # fmt: skip
+
+
+def _dense(shape: Shape, s: int, ffn: int, flash: bool) -> Block:
+    h, wide = shape.hidden, 2 if shape.gated else 1
+    up, down = Product(s, h, ffn * wide, cut="columns"), Product(s, ffn, h, cut="inner")
+    cut = s * ffn * (wide * 2 + 1)
+    kept = s * ffn * (wide + 1)
+    return Block("mlp", products=(up, down), weights=h * ffn * (wide + 1) + 2 * h, weights_cut=h * ffn * (wide + 1),
+                 moved=cut + 7 * s * h, moved_cut=cut, kept=kept + 2.5 * s * h, kept_cut=kept, kept_selective=0.68 * kept * flash, given=s * h,
+                 out=s * h, kernels=12, handovers=1)  # fmt: skip
+
+
+def _experts(shape: Shape, s: int) -> Block:
+    h, f, k, e, wide = shape.hidden, shape.expert_ffn, shape.active, shape.experts, 2 if shape.gated else 1
+    i = shape.inner or h
+    up = Product(s * k, i, f * wide, experts=e)
+    down = Product(s * k, f, i, experts=e)
+    around = (Product(s, h, i), Product(s, i, h)) if shape.inner else ()
+    cut = s * k * f * (wide * 2 + 1)
+    routed = Block("experts", products=(Product(s, h, e), *around, up, down), weights=h * e + 2 * h, experts=e * i * f * (wide + 1),
+                   moved=cut + 7 * s * h + 6 * s * k * i + 4 * s * e, moved_cut=0,
+                   kept=s * k * (f * (wide + 1) + i) + 2.5 * s * h, kept_cut=0,
+                   given=s * h, out=s * h, kernels=30, handovers=0, routed=s * k * i)  # fmt: skip
+    if not shape.shared_ffn:
+        return routed
+    both = _join("experts", 1, routed, _dense(shape, s, shape.shared_ffn, True))
+    return replace(both, handovers=1)
+
+
+def _state(shape: Shape, s: int) -> Block:
+    h, d = shape.hidden, shape.state
+    inside, out = Product(s, h, 2 * d + 2 * 1024 + 64, cut="columns"), Product(s, d, h, cut="inner")
+    scan = Product(s, 128, d, cut="columns", weight=False, fused=True, times=2, grows="batch")
+    weights = h * (3 * d + 2 * 1024 + 64)
+    cut = 8 * s * d
+    return Block("state", products=(inside, scan, out), weights=weights + h, weights_cut=weights, moved=cut + 7 * s * h,
+                 moved_cut=cut, kept=s * 4 * d + 2.5 * s * h, kept_cut=s * 4 * d, given=s * h, out=s * h, kernels=16,
+                 handovers=1)  # fmt: skip
+
+
+CNNS = {  # forward operations (those of 3x3 convolutions by Winograd's 4 / 9), weights, elements moved, kernels; an image
+    "resnet50": (6.2e9, 25.6e6, 55e6, 175), "resnet101": (11.7e9, 44.5e6, 82e6, 345),
+    "resnet152": (17.1e9, 60.2e6, 115e6, 515), "inceptionv3": (10e9, 23.8e6, 45e6, 310),
+    "vgg16": (14e9, 138.4e6, 60e6, 50), "alexnet": (0.9e9, 61.0e6, 4e6, 30),
+}  # fmt: skip
+
+
+def convolutional(model: str) -> Workload | None:
+    """An image network as one chain of ten equal parts; None when it is not a known one."""
+    found = CNNS.get(re.sub(r"[^a-z0-9]", "", model.lower()))
+    if found is None:
+        return None
+    flops, weights, moved, kernels = found
+    product = Product(512, 512, flops / 10 / 2 / 512 / 512, sequence=False)
+    block = Block("part", 10, (product,), weights=weights / 10, moved=moved / 10 * 2, kept=moved / 20, given=4e5,
+                  out=4e5, kernels=kernels / 10)  # fmt: skip
+    return Workload(model, (block,))

@@ -1,0 +1,82 @@
+"""The machines that published runs were made on: a data sheet of `machines/`, with the network that the row states."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from math import ceil
+
+from plait.machine import Machine
+from plait.network import Level, Link
+
+ALIASES = (
+    ("GB200", "gb200"), ("GB300", "gb300"), ("B300", "b300"), ("B200", "b200"), ("GH200", "gh200"), ("H200", "h200"),
+    ("H100-96GB", "h100-96gb"), ("H100-PCIe", "h100-pcie"), ("H100", "h100"), ("H800", "h800"), ("A800", "a800"),
+    ("A100-SXM-40GB", "a100-40gb"), ("A100-40", "a100-40gb"), ("A100-PCIe", "a100-pcie"), ("A100", "a100"),
+    ("V100-SXM2-16GB", "v100-16gb"), ("V100-16", "v100-16gb"), ("V100", "v100"), ("P100", "p100"), ("P40", "p40"),
+    ("K80", "k80"), ("TITAN RTX", "titan-rtx"), ("MI300X", "mi300x"), ("MI325X", "mi325x"), ("MI355X", "mi355x"),
+    ("RTX 3090", "rtx-3090"), ("RTX 4090", "rtx-4090"), ("L40S", "l40s"), ("A10G", "a10g"), ("T4", "t4"), ("L4", "l4"),
+)  # fmt: skip
+"""What is in a row's name of a device, and its data sheet; the first that fits."""
+
+UNSTATED = 100e9 / 8
+"""Bytes/s of network per device, where neither row nor data sheet says: one card of 100 Gb/s each."""
+
+
+class OneCard(Machine):
+    """A machine whose software sends a ring through one network card of a node: NCCL before it had rings on every card."""
+
+    def group(self, ranks: int, stride: int = 1) -> tuple[Level, ...]:
+        found = super().group(ranks, stride)
+        return tuple(level._replace(inside=1) if level.between_nodes else level for level in found)
+
+
+@cache
+def site(gpu: str, per_node: int, nodes: int, interconnect: str, old: bool) -> Machine | None:
+    """The machine of a row; None when no data sheet is known."""
+    sheet = next((name for word, name in ALIASES if word.lower() in gpu.lower()), None)
+    if sheet is None or sheet not in known():
+        return None
+    machine = Machine.named(sheet)
+    speed = network(interconnect, per_node)
+    stated = next((link.bandwidth for link in machine.links if link.between_nodes), None)
+    inner = tuple(inside(link, interconnect) for link in machine.links if not link.between_nodes)
+    between = Link("network", None, speed or stated or UNSTATED, 14e-6, "network")
+    kind = OneCard if old else Machine
+    named = {f: getattr(machine, f) for f in Machine.__dataclass_fields__}
+    named |= {"links": (*inner, between), "devices_per_node": per_node, "nodes": nodes}
+    return kind(**named)
+
+
+@cache
+def known() -> frozenset[str]:
+    """Names of all data sheets."""
+    from plait.machinefile import catalogue
+
+    return frozenset(catalogue())
+
+
+def inside(link: Link, interconnect: str) -> Link:
+    """A link inside a node, as the row has it."""
+    if "P2P_DISABLE" in interconnect or ("PCIe" in interconnect and link.kind == "nvlink"):
+        return replace(link, bandwidth=12e9, kind="pcie", latency=5.7e-6)
+    return link
+
+
+def network(text: str, per_node: int) -> float | None:
+    """Bytes/s per device between nodes, of what a row prints: `8x200Gb/s`, `1600 Gb/s per node`, `400 Gb/s … per GPU`."""
+    if found := re.search(r"(\d+) ?x ?(\d+) ?Gb/s", text):
+        return float(found[1]) * float(found[2]) * 1e9 / 8 / per_node
+    if found := re.search(r"(\d+) ?Gb/s[^;]*per GPU", text):
+        return float(found[1]) * 1e9 / 8
+    if found := re.search(r"(\d+) ?Gb/s", text):
+        return float(found[1]) * 1e9 / 8 / per_node
+    if "OPA" in text:
+        return 4 * 100e9 / 8 / per_node
+    return None
+
+
+def machine_of(row: dict[str, str], old: bool) -> Machine | None:
+    """The machine of a row; `old`: its software is from before 2022 or so."""
+    gpus = int(float(row["gpus"]))
+    per_node = int(float(row.get("gpus_per_node") or 8))
+    return site(row["gpu"], per_node, max(1, ceil(gpus / per_node)), row.get("interconnect") or "", old)

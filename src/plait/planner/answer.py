@@ -1,0 +1,232 @@
+"""What `plait plan` says: the best plans, the classical ones, why each of the others is not chosen, how sure it is."""
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from plait.outline import short
+from plait.plan import Plan
+from plait.planner.anchors import Correction, correction
+from plait.planner.asking import Asked
+from plait.planner.estimate import estimate
+from plait.planner.search import ALIKE, Candidate, Found, Question, branch_samples
+
+GIB = 2**30
+CLASSICAL = (("dp",), ("fsdp",), ("tp",), ("pp",))
+"""What everybody knows: all devices on one axis."""
+WORDS = {
+    "bubble": "pipeline bubble", "tensor": "messages inside layers", "gradients": "messages of gradients and weights",
+    "recompute": "computes activations again", "compute": "smaller matmuls", "optimizer": "the optimizer's step",
+    "data": "waits for data", "fixed": "",
+}  # fmt: skip
+"""What a loser spends its time on."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of the answer. `why`: why it is not the first."""
+
+    candidate: Candidate
+    fits: bool
+    why: str
+
+    def to_dict(self, samples: int, room: float) -> dict[str, Any]:
+        """As JSON."""
+        found = self.candidate.estimate
+        facts: dict[str, Any] = {"plan": str(self.candidate.plan), "fits": self.fits, "why": self.why}
+        if found is not None:
+            facts |= {
+                "seconds": found.seconds, "samples_per_s": samples / found.seconds, "bytes": round(found.reserved),
+                "spare_bytes": round(room - found.reserved), "parts": found.parts,
+                "memory": {name: round(size) for name, size in found.memory.items()},
+            }  # fmt: skip
+        return facts
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rows, the first of them the choice if it fits."""
+
+    asked: Asked
+    question: Question
+    rows: tuple[Row, ...]
+    found: Found
+    sure: Correction
+    seconds: float
+    """It took."""
+
+    @property
+    def best(self) -> Row | None:
+        """The choice; None when nothing fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        batch = self.question.batch
+        return {
+            "job": self.asked.name, "machine": str(self.asked.machine), "devices": self.question.devices, "batch": batch,
+            "plans": [row.to_dict(batch, self.question.memory) for row in self.rows], "searched": self.found.counts,
+            "confidence": {"low": self.sure.low, "high": self.sure.high, "measured": self.asked.machine.measured},
+            "took_seconds": round(self.seconds, 1),
+        }  # fmt: skip
+
+
+def answer(asked: Asked, question: Question, found: Found, top: int, took: float) -> Answer:
+    """The answer to a question that was searched."""
+    best = found.best[0] if found.best else None
+    rows = [Row(c, True, _why(c, best)) for c in found.best[: max(1, top)]]
+    rows += [Row(c, False, _why(c, best, question)) for c in found.large[: top - len(rows) if top > 100 else 0]]
+    shown = {row.candidate.mesh for row in rows}
+    for candidate in classical(asked, question, found):
+        if candidate.mesh not in shown and len(rows) < max(top + 3, 4):
+            fits = candidate.estimate is not None and candidate.estimate.reserved <= question.memory
+            rows.append(Row(candidate, fits and not candidate.why, candidate.why or _why(candidate, best, question)))
+            shown.add(candidate.mesh)
+    return Answer(asked, question, tuple(rows), found, sureness(asked), took)
+
+
+def sureness(asked: Asked) -> Correction:
+    """How sure a time is: by the errors of published predictions; less is unknown on a machine that was measured."""
+    return correction(
+        {"routed": "yes" if asked.cuts.mixtures else ""} | ({"device": ""} if asked.machine.measured else {})
+    )
+
+
+def classical(asked: Asked, question: Question, found: Found) -> list[Candidate]:
+    """All devices on one axis, each as good as it gets, whatever is pinned otherwise."""
+    pace, refused, n = asked.pace(), asked.refused(), question.devices
+    got = []
+    for (axis,) in CLASSICAL if n > 1 else ():
+        known = [c for c in (*found.best, *found.large) if getattr(c.plan, axis) == n]
+        if known:
+            got.append(known[0])
+            continue
+        rest: dict[str, Any] = {
+            k: v for k, v in question.pins.items() if k in ("precision", "compile", "offload", "recompute")
+        }
+        micro = min(4 * n, question.batch) if axis == "pp" else 1
+        rest |= {axis: n, "microbatches": micro}
+        plan = Plan(**rest)
+        why = refused(plan)
+        if axis == "tp" and not question.sliceable:
+            why = why or "no layer of the model can be cut"
+        if axis == "pp" and n > question.stages:
+            why = why or f"the model has {question.stages} units"
+        priced = None if why else estimate(pace, plan, branch_samples(plan, question))
+        got.append(Candidate(plan, priced, 1.0, why))
+    return got
+
+
+def _why(candidate: Candidate, best: Candidate | None, question: Question | None = None) -> str:
+    """Why a plan is not the choice: what it does not fit by, else the part of the step that takes longest beyond."""
+    found = candidate.estimate
+    if found is None:
+        return candidate.why
+    if question is not None and found.reserved > question.memory:
+        over = (found.reserved - question.memory) / GIB
+        largest = max(found.memory, key=lambda name: found.memory[name])
+        held = {"optimizer": "optimizer state is not sharded enough", "activations": "activations do not fit"}
+        return f"{over:.1f} GiB over: {held.get(largest, f'{largest} do not fit')}"
+    if best is None or best.estimate is None or candidate is best:
+        return "chosen"
+    more = {name: s - best.estimate.parts.get(name, 0.0) for name, s in found.parts.items()}
+    worst = max(more, key=lambda name: more[name])
+    slower = found.seconds / best.seconds - 1
+    if abs(slower) < ALIKE:
+        return "as fast, and less simple"
+    return f"{100 * slower:.0f} % slower: {WORDS[worst]}" if WORDS[worst] else f"{100 * slower:.0f} % slower"
+
+
+def text(found: Answer) -> str:
+    """The table that is printed."""
+    asked, question = found.asked, found.question
+    weights = sum(b.count * (b.weights + b.experts) for b in asked.pace().work.blocks)
+    source = "measured here" if asked.machine.measured else "data sheet; `plait bench` measures it"
+    if asked.guessed:
+        source = "nothing is known of its speed: run `plait bench`"
+    counts = found.found.counts
+    lines = [
+        f"job       {asked.name}   {short(weights)} parameters · batch {question.batch}",
+        f"machine   {asked.machine} ({source})",
+        f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
+        f"{counts.get('slower', 0)} bounded to be slower · {counts.get('impossible', 0)} impossible · {found.seconds:.1f} s",
+        "",
+    ]
+    head = ("plan", "fits", "memory", "step", "samples/s", "sent*", "bubble", "MFU", "why not first")
+    cells = [head, *(_cells(row, found) for row in found.rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head) - 1)]
+    for k, row in enumerate(cells):
+        marks = "  " if k == 0 else "▸ " if k == 1 and found.best else "  "
+        lines.append(
+            marks
+            + "  ".join([c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))] + [row[-1]])
+        )
+    lines += ["* messages that computing does not hide", *_notes(found)]
+    return "\n".join(lines)
+
+
+def _cells(row: Row, found: Answer) -> tuple[str, ...]:
+    got = row.candidate.estimate
+    plan = str(row.candidate.plan)
+    if got is None:
+        return plan, "✗", "–", "–", "–", "–", "–", "–", row.why
+    memory = f"{got.reserved / GIB:.1f} GiB"
+    if not row.fits:
+        return plan, "✗", memory, "–", "–", "–", "–", "–", row.why
+    sent = got.share("tensor") + got.share("gradients")
+    bubble = f"{100 * got.share('bubble'):.1f} %" if row.candidate.plan.pp > 1 else "–"
+    peak = found.asked.pace().peak(row.candidate.plan.precision)
+    return (plan, "✓", memory, _time(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
+            f"{100 * got.flops / got.seconds / peak:.0f} %", row.why)  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _notes(found: Answer) -> list[str]:
+    best, question = found.best, found.question
+    if best is None or best.candidate.estimate is None:
+        least = min((r.candidate for r in found.rows if r.candidate.estimate), key=_bytes, default=None)
+        told = f"the least is {_bytes(least) / GIB:.1f} GiB with {least.plan}" if least else "no plan is possible"
+        return [f"nothing fits into {question.memory / GIB:.1f} GiB: {told}"]
+    got, plan = best.candidate.estimate, best.candidate.plan
+    parts = " · ".join(
+        f"{name} {100 * got.share(name):.0f} %" for name, s in got.parts.items() if s / got.seconds > 0.005
+    )
+    memory = " · ".join(f"{name} {size / GIB:.2g}" for name, size in got.memory.items() if size)
+    lines = [
+        f"step of #1: {parts}",
+        f"memory of #1 on the fullest rank (GiB): {memory} · allocator {(got.reserved - sum(got.memory.values())) / GIB:.2g}"
+        f" · spare {(question.memory - got.reserved) / GIB:.2g}",
+        f"batch: {question.batch} samples a step = {question.batch // plan.shares} for each of {plan.shares} shares, in "
+        f"{plan.microbatches} micro-batches; the learning rate stays the job's. A batch k times as large asks for one of "
+        "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
+        f"confidence: nine of ten steps take {found.sure.low:.2f} to {found.sure.high:.2f} of what is predicted"
+        + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it"),
+        f'next: plait train {found.asked.name} --plan "{plan}"     plait plan {found.asked.name} --plan "{plan}" --dry-run',
+    ]
+    if plan.precision != "fp32":
+        lines.insert(
+            2,
+            f"precision={plan.precision} rounds differently from the job's own numbers; --pin precision=fp32 keeps them",
+        )
+    return lines
+
+
+def _bytes(candidate: Candidate | None) -> float:
+    return candidate.estimate.reserved if candidate is not None and candidate.estimate else inf
+
+
+def toml(found: Answer) -> str:
+    """The choice as a plan file, with the prediction, the reason and the next best as comments."""
+    best = found.best
+    assert best is not None and best.candidate.estimate is not None
+    got = best.candidate.estimate
+    lines = [
+        f"# {found.asked.name} on {found.asked.machine}, batch {found.question.batch}",
+        f"# predicted: {_time(got.seconds)} a step, {got.reserved / GIB:.1f} GiB on the fullest rank",
+    ]
+    if len(found.rows) > 1:
+        lines.append(f"# next best: {found.rows[1].candidate.plan} ({found.rows[1].why})")
+    return "\n".join(lines) + "\n" + replace(best.candidate.plan).to_toml()

@@ -1,0 +1,153 @@
+"""From a job and a machine to what the search needs: the workload of the model, its numbers, and what may be split."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import ceil, prod
+from typing import Any
+
+from plait import data
+from plait.blueprint import sketched
+from plait.build import check_plan
+from plait.cutting import check
+from plait.errors import PlaitError
+from plait.job import Job
+from plait.machine import Device, Machine, Rates
+from plait.network import Link
+from plait.plan import Plan
+from plait.planner.boil import Cuts, boiled, cuts_of
+from plait.planner.pace import Pace, Software
+from plait.planner.search import Question
+from plait.role import Layout
+from plait.sketch import Sketch
+
+CONTEXT = 1 << 30
+"""Bytes that a process on an accelerator takes before it has a tensor."""
+ROOM = 0.95
+"""Part of a device's memory that is really there."""
+CORE = (4e10, 8e9)
+"""flop/s and bytes/s of a processor's core of which nothing was measured."""
+BETWEEN = Link("memory", None, 2e9, 60e-6, "pcie")
+"""Between processes of one host of which nothing was measured."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job on a machine, ready to be searched."""
+
+    job: Job
+    name: str
+    machine: Machine
+    sketch: Sketch
+    cuts: Cuts
+    software: Software
+    guessed: bool
+    """Nothing is known of the machine's speed: figures of some processor were taken."""
+
+    @staticmethod
+    def of(job: Job, name: str, machine: Machine, *, split: bool = True) -> "Asked":
+        """Sketch the job; `split`: also find what tp and ep can cut."""
+        model, sketch = sketched(job)
+        samples = data.checked(job.data(), "Job(data=…)")
+        example = samples if data.is_map(samples) else job.data()
+        inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
+        cuts = cuts_of(sketch, model, inputs, job) if split else Cuts()
+        known, guessed = sped(machine)
+        return Asked(job, name, known, sketch, cuts, software(job, sketch), guessed)
+
+    def on(self, machine: Machine) -> "Asked":
+        """The same job on another machine."""
+        known, guessed = sped(machine)
+        return replace(self, machine=known, guessed=guessed)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether devices are more than a processor's cores."""
+        return self.machine.host is not None
+
+    def pace(self) -> Pace:
+        """Times of its blocks."""
+        loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
+        return Pace(boiled(self.sketch, self.name, self.cuts), self.machine, self.software, loading=loading)
+
+    def room(self, memory: float | None = None) -> float:
+        """Bytes of a device that a plan may take; `memory`: of the device, when the user says."""
+        size = memory or self.machine.device.memory
+        return size * ROOM - CONTEXT if self.accelerated else size * ROOM
+
+    def question(self, pins: dict[str, Any], memory: float | None = None, devices: int = 0) -> Question:
+        """What to search, with keys that are given."""
+        peaks = self.machine.device.peak
+        formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
+        sizes = {m.experts for m in self.cuts.mixtures}
+        attends = any(c.work.keys for c in self.sketch.calls)
+        return Question(
+            devices or self.machine.devices, self.job.batch, pins, self.room(memory), formats,
+            max(1, len(self.sketch.calls)), bool(self.cuts.slices.groups or self.cuts.slices.vocabulary), attends,
+            tuple(sorted(sizes)),
+        )  # fmt: skip
+
+    def refused(self) -> Callable[[Plan], str]:
+        """Why a plan cannot work, or nothing: what its strategies refuse, and stages that the model cannot be cut into."""
+        staged = cache(partial(_staged, self.sketch, self.job))
+        device = "cuda" if self.accelerated else "cpu"
+
+        def why(plan: Plan) -> str:
+            try:
+                check_plan(self.job, plan, device)
+            except PlaitError as error:
+                return error.problems[0].what
+            if plan.tp > 1 and (reason := uneven(self.cuts, plan.tp)):
+                return reason
+            return staged(plan.pp, plan.stages_per_rank, plan.schedule) if plan.pp > 1 else ""
+
+        return why
+
+
+def uneven(cuts: Cuts, ranks: int) -> str:
+    """Why so many ranks cannot have equal slices: a number that the model's code has fixed does not divide."""
+    for group in cuts.slices.groups:
+        for cut in group.cuts:
+            length = cut.ranges[0][0][1]
+            if length * 2 % ranks and len(cut.ranges[0]) == 1:
+                return f"{cut.parameter} has {length * 2} features, which tp={ranks} does not divide"
+    return ""
+
+
+def _staged(sketch: Sketch, job: Job, pp: int, per_rank: int, schedule: str) -> str:
+    try:
+        plan = Plan(pp=pp, stages_per_rank=per_rank, schedule=schedule, microbatches=pp)
+        check(sketch, Layout.of(plan, sketch, job.stages).cut, per_rank > 1)
+    except (PlaitError, ValueError) as error:
+        return error.problems[0].what if isinstance(error, PlaitError) else str(error)
+    return ""
+
+
+def software(job: Job, sketch: Sketch) -> Software:
+    """Bytes per weight of a job: of weights, gradients and of what its optimizer keeps."""
+    from plait.bill import optimizer_state
+
+    rows = [(prod(shape), dtype.itemsize) for _, shape, dtype in (*sketch.parameters, *sketch.frozen)]
+    count = max(1, sum(n for n, _ in rows))
+    trained = max(1, sum(prod(shape) for _, shape, _ in sketch.parameters))
+    weights = sum(n * size for n, size in rows) / count
+    return Software(weights, weights, optimizer_state(job, sketch) / trained)
+
+
+def sped(machine: Machine) -> tuple[Machine, bool]:
+    """The machine with figures of some processor where nothing is known of its speed, and whether that was so."""
+    device, peaks = machine.device, machine.device.peak
+    known = any(peaks.of(name) for name in ("fp32", "tf32", "fp16", "bf16", "fp8"))
+    links = machine.links or ((BETWEEN,) if machine.devices > 1 else ())
+    if known and device.memory_bandwidth and links == machine.links:
+        return machine, False
+    speed = Device(device.name, device.memory, device.memory_bandwidth or CORE[1],
+                   peaks if known else Rates(fp32=CORE[0]), device.achievable)  # fmt: skip
+    return replace(machine, device=speed, links=links), not known
+
+
+def sized(machine: Machine, devices: int) -> Machine:
+    """So many devices of a machine: fewer or more of its nodes, or a part of one."""
+    if devices <= machine.devices_per_node:
+        return replace(machine, devices_per_node=devices, nodes=1)
+    return machine.with_nodes(ceil(devices / machine.devices_per_node))

@@ -1,0 +1,184 @@
+"""What one plan costs on a machine: seconds of a step, split by what they are spent on, and bytes of the fullest rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import ceil
+
+from plait.actions import Table
+from plait.plan import Plan
+from plait.planner import room
+from plait.planner.pace import Pace, Work, item
+from plait.planner.workload import Block
+from plait.schedules import table
+from plait.simulate import makespan
+
+BUCKET = 32 << 20
+"""Bytes of gradients that are reduced together."""
+
+Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+"""Seconds of a forward and of both halves of a backward, of each stage."""
+Timed = list[tuple[Block, Work, float]]
+"""The blocks of a stage with their times, and how many of each."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one step. The parts of `seconds` add up to it; those of `memory` are bytes of the fullest rank."""
+
+    plan: Plan
+    seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+    reserved: float = 0.0
+    """Bytes that the allocator takes for them."""
+    flops: float = 0.0
+    """Of the model's step on one device, without what is computed again."""
+
+    def share(self, part: str) -> float:
+        """A part of the step, of all of it."""
+        return self.parts.get(part, 0.0) / self.seconds
+
+
+def estimate(pace: Pace, plan: Plan, samples: float) -> Estimate:
+    """Price a plan whose micro-batches have so many samples on each rank."""
+    timed = [(b, pace.block(b, plan, samples)) for b in pace.work.blocks]
+    cut = stages(timed, plan.pp * plan.stages_per_rank, pace.software.even)
+    weights = [sum(room.weights(b, plan) * n for b, _, n in stage) for stage in cut]
+    held = owned((plan.schedule, plan.pp, plan.stages_per_rank)) if plan.pp > 1 else ((0,),)
+    parts, live = pipeline(pace, plan, samples, cut, held)
+    fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
+    own = [part for s in fullest for part in cut[s]]
+    hidden = sum(parts[name] for name in ("compute", "recompute", "tensor")) / plan.microbatches
+    parts |= gradients(pace, plan, own, hidden)
+    states = sum(weights[s] for s in fullest) / (plan.fsdp if plan.fsdp > 1 else 1) * (1 - pace.work.frozen)
+    software = pace.software
+    touched = states * (2 * software.weights + software.gradients + 2 * software.state)
+    parts["optimizer"] = touched / (
+        pace.stream if plan.offload == "none" else min(pace.stream, pace.machine.host or 1e10)
+    )
+    parts["fixed"] = pace.fitted.fixed
+    if pace.loading:
+        parts["data"] = max(0.0, samples * plan.microbatches / pace.loading - sum(parts.values()))
+    parted = [[[(b, n) for b, _, n in cut[s]] for s in stages] for stages in held]
+    memory = room.memory(parted, plan, samples, live, software, pace.work.frozen)
+    seconds = sum(parts.values())
+    reserved = sum(memory.values()) * pace.fitted.slack
+    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.tp * plan.cp * plan.pp)
+    return Estimate(plan, seconds, parts, memory, reserved, flops)
+
+
+def stages(blocks: Sequence[tuple[Block, Work]], count: int, even: bool) -> list[Timed]:
+    """The blocks of each stage: of equal cost, or equal in number where that is what the software does."""
+    if count == 1:
+        return [[(b, w, float(b.count)) for b, w in blocks]]
+    most = max(blocks, key=lambda pair: pair[0].count)[0]
+    found: list[Timed] = [[] for _ in range(count)]
+    if even:
+        at, (base, more) = 0, divmod(most.count, count)
+        for block, work in blocks:
+            if block is most:
+                for i in range(count):
+                    found[i] += [(block, work, float(base + (i < more)))] * (base + (i < more) > 0)
+                at = count - 1
+            else:
+                found[at].append((block, work, float(block.count)))
+        return found
+    costs = [work.forward + work.back_input + work.back_weight for _, work in blocks]
+    total = sum(cost * block.count for cost, (block, _) in zip(costs, blocks))
+    at, done = 0, 0.0
+    for cost, (block, work) in zip(costs, blocks):
+        left = block.count
+        while left:
+            wanted = round((total * (at + 1) / count - done) / cost) if cost else left
+            now = left if at == count - 1 else max(0, min(left, wanted))
+            found[at] += [(block, work, float(now))] * (now > 0)
+            done, left = done + cost * now, left - now
+            at += left > 0
+    return found
+
+
+def pipeline(
+    pace: Pace, plan: Plan, samples: float, cut: list[Timed], held: tuple[tuple[int, ...], ...]
+) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Seconds of all forwards and backwards by what they are, and the activations each rank holds. `held`: its stages."""
+    own = pace.software.action if plan.pp > 1 else 0.0
+    forward = [own + sum(w.forward * n for _, w, n in stage) for stage in cut]
+    inputs = [own + sum(w.back_input * n for _, w, n in stage) for stage in cut]
+    weight = [sum(w.back_weight * n for _, w, n in stage) for stage in cut]
+    m = plan.microbatches
+    per_rank = [sum(forward[s] + inputs[s] + weight[s] for s in stages) for stages in held]
+    busiest = max(range(plan.pp), key=lambda k: per_rank[k])
+    part = [one for s in held[busiest] for one in cut[s]]
+    again, sent = sum(w.again * n for _, w, n in part) * m, sum(w.sent * n for _, w, n in part) * m
+    total, live = per_rank[busiest] * m, (1,)
+    ideal = total
+    if plan.pp > 1:
+        size = max(b.out for b, _, _ in part) * samples / plan.cp * item(plan)
+        inner = plan.tp * plan.cp
+        link = pace.machine.send(size / plan.tp, inner * plan.shares) + pace.machine.all_gather(size, plan.tp)
+        times = (_rounded(forward), _rounded(inputs), _rounded(weight))
+        total, live = played((plan.schedule, plan.pp, plan.stages_per_rank), m, times, round(link, 7))
+    parts = {"compute": ideal - again - sent, "recompute": again, "tensor": sent, "bubble": total - ideal}
+    return parts, live
+
+
+def _rounded(times: list[float]) -> tuple[float, ...]:
+    return tuple(round(t, 7) for t in times)
+
+
+@lru_cache(maxsize=65536)
+def played(kind: tuple[str, int, int], micro: int, times: Times, link: float) -> tuple[float, tuple[int, ...]]:
+    """The makespan of a table and what its ranks hold. The middle of a long one repeats, so two short ones tell."""
+    ranks = kind[1]
+    if micro <= 3 * ranks:
+        order = ordered(kind, micro)
+        return makespan(order, times, link), order.live
+    rest = micro % ranks
+    short, long = ordered(kind, 2 * ranks + rest), ordered(kind, 3 * ranks + rest)
+    before, after = makespan(short, times, link), makespan(long, times, link)
+    busiest = max(sum(sum(stage[s] for stage in times) for s in held) for held in owned(kind))
+    return after + max((after - before) / ranks, busiest) * (micro - long.microbatches), long.live
+
+
+@lru_cache(maxsize=512)
+def ordered(kind: tuple[str, int, int], micro: int) -> Table:
+    """The table of (schedule, ranks, stages per rank)."""
+    schedule, ranks, per_rank = kind
+    return table(schedule, ranks, micro, per_rank)
+
+
+@lru_cache(maxsize=512)
+def owned(kind: tuple[str, int, int]) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank."""
+    owner = ordered(kind, kind[1]).owner
+    return tuple(tuple(s for s, rank in enumerate(owner) if rank == k) for k in range(kind[1]))
+
+
+def gradients(pace: Pace, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:
+    """Seconds of the messages of dp and fsdp that computing does not hide. `hidden`: seconds of one micro-batch."""
+    if plan.shares == 1 or pace.work.frozen == 1:
+        return {"gradients": 0.0}
+    machine, software, inner, f = pace.machine, pace.software, plan.tp * plan.cp, plan.fsdp
+    free = pace.fitted.overlap if software.overlapped else 0.0
+    elements = sum(room.weights(b, plan) * n for b, _, n in own)
+    apart = machine.all_reduce(BUCKET, plan.dp, inner * f) * elements * software.gradients / f / BUCKET
+    if plan.dp == 1:
+        apart = 0.0
+    forward, backward = hidden / 3, hidden * 2 / 3
+    if f > 1 and plan.zero == 3:
+        gather = sum(machine.all_gather(room.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
+        scatter = sum(
+            machine.reduce_scatter(room.weights(b, plan) * software.gradients, f, inner) * n for b, _, n in own
+        )
+        each = max(0.0, gather - free * forward) + max(0.0, gather + scatter - free * backward)
+        return {"gradients": plan.microbatches * each + max(0.0, apart - free * backward)}
+    if f > 1:
+        pieces = max(1, ceil(elements * software.gradients / BUCKET))
+        scatter = pieces * machine.reduce_scatter(elements * software.gradients / pieces, f, inner)
+        gather = pieces * machine.all_gather(elements * software.weights / pieces, f, inner)
+        return {"gradients": max(0.0, scatter + apart - free * backward) + max(0.0, gather - free * forward)}
+    size = elements * software.gradients
+    pieces = max(1, ceil(size / BUCKET))
+    whole = pieces * machine.all_reduce(size / pieces, plan.dp, inner)
+    return {"gradients": max(whole / pieces, whole - free * backward)}

@@ -1,0 +1,248 @@
+"""Other questions than "which plan is fastest here": how far more devices pay, the cheapest, the fewest, the largest; a try."""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from typing import Any
+
+from plait.errors import PlaitError, Problem
+from plait.machine import Machine
+from plait.outline import short
+from plait.planner.answer import WORDS, Answer
+from plait.planner.asking import Asked, sized
+
+HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
+
+
+@dataclass(frozen=True)
+class Size:
+    """One number of devices and the best plan on them; `why` there is none."""
+
+    devices: int
+    plan: str = ""
+    seconds: float = 0.0
+    efficiency: float = 0.0
+    """Samples per second and device, over those of the first size that works."""
+    bottleneck: str = ""
+    hours: float = 0.0
+    """Of the whole job."""
+    price: float | None = None
+    """Of the whole job, in the currency of the machine's price."""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a question about several sizes found. `chosen` is the place of the answer."""
+
+    question: str
+    job: str
+    machine: str
+    batch: int
+    sizes: tuple[Size, ...]
+    chosen: int | None = None
+    told: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """The table that is printed."""
+        lines = [
+            f"job       {self.job} · batch {self.batch}",
+            f"machine   {self.machine}",
+            f"question  {self.question}",
+            "",
+        ]
+        head = ("devices", "step", "samples/s", "efficiency", "whole job", "price", "slowed by", "plan")
+        cells = [head, *(self._cells(size) for size in self.sizes)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        for k, row in enumerate(cells):
+            mark = "▸ " if k and k - 1 == self.chosen else "  "
+            lines.append(
+                (
+                    mark + "  ".join(c.rjust(w) if i < 6 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths)))
+                ).rstrip()
+            )
+        return "\n".join([*lines, *([self.told] if self.told else [])])
+
+    def _cells(self, size: Size) -> tuple[str, ...]:
+        if size.why:
+            return str(size.devices), "–", "–", "–", "–", "–", "", size.why
+        price = "–" if size.price is None else f"{size.price:,.0f}"
+        return (str(size.devices), f"{size.seconds:.3g} s", short(self.batch / size.seconds), f"{100 * size.efficiency:.0f} %",
+                f"{size.hours:.3g} h", price, size.bottleneck, size.plan)  # fmt: skip
+
+
+Goal = Callable[[Asked, dict[str, Any], float | None], Sizes]
+
+
+def named(options: Any) -> Goal | None:
+    """The question that the options ask; None for the usual one."""
+    if options.scale:
+        return lambda asked, pins, memory: scale(asked, pins, memory, counts(options.scale))
+    if options.objective == "cheapest":
+        return cheapest
+    if options.objective == "fewest":
+        if not options.deadline:
+            why = "the fewest devices are those that end before it"
+            raise PlaitError(Problem("U002", "--objective fewest needs --deadline", why=why, fix=("--deadline 24h",)))
+        return lambda asked, pins, memory: fewest(asked, pins, memory, hours(options.deadline))
+    if options.objective == "largest":
+        return largest
+    if options.deadline:
+        fix = ("--objective fewest --deadline 24h",)
+        raise PlaitError(Problem("U002", "--deadline has no effect without --objective fewest", fix=fix))
+    return None
+
+
+def counts(text: str) -> list[int]:
+    """1,8,64 as numbers."""
+    if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
+        raise PlaitError(Problem("U002", f"--scale {text} is not a list of numbers", fix=("--scale 1,8,64,512",)))
+    return sorted({int(n) for n in text.split(",")})
+
+
+def hours(text: str) -> float:
+    """24h, 90m or 3d as hours."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if not found or not float(found[1]):
+        raise PlaitError(Problem("U002", f"--deadline {text} is not a time", fix=("--deadline 24h", "--deadline 3d")))
+    return float(found[1]) * HOURS[found[2]]
+
+
+def at(asked: Asked, pins: dict[str, Any], memory: float | None, devices: int) -> Size:
+    """The best plan on so many devices."""
+    from plait.planner.command import ask
+
+    machine = sized(asked.machine, devices)
+    if machine.devices != devices:
+        return Size(devices, why=f"does not fill nodes of {machine.devices_per_node}")
+    if devices > asked.job.batch * 64:
+        return Size(devices, why=f"64 devices for each of {asked.job.batch} samples are fewer")
+    found = ask(asked.on(machine), pins, memory, 1)
+    if found.best is None or found.best.candidate.estimate is None:
+        return Size(devices, why="nothing fits")
+    got = found.best.candidate.estimate
+    lost = {name: s for name, s in got.parts.items() if name != "compute"}
+    worst = max(lost, key=lambda name: lost[name])
+    slow = f"{100 * lost[worst] / got.seconds:.0f} % {WORDS[worst] or 'what no plan changes'}"
+    took = asked.job.steps * got.seconds / 3600 if asked.job.steps else 0.0
+    each = asked.machine.price_per_hour
+    price = each * devices * took if each is not None else None
+    return Size(devices, str(found.best.candidate.plan), got.seconds, 0.0, slow, took, price)
+
+
+def measured(asked: Asked, sizes: list[Size], question: str) -> Sizes:
+    """Sizes with their efficiency."""
+    first = next((s for s in sizes if s.seconds), None)
+    if first is not None:
+        base = first.seconds * first.devices
+        sizes = [replace(s, efficiency=base / s.seconds / s.devices) if s.seconds else s for s in sizes]
+    return Sizes(question, asked.name, str(asked.machine), asked.job.batch, tuple(sizes))
+
+
+def scale(asked: Asked, pins: dict[str, Any], memory: float | None, devices: list[int]) -> Sizes:
+    """The same batch on more and more devices: more is not linearly faster, and somewhere it stops paying."""
+    found = measured(
+        asked, [at(asked, pins, memory, n) for n in devices], f"the same batch of {asked.job.batch} on more devices"
+    )
+    works = [k for k, s in enumerate(found.sizes) if s.seconds]
+    told = "no size works"
+    if works:
+        last = max((k for k in works if found.sizes[k].efficiency >= HALF), default=works[0])
+        best = min(works, key=lambda k: found.sizes[k].seconds)
+        told = f"fastest at {found.sizes[best].devices} devices; up to {found.sizes[last].devices} each is more than half as useful as at first"
+        if best != works[-1]:
+            told += "; beyond the fastest, more devices make a step longer"
+    return replace(found, told=told)
+
+
+HALF = 0.5
+
+
+def halves(machine: Machine) -> list[int]:
+    """Sizes to try: 1, 2, 4 … of a node, then 1, 2, 4 … nodes, up to the machine."""
+    node = [n for n in (1 << k for k in range(20)) if n < machine.devices_per_node]
+    nodes = [n for n in (1 << k for k in range(20)) if n < machine.nodes]
+    return [*node, *(machine.devices_per_node * n for n in nodes), machine.devices]
+
+
+def cheapest(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
+    """The size at which a step costs least: devices times seconds, since a device costs the same anywhere."""
+    found = measured(asked, [at(asked, pins, memory, n) for n in halves(asked.machine)], "cheapest")
+    works = [k for k, s in enumerate(found.sizes) if s.seconds]
+    best = min(works, key=lambda k: found.sizes[k].seconds * found.sizes[k].devices, default=None)
+    told = (
+        ""
+        if asked.machine.price_per_hour is not None
+        else "the machine's file has no price_per_hour: device-hours decide"
+    )
+    return replace(found, chosen=best, told=told)
+
+
+def fewest(asked: Asked, pins: dict[str, Any], memory: float | None, deadline: float) -> Sizes:
+    """The fewest devices that finish the job's steps before a deadline."""
+    if not asked.job.steps:
+        raise PlaitError(Problem("U002", "--deadline needs a job with steps", fix=("Job(steps=…)",)))
+    sizes: list[Size] = []
+    for n in halves(asked.machine):
+        sizes.append(at(asked, pins, memory, n))
+        if sizes[-1].seconds and sizes[-1].hours <= deadline:
+            break
+    found = measured(asked, sizes, f"fewest devices that take at most {deadline:.3g} h for {asked.job.steps} steps")
+    last = found.sizes[-1]
+    met = bool(last.seconds) and last.hours <= deadline
+    return replace(
+        found, chosen=len(sizes) - 1 if met else None, told="" if met else "not even the whole machine is fast enough"
+    )
+
+
+def largest(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
+    """The largest batch that fits as one micro-batch of each share, on the whole machine."""
+    n = asked.machine.devices
+
+    def size(batch: int) -> Size:
+        return at(replace(asked, job=replace(asked.job, batch=batch)), {"microbatches": 1} | pins, memory, n)
+
+    low, high, best = 0, 1, Size(n, why="nothing fits")
+    while high <= LARGEST and (found := size(high)).seconds:
+        low, high, best = high, high * 2, found
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        found = size(middle)
+        low, high, best = (middle, high, found) if found.seconds else (low, middle, best)
+    got = measured(asked, [best], "largest batch in one micro-batch")
+    shares = ceil(low / n)
+    return replace(
+        got,
+        batch=max(low, 1),
+        chosen=0 if low else None,
+        told=f"batch {low}: about {shares} samples per device" if low else "",
+    )
+
+
+LARGEST = 1 << 22
+
+
+def tried(found: Answer, options: Any) -> Answer:
+    """The first plans run for a few steps each, and the answer in the order of what was measured."""
+    from plait.planner.trying import measure
+
+    rows = [row for row in found.rows if row.fits]
+    times = {str(row.candidate.plan): measure(options, row.candidate.plan) for row in rows[: options.tries]}
+    order = sorted(rows, key=lambda row: times.get(str(row.candidate.plan), float("inf")))
+    best = order[0] if order else None
+    told = []
+    for row in order:
+        seconds = times.get(str(row.candidate.plan))
+        if seconds is None or row.candidate.estimate is None or best is None:
+            told.append(row)
+            continue
+        predicted = row.candidate.estimate.seconds
+        first = times[str(best.candidate.plan)]
+        words = "chosen" if row is best else f"{100 * (seconds / first - 1):.0f} % slower"
+        told.append(replace(row, why=f"{words}: {1000 * seconds:.3g} ms measured, {1000 * predicted:.3g} predicted"))
+    return replace(found, rows=(*told, *(row for row in found.rows if not row.fits)))

@@ -1,0 +1,74 @@
+"""How much memory the fullest rank of a plan needs, by category: closed forms over a workload, for searching.
+
+What a plan really allocates is found by running it on fake tensors (`plait plan --dry-run`); this takes microseconds.
+"""
+
+from collections.abc import Sequence
+
+from plait.plan import Plan
+from plait.planner.pace import Software, item
+from plait.planner.workload import Block
+
+Stage = Sequence[tuple[Block, float]]
+"""Blocks of a stage, and how many of each."""
+
+
+def weights(block: Block, plan: Plan) -> float:
+    """Elements of one block's weights on one rank, before fsdp."""
+    return block.weights_cut / plan.tp + block.weights - block.weights_cut + block.experts / plan.ep
+
+
+def kept(block: Block, plan: Plan, samples: float, software: Software) -> tuple[float, float]:
+    """Bytes that one block keeps of a micro-batch, and those that its recomputation needs for a moment."""
+    spread = plan.tp if plan.sequence_parallel else 1
+    scale = samples / plan.cp * item(plan)
+    whole = (block.kept_cut / plan.tp + (block.kept - block.kept_cut) / spread) * scale
+    if plan.precision == "fp8":
+        whole *= EIGHT_BIT
+    if plan.recompute == "full" and block.count > 1:
+        return block.given / spread / plan.cp * samples * item(plan), whole
+    if plan.recompute == "selective":
+        whole -= block.kept_selective / plan.tp * scale
+    return whole, 0.0
+
+
+EIGHT_BIT = 0.85
+"""Of what is kept, when inputs of matmuls are kept in 8 bits."""
+
+
+def memory(
+    ranks: Sequence[Sequence[Stage]],
+    plan: Plan,
+    samples: float,
+    live: Sequence[int],
+    software: Software,
+    frozen: float = 0.0,
+) -> dict[str, float]:
+    """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of
+    stages that each holds at once.
+
+    `frozen` is the share of the weights that is not trained.
+    """
+    found = [_rank(stages, plan, samples, live[k % len(live)], software) for k, stages in enumerate(ranks)]
+    for categories in found:
+        categories["gradients"] *= 1 - frozen
+        categories["optimizer"] *= 1 - frozen
+    return max(found, key=lambda categories: sum(categories.values()))
+
+
+def _rank(stages: Sequence[Stage], plan: Plan, samples: float, live: float, software: Software) -> dict[str, float]:
+    own = sum(weights(b, plan) * n for stage in stages for b, n in stage)
+    largest = max((weights(b, plan) for stage in stages for b, _ in stage), default=0.0)
+    pairs = [(kept(b, plan, samples, software), n) for stage in stages for b, n in stage]
+    each = sum(now * n for (now, _), n in pairs) / len(stages)
+    moment = max((once for (_, once), _ in pairs), default=0.0)
+    sharded, zero = plan.fsdp, plan.zero if plan.fsdp > 1 else 0
+    found = {
+        "parameters": own * software.weights / (sharded if zero == 3 else 1),
+        "gradients": own * software.gradients / (sharded if zero >= 2 else 1),
+        "optimizer": 0.0 if plan.offload != "none" else own * software.state / (sharded if zero else 1),
+        "activations": each * live + moment,
+    }
+    if zero == 3:
+        found["gathered"] = largest * (2 * item(plan) + software.gradients)
+    return found

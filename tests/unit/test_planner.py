@@ -1,0 +1,284 @@
+"""The planner: a sketch boiled down, times and bytes of a plan, the search, and what is said about it."""
+
+import json
+from dataclasses import replace
+from math import exp, log
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import plait
+from plait.cli import main
+from plait.errors import PlaitError
+from plait.job import Job
+from plait.machine import Machine
+from plait.plan import Plan
+from plait.planner import goals
+from plait.planner.anchors import correction
+from plait.planner.answer import answer, text, toml
+from plait.planner.asking import Asked, sized
+from plait.planner.command import ask, size
+from plait.planner.estimate import estimate, played
+from plait.planner.pace import Pace, Software
+from plait.planner.search import Found, branch_samples, branches, search
+from plait.planner.workload import Block, Product, Workload
+from plait.schedules import table
+from plait.simulate import simulate
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, s, w = x.shape
+        q, k, v = (t.view(b, s, 4, w // 4).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, w))
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int, width: int):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, width), nn.Linear(width, 512)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def job(layers: int = 4, width: int = 64, batch: int = 32, steps: int = 10) -> Job:
+    return plait.Job(
+        model=lambda: Model(layers, width),
+        loss=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+        data=lambda: [(torch.zeros(16, dtype=torch.long), torch.zeros(16, dtype=torch.long))] * 64,
+        optimizer=lambda params: torch.optim.AdamW(params),
+        batch=batch,
+        steps=steps,
+    )
+
+
+@pytest.fixture(scope="module")
+def asked() -> Asked:
+    return Asked.of(job(), "gpt.py", Machine.named("h100x8"))
+
+
+def test_a_sketch_is_boiled_down_to_what_its_formulas_say(asked: Asked) -> None:
+    work = asked.pace().work
+    layer = next(b for b in work.blocks if b.count == 4)
+    width, length = 64, 16
+    maps = 2 * length * width * width * (3 + 1 + 4 + 4)
+    assert sum(p.flops for p in layer.products) == maps + 2 * 2 * length * length * width  # both products of attention
+    assert {p.cut for p in layer.products if p.weight} == {"columns", "inner"}
+    assert all(p.cut == "batch" and p.fused for p in layer.products if not p.weight)
+    assert layer.keys == 2 * length * width and layer.handovers == 2 and layer.out == length * width
+    assert layer.weights == sum(p.numel() for p in Layer(64).parameters())
+    assert work.weights == sum(p.numel() for p in Model(4, 64).parameters())
+    assert asked.software == Software(4.0, 4.0, asked.software.state) and 8 <= asked.software.state < 8.1
+
+
+def test_weights_that_two_units_share_are_counted_once() -> None:
+    def tied() -> nn.Module:
+        model = Model(2, 64)
+        model.head.weight = model.embed.weight
+        return model
+
+    found = Asked.of(replace(job(), model=tied), "tied", Machine.named("h100"), split=False).pace().work
+    assert found.weights == sum(p.numel() for p in tied().parameters())
+
+
+def test_parts_add_up_and_more_work_takes_longer(asked: Asked) -> None:
+    pace = asked.pace()
+    plain = estimate(pace, Plan(), 8)
+    assert plain.seconds == pytest.approx(sum(plain.parts.values()))
+    again = estimate(pace, Plan(recompute="full"), 8)
+    assert again.seconds > plain.seconds and again.memory["activations"] < plain.memory["activations"]
+    twice = estimate(pace, Plan(microbatches=2), 8)
+    assert twice.seconds > plain.seconds and twice.memory["activations"] == plain.memory["activations"]
+    shard = estimate(pace, Plan(fsdp=8), 8)
+    assert shard.memory["optimizer"] == pytest.approx(plain.memory["optimizer"] / 8)
+    assert shard.memory["parameters"] == pytest.approx(plain.memory["parameters"] / 8)
+
+
+def test_messages_take_longer_between_nodes_than_inside_one() -> None:
+    block = Block(
+        "layer", 8, (Product(512, 4096, 4096, cut="columns"),), 4096.0**2, 4096.0**2, handovers=1, out=512 * 4096
+    )
+    work = Workload("wide", (block,))
+    near, far = (Pace(work, Machine.named(name)) for name in ("h100x8", "h100x1x8"))
+    for plan in (Plan(dp=8), Plan(fsdp=8), Plan(tp=8)):
+        assert estimate(far, plan, 4).seconds > estimate(near, plan, 4).seconds
+
+
+@pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2), ("gpipe", 1)])
+@pytest.mark.parametrize("ranks, micro", [(2, 24), (4, 40), (4, 38)])
+def test_long_tables_are_played_from_short_ones(schedule: str, v: int, ranks: int, micro: int) -> None:
+    if schedule == "interleaved" and micro % ranks:
+        micro -= micro % ranks
+    n = ranks * v
+    times = tuple(tuple(base + 0.1 * ((s * 7) % n) for s in range(n)) for base in (1.0, 1.1, 0.9))
+    real = simulate(table(schedule, ranks, micro, v), *times, 0.05)
+    found, live = played((schedule, ranks, v), micro, times, 0.05)
+    assert found == pytest.approx(real.makespan, rel=0.02)
+    if schedule != "gpipe":
+        assert live == real.live
+
+
+def test_nothing_that_is_left_out_would_have_been_shown(asked: Asked) -> None:
+    """Every plan of every branch priced, without bounds: the same best plan of each of the first meshes."""
+    question = asked.question({"precision": "bf16"})
+    refused, pace = asked.refused(), asked.pace()
+    found = search(pace, question, refused)
+    everything: dict[tuple[int, ...], float] = {}
+    for branch in branches(question):
+        for fsdp in {1, branch.shares}:
+            for zero in (1, 2, 3) if fsdp > 1 else (3,):
+                for recompute in ("none", "selective", "full"):
+                    for schedule, v in (
+                        (("1f1b", 1), ("zb", 1), ("zbv", 2), ("interleaved", 2)) if branch.pp > 1 else (("1f1b", 1),)
+                    ):
+                        plan = replace(branch, dp=branch.shares // fsdp, fsdp=fsdp, zero=zero, recompute=recompute,
+                                       schedule=schedule, stages_per_rank=v)  # fmt: skip
+                        if branch.pp * v > question.stages or refused(plan):
+                            continue
+                        got = estimate(pace, plan, branch_samples(plan, question))
+                        mesh = plan.pp, plan.dp, plan.fsdp, plan.cp, plan.tp, plan.ep
+                        if got.reserved <= question.memory:
+                            everything[mesh] = min(everything.get(mesh, 1e9), got.seconds)
+    best = sorted(everything.values())[:8]
+    assert sorted(c.seconds for c in found.best)[:8] == pytest.approx(best, rel=1e-9)
+
+
+def test_the_same_question_has_the_same_answer(asked: Asked) -> None:
+    first, second = (json.dumps([str(c.plan) for c in ask(asked, {}).found.best]) for _ in range(2))
+    assert first == second
+
+
+def test_pins_are_kept_and_refusals_honoured(asked: Asked) -> None:
+    found = ask(asked, {"tp": 2, "recompute": "full"}, top=50)
+    assert {row.candidate.plan.tp for row in found.rows if row.why != "" and row.fits and row in found.rows[:1]} == {2}
+    assert all(c.plan.tp == 2 and c.plan.recompute == "full" for c in found.found.best)
+    assert all(c.plan.devices == 8 and c.plan.shares <= 32 for c in found.found.best)
+    refused = asked.refused()
+    assert "stages" in refused(Plan(pp=64)) and refused(Plan(pp=2, compile=True)) and not refused(Plan(dp=8))
+    assert "does not divide" in refused(Plan(tp=5))
+
+
+def test_what_does_not_fit_is_never_chosen_and_said() -> None:
+    small = Asked.of(job(width=256, batch=64), "big.py", Machine.named("h100x4"))
+    need = estimate(small.pace(), Plan(dp=4, precision="bf16"), 16).reserved
+    found = ask(small, {}, memory=(need * 0.6 + (1 << 30)) / 0.95)
+    assert found.best is not None and found.best.candidate.plan.dp != 4
+    assert any("GiB over" in row.why for row in found.rows)
+    nothing = ask(small, {}, memory=(1 << 30) / 0.95 + 1e6)
+    assert nothing.best is None and "nothing fits" in text(nothing)
+
+
+def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: Asked, tmp_path) -> None:
+    found = ask(asked, {})
+    plans = [row.candidate.plan for row in found.rows]
+    assert any(p.dp == 8 for p in plans) and any(p.fsdp == 8 for p in plans) and len(plans) <= 8
+    said = text(found)
+    assert "confidence" in said and "memory of #1" in said and all(str(p) in said for p in plans)
+    (tmp_path / "plan.toml").write_text(toml(found))
+    assert Plan.load(tmp_path / "plan.toml") == plans[0]
+    assert json.loads(json.dumps(found.to_dict()))["plans"][0]["fits"] is True
+
+
+def test_of_plans_alike_the_simplest_comes_first() -> None:
+    tiny = Asked.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x2"))
+    first = ask(tiny, {"precision": "fp32"}).rows[0].candidate
+    fastest = min(c.seconds for c in ask(tiny, {"precision": "fp32"}).found.best)
+    assert first.seconds <= fastest * 1.02 and len(first.plan.changed()) == 1
+
+
+def test_measured_runs_correct_what_is_like_them() -> None:
+    here = {"place": "a", "device": "d", "model": "m", "precision": "p", "layout": "l"}
+    other = {key: value + "2" for key, value in here.items()}
+    before = correction(here)
+    after = correction(here, [(here, log(1.3))] * 4)
+    assert before.factor == 1 and 1.15 < after.factor < 1.3 and after.deviation < before.deviation
+    assert correction(other, [(here, log(1.3))] * 4).factor == pytest.approx(1.0)
+    assert before.low == pytest.approx(exp(-1.645 * before.deviation))
+
+
+def test_more_devices_are_not_linearly_faster(asked: Asked) -> None:
+    found = goals.scale(asked, {"precision": "bf16"}, None, [1, 2, 8])
+    assert [s.devices for s in found.sizes] == [1, 2, 8] and found.sizes[0].efficiency == 1
+    assert found.sizes[2].efficiency < found.sizes[1].efficiency < 1 and "devices" in found.text()
+
+
+def test_the_cheapest_the_fewest_and_the_largest(asked: Asked) -> None:
+    cheap = goals.cheapest(asked, {}, None)
+    assert (
+        cheap.chosen is not None and cheap.sizes[cheap.chosen].devices == 1
+    )  # nothing is gained by splitting so little
+    few = goals.fewest(asked, {}, None, 1000.0)
+    assert few.chosen == 0 and few.sizes[0].devices == 1
+    never = goals.fewest(asked, {}, None, 1e-9)
+    assert never.chosen is None and "not even" in never.told
+    large = goals.largest(asked, {"precision": "bf16"}, (2 << 30) / 0.95)
+    assert large.batch > 32
+    tight = replace(asked, job=replace(asked.job, batch=large.batch * 2))
+    assert ask(tight, {"precision": "bf16", "microbatches": 1}, (2 << 30) / 0.95).best is None
+
+
+def test_sizes_of_a_machine() -> None:
+    machine = Machine.named("h100x8x4")
+    assert goals.halves(machine) == [1, 2, 4, 8, 16, 32]
+    assert sized(machine, 4).devices == 4 and sized(machine, 16).nodes == 2
+
+
+@pytest.mark.parametrize("given, what", [("80GiB", 80 * 2**30), ("40gb", 40e9), ("1e9", 1e9)])
+def test_sizes_of_memory(given: str, what: float) -> None:
+    assert size(given) == what
+
+
+def test_a_machine_of_which_nothing_is_known_is_guessed_and_said() -> None:
+    found = ask(Asked.of(job(), "gpt.py", _unknown()), {})
+    assert found.asked.guessed and "plait bench" in text(found)
+
+
+def _unknown() -> Machine:
+    from plait.machine import Device
+
+    return Machine("cores", Device("some processor", 8 << 30), devices_per_node=2)
+
+
+@pytest.mark.parametrize(
+    "words, code",
+    [
+        (["--memory", "much"], "U002"), (["--gpus", "0"], "U002"), (["--scale", "a"], "U002"), (["--pin", "tpp=2"], "T001"),
+        (["--objective", "fewest"], "U002"), (["--deadline", "24h"], "U002"), (["--machine", "h1000x8"], "M010"),
+        (["--gpus", "12"], "U002"), (["--objective", "fewest", "--deadline", "soon"], "U002"),
+    ],
+)  # fmt: skip
+def test_wrong_questions_are_refused(words: list[str], code: str, capsys, tmp_path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text("from tests.unit.test_planner import job\n")
+    assert main(["plan", str(file), *(["--machine", "h100x8"] if "--machine" not in words else []), *words]) == 2
+    assert code in capsys.readouterr().err
+
+
+def test_a_plan_that_fails_when_tried_is_named(tmp_path) -> None:
+    from types import SimpleNamespace
+
+    from plait.planner.trying import measure
+
+    options = SimpleNamespace(job=str(tmp_path / "none.py"), arguments={})
+    with pytest.raises(PlaitError) as error:
+        measure(options, Plan(dp=1))
+    assert error.value.problems[0].code == "M014"
+
+
+def test_answers_of_nothing_are_empty(asked: Asked) -> None:
+    question = asked.question({})
+    found = answer(asked, question, Found((), (), {}), 5, 0.0)
+    assert found.best is None or found.best.fits
