@@ -1,0 +1,13 @@
+"""Commands are forked from this process: what they need is imported in it, once."""
+
+import pytest
+import training
+from rehearsed import rehearse
+
+from plait.launch import here
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_start_warm() -> None:
+    here.run(lambda place: {}, 1)
+    rehearse(training.job())
