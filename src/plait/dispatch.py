@@ -80,7 +80,8 @@ def _counts(counts: list[int | None], way: Way, device: torch.device) -> list[li
 
 def travel(rows: Tensor, given: list[int], taken: list[int], group: Any) -> Tensor:
     """Rows [n, …] sent to the ranks of the group, `given[r]` to rank r, in order; of rank r come `taken[r]`."""
-    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())  # so that backward comes here on every rank
+    needed = torch.is_grad_enabled() and not rows.requires_grad
+    anchor = torch.zeros((), requires_grad=needed)  # so that backward comes here on every rank, and once
     return _Travel.apply(rows, anchor, given, taken, group)
 
 

@@ -142,7 +142,8 @@ class Listed:
         counts: list[int | None] = [None] * len(self.experts)
         for k in order:
             counts[given[k][0]] = (counts[given[k][0]] or 0) + len(given[k][1])
-        rows = torch.cat([given[k][1] for k in order]) if order else empty
+        floats = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+        rows = torch.cat([given[k][1] for k in order]) if order else tied(empty, *floats)
         whole = self.through(rows, counts, lambda r, totals: self._serve(r, totals, empty))
         results, at = dict[int, Tensor](), 0
         for k in order:  # not `split`: the code may write to what an expert returns
