@@ -59,6 +59,7 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
     tensors["weights"] = dict(built.own)
     tensors["buffers"] = {n: p.tensor for n, p in built.parts().items() if n not in built.own}
+    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
@@ -66,7 +67,7 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         "rows": rows, "ids": ids, "held": held, "seen": built.data.seen, "inexact": built.inexact,
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
-        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role)],
+        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role), held_experts],
         "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
         "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
         "varies": built.sketch.host_random and bool(built.sketch.tolls),
