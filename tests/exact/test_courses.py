@@ -41,6 +41,10 @@ def test_every_model_under_every_plan(name: str, text: str) -> None:
     test_models(name, text)
 
 
+def test_a_unit_that_changes_an_object_it_is_given_is_not_run_again() -> None:
+    assert verify(JOBS["changed"](), Plan.parse("pp=2 microbatches=3 recompute=full")).equal
+
+
 def test_a_function_that_knows_the_model_and_not_its_copy_meets_no_shards() -> None:
     assert verify(JOBS["drop_inside"](), Plan.parse("pp=2 fsdp=2 microbatches=2")).equal
 

@@ -70,9 +70,8 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def marked(sketch: Sketch) -> list[str]:
     """Units worth recomputing: they keep more than their inputs. One that changes its inputs would run on others."""
-    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.inputs.of(1)} - {
-        c.unit for c in sketch.calls if c.writes
-    }
+    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.inputs.of(1)}
+    worth -= {c.unit for c in sketch.calls if c.writes or c.back is not None}
     return [u.name for u in sketch.units if u.name in worth]
 
 
