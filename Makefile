@@ -6,14 +6,17 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test prove lint docs clean
+.PHONY: demo test lane-1 lane-2 prove lint docs clean
 
 demo: $(READY)
 	$(BIN)/plait train examples/stdlib_gpt/job.py --nproc 2
 	@echo "numbers of every step:  runs/latest/metrics.jsonl      where the time went:  runs/latest/events/"
 
 test: $(READY) lint
-	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory -k -j 2 lane-1 lane-2
+
+lane-1 lane-2: $(READY)
+	$(BIN)/python -m pytest --lane $(@:lane-%=%)/2
 
 prove: $(READY)
 	$(BIN)/python -m pytest tests -m "prove or not prove" --timeout 1800

@@ -4,8 +4,24 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lane", default="1/1", help="K/N: every N-th test, from the K-th; make test runs two lanes at once"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    lane, lanes = map(int, config.getoption("--lane").split("/"))
+    mine = items[lane - 1 :: lanes]
+    if lanes > 1:
+        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        items[:] = mine
