@@ -1,4 +1,7 @@
-"""The centre of the suite: unlike jobs under every form of data parallelism equal one device, in float64."""
+"""The centre of the suite: unlike jobs under every form of data parallelism equal one device, in float64.
+
+Each job is tried under every other plan, so that every plan meets half of the jobs; `prove` tries all.
+"""
 
 import jobs
 import jobs_unlike
@@ -21,9 +24,20 @@ INEXACT = {  # by nature: (job, whether the plan has this)
 }
 
 
+@pytest.mark.parametrize("name, text", [(n, t) for i, n in enumerate(jobs.ALL) for t in PLANS[i % 2 :: 2]])
+def test_jobs(name: str, text: str) -> None:
+    equal_or_named(name, text)
+
+
+@pytest.mark.prove
 @pytest.mark.parametrize("text", PLANS)
 @pytest.mark.parametrize("name", jobs.ALL)
-def test_equal_or_named(name: str, text: str) -> None:
+def test_every_job_under_every_plan(name: str, text: str) -> None:
+    equal_or_named(name, text)
+
+
+def equal_or_named(name: str, text: str) -> None:
+    """Equal, or inexact by nature, and said so."""
     plan = Plan.parse(text)
     if name == "recomputed" and plan.processes == "one":  # recomputation finds its place by torch's one generator
         with pytest.raises(PlaitError, match="J014"):
