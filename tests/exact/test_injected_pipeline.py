@@ -22,7 +22,7 @@ DEEP, ROOT = jobs_pipeline.LISTED["deep"], jobs_pipeline.LISTED["root_gpt"]
 
 
 def sees(job: Any, plan: str, probe: str, name: str = "") -> None:
-    verdict = verify(job, Plan.parse(plan))
+    verdict = verify(job, Plan.parse(plan), quiet=True)
     assert verdict.exit_code == DIFFERENT
     assert probe in [p.code for p in verdict.probes if not p.equal], verdict.to_dict()
     assert name in verdict.parameter, verdict.to_dict()

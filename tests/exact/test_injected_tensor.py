@@ -59,7 +59,7 @@ def job(dropout: float = 0.0) -> Any:
 
 
 def sees(given: Any, plan: str, probe: str, name: str) -> None:
-    verdict = verify(given, Plan.parse(plan))
+    verdict = verify(given, Plan.parse(plan), quiet=True)
     wrong = {p.code: p.name for p in verdict.probes if not p.equal}
     assert verdict.exit_code == DIFFERENT
     assert probe in wrong, verdict.to_dict()

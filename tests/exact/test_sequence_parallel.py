@@ -141,7 +141,7 @@ def test_not_wanted() -> None:
 
 
 def sees(name: str) -> None:
-    verdict = verify(JOBS[name](), Plan.parse("tp=2"), steps=2)
+    verdict = verify(JOBS[name](), Plan.parse("tp=2"), steps=2, quiet=True)
     assert verdict.exit_code == DIFFERENT, verdict.to_dict()
 
 
