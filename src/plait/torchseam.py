@@ -229,12 +229,8 @@ def materialise(root: nn.Module, device: torch.device) -> None:
 
 def convert(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The module on the device, its floating tensors in `dtype` when given; what is on the meta device stays there."""
-    return root._apply(
-        lambda t: t.to(
-            "meta" if t.device.type == "meta" else device,
-            dtype if dtype is not None and t.is_floating_point() else t.dtype,
-        )
-    )
+    kind = lambda t: dtype if dtype is not None and t.is_floating_point() else t.dtype  # noqa: E731
+    return root._apply(lambda t: t.to("meta" if t.device.type == "meta" else device, kind(t)))
 
 
 def in_backward() -> bool:
@@ -257,12 +253,7 @@ def flash_cpu(
 
 
 def flash_cpu_backward(
-    grad: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    made: tuple[Tensor, Tensor],
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
+    grad: Tensor, qkv: tuple[Tensor, ...], made: tuple[Tensor, Tensor], causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Its gradients, when `made` is what attention gave over these keys and perhaps others."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
