@@ -116,15 +116,21 @@ def _column(column: Map, masks: list[Tensor]) -> tuple[tuple[Ranges, ...], int]:
     if len(frozenset().union(*sets)) < size:
         raise Refused(f"not all features of {column.name} make a difference on the job's inputs")
     if len({len(s) for s in sets}) > 1 or size % len(sets[0]):
-        raise Refused(f"ranks would need unequal parts of {column.name}")
+        raise Refused(f"ranks would need {_counts(sets)} of the {size} features of {column.name}")
     _apart(sets, column.name)
     return tuple(ranges_of(s) for s in sets), size // len(sets[0])
 
 
+def _counts(sets: Sets) -> str:
+    return ", ".join(str(len(s)) for s in sets)
+
+
 def _apart(sets: Sets, name: str) -> None:
     """Ranks hold the same or nothing in common: then gradients are summed over those that hold the same."""
-    if any(a != b and a & b for a in sets for b in sets):
-        raise Refused(f"ranks would share some features of {name} and not others")
+    for (i, a), (j, b) in itertools.combinations(enumerate(sets), 2):
+        if a != b and a & b:
+            part = f"{len(a & b)} of {len(a)} features of {name}"
+            raise Refused(f"processes {i} and {j} would share {part} and not the others: too few heads of keys")
 
 
 def ranges_of(indices: Iterable[int]) -> Ranges:
@@ -146,7 +152,7 @@ def _divided(masks: list[Tensor], name: str) -> tuple[int, tuple[Ranges, ...]] |
             size = masks[0].shape[dim]
             whole = len(frozenset().union(*sets)) == size
             if not whole or len({len(s) for s in sets}) > 1 or size % len(sets[0]):
-                raise Refused(f"ranks would need unequal parts of {name}")
+                raise Refused(f"ranks would need {_counts(sets)} of the {size} features of {name}")
             _apart(sets, name)
             return dim, tuple(ranges_of(s) for s in sets)
     return None

@@ -29,7 +29,8 @@ JOBS = {
 }
 TRIED = (
     ("gpt", "ep=2"), ("mixtral", "fsdp=2 ep=2"), ("qwen3", "dp=2 fsdp=2 ep=4"), ("gpt", "dp=2 fsdp=2 ep=2"),
-    ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("dense", "dp=4 ep=2"), ("plain", "fsdp=2 ep=2 microbatches=2"),
+    ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("mixtral", "dp=2 ep=2 offload=optimizer"),
+    ("dense", "dp=4 ep=2"), ("plain", "fsdp=2 ep=2 microbatches=2"),
 )  # fmt: skip
 PLANS = (
     "ep=2",
@@ -39,6 +40,7 @@ PLANS = (
     "dp=2 fsdp=2 ep=4",
     "dp=2 fsdp=2 ep=2",
     "dp=4 ep=2 recompute=selective",
+    "fsdp=2 ep=2 offload=optimizer",
 )
 MORE = [(job, plan) for job in JOBS for plan in PLANS if (job, plan) not in TRIED]
 TOO_MANY = [("dense", plan) for plan in PLANS if "ep=4" in plan]

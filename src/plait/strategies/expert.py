@@ -70,7 +70,7 @@ def wanted(plan: Plan) -> bool:
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     others = {"processes=one": plan.processes == "one", "compile=true": plan.compile}
-    others |= {f"offload={plan.offload}": plan.offload != "none"}
+    others |= {"offload=all": plan.offload == "all"}
     for key, given in others.items():
         if given:
             yield Problem("P050", f"ep={plan.ep} does not work with {key}", fix=(f'--plan "ep={plan.ep}"',))
