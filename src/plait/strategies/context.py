@@ -74,12 +74,15 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    others = {
-        "processes=one": plan.processes == "one", "compile=true": plan.compile,
-    }  # fmt: skip
-    for key, given in others.items():
-        if given:
-            yield Problem("P041", f"cp={plan.cp} does not work with {key}", fix=(f'--plan "cp={plan.cp}"',))
+    whys = {
+        "processes=one": "" if plan.processes != "one" else "stretches are of processes, not of threads",
+        "compile=true": ""
+        if not plan.compile
+        else "attention is taken over while the model runs, and a graph does not see it",
+    }
+    for key, why in whys.items():
+        if why:
+            yield Problem("P041", f"cp={plan.cp} does not work with {key}", why=why, fix=(f'--plan "cp={plan.cp}"',))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

@@ -69,11 +69,18 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile}
-    others |= {"offload=all": plan.offload == "all"}
-    for key, given in others.items():
-        if given:
-            yield Problem("P050", f"ep={plan.ep} does not work with {key}", fix=(f'--plan "ep={plan.ep}"',))
+    whys = {
+        "processes=one": "" if plan.processes != "one" else "experts are shared out to processes, not to threads",
+        "compile=true": ""
+        if not plan.compile
+        else "how many rows travel depends on the data, and a graph has fixed sizes",
+        "offload=all": ""
+        if plan.offload != "all"
+        else "it is fsdp that brings parameters to the device, and it leaves experts",
+    }
+    for key, why in whys.items():
+        if why:
+            yield Problem("P050", f"ep={plan.ep} does not work with {key}", why=why, fix=(f'--plan "ep={plan.ep}"',))
     if plan.shares % plan.ep:
         what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
         why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} neighbours would be incomplete"

@@ -74,9 +74,15 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    for key, given in {"processes=one": plan.processes == "one", "compile=true": plan.compile}.items():
-        if given:
-            yield Problem("P033", f"tp={plan.tp} does not work with {key}", fix=(f'--plan "tp={plan.tp}"',))
+    whys = {
+        "processes=one": "" if plan.processes != "one" else "slices are of processes, not of threads",
+        "compile=true": ""
+        if not plan.compile
+        else "a compiled graph draws whole masks, where a process needs its slice",
+    }
+    for key, why in whys.items():
+        if why:
+            yield Problem("P033", f"tp={plan.tp} does not work with {key}", why=why, fix=(f'--plan "tp={plan.tp}"',))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
