@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.flops import flops_of
-from plait.torchseam import storage_key, writes
+from plait.torchseam import schema, storage_key
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ class Effort:
             return flops
         stores = {storage_key(t) for t in given}
         fresh = [t for t in made if storage_key(t) not in stores]
-        if fresh or (made and writes(func)):
+        if fresh or (made and schema(func).is_mutable):
             self.operators += 1
             size = sum(t.numel() for t in given if t.dim()) + sum(t.numel() for t in (fresh or made))
             self.moved[max(t.numel() for t in made)] += size

@@ -65,11 +65,6 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-def writes(func: Any) -> bool:
-    """Whether an operator changes one of its arguments."""
-    return func._schema.is_mutable
-
-
 def version(tensor: Tensor) -> int:
     """A number that grows with every write to the tensor in place."""
     with torch._C.DisableTorchFunction():  # modes that are active would be asked what it is

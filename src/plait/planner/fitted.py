@@ -35,7 +35,7 @@ class Fitted:
     """Seconds in which the host launches one operator; a compiled model's operators are half as many."""
     sums: float = 0.9
     """Part of the collectives of tp that nothing hides."""
-    routed: float = 2.85
+    routed: float = 2.0
     """Time of the exchanges of a mixture over that of equal messages: loads are uneven, and rows are sorted."""
     overlap: float = 0.216
     """Part of the time of computing in which messages of dp and fsdp go on at no cost."""

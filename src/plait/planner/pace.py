@@ -88,12 +88,12 @@ class Pace:
         back = max(inputs + point * self.fitted.back + weight, launch * 1.5)
         again = 0.0
         if plan.recompute == "full":
-            again = forward + sent
+            again = forward
         elif plan.recompute == "selective":
             again = self.software.redone * weight + point if any(p.fused for p in block.products) else attention
         back_weight = weight * (1 - self.work.frozen)
         both = 2 * sent + (sent if plan.recompute == "full" else 0.0)
-        return Work(forward + sent, back - weight + again + sent, back_weight, again, both)
+        return Work(forward + sent, back - weight + again + both - sent, back_weight, again, both)
 
     def product(self, product: Product, plan: Plan, samples: float) -> float:
         """Seconds of a matmul (all its `times`) on one rank."""
@@ -175,6 +175,12 @@ class Pace:
             return 0.0
         size = block.routed * samples / plan.cp / self.thin(plan) * item(plan)
         stride = 1 if self.thin(plan) > 1 else plan.tp * plan.cp
+        nodes = -(-plan.ep * stride // self.machine.devices_per_node)
+        if (
+            nodes > 1 and not self.software.portable
+        ):  # a row goes to a node once, whatever number of its experts are there
+            choices = max(p.rows for p in block.products if p.experts) / min(p.rows for p in block.products)
+            size *= min(1.0, nodes * (1 - (1 - 1 / nodes) ** choices) / choices)
         return 2 * self.fitted.routed * self.machine.all_to_all(size, plan.ep, stride)
 
     def rotated(self, block: Block, plan: Plan, samples: float, attention: float) -> float:

@@ -1,0 +1,113 @@
+"""`bench/planner.py`: its scores are right, what it prints is whole, and the planner is as good as its docs say."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+import scores  # noqa: E402
+from published import run_of  # noqa: E402
+from scores import Case, choice, memory, spearman, times  # noqa: E402
+from sites import network  # noqa: E402
+
+
+def case(measured: float, predicted: float, group: str = "g", **others) -> Case:
+    return Case("r", "s", group, measured, predicted, predicted * 0.8, predicted * 1.2, **others)
+
+
+def test_errors_of_times() -> None:
+    found = times([case(1.0, 1.1), case(2.0, 1.6), case(1.0, 3.0)])
+    assert found["rows"] == 3 and found["mape"] == pytest.approx(100 * (0.1 + 0.2 + 2.0) / 3, abs=0.1)
+    assert found["bias"] == 10.0 and found["inside_90"] == pytest.approx(66.7 if 1.6 * 1.2 >= 2 else 33.3, abs=0.1)
+
+
+def test_regret_and_order() -> None:
+    right = [case(1.0, 2.0), case(2.0, 3.0), case(3.0, 9.0)]
+    assert choice(right)["regret"] == 1.0 and choice(right)["pairs_10"] == 100.0 and choice(right)["spearman"] == 1.0
+    wrong = [case(1.0, 9.0), case(2.0, 3.0), case(3.0, 2.0)]
+    assert choice(wrong)["regret"] == 3.0 and choice(wrong)["pairs_10"] == 0.0 and choice(wrong)["spearman"] == -1.0
+    assert choice(wrong)["regret_random"] == 2.0 and choice(wrong)["regret_top3"] == 1.0
+    ties = [case(1.0, 5.0), case(2.0, 5.0)]
+    assert choice(ties)["pairs_10"] == 50.0
+    large = [case(1.0, 1.0, said=False), case(2.0, 3.0)]
+    assert choice(large)["regret"] == 2.0, "what is predicted not to fit is not chosen"
+
+
+def test_equal_ranks_share_their_places() -> None:
+    assert scores.ranks([3.0, 1.0, 3.0]) == [1.5, 0.0, 1.5]
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_false_fits_are_counted() -> None:
+    found = memory([case(1, 1, memory=100.0, reserved=110.0, fits=True), case(1, 1, fits=False, said=True),
+                    case(1, 1, fits=False, said=False), case(1, 1, fits=True, said=False)])  # fmt: skip
+    assert found["false_fits"] == 1 and found["out_of_memory"] == 2 and found["out_of_memory_recognised"] == 1
+    assert found["ran_but_refused"] == 1 and found["mape"] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    "text, node, speed",
+    [
+        ("NVLink3; 8x200Gb/s HDR IB (Selene)", 8, 25e9), ("1600 Gb/s per node RoCE", 8, 25e9),
+        ("NVLink4; 400 Gb/s CX-7 per GPU", 8, 50e9), ("DGX-H100", 8, None), ("4x100Gb/s RoCE per node", 8, 6.25e9),
+    ],
+)  # fmt: skip
+def test_networks_are_read(text: str, node: int, speed: float | None) -> None:
+    assert network(text, node) == speed
+
+
+ROW = {
+    "row_id": "x", "source": "a paper", "model": "a model", "layers": "24", "hidden": "2048", "heads": "16", "vocab": "32000",
+    "seq_len": "2048", "gpu": "H100-SXM-80GB", "gpus": "16", "gpus_per_node": "8", "dp": "8", "tp": "2", "pp": "1",
+    "micro_batch": "2", "global_batch": "64", "recompute": "none", "precision": "bf16", "measured_iter_time_s": "1.0",
+}  # fmt: skip
+
+
+def test_a_row_is_a_plan() -> None:
+    run = run_of(ROW)
+    plan, samples, batch = run.plans[0]
+    assert not run.why and plan.tp == 2 and plan.shares == 8 and plan.microbatches == 4 and samples == 2 and batch == 64
+    assert run.rate == 64.0
+
+
+@pytest.mark.parametrize("gone, why", [("gpus", "devices"), ("layers", "sizes"), ("dp", "")])
+def test_what_a_row_lacks_is_said(gone: str, why: str) -> None:
+    assert why in run_of(ROW | {gone: ""}).why and bool(run_of(ROW | {gone: ""}).why) == bool(why)
+    assert "multiply" in run_of(ROW | {"tp": "5"}).why
+
+
+def test_a_measured_time_never_reaches_its_own_prediction(tmp_path: Path) -> None:
+    """Twice as long a measurement, the same prediction: nothing of the answer is looked at."""
+
+    def predicted(seconds: str) -> float:
+        file = tmp_path / "runs.csv"
+        with file.open("w", newline="") as out:
+            writer = csv.DictWriter(out, list(ROW))
+            writer.writeheader()
+            writer.writerow(ROW | {"measured_iter_time_s": seconds})
+        found = json.loads(subprocess.run([sys.executable, BENCH / "planner.py", "--runs", file, "--json"],
+                                          capture_output=True, text=True, check=True).stdout)  # fmt: skip
+        return found["worst"][0]["ratio"] * float(seconds)
+
+    assert predicted("1.0") == pytest.approx(predicted("2.0"), abs=0.02)
+
+
+def test_the_planner_is_as_good_as_its_docs_say() -> None:
+    done = subprocess.run([sys.executable, BENCH / "planner.py", "--json"], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    node = found["sources"]["VIA-Research/vTrain"]
+    assert node["mape"] <= 8 and node["choice"]["spearman"] >= 0.93 and node["choice"]["regret"] <= 1.04
+    assert found["expressed_percent"] >= 85 and found["overall"]["mean_of_sources"] <= 20
+    assert 85 <= found["overall"]["inside_90"] <= 95 and found["choice"]["pairs_10"] >= 82
+    for name, source in found["sources"].items():
+        if source["choice"]:
+            assert source["choice"]["regret"] <= min(1.04, source["choice"]["regret_random"]), name
+    for rival in found["rivals"].values():
+        assert rival["mape"] > found["overall"]["mape"] and rival["choice"]["regret"] > found["choice"]["regret"]
+    assert sum(found["fitted"].values()) <= 40 and len(found["worst"]) == 10
+    assert found["memory"]["false_fits"] <= found["memory"]["said_fits"] / 20
