@@ -179,6 +179,14 @@ class Scaled(nn.Module):
         return h / (1 + h.square().mean((1, 2), keepdim=True))
 
 
+class Again(Attention):
+    """Computes its attention again in backward, without the rest of it."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.out(checkpoint(self.attend, h, use_reentrant=False).transpose(1, 2).flatten(2))
+        return h + self.inner(h)
+
+
 class Weights(nn.Module):
     """torch's attention, asked for its weights."""
 
@@ -280,6 +288,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "mixed": (tokens(lambda: Attention(Mixed())), "differs"),
     "scaled": (tokens(lambda: Attention(Scaled())), "differs"),
     "weights": (tokens(Weights), ""),
+    "again": (tokens(Again), "checkpoint in its own code"),
     "noting": (lambda: make(Noting, Tokens, lambda out, y: language_loss(out[0], y) + out[1]), "another way"),
 }
 EXPERTS = {"unbalanced": unbalanced, "balanced": balanced, "routed": OWN["routed"]}

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from plait.attending import Asked
 from plait.blockwise import wide
-from plait.course import SAMPLES, Course, Talk, short
+from plait.course import SAMPLES, Course, Talk, refused, short
 from plait.proving import Layout
 from plait.ranges import Rows
 from plait.regions import Absent
@@ -87,18 +87,8 @@ def _heard(
     targets: list[Any] = []
 
     def silent(asked: Asked, queries: Held, keys: Held) -> Tensor:
-        q, k, v = asked.q, asked.k, asked.v
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1])
-        each = tuple(t.numel() // (t.shape[2] * samples) for t in (q, k, v, out))
-        lengths = stretching.sketched(queries), stretching.sketched(keys)
-        grad = any(t.requires_grad for t in (q, k, v))
-        heads, twice = (q.shape[1], k.shape[1]), checkpoint_frame() is not None
-        notes.append(Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice, lengths))
-        if asked.mask is not None and asked.mask.shape[-2] == queries.size:
-            each = (asked.mask.numel() // (queries.size * samples),)
-            notes.append(
-                replace(notes[-1], kind="rows", each=each, dtype=asked.mask.dtype, grad=asked.mask.requires_grad)
-            )
+        out = F.scaled_dot_product_attention(asked.q, asked.k, asked.v, enable_gqa=asked.k.shape[1] != asked.q.shape[1])
+        notes.extend(_noted(asked, out, (queries, keys), (stretching, samples)))
         return out
 
     def run(module: nn.Module, given: Any) -> Any:
@@ -127,6 +117,27 @@ def _heard(
             handle.remove()
         stretching.held = {}
     return notes, absent.calls
+
+
+def _noted(asked: Asked, out: Tensor, held: tuple[Held, Held], how: tuple[Stretching, int]) -> Iterator[Talk]:
+    """An attention, and the rows of its mask. P040 when the unit itself would compute it again, seeing its rows alone."""
+    stretching, samples = how
+    if checkpoint_frame() is not stretching.frame:
+        why = (
+            "a checkpoint in its own code (torch.utils.checkpoint) holds its attention, and runs that alone in backward"
+        )
+        fix = "checkpoint the whole unit", "recompute=full in the plan"
+        raise refused(f"unit {stretching.unit} cannot run on a stretch of the sequence", why, *fix)
+    q, k, v = asked.q, asked.k, asked.v
+    each = tuple(t.numel() // (t.shape[2] * samples) for t in (q, k, v, out))
+    lengths = stretching.sketched(held[0]), stretching.sketched(held[1])
+    grad = any(t.requires_grad for t in (q, k, v))
+    heads, twice = (q.shape[1], k.shape[1]), checkpoint_frame() is not None
+    found = Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice, lengths)
+    yield found
+    if asked.mask is not None and asked.mask.shape[-2] == held[0].size:
+        each = (asked.mask.numel() // (held[0].size * samples),)
+        yield replace(found, kind="rows", each=each, dtype=asked.mask.dtype, grad=asked.mask.requires_grad)
 
 
 def messages(

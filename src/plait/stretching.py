@@ -16,7 +16,7 @@ from plait.course import At, Call, Course, refused, too_short
 from plait.errors import FAILED, PlaitError, Problem
 from plait.proving import posed, show
 from plait.stretch import Held, Stretch, for_loss
-from plait.torchseam import is_unknown, leaves, named_leaves, tree_map, tree_unflatten
+from plait.torchseam import checkpoint_frame, is_unknown, leaves, named_leaves, tree_map, tree_unflatten
 from plait.wholebatch import STRETCHES
 
 
@@ -32,6 +32,8 @@ class Stretching:
         self.model, self.course, self.ranks = model, course, ranks
         self.unit = ""
         """That runs now."""
+        self.frame: Any = None
+        """The model's own checkpoint in which it was called."""
         self.held: dict[int, Held] = {}
         """Which rows of each sequence."""
         self.turns: dict[str, int] = {}
@@ -193,6 +195,7 @@ class _Inside:
         held = self.stretching.held
         if not held:
             return self.own(*args, **kwargs)
+        self.stretching.frame = checkpoint_frame()
         with Attending(held, self.how.attends, self.stretching.answer):
             return posed(self.own, args, kwargs, self.how, held)
 
