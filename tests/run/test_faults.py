@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launched import TEST_JOB, Command, alive, rows
 
+from plait.launch.watch import Failure
+
 CASES = {
     "raise": ("C005", "rank 1 raised ValueError: the user's own mistake", "training.py:"),
     "kill": ("C003", "rank 1 was killed (SIGKILL) at step", "not a communication fault"),
@@ -75,3 +77,20 @@ def test_command_line_errors(argv: list[str], code: int, words: list[str], tmp_p
         assert word in command.output, command.output
     assert "Traceback" not in command.output
     assert not (tmp_path / "runs").exists() or "--device" in argv
+
+
+@pytest.mark.parametrize(
+    "text, where, victim",
+    (
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1",
+            "",
+            True,
+        ),
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer", "job.py:32", True),
+        ("[Errno 104] Connection reset by peer", "job.py:32 in __getitem__", False),
+    ),
+)
+def test_who_lost_a_peer_is_a_victim_also_inside_the_users_forward(text: str, where: str, victim: bool) -> None:
+    message = {"type": "RuntimeError", "text": text, "where": where, "problems": [], "memory": False, "trace": ""}
+    assert Failure.raised(0, 9, "forward", message).victim is victim

@@ -58,7 +58,8 @@ class Failure:
             return Failure(
                 rank, (1, rank), Problem("M002", what, why=message["text"], where=where, fix=fix), trace=trace
             )
-        if not where and any(sign in message["text"] for sign in _PEER):
+        theirs = not where or "gloo" in message["text"]  # shards are gathered inside the user's forward
+        if theirs and any(sign in message["text"] for sign in _PEER):
             return Failure(
                 rank,
                 (3, rank),
