@@ -9,10 +9,10 @@ from plait.plan import Plan
 from plait.planner.anchors import Correction, correction
 from plait.planner.asking import Asked
 from plait.planner.estimate import estimate
-from plait.planner.search import ALIKE, Candidate, Found, Question, branch_samples
+from plait.planner.search import ALIKE, Candidate, Found, Question, branch_samples, search
 
 GIB = 2**30
-CLASSICAL = (("dp",), ("fsdp",), ("tp",), ("pp",))
+CLASSICAL = ("dp", "fsdp", "tp", "pp")
 """What everybody knows: all devices on one axis."""
 WORDS = {
     "bubble": "pipeline bubble", "tensor": "messages inside layers", "gradients": "messages of gradients and weights",
@@ -93,28 +93,34 @@ def sureness(asked: Asked) -> Correction:
 
 
 def classical(asked: Asked, question: Question, found: Found) -> list[Candidate]:
-    """All devices on one axis, each as good as it gets, whatever is pinned otherwise."""
-    pace, refused, n = asked.pace(), asked.refused(), question.devices
+    """All devices on one axis, each as good as it gets; of one that does not fit, what needs least."""
+    n = question.devices
     got = []
-    for (axis,) in CLASSICAL if n > 1 else ():
-        known = [c for c in (*found.best, *found.large) if getattr(c.plan, axis) == n]
-        if known:
-            got.append(known[0])
-            continue
-        rest: dict[str, Any] = {
-            k: v for k, v in question.pins.items() if k in ("precision", "compile", "offload", "recompute")
-        }
-        micro = min(4 * n, question.batch) if axis == "pp" else 1
-        rest |= {axis: n, "microbatches": micro}
-        plan = Plan(**rest)
-        why = refused(plan)
-        if axis == "tp" and not question.sliceable:
-            why = why or "no layer of the model can be cut"
-        if axis == "pp" and n > question.stages:
-            why = why or f"the model has {question.stages} units"
-        priced = None if why else estimate(pace, plan, branch_samples(plan, question))
-        got.append(Candidate(plan, priced, 1.0, why))
+    for axis in CLASSICAL if n > 1 else ():
+        known = [c for c in found.best if getattr(c.plan, axis) == n]
+        got.append(known[0] if known else _alone(asked, question, axis))
     return got
+
+
+def _alone(asked: Asked, question: Question, axis: str) -> Candidate:
+    """The best plan with all devices on one axis, searched for by itself: bounds may have left it out."""
+    alone = dict.fromkeys(("pp", "dp", "fsdp", "tp", "cp", "ep"), 1) | {axis: question.devices}
+    others = {key: value for key, value in question.pins.items() if key not in alone}
+    pace, refused = asked.pace(), asked.refused()
+    found = search(pace, replace(question, pins=others | alone), refused)
+    if found.best:
+        return found.best[0]
+    own = -(-question.batch // (question.devices if axis in ("dp", "fsdp") else 1))
+    least: dict[str, Any] = {"precision": question.precisions[0], "recompute": "full", "microbatches": own}
+    least |= others | alone
+    plan = Plan(**least)
+    why = refused(plan)
+    if axis == "tp" and not question.sliceable:
+        why = why or "no layer of the model can be cut"
+    if axis == "pp" and question.devices > question.stages:
+        why = why or f"the model has {question.stages} units"
+    priced = None if why else estimate(pace, plan, branch_samples(plan, question))
+    return Candidate(plan, priced, 1.0, why)
 
 
 def _why(candidate: Candidate, best: Candidate | None, question: Question | None = None) -> str:

@@ -31,7 +31,10 @@ def run(options: Any) -> int:
         return dryrun.run(options)
     pins, memory = pinned(options), size(options.memory)
     machine = machine_of(options)
+    if options.batch is not None and options.batch < 1:
+        raise PlaitError(Problem("U002", f"--batch {options.batch} is not a whole number ≥ 1"))
     job = load_job(options.job, options.arguments)
+    job = replace(job, batch=options.batch or job.batch)
     asked = Asked.of(job, options.job, machine, split=machine.devices > 1 or bool(options.scale))
     goal = goals.named(options)
     if goal is not None:

@@ -11,6 +11,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="what to train on: here, a name such as h100x8 or h100x8x16 (16 nodes of 8), or a TOML file (here)",
     )  # fmt: skip
     parser.add_argument("--gpus", type=int, metavar="N", help="so many devices of the machine, instead of all")
+    parser.add_argument("--batch", type=int, help="global batch, instead of the job's")
     parser.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GiB, instead of the machine's")
     parser.add_argument("--plan", help="keys that are given, as one line; with --show or --dry-run the plan to look at")
     parser.add_argument("--pin", action="append", default=[], metavar="KEY=VALUE", help="the same, one key at a time")
