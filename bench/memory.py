@@ -4,6 +4,8 @@ Memory is that of tensors on one rank at its fullest moment (`plait/allocations.
 is the third step, so that the optimizer has its state; the rank with the most counts. Each plan runs in processes of its
 own. The models are small for a quick run, but large enough that tensors dominate.
 
+A dry run (`plait plan --dry-run`) is compared on every rank, for all strategies, with the models of tests/exact/test_dryrun.py.
+
     plait          Engine.step under the plan
     hand-written   fully_shard on every block and on the model, clip_grad_norm_, the optimizer on DTensors
     Accelerate     its FSDP2 plugin, the same blocks
@@ -29,6 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from plait.allocations import Allocations
 from plait.bill import Costing
+from plait.dryrun import dry_run
 from plait.engine import Engine
 from plait.job import Job, load_job
 from plait.launch import here
@@ -191,6 +194,27 @@ def predicted(jobs: dict[str, Job], plans: tuple[str, ...], as_json: bool) -> fl
     return worst
 
 
+def dry(wanted: list[str] | None) -> float:
+    """Print what a dry run finds beside what every rank of a run measures, for the models and plans of its tests."""
+    sys.path += [str(EXAMPLES.parent / "tests"), str(EXAMPLES.parent / "tests/exact")]
+    import test_dryrun as tests
+
+    worst = 0.0
+    print(
+        f"\n{'':<14}{'plan':<48}{'dry run':>10}{'measured':>10}{'error':>9}{'seconds':>9}   (kB of the fullest rank; of any kind, %)"
+    )
+    for name, lines in tests.EVERY.items():
+        for line in lines if wanted is None or name in wanted else ():
+            job, plan = tests.MODELS[name](), Plan.parse(line)
+            found = dry_run(job, plan)
+            run = here.run(partial(tests.measured, job=job, plan=plan), plan.world)
+            error = max((k.peak.total / run[k.rank]["total"] - 1 for k in found.kinds), key=abs)
+            worst, most = max(worst, abs(error)), max(r["total"] for r in run)
+            row = f"{name:<14}{line:<48}{found.fullest.peak.total / 1e3:>10.1f}{most / 1e3:>10.1f}{error:>+9.2%}"
+            print(f"{row}{found.seconds:>9.1f}", flush=True)
+    return worst
+
+
 def compared(jobs: dict[str, Job]) -> None:
     """Print plait's sharded step beside hand-written FSDP2's and Accelerate's."""
     print(f"\n{'':<14}" + "".join(f"{n:>20}" for n in ("plait fsdp=2", *OTHERS)) + "   (MB per rank)")
@@ -207,17 +231,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", default="", help="only these, as mlp,gpt")
     parser.add_argument("--plans", default="", help="only these, separated by semicolons")
-    parser.add_argument("--skip", choices=("predicted", "compared"), help="one of the two tables")
+    parser.add_argument("--only", choices=("predicted", "dry", "compared"), help="one of the three tables")
     parser.add_argument("--json", action="store_true", help="one JSON object per pair")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     wanted = asked.jobs.split(",") if asked.jobs else None
     jobs = {n: j for n, j in workloads().items() if wanted is None or n in wanted}
     worst = 0.0
-    if asked.skip != "predicted":
+    if asked.only in (None, "predicted"):
         worst = predicted(jobs, tuple(asked.plans.split(";")) if asked.plans else PLANS, asked.json)
         print(f"largest error {worst:.2%}")
-    if asked.skip != "compared":
+    if asked.only in (None, "dry"):
+        worst = max(worst, dry(wanted))
+        print(f"largest error {worst:.2%}")
+    if asked.only in (None, "compared"):
         wide = {"depth": "6", "width": "512", "batch": "4"}  # blocks of 12.6 MB: each is a group of its own
         with redirect_stdout(sys.stderr):
             jobs["gpt-wide"] = load_job(str(EXAMPLES / "stdlib_gpt/job.py"), wide)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.torchseam import TorchDispatchMode, is_unknown, local_of, tree_leaves
+from plait.partly import given_to
+from plait.torchseam import TorchDispatchMode, held_on_meta, is_unknown, local_of
 
 FORWARD = ("forward", "F")
 """How the names of moments of forward passes begin."""
@@ -134,14 +135,13 @@ class Allocations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         category = "exchange" if func.namespace == "c10d" else MADE
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor):
-                self._meet(leaf, category)
+        for tensor in given_to((args, tuple(kwargs.values()), result)):
+            self._meet(tensor, category)
         return result
 
     def _meet(self, tensor: Tensor, category: str = MADE, free: bool = False) -> None:
         tensor = local_of(tensor)
-        if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_unknown(tensor):
+        if held_on_meta(tensor) or is_unknown(tensor):
             return
         self._count(tensor.untyped_storage(), category, free)
 

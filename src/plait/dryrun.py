@@ -38,7 +38,6 @@ from plait.plan import Plan
 from plait.pretending import Pretending, faked, process_group
 from plait.sketch import Sketch
 from plait.torchseam import FakeTensorMode, fake_failures, tree_map_only
-from plait.workspaces import Workspaces
 
 CPU = torch.device("cpu")
 SHOWN = 12
@@ -128,8 +127,8 @@ def _each(job: Job, plan: Plan, how: tuple[Sketch, bool], kinds: Kinds, steps: i
     """Run one rank of each kind. `how`: what is known, and whether on real tensors."""
     for rank, ranks in kinds.counts().items():
         mail = Mail(rank, plan)
-        with alone(job, plan, rank, how) as (engine, given):
-            peak = measure(engine, steps, given, mail)
+        with alone(job, mail, how) as (engine, given):
+            peak = measure(engine, steps, given)
             samples = max(n for _, n in engine.share.parts(job.batch))
         yield Kind(rank, ranks, plan.at(rank), samples, peak, mail.traffic()), mail
 
@@ -154,25 +153,24 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
 
 
 @contextmanager
-def alone(
-    job: Job, plan: Plan, rank: int, how: tuple[Sketch, bool]
-) -> Iterator[tuple[Engine, Callable[[Batch], Batch]]]:
-    """The engine of one rank, and what makes of a batch one that it can be given. It runs inside only."""
-    fakes, (sketch, real) = FakeTensorMode(allow_non_fake_inputs=True), how
+def alone(job: Job, mail: Mail, how: tuple[Sketch, bool]) -> Iterator[tuple[Engine, Callable[[Batch, bool], Batch]]]:
+    """The engine of the rank that `mail` is of, and what makes of a batch one that it can be given. It runs inside only."""
+    fakes, (sketch, real), plan, rank = FakeTensorMode(allow_non_fake_inputs=True), how, mail.plan, mail.rank
     with nullcontext() if real else PartlyFake(fakes):  # a constructor may look at what it makes
         model = make_model(job) if real else faked(make_model(job), fakes)
-    with process_group(rank, plan.world), Pretending(fakes, real=real), Workspaces():
+    with process_group(rank, plan.world), Pretending(fakes, real=real) as pretending:
         engine = _Alone(job, plan, Place(rank, plan.world), (Made(model, model), sketch))
-        if isinstance(
-            engine.built.reducer, Across
-        ):  # of a parameter that ranks share, another one may have the gradient
+        if isinstance(engine.built.reducer, Across):  # another rank may have the gradient of a parameter they share
             engine.built.reducer.told = lambda flags: [1.0] * len(flags)
 
-        def given(batch: Batch) -> Batch:
-            trees = () if real else ("inputs", "targets", "spare")
+        def given(batch: Batch, last: bool) -> Batch:
+            pretending.mail = mail if last else None
+            if real:
+                return batch
             hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
+            trees = ("inputs", "targets", "spare")
             hidden = (replace(m, **{k: tree_map_only(Tensor, hide, getattr(m, k)) for k in trees}) for m in batch.micro)
-            return replace(batch, micro=tuple(hidden))
+            return replace(batch, micro=tuple(hidden)[: None if last else 1])  # what lasts is there after one
 
         yield engine, given
 

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,26 +11,23 @@ from plait.actions import Action
 from plait.allocations import Allocations, Peak
 from plait.data import Batch
 from plait.engine import Engine
-from plait.messages import Mail
 from plait.metering import tensors_in
 from plait.pipe import Clock
 from plait.reducer import Reducer
 from plait.torchseam import tree_leaves
 
 
-def measure(
-    engine: Engine, steps: int = 2, given: Callable[[Batch], Batch] = lambda batch: batch, mail: Mail | None = None
-) -> Peak:  # fmt: skip
+def measure(engine: Engine, steps: int = 2, given: Callable[[Batch, bool], Batch] = lambda batch, _: batch) -> Peak:
     """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it.
 
-    `given` makes of a batch what the step is given; `mail` notes the messages.
+    `given` makes of a batch what a step is given, and is told whether it is the one that is measured.
     """
     source = engine.batches()
     for _ in range(steps):
-        engine.step(given(next(source)))
-    batch = given(next(source))
+        engine.step(given(next(source), False))
+    batch = given(next(source), True)
     gc.collect()
-    with nullcontext() if mail is None else mail.noting(), Allocations() as meter:
+    with Allocations() as meter:
         hold(meter, engine, batch)
         mark(meter, engine)
         meter.moment("forward")

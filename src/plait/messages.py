@@ -15,7 +15,7 @@ import torch.distributed as dist
 from plait.errors import PlaitError, Problem
 from plait.ledger import BY_DATA, given
 from plait.plan import AXES, Plan
-from plait.torchseam import TorchDispatchMode, group_in
+from plait.torchseam import group_in
 
 POINTED = ("send", "recv_")
 
@@ -60,10 +60,6 @@ class Mail:
     circles: list[Circle] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     known: dict[str, int] = field(default_factory=dict)
-
-    def noting(self) -> "_Noting":
-        """A mode in which what is sent and received is noted."""
-        return _Noting(self)
 
     def note(self, op: str, args: tuple[Any, ...]) -> None:
         """A call of a collective."""
@@ -148,15 +144,3 @@ def _pairs(a: list[Any], b: list[Any]) -> Iterator[tuple[Any, Any]]:
 def _content(m: Message) -> Any:
     """What both ends of a message, or all ranks of a collective, have in common."""
     return ("" if m.op in POINTED else m.op), 0 if m.op in BY_DATA else m.bytes
-
-
-class _Noting(TorchDispatchMode):
-    def __init__(self, mail: Mail):
-        super().__init__()
-        self.mail = mail
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace, _, name = func.name().partition("::")
-        if namespace == "c10d":
-            self.mail.note(name.partition(".")[0], args)
-        return func(*args, **(kwargs or {}))

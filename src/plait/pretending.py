@@ -7,15 +7,17 @@ floating-point number is 0 (a loss, a norm, a sum that other ranks have part in)
 true (there is a gradient to receive). A real tensor into which something without numbers is written stays as it is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.partly import PartlyFake
+from plait.messages import Mail
+from plait.partly import PartlyFake, given_to
 from plait.torchseam import (
     FakeTensor,
     FakeTensorMode,
@@ -26,6 +28,7 @@ from plait.torchseam import (
     schema,
     tree_leaves,
 )
+from plait.workspaces import sized
 
 
 class Pretending(PartlyFake):
@@ -34,6 +37,9 @@ class Pretending(PartlyFake):
     def __init__(self, fakes: FakeTensorMode, real: bool = False):
         super().__init__(fakes)
         self.real = real
+        self.mail: Mail | None = None
+        """What is told of messages."""
+        self.nothing = torch.zeros(1)
 
     def hides(self, made: Tensor) -> bool:
         """The rows of numbers that ranks tell each other are float64, and those are looked at."""
@@ -43,14 +49,22 @@ class Pretending(PartlyFake):
         if func is scalar_of and isinstance(args[0], FakeTensor):
             return stand_in(args[0].dtype)
         if func.namespace == "c10d":
-            result = func(*args, **(kwargs or {}))
-            _arrived(func.name().partition("::")[2].partition(".")[0], args)
-            return result
-        if schema(func).is_mutable:
-            written, read = _operands(func, args, kwargs or {})
-            if written and not _hollow(written) and _hollow(read):
-                return args[0] if schema(func).returns else None
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._message(func, args, kwargs or {})
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        written = _written(func)
+        if written and not _hollow(args[k] for k in written) and _hollow((args, tuple((kwargs or {}).values()))):
+            return args[0] if schema(func).returns else None
+        return sized(func, args, kwargs or {}, super().__torch_dispatch__(func, types, args, kwargs))
+
+    def _message(self, func: Any, args: Any, kwargs: Any) -> Any:
+        op = func.name().partition("::")[2].partition(".")[0]
+        if self.mail is not None:
+            self.mail.note(op, args)
+        plain = op in ("send", "recv_", "allreduce_")  # of these only what says that it is done is looked at
+        result = func([self.nothing] if plain else args[0], *args[1:], **kwargs)
+        _arrived(op, args)
+        return (args[0], *result[1:]) if op == "allreduce_" else result
 
 
 def _arrived(op: str, args: Any) -> None:
@@ -72,21 +86,15 @@ def stand_in(dtype: torch.dtype) -> Any:
     return 0.0 if dtype.is_floating_point else dtype is torch.bool or 1
 
 
-def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """(tensors that an operator writes, those that it reads)."""
-    named = [
-        *zip(schema(func).arguments, args),
-        *((a, kwargs[a.name]) for a in schema(func).arguments if a.name in kwargs),
-    ]
-    found: tuple[list[Tensor], list[Tensor]] = [], []
-    for argument, value in named:
-        found[not argument.is_write].extend(t for t in tree_leaves(value) if isinstance(t, Tensor))
-    return found
+@cache
+def _written(func: Any) -> tuple[int, ...]:
+    """Places of the arguments that an operator writes."""
+    return tuple(k for k, a in enumerate(schema(func).arguments) if a.is_write and not a.kwarg_only)
 
 
-def _hollow(tensors: list[Tensor]) -> bool:
-    """Whether there is one without numbers among them."""
-    return any(isinstance(t, FakeTensor) for t in tensors)
+def _hollow(values: Iterable[Any]) -> bool:
+    """Whether there is a tensor without numbers among them."""
+    return any(isinstance(t, FakeTensor) for t in given_to(values))
 
 
 @contextmanager

@@ -36,8 +36,8 @@ GraphExecGroup = checkpoint.GraphExecGroup
 __all__ = [
     "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "Facade", "FakeTensor", "FakeTensorMode", "FsdpAllGather",
     "FsdpReduceScatter", "GraphExecGroup", "TorchDispatchMode", "Unknowns", "alias", "check_dims", "checkpoint_frame", "convert",
-    "emptied", "fake_failures", "fake_world", "fakes_around", "flash_cpu", "flash_cpu_backward", "gather_ahead", "group_in",
-    "in_backward", "is_unknown", "is_view", "leaves", "local_of", "materialise", "named_leaves",
+    "emptied", "fake_failures", "fake_world", "fakes_around", "flash_cpu", "flash_cpu_backward", "gather_ahead",
+    "group_in", "held_on_meta", "in_backward", "is_unknown", "is_view", "leaves", "local_of", "materialise", "named_leaves",
     "own_buffers", "parts_as_they_are", "plainly", "recompute_once", "register_pytree_node", "scalar_of", "scale_", "schema",
     "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version", "warm_dynamo",
 ]  # fmt: skip
@@ -94,6 +94,11 @@ SEEDED = _Seeded()
 def fake_failures() -> tuple[type[BaseException], ...]:
     """What a model raises on fake tensors when it looks at values (``.item()``, ``if x.sum() > 0``)."""
     return (UnsupportedFakeTensorException, GuardOnDataDependentSymNode, RuntimeError, NotImplementedError, TypeError)
+
+
+def held_on_meta(t: Tensor) -> bool:
+    """Whether a tensor has no memory, or none that is counted by its storage. (A fake one's device is an operator.)"""
+    return t.fake_device.type == "meta" if isinstance(t, FakeTensor) else t.is_meta or t.layout is not torch.strided
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -162,11 +167,8 @@ def gather_ahead(root: Any) -> None:
 @contextmanager
 def parts_as_they_are() -> Iterator[None]:
     """FSDP2 takes a fake part, which has no address, for one that was exchanged, and pads it again: here it does not."""
-
-    def kept(self: Any) -> None:
-        self._sharding_spec = self.sharded_param._spec
-
-    before, FSDPParam.reset_sharded_param = FSDPParam.reset_sharded_param, kept
+    before, kept = FSDPParam.reset_sharded_param, lambda self: setattr(self, "_sharding_spec", self.sharded_param._spec)
+    FSDPParam.reset_sharded_param = kept  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:

@@ -22,16 +22,19 @@ class Workspaces(TorchDispatchMode):
     """Gives fake outputs their real sizes."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name in ASKED:
-            return _asked(func, args, kwargs, result)
-        whole = name in UNFOLDED or (name in SUMMED and result.dim() == 0)
-        if whole and isinstance(result, FakeTensor):
-            memory = result.new_empty(torch.broadcast_shapes(*(t.shape for t in args[:2] if isinstance(t, Tensor))))
-            return memory.as_strided(result.shape, result.stride())
-        return result
+        return sized(func, args, kwargs or {}, func(*args, **(kwargs or {})))
+
+
+def sized(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """What an operator made, in as much memory as the library would give it."""
+    name = func.overloadpacket.__name__
+    if name in ASKED:
+        return _asked(func, args, kwargs, result)
+    whole = name in UNFOLDED or (name in SUMMED and result.dim() == 0)
+    if whole and isinstance(result, FakeTensor):
+        memory = result.new_empty(torch.broadcast_shapes(*(t.shape for t in args[:2] if isinstance(t, Tensor))))
+        return memory.as_strided(result.shape, result.stride())
+    return result
 
 
 def _asked(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
