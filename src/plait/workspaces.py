@@ -14,6 +14,8 @@ from plait.torchseam import FakeTensor, TorchDispatchMode, tree_map, tree_map_on
 
 ASKED = ("mkldnn_rnn_layer",)
 SUMMED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+AS_GIVEN = ("native_group_norm_backward",)
+"""Its first result has the number format of what it is given; torch's rule makes it wider."""
 UNFOLDED = ("col2im",)
 """Its result lies in the memory of a tensor like its input."""
 
@@ -30,6 +32,8 @@ def sized(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     name = func.overloadpacket.__name__
     if name in ASKED:
         return _asked(func, args, kwargs, result)
+    if name in AS_GIVEN and isinstance(result[0], FakeTensor):
+        return result[0].to(args[0].dtype), *result[1:]
     whole = name in UNFOLDED or (name in SUMMED and result.dim() == 0)
     if whole and isinstance(result, FakeTensor):
         memory = result.new_empty(torch.broadcast_shapes(*(t.shape for t in args[:2] if isinstance(t, Tensor))))
