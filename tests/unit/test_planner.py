@@ -230,6 +230,22 @@ def test_the_cheapest_the_fewest_and_the_largest(asked: Asked) -> None:
     assert ask(tight, {"precision": "bf16", "microbatches": 1}, (2 << 30) / 0.95).best is None
 
 
+def test_the_longest_argument_that_fits() -> None:
+    machine, tried = Machine.named("h100x2"), []
+
+    def again(arguments: dict[str, str]) -> Asked:
+        tried.append(int(arguments["layers"]))
+        return Asked.of(job(layers=tried[-1], width=512, batch=2), "gpt.py", machine, split=False)
+
+    memory = (1 << 30) / 0.95 + 8e8
+    goal = goals.longest("layers", {"layers": "2"}, again)
+    found = goal(again({"layers": "2"}), {"fsdp": 2, "recompute": "none", "precision": "fp32"}, memory)
+    best = int(found.told.split()[1])
+    assert 2 < best < max(tried) and found.chosen == 0
+    assert not goals.at(again({"layers": str(best + max(2, best // 16))}), {"fsdp": 2, "recompute": "none", "precision": "fp32",
+                                                                            "offload": "none"}, memory, 2).seconds  # fmt: skip
+
+
 def test_sizes_of_a_machine() -> None:
     machine = Machine.named("h100x8x4")
     assert goals.halves(machine) == [1, 2, 4, 8, 16, 32]
@@ -256,7 +272,7 @@ def _unknown() -> Machine:
     "words, code",
     [
         (["--memory", "much"], "U002"), (["--gpus", "0"], "U002"), (["--scale", "a"], "U002"), (["--pin", "tpp=2"], "T001"),
-        (["--objective", "fewest"], "U002"), (["--deadline", "24h"], "U002"), (["--machine", "h1000x8"], "M010"),
+        (["--objective", "fewest"], "U002"), (["--deadline", "24h"], "U002"), (["--vary", "length"], "U002"), (["--machine", "h1000x8"], "M010"),
         (["--gpus", "12"], "U002"), (["--objective", "fewest", "--deadline", "soon"], "U002"),
     ],
 )  # fmt: skip

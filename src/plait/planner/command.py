@@ -36,7 +36,11 @@ def run(options: Any) -> int:
     job = load_job(options.job, options.arguments)
     job = replace(job, batch=options.batch or job.batch)
     asked = Asked.of(job, options.job, machine, split=machine.devices > 1 or bool(options.scale))
-    goal = goals.named(options)
+
+    def again(arguments: dict[str, str]) -> Asked:
+        return Asked.of(load_job(options.job, arguments), options.job, machine, split=machine.devices > 1)
+
+    goal = goals.named(options, again)
     if goal is not None:
         found = goal(asked, pins, memory)
         print(json.dumps(found.to_dict()) if options.json else found.text())

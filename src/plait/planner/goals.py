@@ -79,8 +79,8 @@ class Sizes:
 Goal = Callable[[Asked, dict[str, Any], float | None], Sizes]
 
 
-def named(options: Any) -> Goal | None:
-    """The question that the options ask; None for the usual one."""
+def named(options: Any, again: Callable[[dict[str, str]], Asked]) -> Goal | None:
+    """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
     if options.scale:
         return lambda asked, pins, memory: scale(asked, pins, memory, counts(options.scale))
     if options.objective == "cheapest":
@@ -91,7 +91,10 @@ def named(options: Any) -> Goal | None:
             raise PlaitError(Problem("U002", "--objective fewest needs --deadline", why=why, fix=("--deadline 24h",)))
         return lambda asked, pins, memory: fewest(asked, pins, memory, hours(options.deadline))
     if options.objective == "largest":
-        return largest
+        return longest(options.vary, options.arguments, again) if options.vary else largest
+    if options.vary:
+        fix = (f"--objective largest --vary {options.vary}",)
+        raise PlaitError(Problem("U002", "--vary has no effect without --objective largest", fix=fix))
     if options.deadline:
         fix = ("--objective fewest --deadline 24h",)
         raise PlaitError(Problem("U002", "--deadline has no effect without --objective fewest", fix=fix))
@@ -207,21 +210,38 @@ def largest(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
     def size(batch: int) -> Size:
         return at(replace(asked, job=replace(asked.job, batch=batch)), {"microbatches": 1} | pins, memory, n)
 
-    low, high, best = 0, 1, Size(n, why="nothing fits")
+    low, best = most(size, 1, Size(n, why="nothing fits"))
+    got = measured(asked, [best], "largest batch in one micro-batch")
+    told = f"batch {low}: about {ceil(low / n)} samples per device" if low else ""
+    return replace(got, batch=max(low, 1), chosen=0 if low else None, told=told)
+
+
+def longest(name: str, arguments: dict[str, str], again: Callable[[dict[str, str]], Asked]) -> Goal:
+    """The largest value of an argument of the job, such as the length of its sequences, with which a plan fits."""
+
+    def found(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
+        n = asked.machine.devices
+        size = lambda value: at(again(arguments | {name: str(value)}), pins, memory, n)  # noqa: E731
+        first = int(arguments.get(name, "0")) or 64
+        low, best = most(size, first, Size(n, why=f"nothing fits with {name}={first}"))
+        got = measured(asked, [best], f"largest --job.{name}")
+        return replace(
+            got, chosen=0 if low else None, told=f"--job.{name} {low} is the largest that fits" if low else ""
+        )
+
+    return found
+
+
+def most(size: Callable[[int], Size], first: int, none: Size) -> tuple[int, Size]:
+    """The largest number from `first` on, to a thirtieth, that fits, and what it is like; 0 when `first` does not."""
+    low, high, best = 0, first, none
     while high <= LARGEST and (found := size(high)).seconds:
         low, high, best = high, high * 2, found
-    while high - low > max(1, low // 32):
+    while low and high - low > max(1, low // 32):
         middle = (low + high) // 2
         found = size(middle)
         low, high, best = (middle, high, found) if found.seconds else (low, middle, best)
-    got = measured(asked, [best], "largest batch in one micro-batch")
-    shares = ceil(low / n)
-    return replace(
-        got,
-        batch=max(low, 1),
-        chosen=0 if low else None,
-        told=f"batch {low}: about {shares} samples per device" if low else "",
-    )
+    return low, best
 
 
 LARGEST = 1 << 22

@@ -22,6 +22,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--objective", choices=("fastest", "cheapest", "fewest", "largest"), default="fastest",
         help="fastest step; cheapest or fewest devices; largest batch that fits (fastest)",
     )  # fmt: skip
+    parser.add_argument(
+        "--vary", metavar="NAME", help="largest: not the batch but this argument of the job, such as length"
+    )
     parser.add_argument("--deadline", metavar="TIME", help="the whole job must end within it, such as 24h (fewest)")
     parser.add_argument("--scale", metavar="N,N,…", help="the best plan at each number of devices, and its efficiency")
     parser.add_argument(
