@@ -87,7 +87,7 @@ def hollow(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]
 def _random(like: Tensor, trained: bool) -> Tensor:
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
-    return (torch.rand(like.shape, dtype=torch.float64) - 0.5).requires_grad_(trained).clone()
+    return torch.empty(like.shape, dtype=torch.float64).uniform_(-0.5, 0.5).requires_grad_(trained).clone()
 
 
 def _kept(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> Tensor:

@@ -10,11 +10,14 @@ weights do not fit, or that has none yet. Only a model that differentiates in it
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from plait import randomness
@@ -35,6 +38,10 @@ _VALUES = {
     "allclose",
 }
 """Functions through which code decides by what a tensor holds."""
+
+
+def _never(_: Any) -> Any:
+    raise RuntimeError("the model goes back through what it computed")
 
 
 class Follow(TorchFunctionMode):
@@ -60,12 +67,14 @@ class Follow(TorchFunctionMode):
         self._written: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._nodes: dict[Any, int] = {}
+        self._held: dict[int, Any] = {}
         self._alive: list[Any] = []
 
     def run(self, call: Callable[[], Any]) -> "Follow":
         """Follow `call()`, which runs the model. Several runs add up."""
         first, earlier = len(self.frames), len(self.calls)
-        with patched(dict(self.model.named_modules()), self._wrapped), torch.enable_grad(), self:
+        kept = nullcontext() if self.numbers else saved_tensors_hooks(lambda _: None, _never)
+        with patched(dict(self.model.named_modules()), self._wrapped), torch.enable_grad(), kept, self:
             output = call()
         returned = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
         self.output |= self._sources(returned)
@@ -168,7 +177,7 @@ class Follow(TorchFunctionMode):
                 self._of[id(tensor)] = self._of.get(id(tensor), 0) | found
                 if id(tensor) in old:  # in place, or out=
                     self._mark_storage(tensor, found)
-        self._alive += made
+        self._hold(made)
         return result
 
     def _use(self, given: list[Tensor]) -> None:
@@ -178,7 +187,18 @@ class Follow(TorchFunctionMode):
             name = self.parameters.get(id(tensor))
             if name is not None:
                 (self._kept if id(tensor) in self._own[-1] else self.stray).add(name)
-        self._alive += given
+        self._hold(given)
+
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        """What is known of a tensor is forgotten with it: its number may then be another's."""
+        for tensor in tensors:
+            key = id(tensor)
+            if key not in self._held:
+                self._held[key] = weakref.ref(tensor, functools.partial(self._forget, key))
+
+    def _forget(self, key: int, _: Any) -> None:
+        for known in (self._of, self._used, self._held):
+            known.pop(key, None)
 
     def _sources(self, tensors: Iterator[Tensor] | list[Tensor]) -> int:
         found = 0

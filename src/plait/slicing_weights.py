@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.slicing_maps import find_maps
 from plait.torchseam import FakeTensor, tree_map_only
 
-LENGTH = 8
+LENGTH = 5
 """Of rows of words."""
 LARGE = 1 << 22
 """Numbers in a table of which not every row is drawn."""

@@ -162,9 +162,6 @@ class _Looking:
 
     def priced(self, plan: Plan) -> bool:
         """Price a plan and keep it when it is the best of its mesh; whether it fits."""
-        if self.refused(plan):
-            self.counts["impossible"] += 1
-            return False
         samples = branch_samples(plan, self.question)
         if self.least(plan, samples) > self.question.memory:
             self.counts["do not fit"] += 1
@@ -172,6 +169,9 @@ class _Looking:
         if self.bound(plan, samples) > self.limit():
             self.counts["slower"] += 1
             return True
+        if self.refused(plan):
+            self.counts["impossible"] += 1
+            return False
         found = Candidate(plan, estimate(self.pace, plan, samples), samples)
         fits = found.estimate is not None and found.estimate.reserved <= self.question.memory
         self.counts["priced"] += 1
