@@ -82,9 +82,12 @@ def with_compute(machine: Machine, measured: list[dict[str, Any]], kind: str) ->
         curves.append(Matmuls(name, tuple((flops, short(rate / peaks[name])) for flops, rate in points)))
     memory = short(median(each["memory"] for each in measured))
     hosts = [short(each["host"]) for each in measured if "host" in each]
+    launches = [each["operator"] for each in measured if "operator" in each]
+    operator = short(median(launches) * 1e6) / 1e6 if launches else machine.operator
     peak, achievable = replace(device.peak, **peaks), replace(device.achievable, **best)
     device = replace(device, memory_bandwidth=memory, peak=peak, achievable=achievable)
-    return replace(machine, device=device, matmuls=tuple(curves), host=median(hosts) if hosts else machine.host)
+    return replace(machine, device=device, matmuls=tuple(curves), host=median(hosts) if hosts else machine.host,
+                   operator=operator)  # fmt: skip
 
 
 def with_collectives(machine: Machine, ranks: int, points: dict[str, Any], kind: str) -> Machine:
@@ -127,6 +130,8 @@ def table(machine: Machine, ranks: int, out: Path) -> str:
         lines.append(f"compute  matmul {curve.precision:<7} {_unit(rate, 'FLOP/s'):>15}{share}  at {side} × {side}")
     if machine.matmuls:
         lines.append(f"         memory         {_unit(machine.device.memory_bandwidth or 0.0, 'B/s'):>15}  copied")
+    if machine.operator:
+        lines.append(f"         small operator {machine.operator * 1e6:>12.1f} µs  forward")
     for each in machine.collectives:
         (_, least), (size, most) = each.points[0], each.points[-1]
         moved = size * _passed(each) / most

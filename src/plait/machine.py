@@ -18,6 +18,9 @@ from plait import network
 from plait.errors import PlaitError, Problem
 from plait.network import FITTED, HOPS, Level, Link
 
+CORES = "processes on cores"
+"""The note of a machine without accelerators."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -78,7 +81,8 @@ class Machine:
     """`nodes` times `devices_per_node` devices. Ranks go through a node first, so neighbours are on the fastest link.
 
     `links` stand from the innermost outwards; `host` is bytes/s one way between a device and its host. `price_per_hour`
-    is of one device. `cores` and `host_memory` (bytes) are of one node.
+    is of one device. `cores` and `host_memory` (bytes) are of one node. `operator`, measured on processors, is the seconds
+    that a core takes for a small operator's forward pass.
     """
 
     name: str
@@ -90,6 +94,7 @@ class Machine:
     price_per_hour: float | None = None
     cores: int | None = None
     host_memory: int | None = None
+    operator: float | None = None
     source: str = ""
     notes: str = ""
     matmuls: tuple[Matmuls, ...] = ()
@@ -147,6 +152,11 @@ class Machine:
     def devices(self) -> int:
         """Devices on all nodes."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def on_cores(self) -> bool:
+        """Whether devices are processes on a processor's cores."""
+        return CORES in self.notes
 
     @property
     def measured(self) -> bool:

@@ -55,7 +55,7 @@ KEYS: dict[str, dict[str, Check]] = {
     "": {
         "name": _text, "aliases": _texts, "reported": _texts, "node": _text, "source": _text, "caution": _text,
         "notes": _text, "devices_per_node": _count, "nodes": _count, "cores": _count, "host_memory_gib": _positive,
-        "price_per_hour": _positive,
+        "price_per_hour": _positive, "operator_us": _positive,
     },
     "device": {"name": _text, "memory_gib": _positive, "memory_gb_per_s": _positive, "source": _text},
     "device.peak_tflops": RATES,
@@ -118,7 +118,7 @@ def machine(said: dict[str, Any]) -> Machine:
     per = said.get("devices_per_node", 1)
     notes = [said[key] for key in ("node", "caution", "notes") if key in said]
     host = said.get("host", {}).get("gb_per_s")
-    memory = said.get("host_memory_gib")
+    memory, operator = said.get("host_memory_gib"), said.get("operator_us")
     return Machine(
         said["name"],
         _device(said["device"]),
@@ -129,6 +129,7 @@ def machine(said: dict[str, Any]) -> Machine:
         said.get("price_per_hour"),
         said.get("cores"),
         memory and round(memory * GIB),
+        operator and operator / 1e6,
         said.get("source", ""),
         " · ".join(notes),
         tuple(Matmuls(r["precision"], tuple(zip(r["flops"], r["fraction_of_peak"]))) for r in said.get("matmuls", ())),
@@ -167,6 +168,7 @@ def to_toml(machine: Machine) -> str:
         "name": machine.name, "notes": machine.notes or None, "source": machine.source or None,
         "devices_per_node": machine.devices_per_node, "nodes": machine.nodes, "cores": machine.cores,
         "host_memory_gib": _scaled(machine.host_memory, GIB), "price_per_hour": machine.price_per_hour,
+        "operator_us": machine.operator and round(machine.operator * 1e6, 6),
     }  # fmt: skip
     lines += _rows(top)
     about = {

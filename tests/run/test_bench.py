@@ -48,6 +48,7 @@ def test_what_is_measured_is_what_here_is(small: Path, capfd: pytest.CaptureFixt
     assert [c.precision for c in machine.matmuls] == ["fp32", "bf16", "fp16"]
     assert all(0 < part <= 1 for c in machine.matmuls for _, part in c.points)
     assert machine.device.peak.fp32 and 1e6 < machine.device.peak.fp32 < 1e15
+    assert machine.operator and 1e-7 < machine.operator < 1e-2 and machine.on_cores
     assert machine.device.memory_bandwidth and 1e8 < machine.device.memory_bandwidth < 1e13
     assert [each.job for each in machine.loaders] == [JOB] and machine.loaders[0].samples_per_s > 10
     assert machine.all_reduce(4096, 2) == machine.collectives[0].points[0][1] and machine.send(4096) > 0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from plait.launch import devices
 from plait.launch.place import cores, world
-from plait.machine import Device, Machine
+from plait.machine import CORES, Device, Machine
 from plait.machinefile import CATALOGUE
 from plait.network import HOPS, REACHED, Link
 
@@ -50,7 +50,7 @@ def found(kind: str = "auto") -> Machine:
 def _of_cores(memory: int) -> Machine:
     """Every core is a device: a process with a thread. How fast they are, no data sheet says."""
     device = Device(_processor(), memory // cores())
-    return Machine("here", device, devices_per_node=cores(), notes="processes on cores", source="found here")
+    return Machine("here", device, devices_per_node=cores(), notes=CORES, source="found here")
 
 
 def _of_devices(names: list[str], seen: Seen) -> Machine:
