@@ -115,8 +115,6 @@ def _alone(asked: Asked, question: Question, axis: str) -> Candidate:
     least |= others | alone
     plan = Plan(**least)
     why = refused(plan)
-    if axis == "tp" and not question.sliceable:
-        why = why or "no layer of the model can be cut"
     if axis == "pp" and question.devices > question.stages:
         why = why or f"the model has {question.stages} units"
     priced = None if why else estimate(pace, plan, branch_samples(plan, question))

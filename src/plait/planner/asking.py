@@ -16,6 +16,7 @@ from plait.machine import Device, Machine, Rates
 from plait.network import Link
 from plait.plan import Plan
 from plait.planner.boil import Cuts, boiled, cuts_of
+from plait.planner.cores import Cores
 from plait.planner.pace import Pace, Software
 from plait.planner.search import Question
 from plait.role import Layout
@@ -46,7 +47,13 @@ class Asked:
 
     @staticmethod
     def of(job: Job, name: str, machine: Machine, *, split: bool = True) -> "Asked":
-        """Sketch the job; `split`: also find what tp and ep can cut."""
+        """Sketch the job; `split`: also find what tp and ep can cut.
+
+        Processes may be forked later, so no threads may have computed anything by then.
+        """
+        import torch
+
+        torch.set_num_threads(1)
         model, sketch = sketched(job)
         samples = data.checked(job.data(), "Job(data=…)")
         example = samples if data.is_map(samples) else job.data()
@@ -63,12 +70,23 @@ class Asked:
     @property
     def accelerated(self) -> bool:
         """Whether devices are more than a processor's cores."""
-        return self.machine.host is not None
+        return not self.machine.on_cores
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether tp can cut any layer."""
+        return bool(self.cuts.slices.groups or self.cuts.slices.vocabulary)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, whose sequence cp can cut."""
+        return any(c.work.keys for c in self.sketch.calls)
 
     def pace(self) -> Pace:
         """Times of its blocks."""
         loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
-        return Pace(boiled(self.sketch, self.name, self.cuts), self.machine, self.software, loading=loading)
+        made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
+        return Pace(boiled(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)
 
     def room(self, memory: float | None = None) -> float:
         """Bytes of a device that a plan may take; `memory`: of the device, when the user says."""
@@ -80,10 +98,9 @@ class Asked:
         peaks = self.machine.device.peak
         formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
         sizes = {m.experts for m in self.cuts.mixtures}
-        attends = any(c.work.keys for c in self.sketch.calls)
         return Question(
             devices or self.machine.devices, self.job.batch, pins, self.room(memory), formats,
-            max(1, len(self.sketch.calls)), bool(self.cuts.slices.groups or self.cuts.slices.vocabulary), attends,
+            max(1, len(self.sketch.calls)), self.sliceable, self.attends,
             tuple(sorted(sizes)),
         )  # fmt: skip
 
@@ -91,12 +108,17 @@ class Asked:
         """Why a plan cannot work, or nothing: what its strategies refuse, and stages that the model cannot be cut into."""
         staged = cache(partial(_staged, self.sketch, self.job))
         device = "cuda" if self.accelerated else "cpu"
+        parted = any(self.sketch.has(g.container) for g in self.cuts.slices.groups) or bool(self.cuts.slices.vocabulary)
 
         def why(plan: Plan) -> str:
             try:
                 check_plan(self.job, plan, device)
             except PlaitError as error:
                 return error.problems[0].what
+            if plan.tp > 1 and not (parted if plan.pp * plan.cp > 1 else self.sliceable):
+                return "no layer of the model can be cut"
+            if plan.cp > 1 and not self.attends:
+                return "the model has no sequence that is found"
             if plan.tp > 1 and (reason := uneven(self.cuts, plan.tp)):
                 return reason
             return staged(plan.pp, plan.stages_per_rank, plan.schedule) if plan.pp > 1 else ""
@@ -147,7 +169,11 @@ def sped(machine: Machine) -> tuple[Machine, bool]:
 
 
 def sized(machine: Machine, devices: int) -> Machine:
-    """So many devices of a machine: fewer or more of its nodes, or a part of one."""
+    """So many devices of a machine: fewer or more of its nodes, or a part of one. Processes share a host's memory and links."""
+    if machine.on_cores and machine.nodes == 1:
+        memory = round(machine.device.memory * machine.devices_per_node / devices)
+        links = tuple(replace(x, devices=max(devices, 2) if x.devices else None) for x in machine.links)
+        return replace(machine, devices_per_node=devices, device=replace(machine.device, memory=memory), links=links)
     if devices <= machine.devices_per_node:
         return replace(machine, devices_per_node=devices, nodes=1)
     return machine.with_nodes(ceil(devices / machine.devices_per_node))

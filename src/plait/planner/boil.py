@@ -22,6 +22,7 @@ from plait.plan import Plan
 from plait.planner.workload import Block, Product, Way, Workload
 from plait.sketch import Sketch
 from plait.slices import Slices
+from plait.torchseam import BatchNormBase
 from plait.unitcalls import Unit, UnitCall, Work
 
 LOSS = (8.0, 1.0, 12.0)
@@ -34,6 +35,8 @@ class Cuts:
 
     slices: Slices = field(default_factory=Slices)
     mixtures: tuple[Mixture, ...] = ()
+    norms: tuple[str, ...] = ()
+    """Modules whose statistics are those of the whole batch."""
 
     def ways(self) -> dict[str, Way]:
         """Which dim of a product tp cuts, by the name of its weight."""
@@ -99,6 +102,7 @@ def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], i
         kept=kept, kept_cut=kept * share, kept_selective=max(0.0, kept - made - given), given=given, out=out,
         kernels=call.work.operators, handovers=float(len(rows) + len(tables)), keys=call.work.keys,
         routed=sum(m.rows * max(m.width) for m in mixed),
+        statistics=float(sum(f"{name}.".startswith(f"{unit.name}.") for name in cuts.norms)),
     )  # fmt: skip
 
 
@@ -149,13 +153,14 @@ def cuts_of(sketch: Sketch, model: Any, inputs: Any, job: Job) -> Cuts:
 
     Where rows go depends on numbers, so mixtures are looked for in a model that is really built, if that is small enough.
     """
+    norms = tuple(name for name, m in model.named_modules() if isinstance(m, BatchNormBase))
     try:
         slices = slices_of(sketch, model, inputs, call, job, Plan(tp=2))
     except PlaitError:
         slices = Slices()
     if sum(p.numel() * p.element_size() for p in model.parameters()) > HOLDS:
-        return Cuts(slices)
+        return Cuts(slices, norms=norms)
     try:
-        return Cuts(slices, tuple(experts.find(make_model(job), inputs, call)[0]))
+        return Cuts(slices, tuple(experts.find(make_model(job), inputs, call)[0]), norms)
     except PlaitError:
-        return Cuts(slices)
+        return Cuts(slices, norms=norms)

@@ -72,6 +72,7 @@ def chosen(job: Job, options: Any) -> Plan:
 
     machine = Machine.read("here")
     ranks = world() if joining() else options.nproc or machine.devices
+    job = replace(job, batch=getattr(options, "batch", None) or job.batch)
     asked = Asked.of(job, options.job, sized(machine, ranks), split=ranks > 1)
     found = ask(asked, {"precision": "fp32"} if not asked.accelerated else {}, devices=ranks)
     if found.best is None or found.best.candidate.estimate is None:

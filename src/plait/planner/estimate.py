@@ -60,12 +60,32 @@ def estimate(pace: Pace, plan: Plan, samples: float) -> Estimate:
     parts["fixed"] = pace.fitted.fixed
     if pace.loading:
         parts["data"] = max(0.0, samples * plan.microbatches / pace.loading - sum(parts.values()))
+    if software.cores is not None:
+        on_cores(pace, plan, samples, own, parts)
     parted = [[[(b, n) for b, _, n in cut[s]] for s in stages] for stages in held]
     memory = room.memory(parted, plan, samples, live, software, pace.work.frozen)
     seconds = sum(parts.values())
     reserved = sum(memory.values()) * pace.fitted.slack
     flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.tp * plan.cp * plan.pp)
     return Estimate(plan, seconds, parts, memory, reserved, flops)
+
+
+def on_cores(pace: Pace, plan: Plan, samples: float, own: Timed, parts: dict[str, float]) -> None:
+    """What processes on cores take beside: launching, plait's own work, the loader; more of them than cores take turns."""
+    software, cores = pace.software, pace.software.cores
+    assert cores is not None
+    kernels, units = sum(b.kernels * n for b, _, n in own), sum(n for b, _, n in own if b.weights + b.experts)
+    parts["fixed"] = cores.step * cores.operator
+    parts["optimizer"] += cores.update * kernels * cores.operator
+    size = sum(room.weights(b, plan) * n for b, _, n in own) * software.weights
+    parts["gradients"] += cores.reduced(units, kernels, size, pace.stream, plan)
+    if pace.loading:
+        parts["data"] = samples * plan.microbatches / pace.loading
+    waited = parts.pop("bubble")
+    taken = sum(parts.values())
+    for name in parts:
+        parts[name] *= cores.crowd
+    parts["bubble"] = max(0.0, waited - (cores.crowd - 1) * taken)
 
 
 def stages(blocks: Sequence[tuple[Block, Work]], count: int, even: bool) -> list[Timed]:
@@ -102,9 +122,12 @@ def pipeline(
     pace: Pace, plan: Plan, samples: float, cut: list[Timed], held: tuple[tuple[int, ...], ...]
 ) -> tuple[dict[str, float], tuple[int, ...]]:
     """Seconds of all forwards and backwards by what they are, and the activations each rank holds. `held`: its stages."""
-    own = pace.software.action if plan.pp > 1 else 0.0
-    forward = [own + sum(w.forward * n for _, w, n in stage) for stage in cut]
-    inputs = [own + sum(w.back_input * n for _, w, n in stage) for stage in cut]
+    cores = pace.software.cores
+    own = (pace.software.action, pace.software.action) if plan.pp > 1 else (0.0, 0.0)
+    if cores is not None and plan.pp > 1:
+        own = cores.ahead * cores.operator, cores.behind * cores.operator
+    forward = [own[0] + sum(w.forward * n for _, w, n in stage) for stage in cut]
+    inputs = [own[1] + sum(w.back_input * n for _, w, n in stage) for stage in cut]
     weight = [sum(w.back_weight * n for _, w, n in stage) for stage in cut]
     m = plan.microbatches
     per_rank = [sum(forward[s] + inputs[s] + weight[s] for s in stages) for stages in held]
@@ -160,7 +183,7 @@ def gradients(pace: Pace, plan: Plan, own: Timed, hidden: float) -> dict[str, fl
     if plan.shares == 1 or pace.work.frozen == 1:
         return {"gradients": 0.0}
     machine, software, inner, f = pace.machine, pace.software, plan.tp * plan.cp, plan.fsdp
-    free = pace.fitted.overlap if software.overlapped else 0.0
+    free = pace.free
     elements = sum(room.weights(b, plan) * n for b, _, n in own)
     apart = machine.all_reduce(BUCKET, plan.dp, inner * f) * elements * software.gradients / f / BUCKET
     if plan.dp == 1:

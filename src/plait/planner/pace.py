@@ -10,11 +10,16 @@ from typing import Any
 
 from plait.machine import Machine
 from plait.plan import Plan
+from plait.planner.cores import Cores
 from plait.planner.fitted import FITTED, Fitted
 from plait.planner.workload import Block, Product, Workload
 
 REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
+
+
+STATISTICS = 4096
+"""Bytes of a batch norm's statistics, about: what their sum takes is a matter of latency."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Software:
     """Seconds that a pipeline's runner takes of its own for a forward or a backward: measured by `bench/pipeline.py`."""
     even: bool = False
     """Stages have equal numbers of blocks, whatever they cost."""
+    cores: Cores | None = None
+    """Devices are processes on cores: nothing goes on beside the computing."""
 
 
 def item(plan: Plan) -> float:
@@ -69,7 +76,14 @@ class Pace:
 
     def block(self, block: Block, plan: Plan, samples: float) -> Work:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""
-        share = (plan.tp, plan.cp, plan.ep, plan.sequence_parallel, plan.context)
+        share = (
+            plan.shares if block.statistics else 1,
+            plan.tp,
+            plan.cp,
+            plan.ep,
+            plan.sequence_parallel,
+            plan.context,
+        )
         key = (id(block), samples, share, plan.recompute, plan.precision, plan.compile)
         if key not in self.known:
             self.known[key] = self._block(block, plan, samples)
@@ -83,9 +97,13 @@ class Pace:
         launch = block.kernels * self.fitted.host * (0.5 if plan.compile else 1.0)
         sent = self.sums(block, plan, samples) + self.exchanged(block, plan, samples)
         attention = sum(t for p, t in times if not p.weight)
-        sent += self.rotated(block, plan, samples, attention)
-        forward = max(sum(t for _, t in times) + point, launch)
-        back = max(inputs + point * self.fitted.back + weight, launch * 1.5)
+        sent += self.rotated(block, plan, samples, attention) + self.gauged(block, plan)
+        forward, back = sum(t for _, t in times) + point, inputs + point * self.fitted.back + weight
+        if self.software.cores is None:
+            forward, back = max(forward, launch), max(back, launch * 1.5)
+        else:
+            ahead, behind = self.software.cores.passes(block.kernels, plan)
+            forward, back = forward + ahead, back + behind
         again = 0.0
         if plan.recompute == "full":
             again = forward
@@ -148,6 +166,11 @@ class Pace:
         """Bytes/s of device memory that operators reach."""
         return (self.machine.device.memory_bandwidth or 1e12) * self.fitted.stream
 
+    @property
+    def free(self) -> float:
+        """Part of the time of computing in which messages go on at no cost."""
+        return self.fitted.overlap if self.software.overlapped and self.software.cores is None else 0.0
+
     def thin(self, plan: Plan) -> int:
         """Ranks of tp between which the rows of a mixture are shared out: all, where ep spans them."""
         return plan.tp if plan.ep > 1 and plan.sequence_parallel else 1
@@ -168,6 +191,13 @@ class Pace:
             return 0.0
         size = block.out * samples / plan.cp * item(plan)
         return self.fitted.sums * block.handovers * self.machine.all_reduce(size, plan.tp)
+
+    def gauged(self, block: Block, plan: Plan) -> float:
+        """Seconds to sum the statistics of batch norms in a forward."""
+        if plan.shares == 1 or not block.statistics:
+            return 0.0
+        sums = self.software.cores.statistics if self.software.cores else 1.0
+        return sums * block.statistics * self.machine.all_reduce(STATISTICS, plan.shares, plan.tp * plan.cp)
 
     def exchanged(self, block: Block, plan: Plan, samples: float) -> float:
         """Seconds to send rows to experts and back."""
@@ -192,4 +222,4 @@ class Pace:
             return self.machine.all_to_all(size, plan.cp, plan.tp)
         size = block.keys * samples / plan.cp / plan.tp * item(plan)
         hops = (plan.cp - 1) * self.machine.send(size, plan.tp)
-        return max(0.0, hops - self.fitted.overlap * attention)
+        return max(0.0, hops - self.free * attention)

@@ -75,6 +75,8 @@ class Block:
     """Keys and values, which cp hands around."""
     routed: float = 0.0
     """Sent to experts, and back."""
+    statistics: float = 0.0
+    """Batch norms: dp and fsdp sum their statistics forward, and again backward."""
 
 
 @dataclass(frozen=True)
