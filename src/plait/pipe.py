@@ -60,20 +60,21 @@ class _Open:
 class Clock:
     """(name, start, seconds) of what takes time in a step, in order: `receive F1.0`, `F1.0`, `send F1.0`, `F1.1`, ….
 
-    The times are the host's, from `time.perf_counter`.
+    The times are the host's, from `time.perf_counter` unless `now` is another clock.
     """
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, float, float]] = []
+        self.now = perf_counter
         self.name, self.open, self.last = "", False, 0.0
 
     def begin(self, action: Action) -> None:
         """An action begins; it may receive first."""
-        self.name, self.open, self.last = str(action), True, perf_counter()
+        self.name, self.open, self.last = str(action), True, self.now()
 
     def lap(self, what: str) -> None:
         """What ends now took all the time since the last one ended; the same twice on end is one span."""
-        now, name, start = perf_counter(), what + self.name, self.last
+        now, name, start = self.now(), what + self.name, self.last
         if self.spans and self.spans[-1][0] == name:
             start = self.spans.pop()[1]
         self.spans.append((name, start, now - start))

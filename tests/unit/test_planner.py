@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import plait
 from plait.cli import main
-from plait.errors import PlaitError
 from plait.job import Job
 from plait.machine import Machine
 from plait.plan import Plan
@@ -283,15 +282,13 @@ def test_wrong_questions_are_refused(words: list[str], code: str, capsys, tmp_pa
     assert code in capsys.readouterr().err
 
 
-def test_a_plan_that_fails_when_tried_is_named(tmp_path) -> None:
+def test_a_run_that_fails_when_tried_says_why(tmp_path) -> None:
     from types import SimpleNamespace
 
     from plait.planner.trying import measure
 
-    options = SimpleNamespace(job=str(tmp_path / "none.py"), arguments={})
-    with pytest.raises(PlaitError) as error:
-        measure(options, Plan(dp=1))
-    assert error.value.problems[0].code == "M014"
+    options = SimpleNamespace(job=str(tmp_path / "none.py"), arguments={}, batch=None)
+    assert "J001" in str(measure(options, Plan(dp=1)))
 
 
 def test_answers_of_nothing_are_empty(asked: Asked) -> None:

@@ -248,11 +248,25 @@ LARGEST = 1 << 22
 
 
 def tried(found: Answer, options: Any) -> Answer:
-    """The first plans run for a few steps each, and the answer in the order of what was measured."""
-    from plait.planner.trying import measure
+    """The first plans run for a few steps each, and the answer in the order of what was measured.
 
-    rows = [row for row in found.rows if row.fits]
-    times = {str(row.candidate.plan): measure(options, row.candidate.plan) for row in rows[: options.tries]}
+    A plan that fails is no answer; M014 when all do.
+    """
+    from plait.planner.trying import in_turn, measure
+
+    asked, fitting = found.asked, [row for row in found.rows if row.fits]
+    plans = [row.candidate.plan for row in fitting[: options.tries]]
+    if asked.accelerated:
+        took = [measure(options, plan) for plan in plans]
+    else:
+        took = in_turn(asked.job, plans, found.question.devices)
+    failed = {str(plan): why for plan, why in zip(plans, took) if isinstance(why, str)}
+    if plans and len(failed) == len(plans):
+        why = "; ".join(f"{plan}: {why}" for plan, why in failed.items())
+        fix = (f'plait train {options.job} --plan "{plans[0]}"',)
+        raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
+    times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
+    rows = [row for row in fitting if str(row.candidate.plan) not in failed]
     order = sorted(rows, key=lambda row: times.get(str(row.candidate.plan), float("inf")))
     best = order[0] if order else None
     told = []
@@ -265,4 +279,7 @@ def tried(found: Answer, options: Any) -> Answer:
         first = times[str(best.candidate.plan)]
         words = "chosen" if row is best else f"{100 * (seconds / first - 1):.0f} % slower"
         told.append(replace(row, why=f"{words}: {1000 * seconds:.3g} ms measured, {1000 * predicted:.3g} predicted"))
-    return replace(found, rows=(*told, *(row for row in found.rows if not row.fits)))
+    rest = [row for row in found.rows if row not in rows]
+    rest = [replace(row, fits=False, why=f"failed: {failed[name]}") if (name := str(row.candidate.plan)) in failed else row
+            for row in rest]  # fmt: skip
+    return replace(found, rows=(*told, *rest))
