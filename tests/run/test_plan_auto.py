@@ -114,6 +114,15 @@ def test_failed_plans_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.problems[0].code == "M014" and "broke" in str(error.value) and "too" in str(error.value)
 
 
+def test_try_runs_nothing_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["plan", JOB, "--machine", "h100x8", "--try", "2"]) == 2
+    said = capfd.readouterr().err
+    assert "U002" in said and "another machine" in said
+
+
 def test_more_processes_than_cores_share_them() -> None:
     four = sized(TWO, 4)
     assert four.devices_per_node == 4 and four.nodes == 1 and four.device.memory * 2 == TWO.device.memory

@@ -7,6 +7,7 @@ from math import ceil
 from typing import Any
 
 from plait.errors import PlaitError, Problem
+from plait.launch.devices import kind_of
 from plait.machine import Machine
 from plait.outline import short
 from plait.planner.answer import WORDS, Answer
@@ -254,6 +255,9 @@ def tried(found: Answer, options: Any) -> Answer:
     """
     from plait.planner.trying import in_turn, measure
 
+    if found.asked.accelerated and kind_of("auto") == "cpu":
+        why = f"{found.asked.machine} is another machine, and plans are run on this one"
+        raise PlaitError(Problem("U002", "--try has nothing to run on", why=why, fix=("--machine here",)))
     asked, fitting = found.asked, [row for row in found.rows if row.fits]
     plans = [row.candidate.plan for row in fitting[: options.tries]]
     if asked.accelerated:
