@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -22,8 +23,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 ok, 1 run failed, 2 usage, 3 verify differs, 75 stopped but resumable."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    verbose = "-v" in argv or "--verbose" in argv
-    as_json = "--json" in argv
+    verbose, as_json = not {"-v", "--verbose"}.isdisjoint(argv), "--json" in argv
     try:
         arguments, rest = _job_arguments(argv)
         options = _parser().parse_args(rest)
@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left is flushed into it at the end
+        return 0
 
 
 def _trace_of(error: BaseException | None) -> str:
@@ -265,12 +268,9 @@ def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     from plait.launch.place import joining, world
 
     plan = job = None
+    auto, count = options.plan == "auto", world() if joining() else options.nproc
     readers: tuple[Callable[[], Any], ...] = (
-        lambda: (
-            None
-            if options.plan == "auto"
-            else Plan.read(options.plan or "dp=*").fill(world() if joining() else options.nproc)
-        ),
+        lambda: None if auto else Plan.read(options.plan or "dp=*").fill(count),
         lambda: load_job(options.job, options.arguments),
     )
     for read in readers:
@@ -280,7 +280,7 @@ def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
             problems += error.problems
             continue
         plan, job = (result, job) if isinstance(result, Plan) else (plan, result)
-    if options.plan == "auto" and job is not None:
+    if auto and job is not None:
         from plait.planner.command import chosen
 
         plan = chosen(job, options)

@@ -180,6 +180,11 @@ def test_what_does_not_fit_is_never_chosen_and_said() -> None:
     assert nothing.best is None and "nothing fits" in text(nothing)
 
 
+def test_pins_that_no_plan_keeps_are_said(asked: Asked) -> None:
+    found = ask(asked, {"tp": 3})
+    assert found.best is None and "no plan for 8 devices" in text(found) and "tp=3" in text(found)
+
+
 def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: Asked, tmp_path) -> None:
     found = ask(asked, {})
     plans = [row.candidate.plan for row in found.rows]

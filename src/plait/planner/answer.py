@@ -58,7 +58,7 @@ class Answer:
     @property
     def best(self) -> Row | None:
         """The choice; None when nothing fits."""
-        return self.rows[0] if self.rows and self.rows[0].fits else None
+        return self.rows[0] if self.found.best else None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -174,7 +174,7 @@ def _cells(row: Row, found: Answer) -> tuple[str, ...]:
     plan = str(row.candidate.plan)
     if got is None:
         return plan, "✗", "–", "–", "–", "–", "–", "–", row.why
-    memory = f"{got.reserved / GIB:.1f} GiB"
+    memory = _size(got.reserved)
     if not row.fits:
         return plan, "✗", memory, "–", "–", "–", "–", "–", row.why
     sent = got.share("tensor") + got.share("gradients")
@@ -184,6 +184,10 @@ def _cells(row: Row, found: Answer) -> tuple[str, ...]:
             f"{100 * got.flops / got.seconds / peak:.0f} %", row.why)  # fmt: skip
 
 
+def _size(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
@@ -191,18 +195,21 @@ def _time(seconds: float) -> str:
 def _notes(found: Answer) -> list[str]:
     best, question = found.best, found.question
     if best is None or best.candidate.estimate is None:
+        if not found.found.counts.get("do not fit"):
+            kept = " ".join(f"{key}={value}" for key, value in question.pins.items()) or "the model"
+            return [f"no plan for {question.devices} devices and a batch of {question.batch} goes with {kept}"]
         least = min((r.candidate for r in found.rows if r.candidate.estimate), key=_bytes, default=None)
-        told = f"the least is {_bytes(least) / GIB:.1f} GiB with {least.plan}" if least else "no plan is possible"
-        return [f"nothing fits into {question.memory / GIB:.1f} GiB: {told}"]
+        told = f"the least is {_size(_bytes(least))} with {least.plan}" if least else "no plan is possible"
+        return [f"nothing fits into {_size(max(0.0, question.memory))}: {told}"]
     got, plan = best.candidate.estimate, best.candidate.plan
     parts = " · ".join(
         f"{name} {100 * got.share(name):.0f} %" for name, s in got.parts.items() if s / got.seconds > 0.005
     )
-    memory = " · ".join(f"{name} {size / GIB:.2g}" for name, size in got.memory.items() if size)
+    memory = " · ".join(f"{name} {_size(size)}" for name, size in got.memory.items() if size)
     lines = [
         f"step of #1: {parts}",
-        f"memory of #1 on the fullest rank (GiB): {memory} · allocator {(got.reserved - sum(got.memory.values())) / GIB:.2g}"
-        f" · spare {(question.memory - got.reserved) / GIB:.2g}",
+        f"memory of #1 on the fullest rank: {memory} · allocator {_size(got.reserved - sum(got.memory.values()))} · "
+        f"spare {_size(question.memory - got.reserved)}",
         f"batch: {question.batch} samples a step = {question.batch // plan.shares} for each of {plan.shares} shares, in "
         f"{plan.microbatches} micro-batches; the learning rate stays the job's. A batch k times as large asks for one of "
         "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
@@ -229,7 +236,7 @@ def toml(found: Answer) -> str:
     got = best.candidate.estimate
     lines = [
         f"# {found.asked.name} on {found.asked.machine}, batch {found.question.batch}",
-        f"# predicted: {_time(got.seconds)} a step, {got.reserved / GIB:.1f} GiB on the fullest rank",
+        f"# predicted: {_time(got.seconds)} a step, {_size(got.reserved)} on the fullest rank",
     ]
     if len(found.rows) > 1:
         lines.append(f"# next best: {found.rows[1].candidate.plan} ({found.rows[1].why})")
