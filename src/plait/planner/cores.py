@@ -28,8 +28,8 @@ class Cores:
     """An operator's weights in the optimizer and in the gradient norm."""
     step: float = 70.0
     """A step: reading a batch, the loss, the learning rate, the clock."""
-    bucket: float = 70.0
-    """The sum of a bucket of gradients."""
+    bucket: float = 90.0
+    """The sum of a bucket of gradients, for every other rank: each is another message to wake up for."""
     hook: float = 2.0
     """An operator's gradients on their way into a bucket."""
     bucketed: float = 11.0
@@ -44,8 +44,10 @@ class Cores:
     """What tp and cp put around an operator, forward and backward."""
     statistics: float = 3.0
     """All-reduces of a few bytes, in time, that a batch norm takes in each direction."""
-    ahead: float = 320.0
+    ahead: float = 200.0
     """A forward of a pipeline, with its messages."""
+    passed: float = 4.0
+    """For every operator of the model, in each of them: the model's own code runs on every stage."""
     behind: float = 200.0
     """A backward of a pipeline."""
     staged: float = 150.0
@@ -75,4 +77,8 @@ class Cores:
             return (again * self.unit * units + self.shard * kernels) * self.operator + copied + late
         if plan.shares == 1:
             return 0.0
-        return (self.bucket + self.hook * kernels) * self.operator + size * self.bucketed / stream + late
+        return (
+            (self.bucket * (plan.shares - 1) + self.hook * kernels) * self.operator
+            + size * self.bucketed / stream
+            + late
+        )

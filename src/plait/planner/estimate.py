@@ -125,7 +125,8 @@ def pipeline(
     cores = pace.software.cores
     own = (pace.software.action, pace.software.action) if plan.pp > 1 else (0.0, 0.0)
     if cores is not None and plan.pp > 1:
-        own = cores.ahead * cores.operator, cores.behind * cores.operator
+        whole = sum(b.kernels * b.count for b in pace.work.blocks)
+        own = (cores.ahead + cores.passed * whole) * cores.operator, cores.behind * cores.operator
     forward = [own[0] + sum(w.forward * n for _, w, n in stage) for stage in cut]
     inputs = [own[1] + sum(w.back_input * n for _, w, n in stage) for stage in cut]
     weight = [sum(w.back_weight * n for _, w, n in stage) for stage in cut]
