@@ -59,6 +59,6 @@ def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
     return nn.Parameter(drawn.expand(p.shape), p.requires_grad)
 
 
-def short(example: Any) -> Any:
+def short(example: Any, length: int = LENGTH) -> Any:
     """The first few words of each row, where the inputs are rows of words: what holds for them holds for more."""
-    return tree_map_only(Tensor, lambda t: t[:, :LENGTH] if t.dim() == 2 and not t.is_floating_point() else t, example)
+    return tree_map_only(Tensor, lambda t: t[:, :length] if t.dim() == 2 and not t.is_floating_point() else t, example)

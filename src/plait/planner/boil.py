@@ -22,11 +22,16 @@ from plait.plan import Plan
 from plait.planner.workload import Block, Product, Way, Workload
 from plait.sketch import Sketch
 from plait.slices import Slices
+from plait.slicing_weights import short
 from plait.torchseam import BatchNormBase
 from plait.unitcalls import Unit, UnitCall, Work
 
 LOSS = (8.0, 1.0, 12.0)
 """Elements moved and kept for one of the model's output, and operators, of a loss such as a cross-entropy."""
+
+
+WORDS = 2
+"""Of a row, for finding what tp cuts: memory and time grow with them, and what is chosen is checked again when it is built."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +159,14 @@ def cuts_of(sketch: Sketch, model: Any, inputs: Any, job: Job) -> Cuts:
     Where rows go depends on numbers, so mixtures are looked for in a model that is really built, if that is small enough.
     """
     norms = tuple(name for name, m in model.named_modules() if isinstance(m, BatchNormBase))
-    try:
-        slices = slices_of(sketch, model, inputs, call, job, Plan(tp=2))
-    except PlaitError:
-        slices = Slices()
+    slices = Slices()
+    for given in (lambda n: short(inputs(n), WORDS), inputs):
+        try:
+            slices = slices_of(sketch, model, given, call, job, Plan(tp=2))
+            break
+        except Exception as error:  # the model's own, on so few words: then on whole rows
+            if isinstance(error, PlaitError) or given is inputs:
+                break
     if sum(p.numel() * p.element_size() for p in model.parameters()) > HOLDS:
         return Cuts(slices, norms=norms)
     try:
