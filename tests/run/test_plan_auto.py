@@ -16,8 +16,8 @@ from plait.machine import CORES, Device, Machine, Rates
 from plait.network import Link
 from plait.plan import Plan
 from plait.planner import goals
+from plait.planner.answer import ask
 from plait.planner.asking import Asked, sized
-from plait.planner.command import ask
 from plait.planner.cores import Cores
 from plait.planner.trying import in_turn, whole
 from tests import jobs

@@ -16,9 +16,9 @@ from plait.machine import Machine
 from plait.plan import Plan
 from plait.planner import goals
 from plait.planner.anchors import correction
-from plait.planner.answer import answer, text, toml
+from plait.planner.answer import answer, ask, text, toml
 from plait.planner.asking import Asked, sized
-from plait.planner.command import ask, size
+from plait.planner.command import size
 from plait.planner.estimate import estimate, played
 from plait.planner.pace import Pace, Software
 from plait.planner.search import Found, branch_samples, branches, search

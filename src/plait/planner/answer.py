@@ -1,5 +1,6 @@
 """What `plait plan` says: the best plans, the classical ones, why each of the others is not chosen, how sure it is."""
 
+import time
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -69,6 +70,18 @@ class Answer:
             "confidence": {"low": self.sure.low, "high": self.sure.high, "measured": self.asked.machine.measured},
             "took_seconds": round(self.seconds, 1),
         }  # fmt: skip
+
+
+def ask(asked: Asked, pins: dict[str, Any], memory: float | None = None, top: int = 5, devices: int = 0) -> Answer:
+    """Search, and again with the optimizer's state on the host when nothing fits."""
+    start = time.monotonic()
+    question = asked.question(pins, memory, devices)
+    found = search(asked.pace(), question, asked.refused())
+    if not found.best and "offload" not in pins:
+        away = replace(question, pins=pins | {"offload": "optimizer"})
+        again = search(asked.pace(), away, asked.refused())
+        question, found = (away, again) if again.best else (question, found)
+    return answer(asked, question, found, top, time.monotonic() - start)
 
 
 def answer(asked: Asked, question: Question, found: Found, top: int, took: float) -> Answer:
@@ -144,13 +157,12 @@ def _why(candidate: Candidate, best: Candidate | None, question: Question | None
 def text(found: Answer) -> str:
     """The table that is printed."""
     asked, question = found.asked, found.question
-    weights = sum(b.count * (b.weights + b.experts) for b in asked.pace().work.blocks)
     source = "measured here" if asked.machine.measured else "data sheet; `plait bench` measures it"
     if asked.guessed:
         source = "nothing is known of its speed: run `plait bench`"
     counts = found.found.counts
     lines = [
-        f"job       {asked.name}   {short(weights)} parameters · batch {question.batch}",
+        f"job       {asked.name}   {short(asked.pace().work.weights)} parameters · batch {question.batch}",
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
         f"{counts.get('slower', 0)} bounded to be slower · {counts.get('impossible', 0)} impossible · {found.seconds:.1f} s",
@@ -240,4 +252,4 @@ def toml(found: Answer) -> str:
     ]
     if len(found.rows) > 1:
         lines.append(f"# next best: {found.rows[1].candidate.plan} ({found.rows[1].why})")
-    return "\n".join(lines) + "\n" + replace(best.candidate.plan).to_toml()
+    return "\n".join(lines) + "\n" + best.candidate.plan.to_toml()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from math import ceil, prod
 from typing import Any
 
@@ -83,7 +83,11 @@ class Asked:
         return any(c.work.keys for c in self.sketch.calls)
 
     def pace(self) -> Pace:
-        """Times of its blocks."""
+        """Times of its blocks, which all searches of this job on this machine share."""
+        return self._pace
+
+    @cached_property
+    def _pace(self) -> Pace:
         loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
         made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
         return Pace(boiled(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)

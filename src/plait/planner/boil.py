@@ -7,6 +7,7 @@ large as what the unit returns works on the unit's own width.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -43,6 +44,7 @@ class Cuts:
     norms: tuple[str, ...] = ()
     """Modules whose statistics are those of the whole batch."""
 
+    @cached_property
     def ways(self) -> dict[str, Way]:
         """Which dim of a product tp cuts, by the name of its weight."""
         columns = [name for group in self.slices.groups for name in group.columns] + [*self.slices.vocabulary]
@@ -51,12 +53,14 @@ class Cuts:
             found[name] = "inner"
         return found
 
+    @cached_property
     def names(self) -> frozenset[str]:
         """Parameters that tp cuts."""
         return frozenset(cut.parameter for g in self.slices.groups for cut in g.cuts) | {
             *_weights(self.slices.vocabulary)
         }
 
+    @cached_property
     def routed(self) -> dict[str, Mixture]:
         """Parameters of experts."""
         return {name: mixture for mixture in self.mixtures for name in mixture.names}
@@ -85,7 +89,7 @@ def boiled(sketch: Sketch, name: str = "", cuts: Cuts | None = None) -> Workload
 def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], int, set[str]]) -> Block:
     """One call of a unit. `told`: sizes of parameters, bytes of an element, parameters that are counted already."""
     sizes, itemsize, seen = told
-    ways, names, routed = cuts.ways(), cuts.names(), cuts.routed()
+    ways, names, routed = cuts.ways, cuts.names, cuts.routed
     own = [n for n in unit.parameters if n in sizes and n not in seen]
     seen.update(own)
     experts = sum(sizes[n] for n in own if n in routed)

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,8 @@ from plait.job import Job, load_job
 from plait.machine import Machine
 from plait.plan import Plan
 from plait.planner import goals
-from plait.planner.answer import Answer, answer, text, toml
+from plait.planner.answer import ask, text, toml
 from plait.planner.asking import Asked, sized
-from plait.planner.search import search
 
 EVERY = 10**6
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -52,18 +50,6 @@ def run(options: Any) -> int:
         options.out.write_text(toml(found), encoding="utf-8")
     print(json.dumps(found.to_dict()) if options.json else text(found))
     return 0 if found.best else 1
-
-
-def ask(asked: Asked, pins: dict[str, Any], memory: float | None = None, top: int = 5, devices: int = 0) -> Answer:
-    """Search, and again with the optimizer's state on the host when nothing fits."""
-    start = time.monotonic()
-    question = asked.question(pins, memory, devices)
-    found = search(asked.pace(), question, asked.refused())
-    if not found.best and "offload" not in pins:
-        away = replace(question, pins=pins | {"offload": "optimizer"})
-        again = search(asked.pace(), away, asked.refused())
-        question, found = (away, again) if again.best else (question, found)
-    return answer(asked, question, found, top, time.monotonic() - start)
 
 
 def chosen(job: Job, options: Any) -> Plan:

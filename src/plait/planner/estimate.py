@@ -187,8 +187,6 @@ def gradients(pace: Pace, plan: Plan, own: Timed, hidden: float) -> dict[str, fl
     free = pace.free
     elements = sum(room.weights(b, plan) * n for b, _, n in own)
     apart = machine.all_reduce(BUCKET, plan.dp, inner * f) * elements * software.gradients / f / BUCKET
-    if plan.dp == 1:
-        apart = 0.0
     forward, backward = hidden / 3, hidden * 2 / 3
     if f > 1 and plan.zero == 3:
         gather = sum(machine.all_gather(room.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)

@@ -10,7 +10,7 @@ from plait.errors import PlaitError, Problem
 from plait.launch.devices import kind_of
 from plait.machine import Machine
 from plait.outline import short
-from plait.planner.answer import WORDS, Answer
+from plait.planner.answer import WORDS, Answer, ask
 from plait.planner.asking import Asked, sized
 
 HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
@@ -119,8 +119,6 @@ def hours(text: str) -> float:
 
 def at(asked: Asked, pins: dict[str, Any], memory: float | None, devices: int) -> Size:
     """The best plan on so many devices."""
-    from plait.planner.command import ask
-
     machine = sized(asked.machine, devices)
     if machine.devices != devices:
         return Size(devices, why=f"does not fill nodes of {machine.devices_per_node}")
