@@ -4,7 +4,7 @@ Bytes and operations are those of one forward pass of a batch; `saved` is what s
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -151,17 +151,21 @@ def table(found: Outline, job: str) -> str:
     calls = str(sum(row.calls for row in found.rows))
     total = (short(found.parameters), short(found.flops), f"{short(found.saved)}B", "", ", ".join(found.output_needs))
     lines.append(("together", "", calls, *total))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     samples = "one sample" if found.batch == 1 else f"a batch of {found.batch}"
     text = [f"job     {job}, the forward pass of {samples}"]
-    for line in lines:
-        cells = [cell.rjust(w) if 2 <= i <= 6 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))]
-        text.append("  ".join(cells).rstrip())
+    text += aligned(lines, right=range(2, 7))
     if any(not row.closed for row in found.rows):
         text.append("* its parameters are also used outside of its own calls; shared ones count once in the total")
     if found.unmeasured:
         text.append(f"units could not be measured: {found.unmeasured}")
     return "\n".join(text)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
+    """Rows of a table as lines, columns as wide as their widest cell; those in `right` end at the same place."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = [[c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def short(number: float) -> str:

@@ -6,7 +6,7 @@ any size: see `slicing.py`.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import prod
@@ -19,7 +19,7 @@ from plait.blueprint import sketched
 from plait.build import call, check_plan
 from plait.errors import PlaitError, Problem
 from plait.job import Job, load_job
-from plait.outline import short
+from plait.outline import aligned, short
 from plait.plan import Plan
 from plait.slices import Cut, Group, Integer, Slices
 
@@ -270,7 +270,7 @@ def text(found: Shown, job: str) -> str:
         each = str(t.rows[0]) if len(set(t.rows)) == 1 else f"{max(t.rows)} to {min(t.rows)}"
         rows.append((t.name, "", "1", "rows of the vocabulary", short(t.parameters), f"{each} rows each", "–", "–"))
     if len(rows) > 1:
-        lines += ["", *_aligned(rows, right=(2, 4))]
+        lines += ["", *aligned(rows, right=(2, 4))]
     else:
         lines += ["", "nothing can be cut: every process would hold and compute all of it"]
     rows = [("whole", "layers", "weights", "why")]
@@ -278,14 +278,8 @@ def text(found: Shown, job: str) -> str:
     if found.small:
         why = "norms, and biases of rows: small, and every process needs all of it"
         rows.append(("norms, biases", "", f"{found.small:.1%}", why))
-    lines += ["", *_aligned(rows, right=(1, 2))] if len(rows) > 1 else []
+    lines += ["", *aligned(rows, right=(1, 2))] if len(rows) > 1 else []
     on = ", ".join(found.stretched)
     lines += ["", f"on stretches of the sequence between slices: {on}"] if on else []
     lines += [f"on the whole sequence: {w.name} ({w.count}): {w.reason}" for w in found.unstretched]
     return "\n".join(lines)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    cells = [[c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in rows]
-    return ["  ".join(row).rstrip() for row in cells]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from plait.outline import short
+from plait.outline import aligned, short
 from plait.plan import Plan
 from plait.planner.anchors import Correction, correction
 from plait.planner.asking import Asked
@@ -170,13 +170,8 @@ def text(found: Answer) -> str:
     ]
     head = ("plan", "fits", "memory", "step", "samples/s", "sent*", "bubble", "MFU", "why not first")
     cells = [head, *(_cells(row, found) for row in found.rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head) - 1)]
-    for k, row in enumerate(cells):
-        marks = "  " if k == 0 else "▸ " if k == 1 and found.best else "  "
-        lines.append(
-            marks
-            + "  ".join([c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))] + [row[-1]])
-        )
+    for k, row in enumerate(aligned(cells, right=range(1, len(head) - 1))):
+        lines.append(("▸ " if k == 1 and found.best else "  ") + row)
     lines += ["* messages that computing does not hide", *_notes(found)]
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from typing import Any
 from plait.errors import PlaitError, Problem
 from plait.launch.devices import kind_of
 from plait.machine import Machine
-from plait.outline import short
+from plait.outline import aligned, short
 from plait.planner.answer import WORDS, Answer, ask
 from plait.planner.asking import Asked, sized
 
@@ -59,14 +59,8 @@ class Sizes:
         ]
         head = ("devices", "step", "samples/s", "efficiency", "whole job", "price", "slowed by", "plan")
         cells = [head, *(self._cells(size) for size in self.sizes)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        for k, row in enumerate(cells):
-            mark = "▸ " if k and k - 1 == self.chosen else "  "
-            lines.append(
-                (
-                    mark + "  ".join(c.rjust(w) if i < 6 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths)))
-                ).rstrip()
-            )
+        for k, row in enumerate(aligned(cells, right=range(6))):
+            lines.append(("▸ " if k and k - 1 == self.chosen else "  ") + row)
         return "\n".join([*lines, *([self.told] if self.told else [])])
 
     def _cells(self, size: Size) -> tuple[str, ...]:
