@@ -41,8 +41,8 @@ class Across:
         self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
         self.holders: dict[str, int] = built.holders
         self.experts: set[str] = built.experts
-        self.squares = 0.0
-        self.rider = torch.empty(0)
+        self.rider = self.row = torch.empty(0)
+        self.work: Any = None
         self.told: Callable[[Tensor], list[float]] = Tensor.tolist
         """How often each of some parameters got a gradient, from what all ranks of a group said together."""
 
@@ -65,7 +65,8 @@ class Across:
             self.inner.arm(None)
 
     def finish(self) -> Tensor:
-        """Sum gradients over copies, shards and whoever has a part of the sum; the summed rider."""
+        """Sum gradients over copies, shards and whoever has a part of the sum; the summed rider, whose numbers are
+        there once `norm` was asked for: its sum is on its way while parameters are updated, if nothing is to be clipped."""
         if isinstance(self.inner, Shards):
             self.inner.settle(self.peers)
         elif self.inner is not None:
@@ -74,16 +75,21 @@ class Across:
             self._add_up([n for n in names if n in self.own and self.own[n].requires_grad], group)
         used = [float(self._used(n)) for n in self.names]
         row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.rider.device)
-        row = torch.cat([self.rider, row])
-        dist.all_reduce(row)
-        rider, rest = row[: len(self.rider)], row[len(self.rider) :].tolist()
-        self.squares = rest[0]
-        for name, times in zip(self.names, rest[1:]):
-            if not times and name in self.own:
-                self.own[name].grad = None
-        if isinstance(self.inner, Shards):
+        self.row = torch.cat([self.rider, row])
+        self.work = dist.all_reduce(self.row, async_op=True)
+        if isinstance(self.inner, Shards):  # they have gradients of zeros where nobody used a parameter
+            for name, times in zip(self.names, self._rest()[1:]):
+                if not times and name in self.own:
+                    self.own[name].grad = None
             self.inner.used.clear()
-        return rider
+        return self.row[: len(self.rider)]
+
+    def _rest(self) -> list[float]:
+        """What was summed behind the rider: the squared norm, and how many ranks used each parameter."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.row[len(self.rider) :].tolist()
 
     def _squares(self) -> float:
         """This rank's share of the squared norm: each part counts once, however many ranks hold it."""
@@ -128,5 +134,5 @@ class Across:
         return self.own[name].numel() if whole is None else padded(whole.shape, self.inner.group.size())
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
-        """The gradient norm over all ranks' parts, as `finish` found it."""
-        return self.squares**0.5
+        """The gradient norm over all ranks' parts, as `finish` found it. Waits for it."""
+        return self._rest()[0] ** 0.5

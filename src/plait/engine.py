@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.across import Across
 from plait.build import Built, build, check_copies, pick_device
 from plait.checkpoint import Checkpoints
 from plait.data import Batch, Position, Share, weigh
@@ -170,11 +171,14 @@ class Engine:
         self._set_rate()
         lr = float(optimizer.param_groups[0]["lr"])
         gradients = [p.grad for p in built.own.values() if p.grad is not None]
+        early = isinstance(built.reducer, Across) and self.job.clip is None and built.scaler is None
+        if early:  # its norm is on its way, and nothing here waits for it
+            optimizer.step()
         norm = torch.nn.utils.get_total_norm(gradients) if built.reducer is None else built.reducer.norm(gradients)
         unscale = 1.0 / built.scaler.value if built.scaler else 1.0
         norm = float(norm) if built.device.type == "cpu" else norm  # there, asking costs nothing
         finite = built.scaler is None or math.isfinite(float(norm))
-        if finite:
+        if finite and not early:
             factor = _clip_factor(norm * unscale, self.job.clip) * unscale
             if gradients and not (isinstance(factor, float) and factor == 1.0):
                 scale_(gradients, factor)

@@ -18,7 +18,7 @@ from plait.cutting import Course
 from plait.errors import FAILED, PlaitError, Problem
 from plait.metering import tensors_in
 from plait.objects import refill
-from plait.templates import known
+from plait.templates import arguments, known
 from plait.torchseam import (
     Facade,
     FakeTensor,
@@ -28,7 +28,6 @@ from plait.torchseam import (
     leaves,
     own_buffers,
     storage_key,
-    tree_leaves,
     tree_map,
     tree_map_only,
     version,
@@ -152,7 +151,7 @@ def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeT
 
 def copied(tree: Any) -> Any:
     """What the model's code may change in place, when the value itself is also for other stages."""
-    return tree_map_only(Tensor, torch.clone, tree)
+    return tree.clone() if isinstance(tree, Tensor) else tree_map_only(Tensor, torch.clone, tree)
 
 
 class _Unit:
@@ -188,7 +187,7 @@ class _Unit:
                 self.changed = args[back] if isinstance(back, int) else kwargs[back]
             self.number = number
             return copied(run.received[number]) if number in run.received else stages.outputs_of(run, number)
-        self.check(run, tree_leaves((args, kwargs)))
+        self.check(run, arguments(args, kwargs))
         stages.inside += 1
         try:
             output = self.own(*args, **kwargs)
@@ -252,7 +251,7 @@ class _Unknown(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.stages.inside or not any(map(self._unknown, tree_leaves((args, kwargs)))):
+        if self.stages.inside or not any(map(self._unknown, arguments(args, kwargs))):
             return func(*args, **kwargs)
         known: list[tuple[Tensor, Tensor, int]] = []
 

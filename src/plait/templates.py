@@ -1,6 +1,6 @@
 """The structure of what a unit call returns: shapes as lines in the number of samples, and what is no tensor as it is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import FAILED, PlaitError, Problem
-from plait.torchseam import leaves, tree_flatten, tree_unflatten
+from plait.torchseam import leaves, tree_flatten, tree_leaves, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,21 @@ def template(
     return Template(small[0], tuple(rows), varies)
 
 
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """The leaves of a call's arguments; without a walk through trees where they are tensors alone, as they mostly are."""
+    return args if not kwargs and all(isinstance(a, Tensor) for a in args) else tree_leaves((args, kwargs))
+
+
 def tensors(output: Any) -> list[Tensor]:
     """The tensors of an output, in the order of its template's slots."""
-    leaves(output)
-    return [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
+    return [t for t in leaves(output) if isinstance(t, Tensor)]
 
 
 def known(output: Any, expected: Template, samples: int, unit: str) -> None:
     """P025 when an output that other stages wait for has another form than the sketch says."""
     found = [(tuple(t.shape), t.dtype) for t in tensors(output)]
     wanted = [(slot.shape(samples), slot.dtype) for slot in expected.slots]
-    constants = [(a, b) for a, b in zip(tree_flatten(output)[0], expected.leaves) if isinstance(a, PLAIN)]
+    constants = [(a, b) for a, b in zip(leaves(output), expected.leaves) if isinstance(a, PLAIN)]
     changed = next((f"{a}, in the sketch {b}" for a, b in constants if a != b), None)
     if found == wanted and changed is not None:
         what = f"unit {unit} returns a number or a word that changes: {changed}"

@@ -103,6 +103,8 @@ def held_on_meta(t: Tensor) -> bool:
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves of a model's output, also inside dataclasses, which torch's trees learn here when first met."""
+    if isinstance(tree, Tensor):
+        return [tree]
     found = []
     for leaf in tree_leaves(tree):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
