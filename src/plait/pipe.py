@@ -188,7 +188,7 @@ class Pipe:
         """What backward starts from: the loss, or what went to the next stage and the gradients that came back for it."""
         if was.loss is not None:
             return ([was.loss], [None]) if was.loss.requires_grad else ([], [])
-        came = self._gradients(stage, micro)
+        came = self._gradients(stage, micro, was.outputs)
         pairs = [(t, g) for t, g in zip(was.outputs, came) if g is not None and t.requires_grad]
         for t, g in pairs:
             if t.is_leaf:  # a value that only passes through
@@ -202,10 +202,8 @@ class Pipe:
         back = [t.grad for t in was.leaves]
         if self.owner[stage - 1] == self.rank:
             self.back[stage - 1, micro] = back
-        elif back:  # and which of them there are: no gradient and one of zeros are not the same to an optimizer
-            there = torch.tensor([g is not None for g in back], device=self.stages.device)
-            found = [torch.zeros_like(t) if g is None else g for t, g in zip(was.leaves, back)]
-            self._send(Letter(False, stage - 1, micro), self.owner[stage - 1], [there, *found])
+        elif back:
+            self._send(Letter(False, stage - 1, micro), self.owner[stage - 1], boundary.packed(was.leaves, back))
 
     # — what crosses —
 
@@ -257,14 +255,13 @@ class Pipe:
             self._send(letter, to, [t.detach() for t in found])
         return [t for t, slot in zip(found, self._slots(letter)) if slot.grad]
 
-    def _gradients(self, stage: int, micro: int) -> list[Tensor | None]:
+    def _gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> list[Tensor | None]:
         if self.owner[stage + 1] == self.rank:
             return self.back.pop((stage, micro))
         letter = Letter(False, stage, micro)
         if not self._slots(letter):
             return []
-        there, *found = self._receive(letter)
-        return [g if here else None for g, here in zip(found, there.tolist())]
+        return boundary.unpacked(self._receive(letter), outputs)
 
     def _send(self, letter: Letter, to: int, values: list[Tensor]) -> None:
         self.clock.computed()
