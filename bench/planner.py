@@ -24,7 +24,6 @@ from scores import Case, choice, memory, percent, times
 from sites import machine_of
 
 from plait import network
-from plait.machine import Machine
 from plait.plan import Plan
 from plait.planner.anchors import PARTS, Correction, Labels, correction
 from plait.planner.estimate import Estimate, estimate
@@ -32,9 +31,9 @@ from plait.planner.fitted import FITTED, Fitted
 from plait.planner.pace import Pace, Software
 
 DATA = Path(__file__).parent / "data"
-CONTEXT = 3 << 30
+CONTEXT = 2 << 30
 """Bytes of a CUDA context and of NCCL's buffers, which every process has."""
-ROOM = 0.95
+ROOM = 0.93
 """Part of a device's memory that is really there for a process."""
 UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
                   routed=1, overlap=1, fixed=0, slack=1)  # fmt: skip
@@ -50,13 +49,18 @@ class Planner:
     def __post_init__(self) -> None:
         self.paces: dict[Any, Pace] = {}
 
-    def pace(self, run: Run, machine: Machine) -> Pace:
-        """The times of a run's blocks on its machine, with its framework's numbers: 16-bit weights beside 32-bit state
-        and a sum of gradients in 32 bits."""
+    def pace(self, run: Run) -> Pace | None:
+        """The times of a run's blocks on its machine; None when its machine is not known."""
+        machine = machine_of(run.row, not run.modern)
+        if machine is None:
+            return None
         assert run.work is not None
-        wide = run.plans[0][0].precision in ("fp32", "tf32")
-        numbers = (4.0, 4.0, 8.0) if wide else (2.0, 2.0, 16.0)
-        software = Software(*numbers, redone=0.5, portable=run.portable, overlapped=run.modern, action=0.0, even=True)
+        peak = machine.device.peak
+        if (
+            "fp4" in run.row["precision"] and peak.fp4
+        ):  # a plan has no 4-bit precision: the 8-bit one, at the 4-bit rate
+            machine = replace(machine, device=replace(machine.device, peak=replace(peak, fp8=peak.fp4)))
+        software = Software(*held(run), redone=0.5, portable=run.portable, overlapped=run.modern, action=0.0, even=True)
         key = (run.work, run.lora, software, machine)
         if key not in self.paces:
             work = replace(run.work, frozen=1.0) if run.lora else run.work
@@ -65,27 +69,45 @@ class Planner:
 
     def __call__(self, run: Run) -> tuple[Estimate, float, float] | None:
         """(estimate, samples of a step, reserved bytes) of the fastest plan the row may mean that fits."""
-        machine = machine_of(run.row, not run.modern)
-        if machine is None:
+        pace, found = self.pace(run), []
+        if pace is None:
             return None
-        pace, found = self.pace(run, machine), []
         for plan, samples, batch in run.plans:
             try:
                 got = estimate(pace, plan, samples)
             except ValueError:  # there is no such schedule
                 continue
             reserved = got.reserved + CONTEXT
-            over = max(0.0, reserved / (ROOM * machine.device.memory) - 1)
+            over = max(0.0, reserved / (ROOM * pace.machine.device.memory) - 1)
             found.append((over, got.seconds / batch, len(found), (got, batch, reserved)))
         return min(found)[-1] if found else None
+
+
+def held(run: Run) -> tuple[float, float, float, float]:
+    """Bytes of an element of weights, gradients, optimizer state and messages, by what a framework is known to hold.
+
+    32-bit training, and FSDP2, which makes its 16-bit copies while it gathers: 4 + 4 + 8. Megatron-LM: 16-bit weights, 32-bit
+    sums of gradients (NeMo's recipes keep 16), 32-bit weights and two moments. Others (ZeRO): 16-bit weights and gradients, and 20 bytes of what is
+    shared out: 32-bit weights, two moments and two copies of the gradients, which is a choice made by the rows that print
+    their memory.
+    """
+    wide = run.plans[0][0].precision in ("fp32", "tf32")
+    sent = 4.0 if wide else 2.0
+    if wide or run.torch:
+        return 4.0, 4.0, 8.0, sent
+    if run.megatron:
+        return 2.0, 2.0 if "NeMo" in run.source else 4.0, 12.0, sent
+    return 2.0, 2.0, 20.0, sent
 
 
 def labels(run: Run, plan: Plan) -> Labels:
     """What a run is like, for anchors."""
     layout = f"{plan.tp} {plan.pp} {plan.cp} {plan.ep} {plan.zero if plan.fsdp > 1 else 0} {plan.recompute}"
     return {
-        "place": run.source, "device": run.row["gpu"], "model": run.row.get("model", ""),
-        "precision": run.row.get("precision", ""), "layout": layout, "routed": "yes" if kind(run) == "experts" else "",
+        "occasion": f"{run.source} {run.row.get('table_or_file', '')}", "device": run.row["gpu"],
+        "model": run.row.get("model", ""), "precision": run.row.get("precision", ""), "layout": layout,
+        "length": run.row.get("seq_len", ""),
+        "routed": "yes" if kind(run) == "experts" else "",
     }  # fmt: skip
 
 
@@ -132,7 +154,7 @@ def case(run: Run, got: tuple[Estimate, float, float], known: list[tuple[Labels,
     parts = {name: round(seconds / found.seconds, 3) for name, seconds in found.parts.items()}
     return Case(
         run.row["row_id"], run.source, run.group, 1 / run.rate if run.rate else None, each * fixed.factor,
-        each * fixed.low, each * fixed.high, run.memory, reserved, run.fits, said, kind(run),
+        each * fixed.low, each * fixed.high, run.memory, reserved - (CONTEXT if run.allocator else 0), run.fits, said, kind(run),
         {"model": run.row.get("model", ""), "gpus": run.row["gpus"], "plan": str(found.plan), "parts": parts},
     )  # fmt: skip
 
@@ -155,11 +177,13 @@ def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
     sources = sorted({run.source for run in runs})
     told = {case.row for case in done}
     by = {name: [c for c in done if c.source == name] for name in sources}
-    scored = [v["mape"] for v in (times(by[name]) for name in sources) if v]
+    timed = {name: sum(not r.why and bool(r.rate) for r in runs if r.source == name) for name in sources}
+    enough = [times(by[name]) for name in sources if timed[name] > anchors]  # the others cannot give so many
+    scored = [v["mape"] for v in enough if v]
     found = {
         "anchors": anchors, "seed": seed, "rows": len(runs), "expressed": len(done) + anchors_used(runs, done),
         "expressed_percent": percent([not run.why for run in runs]),
-        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + 2, "choices": 3},
+        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + 2, "choices": 4},
         "overall": times(done) | {"mean_of_sources": round(sum(scored) / len(scored), 1) if scored else None},
         "choice": choice(done), "memory": memory(done),
         "kinds": {k: times([c for c in done if c.kind == k]) for k in sorted({c.kind for c in done})},

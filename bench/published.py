@@ -37,6 +37,12 @@ class Run:
     lora: bool = False
     portable: bool = True
     """Its kernels are torch's, not those that the vendor tunes for each device."""
+    megatron: bool = False
+    """Its optimizer is that of Megatron-LM."""
+    torch: bool = False
+    """It holds what torch's FSDP2 holds."""
+    allocator: bool = False
+    """Its memory is what torch's allocator reserved, without the device's own context."""
 
     @property
     def source(self) -> str:
@@ -77,14 +83,19 @@ def run_of(row: dict[str, str]) -> Run:
     tokens = int(number(row, "seq_len") or (shape.length if shape and modern else 1024))
     work = convolutional(row.get("model", ""))
     if work is None and shape is not None:
-        work = transformer(shape, tokens, flash=modern or number(row, "seq_len") > 4096, name=row.get("model", ""))
+        flash, fused = modern or number(row, "seq_len") > 4096, row.get("compile") == "yes"
+        work = transformer(shape, tokens, flash=flash, fused=fused, name=row.get("model", ""))
     if work is None:
         return Run(row, why="sizes of the model not stated")
     plans = plans_of(row, gpus, bool(shape))
     if not plans:
         return Run(row, why="its layout does not multiply to its devices or its batch")
     rate = rate_of(row, shape, work, tokens, gpus)
-    memory = number(row, "measured_peak_memory_gib") * (1e9 if "GB" in row.get("note", "") else 2**30)
+    said = row["source"] + row.get("note", "")
+    gib = (
+        "GB" not in said or "logs GiB" in said
+    )  # what is printed as GB is taken at its word, unless its program is known
+    memory = number(row, "measured_peak_memory_gib") * (2**30 if gib else 1e9)
     fits = {"yes": False, "no": True}.get(row.get("oom", ""), True if rate else None)
     lora = "lora" in (row.get("model", "") + row.get("note", "")).lower()
     return Run(
@@ -97,7 +108,10 @@ def run_of(row: dict[str, str]) -> Run:
         "",
         modern,
         lora,
-        not re.search("Megatron|NeMo|Transformer ?Engine", row["source"] + row.get("note", "")),
+        not re.search("Megatron|NeMo|Transformer ?Engine", said),
+        bool(re.search("Megatron|NeMo|2104.04473|2205.05198", row["source"])),
+        bool(re.search("torchtitan|torchao|pytorch/|PyTorch FSDP", said)),
+        "torchtitan" in said,
     )
 
 

@@ -88,8 +88,8 @@ def known(model: str) -> Shape | None:
     return SHAPES.get(re.sub(r"[^a-z0-9.]", "", name))
 
 
-def transformer(shape: Shape, tokens: int, *, flash: bool, name: str = "") -> Workload:
-    """One sample is a sequence of so many tokens; sizes in elements."""
+def transformer(shape: Shape, tokens: int, *, flash: bool, fused: bool = False, name: str = "") -> Workload:
+    """One sample is a sequence of so many tokens; sizes in elements. `fused`: the loss keeps no 32-bit copy of the logits."""
     shape = replace(shape, ffn=shape.ffn or 4 * shape.hidden, heads=shape.heads or max(1, shape.hidden // 128))
     shape = replace(shape, kv=shape.kv or shape.heads, head=shape.head or shape.hidden // shape.heads)
     attentions = shape.layers if shape.attentions < 0 else shape.attentions
@@ -116,10 +116,10 @@ def transformer(shape: Shape, tokens: int, *, flash: bool, name: str = "") -> Wo
     rows = s * shape.predicted
     head = Product(rows, h, v, cut="columns")
     own = 0 if shape.tied else v * h
-    logits = rows * v
+    logits, copies = rows * v, 1.0 if fused else 2.5
     blocks.append(
         Block("head", products=(head,), weights=own, weights_cut=own, moved=8 * logits + 6 * s * h, moved_cut=8 * logits,
-              kept=2.5 * logits + 2 * s * h, kept_cut=2.5 * logits, given=s * h, out=s * h, kernels=14, handovers=1)
+              kept=copies * logits + 2 * s * h, kept_cut=copies * logits, given=s * h, out=s * h, kernels=14, handovers=1)
     )  # fmt: skip
     return Workload(name, tuple(blocks))
 

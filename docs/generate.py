@@ -3,6 +3,7 @@
     python docs/generate.py             both; `make docs` does this
     python docs/generate.py techniques  only one of them
     python docs/generate.py matrix      matrix.md, which takes long: see matrix.py
+    python docs/generate.py planner     the tables of planner.md: see judged.py
 
 Every technique is explained where it is implemented, at the top of its file. To change docs/techniques.md, change that.
 """
@@ -138,6 +139,10 @@ def main() -> None:
         import matrix
 
         return matrix.main(wanted[1:])
+    if wanted[0] == "planner":
+        import judged
+
+        return judged.write()
     if "techniques" in wanted:
         (DOCS / "techniques.md").write_text(techniques(), encoding="utf-8")
     if "verify" in wanted:

@@ -31,6 +31,7 @@ class Rates:
     fp16: float | None = None
     bf16: float | None = None
     fp8: float | None = None
+    fp4: float | None = None
 
     def of(self, precision: str) -> float | None:
         """The number of one precision."""

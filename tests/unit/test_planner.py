@@ -204,7 +204,7 @@ def test_of_plans_alike_the_simplest_comes_first() -> None:
 
 
 def test_measured_runs_correct_what_is_like_them() -> None:
-    here = {"place": "a", "device": "d", "model": "m", "precision": "p", "layout": "l"}
+    here = {"occasion": "a", "device": "d", "model": "m", "precision": "p", "layout": "l"}
     other = {key: value + "2" for key, value in here.items()}
     before = correction(here)
     after = correction(here, [(here, log(1.3))] * 4)

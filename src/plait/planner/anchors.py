@@ -1,8 +1,9 @@
 """What a few measured steps say about the error of all predictions, and how sure a prediction is.
 
-The logarithm of measured over predicted time is taken to be a sum of independent errors: one that all runs of a place
-share (its software, its care), one for each device, model, number format and layout, and noise. A measured run then tells
-more about a run that is like it than about one that is not, and how sure a prediction is follows from the same sum
+The logarithm of measured over predicted time is taken to be a sum of independent errors: one that all runs of an occasion
+share (a place, its software, what was measured together), one for each device, model, number format, layout and length of a
+sample, and noise. A measured run then tells more about a run that is like it than about one that is not, and how sure a
+prediction is follows from the same sum
 (a Gaussian process over labels). With no measured runs it says how wrong the model itself is.
 """
 
@@ -12,11 +13,11 @@ from math import exp
 
 import numpy as np
 
-PARTS = {"place": 0.05, "device": 0.08, "model": 0.13, "precision": 0.06, "layout": 0.08}
+PARTS = {"occasion": 0.115, "device": 0.054, "model": 0.08, "precision": 0.083, "layout": 0.061, "length": 0.083}
 """Standard deviation of each shared error, as found over all published sources together."""
-NOISE = 0.10
+NOISE = 0.083
 """That of two runs that are alike in all of these."""
-ROUTED = 0.27
+ROUTED = 0.305
 """The same for mixtures of experts: releases of one framework alone differ by 76 % there."""
 NINETY = 1.645
 """Standard deviations that hold nine tenths of a normal distribution."""
@@ -61,7 +62,7 @@ def correction(of: Labels, anchors: Sequence[tuple[Labels, float]] = ()) -> Corr
 
 def _alike(a: Labels, b: Labels) -> float:
     """The covariance of two runs' errors."""
-    return sum(size**2 for part, size in PARTS.items() if a.get(part) == b.get(part) != "")
+    return sum(size**2 for part, size in PARTS.items() if a.get(part, "") == b.get(part, "") != "")
 
 
 def _noise(of: Labels) -> float:

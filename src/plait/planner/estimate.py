@@ -186,21 +186,19 @@ def gradients(pace: Pace, plan: Plan, own: Timed, hidden: float) -> dict[str, fl
     machine, software, inner, f = pace.machine, pace.software, plan.tp * plan.cp, plan.fsdp
     free = pace.free
     elements = sum(room.weights(b, plan) * n for b, _, n in own)
-    apart = machine.all_reduce(BUCKET, plan.dp, inner * f) * elements * software.gradients / f / BUCKET
+    apart = machine.all_reduce(BUCKET, plan.dp, inner * f) * elements * software.sent / f / BUCKET
     forward, backward = hidden / 3, hidden * 2 / 3
     if f > 1 and plan.zero == 3:
         gather = sum(machine.all_gather(room.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
-        scatter = sum(
-            machine.reduce_scatter(room.weights(b, plan) * software.gradients, f, inner) * n for b, _, n in own
-        )
+        scatter = sum(machine.reduce_scatter(room.weights(b, plan) * software.sent, f, inner) * n for b, _, n in own)
         each = max(0.0, gather - free * forward) + max(0.0, gather + scatter - free * backward)
         return {"gradients": plan.microbatches * each + max(0.0, apart - free * backward)}
     if f > 1:
-        pieces = max(1, ceil(elements * software.gradients / BUCKET))
-        scatter = pieces * machine.reduce_scatter(elements * software.gradients / pieces, f, inner)
+        pieces = max(1, ceil(elements * software.sent / BUCKET))
+        scatter = pieces * machine.reduce_scatter(elements * software.sent / pieces, f, inner)
         gather = pieces * machine.all_gather(elements * software.weights / pieces, f, inner)
         return {"gradients": max(0.0, scatter + apart - free * backward) + max(0.0, gather - free * forward)}
-    size = elements * software.gradients
+    size = elements * software.sent
     pieces = max(1, ceil(size / BUCKET))
     whole = pieces * machine.all_reduce(size / pieces, plan.dp, inner)
     return {"gradients": max(whole / pieces, whole - free * backward)}

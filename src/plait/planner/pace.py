@@ -29,6 +29,8 @@ class Software:
     weights: float = 4.0
     gradients: float = 4.0
     state: float = 8.0
+    sent: float = 4.0
+    """Of gradients in the messages that add them up."""
     redone: float = 0.0
     """Part of the matmuls with weights that recompute=selective does again."""
     portable: bool = True
