@@ -157,7 +157,7 @@ def software(job: Job, sketch: Sketch) -> Software:
     count = max(1, sum(n for n, _ in rows))
     trained = max(1, sum(prod(shape) for _, shape, _ in sketch.parameters))
     weights = sum(n * size for n, size in rows) / count
-    return Software(weights, weights, optimizer_state(job, sketch) / trained)
+    return Software(weights, weights, optimizer_state(job, sketch) / trained, weights)
 
 
 def sped(machine: Machine) -> tuple[Machine, bool]:
