@@ -6,6 +6,7 @@ no strategy charges. The fullest moment is found by going through the step. Rank
 stretches, experts) make that step in a dry run (`dryrun.py`).
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -185,10 +186,16 @@ def _one_device(sketch: Sketch) -> Iterable[Charge]:
 
 
 def _optimizer(job: Job, plan: Plan, sketch: Sketch) -> tuple[int, Tape]:
-    """(bytes the optimizer keeps, the tape of its step), found by making two steps on fake parts."""
+    """(bytes the optimizer keeps, the tape of its step)."""
+    optimizer, tape = _stepped(job, {n: (_part(plan, shape), dtype) for n, shape, dtype in sketch.parameters})
+    return sum(map(_kept_by, optimizer.state.values())), tape
+
+
+def _stepped(job: Job, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.optim.Optimizer, Tape]:
+    """The job's optimizer after two steps on fake parts, and the tape of the second."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes:
-        own = {n: nn.Parameter(torch.zeros(_part(plan, shape), dtype=d)) for n, shape, d in sketch.parameters}
+        own = {n: nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, (shape, dtype) in parts.items()}
         for parameter in own.values():
             parameter.grad = torch.zeros_like(parameter)
     optimizer, meter = make_optimizer(job, own)[0], Allocations()
@@ -199,13 +206,22 @@ def _optimizer(job: Job, plan: Plan, sketch: Sketch) -> tuple[int, Tape]:
             meter.hold("", [p.grad for p in own.values()], free=True)
             meter.hold("", _state(optimizer), free=True)
             optimizer.step()
-    kept = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in _state(optimizer)}
-    return sum(kept.values()), meter.tape
+    return optimizer, meter.tape
 
 
 def optimizer_state(job: Job, sketch: Sketch) -> int:
-    """Bytes that a job's optimizer keeps from step to step, on one device."""
-    return _optimizer(job, Plan(), sketch)[0]
+    """Bytes that a job's optimizer keeps from step to step, on one device: found for one parameter of each shape and
+    format, since it keeps as much for the others."""
+    alike = Counter((shape, dtype) for _, shape, dtype in sketch.parameters)
+    first = {(shape, dtype): name for name, shape, dtype in reversed(sketch.parameters)}
+    optimizer, _ = _stepped(job, {name: form for form, name in first.items()})
+    return sum(alike[tuple(p.shape), p.dtype] * _kept_by(state) for p, state in optimizer.state.items())
+
+
+def _kept_by(state: Any) -> int:
+    """Bytes of one parameter's state."""
+    found = (t.untyped_storage() for t in tree_leaves(state) if isinstance(t, Tensor))
+    return sum({id(s): s.nbytes() for s in found}.values())
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -166,7 +166,7 @@ def cuts_of(sketch: Sketch, model: Any, inputs: Any, job: Job) -> Cuts:
     slices = Slices()
     for given in (lambda n: short(inputs(n), WORDS), inputs):
         try:
-            slices = slices_of(sketch, model, given, call, job, Plan(tp=2))
+            slices = slices_of(sketch, model, given, call, job, Plan(tp=2, sequence_parallel=False))
             break
         except Exception as error:  # the model's own, on so few words: then on whole rows
             if isinstance(error, PlaitError) or given is inputs:
