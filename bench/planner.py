@@ -36,7 +36,7 @@ CONTEXT = 2 << 30
 ROOM = 0.93
 """Part of a device's memory that is really there for a process."""
 UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
-                  routed=1, overlap=1, fixed=0, slack=1)  # fmt: skip
+                  routed=1, apart=0, overlap=1, fixed=0, slack=1)  # fmt: skip
 """The same model with nothing fitted: data sheets are believed, everything that can be hidden is."""
 
 

@@ -35,8 +35,10 @@ class Fitted:
     """Seconds in which the host launches one operator; a compiled model's operators are half as many."""
     sums: float = 0.9
     """Part of the collectives of tp that nothing hides."""
-    routed: float = 2.0
+    routed: float = 1.2
     """Time of the exchanges of a mixture over that of equal messages: loads are uneven, and rows are sorted."""
+    apart: float = 2e-05
+    """Seconds that the matmul of each expert on a device loses of its own."""
     overlap: float = 0.216
     """Part of the time of computing in which messages of dp and fsdp go on at no cost."""
     fixed: float = 0.0045

@@ -135,9 +135,10 @@ class Pace:
                 reach *= min(1.0, (REFERENCE / self.peak("bf16")) ** fitted.portable)
             return product.times * (flops / (peak * reach) + 2 * fitted.ramp)
         held = product.experts / plan.ep if product.experts else 1.0
+        apart = fitted.apart * held if product.experts else 0.0
         size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
         computing = flops / (peak * self.reach(precision, flops)) + self.ramp
-        return product.times * max(computing, size / self.stream)
+        return product.times * (max(computing, size / self.stream) + apart)
 
     def peak(self, precision: str) -> float:
         """flop/s of the data sheet; of the nearest wider format, where it has none for this one."""
