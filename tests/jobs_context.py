@@ -117,7 +117,9 @@ class Model(nn.Module):
         if self.between == "skip":
             h = h + 0.5 * first
             h *= 2.0
-        if self.between == "first":
+        if self.between == "ignored":
+            self.head(h[:, 1])  # gathered, and no part of the loss
+        if self.between in ("first", "ignored"):
             return self.head(h[:, 0])
         if self.between == "mean":
             return self.head(h.mean(1))
@@ -126,7 +128,7 @@ class Model(nn.Module):
 
 def tokens(block: Callable[[], nn.Module], between: str = "") -> Callable[[], plait.Job]:
     loss = language_loss
-    if between in ("first", "mean"):
+    if between in ("first", "mean", "ignored"):
         loss = lambda logits, y: F.cross_entropy(logits, y.clamp(min=0)[:, 0])  # noqa: E731
         return lambda: make(lambda: Model(block, between), Tokens, loss)
     return lambda: make(lambda: Model(block, between), Tokens, loss, weight=lambda t: (t != -100).sum())
@@ -277,6 +279,7 @@ OWN: dict[str, Any] = {
     "skip": tokens(Attention, "skip"),
     "first": tokens(Attention, "first"),
     "mean": tokens(Attention, "mean"),
+    "ignored": tokens(Attention, "ignored"),
     "lstm": tokens(Attention, "lstm"),
     "checkpoint": tokens(lambda: Attention(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))), "checkpoint"),
     "biased": biased,

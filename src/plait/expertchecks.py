@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.mixing import Listed, Stacked, at_home, roles
+from plait.mixing import Listed, Stacked, at_home, roles, spelled
 from plait.mixtures import Mixture, cut_stacked
 from plait.randomness import host_state, restore_host
 from plait.torchseam import DropoutBase, leaves, tree_leaves, tree_map_only
@@ -84,7 +84,7 @@ def check_stacked(module: nn.Module, mixture: Mixture, met: Met) -> tuple[Mixtur
         proposal = replace(mixture, numbers=numbers)
         try:
             with torch.no_grad(), Wide():
-                width = _adds_up(module, proposal, given, index)
+                width = _adds_up(module, proposal, (given, index, len(met.args)))
         except Exception as error:
             why = f"its forward with some of the experts raised {type(error).__name__}: {error}".partition("\n")[0]
             continue
@@ -93,9 +93,11 @@ def check_stacked(module: nn.Module, mixture: Mixture, met: Met) -> tuple[Mixtur
     return None, why
 
 
-def _adds_up(module: nn.Module, mixture: Mixture, given: dict[str, Any], index: str) -> int:
-    """The width of a result when the parts of two ranks make the whole on all examples, else 0."""
-    width, generator = 0, torch.Generator().manual_seed(1)
+def _adds_up(module: nn.Module, mixture: Mixture, how: tuple[dict[str, Any], str, int]) -> int:
+    """The width of a result when the parts of two ranks make the whole on all examples, else 0. `how`: arguments, which of them
+    says the experts, how many are given by place."""
+    (given, index, places), generator = how, torch.Generator().manual_seed(1)
+    width = 0
     for args, _ in _examples(Met(tuple(given.values()), {})):
         here = dict(zip(given, args))
         if width:  # spread the tokens over all experts
@@ -104,7 +106,7 @@ def _adds_up(module: nn.Module, mixture: Mixture, given: dict[str, Any], index: 
                 .argsort(1)[:, : here[index].shape[1]]
                 .to(here[index])
             )
-        expected, parts = _wide(module)(**here), []
+        expected, parts = spelled(_wide(module), here, places), []
         for rank in range(2):
             part = cut_stacked(_wide(module), mixture, mixture.mine(2, rank))
             parts.append((part, mixture.mine(2, rank)))
@@ -120,7 +122,7 @@ def _adds_up(module: nn.Module, mixture: Mixture, given: dict[str, Any], index: 
             return torch.cat(found)
 
         worker = Stacked(module, mixture.experts, through, Sharers())
-        if not _near(expected, worker(**here)):
+        if not _near(expected, spelled(worker, here, places)):
             return 0
         width = expected.shape[-1]
     return width

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.adapters import transformers
 from plait.deferred import defer
 from plait.digest import differing, digest
 from plait.errors import PlaitError, Problem
@@ -73,6 +74,7 @@ def make_model(job: Job) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise PlaitError(Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module"))
     _supported(model)
+    transformers.in_doubles()
     if hasattr(job.loss, "attach"):
         job.loss.attach(model)
     return in_training(model)

@@ -62,7 +62,9 @@ class Stacked:
         token = order // chosen.shape[1]
 
         def serve(rows: Tensor, totals: list[int | None]) -> Tensor:
-            return self._serve(rows, [n or 0 for n in totals], lambda r, e: {name: r, index: e, weight: ones(r)})
+            return self._serve(
+                rows, [n or 0 for n in totals], lambda r, e: given | {name: r, index: e, weight: ones(r)}, len(args)
+            )
 
         def ones(rows: Tensor) -> Tensor:
             return torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
@@ -72,7 +74,7 @@ class Stacked:
         return result.new_zeros(len(hidden), *result.shape[1:]).index_add_(0, token, result)
 
     def _serve(
-        self, rows: Tensor, totals: list[int], arguments: Callable[[Tensor, Tensor], dict[str, Tensor]]
+        self, rows: Tensor, totals: list[int], arguments: Callable[[Tensor, Tensor], dict[str, Tensor]], places: int
     ) -> Tensor:
         """Without a row, one of no meaning is computed and dropped: stacked parameters have a gradient on every rank."""
         count = len(rows)
@@ -80,7 +82,13 @@ class Stacked:
             row = torch.linspace(-1.0, 1.0, rows.shape[1], dtype=rows.dtype, device=rows.device)
             rows, totals = torch.cat([rows, row.unsqueeze(0)]), [1] + [0] * (len(totals) - 1)
         experts = torch.arange(len(totals)).repeat_interleave(torch.tensor(totals)).unsqueeze(1).to(rows.device)
-        return self.own(**arguments(rows, experts))[:count]
+        return spelled(self.own, arguments(rows, experts), places)[:count]
+
+
+def spelled(forward: Callable[..., Tensor], given: dict[str, Tensor], places: int) -> Tensor:
+    """Call as the model does: the first `places` arguments by place, since a decorated forward may know them by other names."""
+    values = list(given.values())
+    return forward(*values[:places], **dict(list(given.items())[places:]))
 
 
 def roles(given: dict[str, Any]) -> tuple[str, str, str]:

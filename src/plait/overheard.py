@@ -6,7 +6,7 @@ real tensors, because code that makes masks at need makes others on fake ones.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,13 +30,17 @@ from plait.watching import Call, watch
 Loss = Callable[[Any, Any], Tensor]
 
 
+Notes = list[tuple[Talk, Tensor]]
+"""What is told, and the tensor that comes of it."""
+
+
 @dataclass(frozen=True)
 class Deaf(Held):
     """Rows of a rank whose group never answers."""
 
-    notes: list[Talk] = field(default_factory=list)
-    ends: list[Tensor] = field(default_factory=list)
-    """Of the model, for the loss."""
+    notes: Notes = field(default_factory=list)
+    ends: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of the model, and as the loss sees them."""
     stretching: Any = None
 
     @property
@@ -49,12 +53,12 @@ class Deaf(Held):
         each = (local.numel() // max(rows * SAMPLES, 1),)
         twice = checkpoint_frame() is not None
         lengths = (self.length, self.length)
-        self.notes.append(
-            Talk(kind, self.stretching.unit, each, (0, 0), local.dtype, local.requires_grad, twice, lengths)
-        )
         shape = list(local.shape)
         shape[dim] = self.cut.length - rows
-        return torch.cat([local, local.new_empty(shape)], dim)
+        whole = torch.cat([local, local.new_empty(shape)], dim)
+        talk = Talk(kind, self.stretching.unit, each, (0, 0), local.dtype, local.requires_grad, twice, lengths)
+        self.notes.append((talk, whole))
+        return whole
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         return self._note("gather", local, dim)
@@ -63,9 +67,9 @@ class Deaf(Held):
         return self._note("fetch", local, dim)
 
     def finish(self, local: Tensor, dim: int) -> Tensor:
-        local = local.detach().requires_grad_(local.requires_grad)
-        self.ends.append(local)
-        return Spread(local, dim, self.cut, self.group)
+        seen = local.detach().requires_grad_(local.requires_grad)
+        self.ends.append((local, seen))
+        return Spread(seen, dim, self.cut, self.group)
 
 
 def overhear(
@@ -82,9 +86,9 @@ def _heard(
 ) -> tuple[list[Talk], list[tuple[str, int]]]:
     """What is told in one run on a batch of so many samples, and (operator, bytes) of what the loss asks."""
     stretching, layout, samples = how
-    notes: list[Talk] = []
-    absent, ends = Absent(stretching.ranks), list[Tensor]()
-    targets: list[Any] = []
+    notes: Notes = []
+    absent, ends = Absent(stretching.ranks), list[tuple[Tensor, Tensor]]()
+    targets, starts = list[Any](), list[Tensor]()
 
     def silent(asked: Asked, queries: Held, keys: Held) -> Tensor:
         out = F.scaled_dot_product_attention(asked.q, asked.k, asked.v, enable_gqa=asked.k.shape[1] != asked.q.shape[1])
@@ -94,9 +98,11 @@ def _heard(
     def run(module: nn.Module, given: Any) -> Any:
         with torch.enable_grad():
             made = loss(call(module, given), targets[-1])
-            learned = [end for end in ends if end.requires_grad]
+            learned = [(end, seen) for end, seen in ends if seen.requires_grad]
             if learned and made.requires_grad:
-                torch.autograd.grad(made, learned, allow_unused=True)
+                found = torch.autograd.grad(made, [seen for _, seen in learned], retain_graph=True, allow_unused=True)
+                starts.extend(end for (end, _), g in zip(learned, found) if g is not None)
+            starts.append(made)
 
     def once(given: Any) -> None:
         targets.append(given[1])
@@ -109,17 +115,32 @@ def _heard(
         try:
             once(short(stretching.course, pair, stretching.ranks))
         except Exception:  # it may need its own length
-            for noted in (notes, ends, absent.calls):
+            for noted in (notes, ends, starts, absent.calls):
                 noted.clear()
             once(pair)
     finally:
         for handle in handles:
             handle.remove()
         stretching.held = {}
-    return notes, absent.calls
+    passed = reached(starts)
+    return [replace(talk, grad=talk.grad and made.grad_fn in passed) for talk, made in notes], absent.calls
 
 
-def _noted(asked: Asked, out: Tensor, held: tuple[Held, Held], how: tuple[Stretching, int]) -> Iterator[Talk]:
+def reached(starts: Iterable[Tensor]) -> set[Any]:
+    """The nodes of autograd's graph that a backward pass from these tensors goes through."""
+    found: set[Any] = set()
+    left = [t.grad_fn for t in starts]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return found
+
+
+def _noted(
+    asked: Asked, out: Tensor, held: tuple[Held, Held], how: tuple[Stretching, int]
+) -> Iterator[tuple[Talk, Tensor]]:
     """An attention, and the rows of its mask. P040 when the unit itself would compute it again, seeing its rows alone."""
     stretching, samples = how
     if checkpoint_frame() is not stretching.frame:
@@ -134,10 +155,10 @@ def _noted(asked: Asked, out: Tensor, held: tuple[Held, Held], how: tuple[Stretc
     grad = any(t.requires_grad for t in (q, k, v))
     heads, twice = (q.shape[1], k.shape[1]), checkpoint_frame() is not None
     found = Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice, lengths)
-    yield found
+    yield found, out
     if asked.mask is not None and asked.mask.shape[-2] == held[0].size:
         each = (asked.mask.numel() // (held[0].size * samples),)
-        yield replace(found, kind="rows", each=each, dtype=asked.mask.dtype, grad=asked.mask.requires_grad)
+        yield replace(found, kind="rows", each=each, dtype=asked.mask.dtype, grad=asked.mask.requires_grad), out
 
 
 def messages(

@@ -87,7 +87,8 @@ def _on_one_device(error: PlaitError) -> PlaitError:
     if problem.code != "C005":
         return error
     what = "the job fails on one device, in plain PyTorch: " + problem.what.removeprefix("rank 0 raised ")
-    return PlaitError(dataclasses.replace(problem, code="J011", what=what, why=""), error.exit_code, error.trace)
+    why = "it was trained in float64, as proofs are"
+    return PlaitError(dataclasses.replace(problem, code="J011", what=what, why=why), error.exit_code, error.trace)
 
 
 def _silent(job: Job) -> Job:

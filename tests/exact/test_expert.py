@@ -23,6 +23,7 @@ JOBS = {
     "always": lambda: jobs_moe.gpt(always=True),
     "mixtral": lambda: dataclasses.replace(jobs_moe.mixtral(), loss=jobs_moe.balanced),
     "qwen3": lambda: dataclasses.replace(jobs_moe.qwen3(), loss=jobs_moe.balanced),
+    "gpt_oss": jobs_moe.gpt_oss,
     "twice": lambda: jobs_moe.gpt(depth=1, times=2),
     "dense": jobs_pipeline.moe,
     "plain": lambda: jobs_moe.gpt(loss=jobs_moe.plain_loss),
@@ -30,7 +31,7 @@ JOBS = {
 TRIED = (
     ("gpt", "ep=2"), ("mixtral", "fsdp=2 ep=2"), ("qwen3", "dp=2 fsdp=2 ep=4"), ("gpt", "dp=2 fsdp=2 ep=2"),
     ("mixtral", "ep=2 recompute=full"), ("always", "dp=3 ep=3"), ("twice", "ep=2"), ("mixtral", "dp=2 ep=2 offload=optimizer"),
-    ("dense", "dp=4 ep=2"), ("plain", "fsdp=2 ep=2 microbatches=2"),
+    ("dense", "dp=4 ep=2"), ("gpt_oss", "fsdp=2 ep=2"), ("plain", "fsdp=2 ep=2 microbatches=2"),
 )  # fmt: skip
 PLANS = (
     "ep=2",

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: the balance loss of its mixtures of experts, over the global batch.
+"""Hugging Face transformers: its mixtures of experts in float64, and their balance loss over the global batch.
 
 Its models compute `load_balancing_loss_func(router logits of every layer, …)` in their own forward. The function
 multiplies two means over the batch, so the mean of the ranks' losses is not the loss of the batch. Here the logits of
@@ -20,6 +20,7 @@ from plait.torchseam import is_unknown, tree_leaves
 from plait.wholebatch import asking, global_batch, whole_sequences
 
 NAME = "load_balancing_loss_func"
+ABLE = "_can_use_grouped_mm"
 
 
 def adapt(model: nn.Module) -> None:
@@ -31,6 +32,21 @@ def adapt(model: nn.Module) -> None:
         balance = getattr(file, NAME, None)
         if module.startswith("transformers.") and balance is not None and not hasattr(balance, "__wrapped__"):
             setattr(file, NAME, over_all(balance))
+
+
+def in_doubles() -> None:
+    """Let its experts compute in float64, as proofs do: the kernel that they call has no such numbers, and the library's own
+    fallback takes its place. Once."""
+    file = sys.modules.get("transformers.integrations.moe")
+    able = getattr(file, ABLE, None)
+    if able is None or hasattr(able, "__wrapped__"):
+        return
+
+    @wraps(able)
+    def unless_double(input: Tensor, weight: Tensor, *rest: Any, **more: Any) -> bool:
+        return weight.dtype != torch.float64 and able(input, weight, *rest, **more)
+
+    setattr(file, ABLE, unless_double)
 
 
 def over_all(balance: Callable[..., Any]) -> Callable[..., Any]:
