@@ -127,11 +127,10 @@ class Model(nn.Module):
 
 
 def tokens(block: Callable[[], nn.Module], between: str = "") -> Callable[[], plait.Job]:
-    loss = language_loss
     if between in ("first", "mean", "ignored"):
         loss = lambda logits, y: F.cross_entropy(logits, y.clamp(min=0)[:, 0])  # noqa: E731
         return lambda: make(lambda: Model(block, between), Tokens, loss)
-    return lambda: make(lambda: Model(block, between), Tokens, loss, weight=lambda t: (t != -100).sum())
+    return lambda: make(lambda: Model(block, between), Tokens, language_loss, weight=lambda t: (t != -100).sum())
 
 
 class ByHand(Attention):
@@ -143,15 +142,15 @@ class ByHand(Attention):
         return scores.softmax(-1) @ v
 
 
-class Mixed(nn.Module):
-    """Looks at the position before."""
+class Turned(nn.Module):
+    """Something with channels first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *inner: nn.Module) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3)
+        self.inner = nn.Sequential(*inner)
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.conv(F.pad(h.mT, (2, 0))).mT
+        return self.inner(h.mT).mT
 
 
 class Routed(nn.Module):
@@ -288,7 +287,8 @@ OWN: dict[str, Any] = {
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "by_hand": (tokens(ByHand), "does not call"),
-    "mixed": (tokens(lambda: Attention(Mixed())), "differs"),
+    "mixed": (tokens(lambda: Attention(Turned(nn.ConstantPad1d((2, 0), 0.0), nn.Conv1d(WIDTH, WIDTH, 3)))), "differs"),
+    "batch_norm": (tokens(lambda: Attention(Turned(nn.BatchNorm1d(WIDTH)))), "differs"),
     "scaled": (tokens(lambda: Attention(Scaled())), "differs"),
     "weights": (tokens(Weights), ""),
     "again": (tokens(Again), "checkpoint in its own code"),

@@ -27,7 +27,7 @@ from plait.course import At, Call, Course, refused, seeds, short, still, too_sho
 from plait.errors import PlaitError
 from plait.ranges import Rows
 from plait.stretch import Held, Stretch
-from plait.torchseam import named_leaves, tree_map_only, tree_unflatten
+from plait.torchseam import BatchNormBase, named_leaves, tree_map_only, tree_unflatten
 from plait.watching import Call as Run
 from plait.watching import watch
 
@@ -84,8 +84,11 @@ def _taken(model: nn.Module, inputs: Any, call: Run, course: Course) -> list[Any
 
 
 def widened(module: nn.Module) -> nn.Module:
-    """A copy in float64 that draws nothing, its attention visible."""
+    """A copy in float64 that draws nothing, its attention visible. Batch norms go on taking statistics of what they are given."""
     made = copy.deepcopy(module).double().eval()
+    for name, inner in module.named_modules():
+        if isinstance(inner, BatchNormBase) and inner.training:
+            made.get_submodule(name).train()
     seeds(made)
     show(made)
     return made
