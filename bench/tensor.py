@@ -1,8 +1,8 @@
 """plait's sliced step over hand-written tensor parallelism: `parallelize_module` with a plan for Llama, and DTensors.
 
 Measured as in overhead.py: all variants live in the same forked processes and take steps in turn, ratios are of the
-same round, medians and quartiles. gloo, one thread each. A second table has what one step sends, by rank: an
-all-reduce in a ring sends 2 (N − 1) / N of its bytes, a gather or a reduce-scatter (N − 1) times a part.
+same round, medians and quartiles. gloo, one thread each. What one step of a rank sends is counted alike for all, DTensor's
+own collectives too (`sent.py`).
 
     plait tp=2            Engine.batches() and Engine.step under that plan
     plait tp=2, no sp     the same with sequence_parallel=false
@@ -22,7 +22,8 @@ from typing import Any
 
 import overhead
 import torch
-from torch import Tensor, nn
+from sent import Sent
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -33,7 +34,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )  # fmt: skip
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from plait.engine import Engine
@@ -121,34 +121,6 @@ def with_plait(job: Job, place: Place, plan: str) -> overhead.Take:
     return lambda: engine.step(next(source)).loss
 
 
-class Sent(TorchDispatchMode):
-    """Bytes that a rank sends, of whatever kind of collective."""
-
-    def __init__(self, ranks: int):
-        super().__init__()
-        self.ranks, self.bytes, self.calls = ranks, 0.0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func.name().partition("::")
-        name = name.partition(".")[0]
-        if "c10d" in space and any(word in name for word in ("reduce", "gather", "send")):
-            size = sum(t.nbytes for t in _tensors(args))
-            share = 2 * (self.ranks - 1) / self.ranks if "reduce" in name and "scatter" not in name else 1.0
-            share = (
-                (self.ranks - 1) / self.ranks if "scatter" in name else self.ranks - 1 if "gather" in name else share
-            )
-            self.bytes, self.calls = self.bytes + share * size, self.calls + 1
-        return func(*args, **(kwargs or {}))
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-
-
 def measure(place: Place, job: Job, rounds: int, gate: Any) -> dict[str, Any]:
     place.connect(torch.device("cpu"))
     torch.set_num_threads(1)
@@ -160,7 +132,7 @@ def measure(place: Place, job: Job, rounds: int, gate: Any) -> dict[str, Any]:
         counter = Sent(place.world)
         with counter:
             take()
-        sent.append([name, counter.calls, counter.bytes])
+        sent.append([name, counter.calls, counter.bytes, counter.messages])
     seconds = overhead.in_turn(list(takes.values()), rounds, place, gate)
     return {"names": list(takes), "losses": losses, "seconds": seconds.tolist(), "sent": sent}
 
@@ -170,7 +142,7 @@ def show(job: Job, result: dict[str, Any], words: str) -> str:
     hands = [n for n in times if n.startswith("hand")]
     lines = [f"Llama {words} · tp=2 · batch {job.batch} · {len(result['seconds'])} rounds · torch {torch.__version__}"]
     lines.append(f"  {'':<18}{'ms':>8}{'messages':>10}{'MB sent':>9}   " + "".join(f"{'over ' + n:<26}" for n in hands))
-    sent = {name: (calls, size) for name, calls, size in result["sent"]}
+    sent = {name: (calls, size) for name, calls, size, _ in result["sent"]}
     for n, row in times.items():
         ratios = [
             statistics.quantiles((a / b for a, b in zip(row, times[other])), n=4) for other in hands if other != n
