@@ -41,6 +41,8 @@ class Across:
         self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
         self.holders: dict[str, int] = built.holders
         self.experts: set[str] = built.experts
+        self.flagged: list[str] = names if isinstance(self.inner, Shards) else []
+        """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.rider = self.row = torch.empty(0)
         self.work: Any = None
         self.told: Callable[[Tensor], list[float]] = Tensor.tolist
@@ -73,12 +75,12 @@ class Across:
             (self.inner.settle if self.pipelined else self.inner.finish)()
         for names, group in self.partial:
             self._add_up([n for n in names if n in self.own and self.own[n].requires_grad], group)
-        used = [float(self._used(n)) for n in self.names]
+        used = [float(self._used(n)) for n in self.flagged]
         row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.rider.device)
         self.row = torch.cat([self.rider, row])
         self.work = dist.all_reduce(self.row, async_op=True)
         if isinstance(self.inner, Shards):  # they have gradients of zeros where nobody used a parameter
-            for name, times in zip(self.names, self._rest()[1:]):
+            for name, times in zip(self.flagged, self._rest()[1:]):
                 if not times and name in self.own:
                     self.own[name].grad = None
             self.inner.used.clear()

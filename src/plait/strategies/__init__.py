@@ -50,7 +50,8 @@ def charges(plan: Plan, sketch: Sketch, role: Role) -> list[Charge]:
     mine = without(mine)
     found = [charge for s in ORDER if s.wanted(plan) for charge in s.price(plan, mine, role)]
     if plan.across:
-        told = "loss, norm, stop, samples and time; which parameters were used"
-        count = len({name for name, _, _ in sketch.parameters}.union(*(m.trained for m in sketch.mixtures)))
+        names = {name for name, _, _ in sketch.parameters}.union(*(m.trained for m in sketch.mixtures))
+        count = len(names) if shard.wanted(plan) else 0  # without shards a rank knows by itself which were used
+        told = "loss, norm, stop, samples and time" + ("; which parameters were used" if count else "")
         found.append(Charge("traffic", "all", "allreduce_", 1, 8 * (copies.rider_of(plan) + 1 + count), told))
     return found
