@@ -8,6 +8,7 @@ Between units nothing was tried. What a unit returned is `Late` there: the next 
 is done with it is done with the whole, which is gathered then.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -83,7 +84,53 @@ def rows_of(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, Posing) else leaf
 
 
-class Late(Facade):
+class Waiting(Facade):
+    """A whole that is not there yet, to code between units: it is made when something asks for more than its shape."""
+
+    def whole(self) -> Tensor:
+        """The plain tensor."""
+        raise NotImplementedError
+
+    def waits(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives that does not ask for the whole; NotImplemented of one that does."""
+        same = args[0] is self and _same(func.__name__, self.shape, args[1:], kwargs)
+        return self if same else NotImplemented
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if looks(func):
+            with plainly():
+                return func(*args, **kwargs)
+        first = next((a for a in args if isinstance(a, Waiting)), None)
+        result = NotImplemented if first is None else first.waits(func, args, kwargs)
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs)) if result is NotImplemented else result
+
+
+def _same(name: str, shape: Sequence[int], how: Any, kwargs: Any) -> bool:
+    """Whether a function of a tensor gives all of it back as it is: `x[:, 0:]`, `x.view(x.shape)`."""
+    if kwargs:
+        return False
+    if name == "__getitem__":
+        index = list(how[0]) if isinstance(how[0], tuple) else [how[0]]
+        at = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
+        index[at : at + 1] = [slice(None)] * (len(shape) - len(index) + (at < len(index)))
+        plain_slices = all(isinstance(i, slice) and _numbers((i.start, i.stop, i.step)) for i in index)
+        return plain_slices and [i.indices(n) for i, n in zip(index, shape)] == [(0, n, 1) for n in shape]
+    if name in ("view", "reshape"):
+        sizes = list(how[0]) if len(how) == 1 and isinstance(how[0], (tuple, list)) else list(how)
+        if not _numbers(sizes) or len(sizes) != len(shape):
+            return False
+        free = [d for d, n in enumerate(sizes) if n == -1]
+        return len(free) < 2 and all(n == m or d in free for d, (n, m) in enumerate(zip(sizes, shape)))
+    return name == "contiguous" and not how
+
+
+def _numbers(values: Any) -> bool:
+    return all(type(v) in (int, type(None)) for v in values)
+
+
+class Late(Waiting):
     """The whole of which this rank has `local`, its `rows` of `dim`: gathered when something asks for more than the shape."""
 
     local: Tensor
@@ -126,18 +173,10 @@ class Late(Facade):
             return self.local
         return self.by.taken(self.gathered, self.cut, self.rows, self.unit)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if looks(func):
-            with plainly():
-                return func(*args, **kwargs)
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
-
     def __repr__(self, **_: Any) -> str:  # pyrefly: ignore[bad-override]
         return f"Late(shape={tuple(self.shape)}, dim {self.cut}, here {tuple(self.local.shape)})"
 
 
 def plain(leaf: Any) -> Any:
-    """The whole, where it is late."""
-    return leaf.whole() if isinstance(leaf, Late) else leaf
+    """The whole, where it waits."""
+    return leaf.whole() if isinstance(leaf, Waiting) else leaf

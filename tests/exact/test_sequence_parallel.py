@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plait import chosen, data, regions
 from plait.build import call
+from plait.dryrun import known
 from plait.errors import DIFFERENT
 from plait.plan import Plan
 from plait.sketch import sketch
@@ -134,6 +135,16 @@ def test_what_does_not_work_row_by_row_stays_whole(name: str, why: str) -> None:
     assert not slices.stretches
     assert [unit for unit, _ in slices.unstretched] == ["blocks.0", "blocks.1"]
     assert all(why in reason for _, reason in slices.unstretched), slices.unstretched
+
+
+@pytest.mark.parametrize("name", ("gpt", "gpt2", "llama"))
+def test_rows_go_from_the_last_unit_to_the_head_as_they_are(name: str) -> None:
+    """Also past code that takes all of them: a slice of everything, a view of the same shape."""
+    sketch, _ = known(JOBS[name](), Plan.parse("tp=2"))
+    assert {toll.op for toll in sketch.tolls if toll.module.endswith("head")} == {"scatter", "gather"}
+    assert not any(
+        toll.op == "gather" and toll.when == "between" and "head" not in toll.module for toll in sketch.tolls
+    )
 
 
 def test_not_wanted() -> None:
