@@ -5,10 +5,13 @@ reason. The result goes into the sketch, from which `strategies/tensor.py` wires
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
+
+from torch import nn
 
 from plait import experts, vocabulary
 from plait.errors import PlaitError, Problem
@@ -36,11 +39,21 @@ def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan
     whole = tuple(sorted((*found.whole, *kept), key=lambda row: -row[1]))
     groups = tuple(group for group, why in reasons if not why)
     found = replace(found, groups=groups, vocabulary=tables, whole=whole)
-    if plan.pp == 1 or not found.stretches:
+    if not found.stretches:
         return found
-    across = Layout.of(plan, sketch, job.stages).cut.crossing
+    across = Layout.of(plan, sketch, job.stages).cut.crossing if plan.pp > 1 else ()
     units = {sketch.calls[call].unit for calls in across for call in calls}
-    return replace(found, stretches=tuple(replace(one, crosses=one.unit in units) for one in found.stretches))
+    crossing = tuple(replace(one, crosses=one.unit in units) for one in found.stretches)
+    return replace(found, stretches=crossing, owed=tuple(_owed(found, sketch, model, plan, units)))
+
+
+def _owed(found: Slices, sketch: Sketch, model: Any, plan: Plan, crossing: set[str]) -> Iterator[str]:
+    """The embeddings whose sum over the ranks can wait: units of their own, whose output no other stage gets."""
+    times = Counter(call.unit for call in sketch.calls)
+    for name in found.vocabulary:
+        alone = isinstance(model.get_submodule(name), nn.Embedding) and name not in crossing
+        if alone and times[name] and (times[name] == 1 or plan.pp == 1):  # else perhaps on several stages
+            yield name
 
 
 def _routed(sketch: Sketch, model: Any, inputs: Any, call: Any) -> set[str]:

@@ -6,7 +6,8 @@ the ranks sends without stretches, and what is between regions is computed and k
 `strategies/tensor.py` for the technique, `rowwise.py` for which units these are.
 
 From unit to unit rows are handed on as they are. To the model's code around units they are a `Late`: a tensor with the
-shape of the whole, which is gathered when something asks for its numbers.
+shape of the whole, which is gathered when something asks for its numbers. What an embedding hands on that is cut by words
+is `Owed` until then: each rank's share of a sum, of which a unit on stretches gets its rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from plait import regions
-from plait.posing import Late, Posing, plain, rows_of
+from plait.owed import Owed
+from plait.posing import Late, Posing, Waiting, plain, rows_of
 from plait.ranges import Rows
 from plait.slices import Border, Slices, Stretched
-from plait.torchseam import leaves, tree_flatten, tree_map, tree_unflatten
+from plait.torchseam import is_unknown, leaves, tree_flatten, tree_map, tree_unflatten
 from plait.windows import Axis, Share
 
 
@@ -61,7 +63,7 @@ class Handing:
     def install(self, units: Iterable[str], heads: Iterable[str]) -> list[Any]:
         """From now on units get rows. After all other hooks on units: these must see plain tensors."""
         on = {unit.on.unit: unit for unit in self.units}
-        if not on:
+        if not on and not self.slices.owed:
             return []
         heads = tuple(heads)
         handles = [self.model.register_forward_hook(_ended, prepend=True)]
@@ -73,7 +75,13 @@ class Handing:
                 continue
             handles.append(module.register_forward_pre_hook(on[name].enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(on[name].leave))
+        for name in self.slices.owed:
+            handles.append(self.model.get_submodule(name).register_forward_hook(self._owing(name)))
         return handles
+
+    def _owing(self, name: str) -> Callable[..., Any]:
+        """An embedding hands on a share of a sum."""
+        return lambda module, args, output: None if is_unknown(output) else Owed.of(output, self, name)
 
     def _head(self, name: str) -> Callable[..., Any]:
         """A head cut by words begins a region of its own, and none ends there."""
@@ -132,6 +140,10 @@ class Handing:
         """This rank's rows of the sum, where one ends."""
         return regions.scatter_sum(x, dim, rows, self.group)
 
+    def summed(self, x: Tensor, at: str) -> Tensor:
+        """The sum, where all ranks go on with all of it."""
+        return regions.total(x, self.group)
+
 
 class Quiet(Handing):
     """Stretches of a rank whose group is not there: what would travel is told to `note` and `asks`."""
@@ -157,9 +169,13 @@ class Quiet(Handing):
 
     def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
         mine = rows.take(x, dim, self.group.rank())
-        self.note("scatter", at, "forward", x, rows=rows.length)
+        self.note("scatter", at, "forward" if at in self.borders else "between", x, rows=rows.length)
         self.asks(mine, "gather", at, x, rows.length)
         return mine
+
+    def summed(self, x: Tensor, at: str) -> Tensor:
+        self.note("allreduce_", at, "between", x)
+        return x.view_as(x)
 
     def _filled(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
         others = rows.length - x.shape[dim]
@@ -167,13 +183,13 @@ class Quiet(Handing):
 
 
 def _whole(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if any(isinstance(leaf, Late) for leaf in leaves((args, kwargs))):
+    if any(isinstance(leaf, Waiting) for leaf in leaves((args, kwargs))):
         return tree_map(plain, (args, kwargs))
     return None
 
 
 def _ended(module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map(plain, output) if any(isinstance(leaf, Late) for leaf in leaves(output)) else None
+    return tree_map(plain, output) if any(isinstance(leaf, Waiting) for leaf in leaves(output)) else None
 
 
 class _Unit:
@@ -186,6 +202,8 @@ class _Unit:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         key, dim, handing = self.on.key, self.on.dim, self.handing
         given = kwargs[key] if isinstance(key, str) else args[key]
+        if isinstance(given, Owed):
+            given = given.stretch(dim, handing.split(given.shape[dim]))
         if isinstance(given, Late) and given.cut == dim:
             local, rows = given.mine(), given.rows
         else:

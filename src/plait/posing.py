@@ -5,7 +5,8 @@ whole, outside of it x is a stretch. So x is `Posing` as the whole: it has its s
 to this rank's rows. That this is right for what the unit does is not known here: `rowwise.py` has tried it.
 
 Between units nothing was tried. What a unit returned is `Late` there: the next unit takes its rows, and whatever else
-is done with it is done with the whole, which is gathered then.
+is done with it is done with the whole, which is gathered then. What an embedding returned whose words are cut is `Owed`
+(`owed.py`): a sum that is not made yet.
 """
 
 from collections.abc import Sequence

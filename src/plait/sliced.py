@@ -37,8 +37,9 @@ def wire(
         for integer in region.integers:
             set_integer(model, integer)
         Region(model, region, ranks, None if handing is None else handing.borders.get(region.row))
+    owed = () if handing is None else handing.slices.owed
     for name in tables:
-        vocabulary.wire(model.get_submodule(name), lengths[name], ranks)
+        vocabulary.wire(model.get_submodule(name), lengths[name], ranks, name in owed)
     return regions, found
 
 

@@ -125,5 +125,7 @@ class Slices:
     """Units that run on stretches between their regions."""
     unstretched: tuple[tuple[str, str], ...] = ()
     """(unit with regions, why it runs on the whole sequence)."""
+    owed: tuple[str, ...] = ()
+    """Embeddings among `vocabulary` whose sum over the ranks is made where it is asked for: of a stretch, if it can be."""
     drawn: frozenset[tuple[str, int]] = frozenset()
     """(random place, dim) of what units on stretches draw, along the sequence."""

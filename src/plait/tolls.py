@@ -74,7 +74,7 @@ class Listening:
                 model.get_submodule(group.container), nn.MultiheadAttention
             )  # calls no module of its own
             self._hook(model, group.container if packed else group.row, self._leaving(group.row, seen))
-        for name in slices.vocabulary:
+        for name in (n for n in slices.vocabulary if n not in slices.owed):
             made = self._table if isinstance(model.get_submodule(name), nn.Embedding) else self._head
             self._hook(model, name, made(name, ranks))
 

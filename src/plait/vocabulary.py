@@ -1,8 +1,8 @@
 """Embeddings and heads cut by rows of the vocabulary.
 
-An embedding's rank looks up the tokens whose rows it has and gives zeros for the others; the sum over the ranks is the
-whole. A head's rank computes the logits of its rows; they stand for the whole in a `Spread`, which knows how to take a
-cross-entropy without ever gathering them. Rows need not divide by the ranks.
+An embedding's rank looks up the tokens whose rows it has and gives zeros for the others; the sum over the ranks, made at
+once or when it is asked for (`owed.py`), is the whole. A head's rank computes the logits of its rows; they stand for the
+whole in a `Spread`, which knows how to take a cross-entropy without ever gathering them. Rows need not divide by the ranks.
 """
 
 from typing import Any
@@ -47,29 +47,35 @@ def heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
     return tuple(name for name, m in tables if isinstance(m, nn.Linear) and "forward" not in vars(m))
 
 
-def wire(module: nn.Module, length: int, group: Any) -> None:
-    """Let an embedding or a head of `length` rows work on this rank's."""
+def wire(module: nn.Module, length: int, group: Any, owed: bool = False) -> None:
+    """Let an embedding or a head of `length` rows work on this rank's. `owed`: an embedding's sum is made elsewhere."""
     kind = _Embedding if isinstance(module, nn.Embedding) else _Head
     module.__class__ = type(module.__class__.__name__, (kind, module.__class__), {})
     module.__dict__["_rows"] = Rows(rows(length, group.size()))
     module.__dict__["_ranks"] = group
+    module.__dict__["_owed"] = owed
 
 
 class _Embedding(nn.Embedding):
     _rows: Rows
     _ranks: Any
+    _owed: bool
 
     def forward(self, input: Tensor) -> Tensor:
+        """The sum over the ranks, or this rank's share of it."""
+        found = self._found(input)
+        return found if self._owed else total(found, self._ranks)
+
+    def _found(self, input: Tensor) -> Tensor:
         first, count = self._rows.ranks[self._ranks.rank()][0]
         here = (input >= first) & (input < first + count)
         mine = torch.where(here, input - first, 0)
         if not count:
-            found = self.weight.new_zeros(*input.shape, self.embedding_dim) + self.weight.sum() * 0
-            return total(found, self._ranks)
+            return self.weight.new_zeros(*input.shape, self.embedding_dim) + self.weight.sum() * 0
         padding = self.padding_idx
         padding = padding - first if padding is not None and first <= padding < first + count else None
         found = F.embedding(mine, self.weight, padding)
-        return total(found * here.unsqueeze(-1).to(found.dtype), self._ranks)
+        return found * here.unsqueeze(-1).to(found.dtype)
 
 
 class _Head(nn.Linear):

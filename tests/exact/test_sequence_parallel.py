@@ -9,7 +9,7 @@ import torch
 from jobs import Tokens, language_loss, make
 from torch import Tensor, nn
 
-from plait import chosen, data, regions
+from plait import chosen, data, owed, regions
 from plait.build import call
 from plait.dryrun import known
 from plait.errors import DIFFERENT
@@ -42,6 +42,20 @@ class Encoder(nn.Module):
                 h[:, 0] += 1.0
         h = self.norm(h) + sum(kept) if self.between else self.norm(h).transpose(0, 1)
         return self.head(h)
+
+
+class Dropped(Encoder):
+    """Words are scaled, get their positions, and some of their values are dropped before the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__(between=True)
+        self.positions, self.drop = nn.Parameter(torch.randn(9, 8)), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.positions[: x.shape[1]] + self.embed(x) * 8**0.5)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(self.norm(h)[:, 0:])
 
 
 class Mixing(nn.Module):
@@ -86,6 +100,7 @@ JOBS = {
     **jobs_pipeline.HARD,
     "encoder": lambda: words(Encoder),
     "between": lambda: words(lambda: Encoder(between=True)),
+    "dropped": lambda: words(Dropped),
     "mixing": lambda: words(lambda: Mixing(False)),
     "argument": lambda: words(lambda: Mixing(True)),
     "short": short,
@@ -93,7 +108,8 @@ JOBS = {
 PLANS = (
     ("gpt", "tp=2 recompute=selective"), ("gpt", "fsdp=2 tp=2"), ("llama", "tp=4 recompute=full"), ("bert", "dp=2 tp=2 microbatches=2"),
     ("vit", "tp=2"), ("t5", "tp=2"), ("encoder", "tp=2"), ("between", "tp=2 recompute=full"), ("short", "tp=4"),
-    ("gpt2", "pp=2 tp=2 microbatches=2"), ("mixing", "tp=2"), ("argument", "tp=2"),
+    ("gpt2", "pp=2 tp=2 microbatches=2"), ("mixing", "tp=2"), ("argument", "tp=2"), ("llama_tied", "pp=2 tp=2"),
+    ("dropped", "pp=2 tp=2 recompute=full"), ("dropped", "fsdp=2 tp=2"), ("gemma", "tp=2"),
 )  # fmt: skip
 
 
@@ -137,6 +153,29 @@ def test_what_does_not_work_row_by_row_stays_whole(name: str, why: str) -> None:
     assert all(why in reason for _, reason in slices.unstretched), slices.unstretched
 
 
+@pytest.mark.parametrize(
+    "name, plan, tables, ops",
+    (
+        ("gpt", "tp=2", ["embed"], {"scatter", "gather"}),
+        ("llama", "pp=2 tp=2", ["model.embed_tokens"], {"scatter", "gather"}),
+        ("gpt2", "tp=2", ["transformer.wte"], {"scatter", "gather"}),
+        ("dropped", "tp=2", ["embed"], {"scatter", "gather"}),
+        (
+            "t5",
+            "tp=2",
+            ["encoder.embed_tokens", "decoder.embed_tokens"],
+            {"allreduce_"},
+        ),  # their first blocks run whole
+        ("gpt", "pp=5 tp=2", [], {"allreduce_"}),  # the first stage has the embedding alone, and sends the sum
+        ("bert", "tp=2", [], {"allreduce_"}),  # a norm follows in the same unit
+    ),
+)
+def test_the_sum_of_an_embedding_is_that_of_stretches(name: str, plan: str, tables: list[str], ops: set[str]) -> None:
+    sketch, _ = known(JOBS[name](), Plan.parse(plan))
+    assert list(sketch.slices.owed) == tables
+    assert {toll.op for toll in sketch.tolls if "embed" in toll.module or "wte" in toll.module} == ops
+
+
 @pytest.mark.parametrize("name", ("gpt", "gpt2", "llama"))
 def test_rows_go_from_the_last_unit_to_the_head_as_they_are(name: str) -> None:
     """Also past code that takes all of them: a slice of everything, a view of the same shape."""
@@ -174,6 +213,27 @@ def test_a_gradient_that_every_rank_has_summed(monkeypatch: pytest.MonkeyPatch) 
     """What is before the first block gets it as often as there are ranks."""
     monkeypatch.setattr(regions, "gather", regions.gather_partial)
     sees("between")
+
+
+def test_positions_added_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To its share of the embedding: the sum has them twice."""
+    plain = owed._Once.forward
+    monkeypatch.setattr(
+        owed._Once, "forward", staticmethod(lambda ctx, share, other, first: plain(ctx, share, other, True))
+    )
+    sees("gpt")
+
+
+def test_positions_get_a_share_of_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is whole has its whole gradient on every rank."""
+    plain = owed._Once.backward
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        share, other, _ = plain(ctx, grad)
+        return share, other / 2, None
+
+    monkeypatch.setattr(owed._Once, "backward", staticmethod(backward))
+    sees("gpt")
 
 
 def test_a_mask_of_the_first_rows_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

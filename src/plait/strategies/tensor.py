@@ -10,7 +10,8 @@ What it does
     What lies between the cuts (norms, dropout, residuals) would be computed alike on every process. With
     `sequence_parallel`, the default, each has its own stretch of the sequence there: it is gathered where a pair begins,
     and instead of the whole sum a process gets its rows of it. Which blocks work row by row between their pairs is
-    checked in float64 too (`rowwise.py`); others stay as they are, and are named with the reason.
+    checked in float64 too (`rowwise.py`); others stay as they are, and are named with the reason. An embedding that such a
+    block follows, though positions are added or values dropped in between, is summed to stretches too (`owed.py`).
 
 Picture
     rank 0   x ─┬─ q₀ k₀ v₀ ── attention of its heads ── o₀ ─┐       ┌─ gate₀ up₀ ── down₀ ─┐
@@ -95,7 +96,8 @@ def apply(built: Any) -> None:
     torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
     model, units, mine = built.model, [unit.name for unit in built.sketch.units], {id(p) for p in built.own.values()}
     slices = built.sketch.slices
-    slices = replace(slices, stretches=tuple(one for one in slices.stretches if one.unit in units))
+    on, owed = (one for one in slices.stretches if one.unit in units), (name for name in slices.owed if name in units)
+    slices = replace(slices, stretches=tuple(on), owed=tuple(owed))
     tables = vocabulary.heads(model, slices)
     heads = [n for n in tables if all(id(p) in mine for p in model.get_submodule(n).parameters())]
     handing = Handing(model, slices, built.groups["tp"])
