@@ -7,7 +7,8 @@ own collectives too (`sent.py`).
     plait tp=2            Engine.batches() and Engine.step under that plan
     plait tp=2, no sp     the same with sequence_parallel=false
     hand-written          q k v gate up and head by columns, o down by rows, embedding by rows, loss_parallel
-    hand-written sp       the same with norms and residuals on stretches of the sequence, as in torch's tutorial
+    hand-written sp       the same with norms and residuals on stretches of the sequence, as in torch's tutorial: the embedding
+                          is summed to stretches, and so are gradients of norms once
 """
 
 import argparse
@@ -69,7 +70,11 @@ def by_hand(job: Job, place: Place, sequence: bool) -> overhead.Take:
     stretch, columns = Shard(1), ColwiseParallel
     rows = partial(RowwiseParallel, output_layouts=stretch) if sequence else RowwiseParallel
     plan: dict[str, Any] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "model.embed_tokens": RowwiseParallel(
+            input_layouts=Replicate(),
+            output_layouts=stretch if sequence else Replicate(),
+            use_local_output=not sequence,
+        ),
         "lm_head": ColwiseParallel(
             input_layouts=stretch if sequence else Replicate(), output_layouts=Shard(-1), use_local_output=False
         ),
@@ -77,8 +82,8 @@ def by_hand(job: Job, place: Place, sequence: bool) -> overhead.Take:
     if sequence:
         plan["model.norm"] = SequenceParallel()
         plan["model.layers.0"] = PrepareModuleInput(
-            input_layouts=(Replicate(),), desired_input_layouts=(stretch,), use_local_output=True
-        )
+            input_layouts=(stretch,), desired_input_layouts=(stretch,), use_local_output=True
+        )  # the model's code between asks the embedding for the length of the whole
     for i in range(len(model.model.layers)):
         own = {f"self_attn.{n}_proj": columns() for n in "qkv"} | {"mlp.gate_proj": columns(), "mlp.up_proj": columns()}
         own |= {"self_attn.o_proj": rows(), "mlp.down_proj": rows()}
@@ -106,6 +111,9 @@ def by_hand(job: Job, place: Place, sequence: bool) -> overhead.Take:
 def clip(parameters: Iterable[nn.Parameter], largest: float) -> None:
     """By the norm of sliced and of whole parameters together, which torch's own function does not mix."""
     mine = [p for p in parameters if p.grad is not None]
+    for p in mine:  # of a norm on stretches: summed once here, not by every operator that reads it
+        if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements):
+            p.grad = p.grad.redistribute(placements=[Replicate()])
     sliced, whole = [p for p in mine if isinstance(p, DTensor)], [p for p in mine if not isinstance(p, DTensor)]
     squares = [
         nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) ** 2 for part in (sliced, whole) if part
