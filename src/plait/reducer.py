@@ -1,6 +1,6 @@
 """Gradients of several ranks summed in buckets, inside the last backward of a step (see `strategies/copies.py`)."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -11,25 +11,35 @@ BUCKET_BYTES = 8 << 20
 """Bytes of gradients per all-reduce; docs/log.md has the measurements behind it."""
 
 
-def fill(specs: list[tuple[tuple[int, ...], torch.dtype]]) -> list[list[int]]:
-    """Indices of parameters per bucket: in reverse order (as backward finishes them), one dtype per bucket."""
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and format of a parameter."""
+
+
+def fill(specs: list[Spec], apart: Container[int] = ()) -> list[list[int]]:
+    """Indices of parameters per bucket: in reverse order (as backward finishes them), one dtype per bucket.
+
+    Those `apart` have buckets of their own. A parameter that several ranks of `tp` hold whole is summed by each of them
+    with its own copies; the sums are the same bits only if the buckets are alike, since a sum over three ranks and more
+    is made in an order that depends on the place in the bucket. So slices that are larger on some ranks must not lie in it.
+    """
     buckets: list[list[int]] = []
-    size: dict[torch.dtype, int] = {}
-    open_bucket: dict[torch.dtype, list[int]] = {}
+    size: dict[tuple[torch.dtype, bool], int] = {}
+    open_bucket: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i in reversed(range(len(specs))):
         shape, dtype = specs[i]
-        if dtype not in open_bucket or size[dtype] >= BUCKET_BYTES:
-            open_bucket[dtype] = []
-            size[dtype] = 0
-            buckets.append(open_bucket[dtype])
-        open_bucket[dtype].append(i)
-        size[dtype] += numel(shape) * dtype.itemsize
+        kind = dtype, i in apart
+        if kind not in open_bucket or size[kind] >= BUCKET_BYTES:
+            open_bucket[kind] = []
+            size[kind] = 0
+            buckets.append(open_bucket[kind])
+        open_bucket[kind].append(i)
+        size[kind] += numel(shape) * dtype.itemsize
     return buckets
 
 
-def tail_of(specs: list[tuple[tuple[int, ...], torch.dtype]], rider: int) -> int:
+def tail_of(specs: list[Spec], rider: int, apart: Container[int] = ()) -> int:
     """Elements the rider takes in the last bucket: 0 when its format cannot hold it, or there is none."""
-    last = specs[fill(specs)[-1][0]][1] if specs else None
+    last = specs[fill(specs, apart)[-1][0]][1] if specs else None
     return rider if last in (torch.float32, torch.float64) else 0
 
 
@@ -69,10 +79,10 @@ class Reducer:
     model's gradients. A bucket of 16-bit parameters cannot hold it; there it goes alone.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Any, rider: int):
+    def __init__(self, parameters: list[nn.Parameter], group: Any, rider: int, apart: Container[int] = ()):
         self.group = group
         specs = [(tuple(p.shape), p.dtype) for p in parameters]
-        order, tail = fill(specs), tail_of(specs, rider)
+        order, tail = fill(specs, apart), tail_of(specs, rider, apart)
         self.idle = False
         """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]

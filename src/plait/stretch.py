@@ -169,7 +169,7 @@ def _aligned(args: Any, kwargs: Any) -> tuple[Stretch, Any]:
     flat, spec = tree_flatten((args, kwargs))
     stretches = [leaf for leaf in flat if isinstance(leaf, Stretch)]
     x = max(stretches, key=lambda s: s.local.dim())
-    if any(s.along != x.along or s.held is not x.held for s in stretches):
+    if any(s.along != x.along or s.held != x.held for s in stretches):
         raise Elsewhere
     local = []
     for leaf in flat:

@@ -178,7 +178,7 @@ def _mine(path: str, leaf: Any, call: Call, rows: dict[int, Held]) -> Any:
         at = like[0] if len(like) == 1 and leaf.is_floating_point() else None
     held = None if at is None else rows.get(at[1])
     if isinstance(leaf, Stretch):
-        if at is not None and at[0] - leaf.dim() == leaf.along and leaf.held is held:
+        if at is not None and at[0] - leaf.dim() == leaf.along and leaf.held == held:  # in backward, of a later pass
             return leaf.local
         leaf = leaf.whole()
     return leaf if at is None or held is None or leaf.shape[at[0]] != held.cut.length else held.take(leaf, at[0])

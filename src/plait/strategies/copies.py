@@ -70,20 +70,26 @@ def apply(built: Any) -> None:
     batchnorm.synchronise(built.model, built.sketch.batch_norms, built.peers)
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else ""
     rider = 0 if built.plan.across else rider_of(built.plan)
-    built.reducer = Reducer(
-        [p for n, p in built.own.items() if p.requires_grad and n not in built.experts], built.copies, rider
-    )
+    own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
+    built.reducer = Reducer(list(own.values()), built.copies, rider, _apart(own, built.sketch))
+
+
+def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
+    """Places of the parameters whose slices are larger on some ranks than on others."""
+    uneven = {cut.parameter for cut in sketch.cuts if len({sum(n for _, n in held) for held in cut.ranges}) > 1}
+    return {i for i, name in enumerate(names) if name in uneven}
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     """One all-reduce per bucket (its gradients and one flag per parameter), and what travels beside them."""
     specs = [(shape, dtype) for _, shape, dtype in sketch.parameters]
-    buckets = fill(specs)
+    apart = _apart((name for name, _, _ in sketch.parameters), sketch)
+    buckets = fill(specs, apart)
     total = sum(
         sum(numel(specs[i][0]) for i in b) * specs[b[0]][1].itemsize + len(b) * specs[b[0]][1].itemsize for b in buckets
     )
     rider = 0 if plan.across else rider_of(plan)  # ranks that differ sum a row of their own
-    tail = tail_of(specs, rider)
+    tail = tail_of(specs, rider, apart)
     total += tail * specs[buckets[-1][0]][1].itemsize if tail else 0
     yield Charge(
         "traffic", "dp", "allreduce_", len(buckets), total, "sum of the gradients, and the rider in the last bucket"
