@@ -26,7 +26,8 @@ from plait.wide import Wide
 
 def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan: Plan) -> Slices:
     """The slices of a job's model that can be cut under a plan."""
-    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan))
+    given = tuple((c.unit, c.given) for c in sketch.calls)
+    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan), given=given)
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
     share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
     routed = _routed(sketch, model, inputs, call)

@@ -34,6 +34,8 @@ class MeteredCall:
     unit: str
     needs: tuple[int, ...]
     inputs: int = 0
+    given: int = 0
+    """How many tensors it is given."""
     flops: int = 0
     output: int = 0
     saved: int = 0
@@ -116,7 +118,7 @@ class Meter:
             return
         tensors = list(tensors_in(given))
         needs = self.sources(tensors)
-        self.seen.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors)))
+        self.seen.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
         self.running, self.depth = module, 0
         self.given, self.asked = [(t, version(t)) for t in tensors], given
 

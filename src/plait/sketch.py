@@ -229,7 +229,13 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     form = template(small.returned, None if large is None else large.returned, PROBES)
     numbers = small.output // max(1, small.itemsize), 0 if large is None else large.output // max(1, small.itemsize)
     work = _work(small.effort, None if large is None else large.effort, numbers)
-    told = {"backward": small.backward, "writes": small.writes, "back": small.back, "leaks": tuple(sorted(small.leaks))}
+    told = {
+        "backward": small.backward,
+        "given": small.given,
+        "writes": small.writes,
+        "back": small.back,
+        "leaks": tuple(sorted(small.leaks)),
+    }
     return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **told)
 
 

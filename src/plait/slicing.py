@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from plait import randomness
 from plait.errors import PlaitError, Problem, did_you_mean
+from plait.metering import tensors_in
 from plait.rowwise import stretched
 from plait.slices import Group, Slices
 from plait.slicing_adapt import adapted
@@ -28,7 +29,7 @@ from plait.slicing_follow import Follow
 from plait.slicing_known import attention, vocabulary
 from plait.slicing_maps import find_maps, packed_attentions
 from plait.slicing_propose import Refused, proposals
-from plait.slicing_weights import LARGE_MODEL, random_weights, short
+from plait.slicing_weights import LARGE_MODEL, random_weights, tries
 from plait.torchseam import tree_map_only
 from plait.watching import Call
 from plait.wide import Wide
@@ -37,6 +38,8 @@ SAMPLES = 3
 """In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide."""
 ROUNDS = 8
 """Runs of a model that decides at random what to run."""
+Calls = tuple[tuple[str, int], ...]
+"""(unit, number of tensors it is given) of the calls of units."""
 ALONE = "it is no layer between two others that nothing else reads"
 
 
@@ -47,17 +50,20 @@ def find(
     n: int,
     tensor: Mapping[str, str] | None = None,
     units: Mapping[str, str] | None = None,
+    *,
+    given: Calls = (),
 ) -> Slices:
     """The slices of a model over n ranks. `inputs(k)` makes a batch of k samples, `call(model, batch)` runs it.
 
     `tensor`: what `Job.tensor` says. J021 when it names no layer, or wants what does not pass the check. `units`: which
-    of them run on stretches between their regions is found too; name -> why it cannot, or nothing.
+    of them run on stretches between their regions is found too; name -> why it cannot, or nothing. `given`: the calls of
+    units in a run on whole rows; on the few words of a row that the model is followed on it must make the same ones.
     """
     state, threads = randomness.host_state(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
         with kept(model), random_weights(model):
-            finder = _Finder(model, inputs(SAMPLES), call, n, tensor or {})
+            finder = _Finder(model, (inputs(SAMPLES), given), call, n, tensor or {})
             found = finder.find()
             return stretched(finder.follow, finder.maps, found, units, n, SAMPLES) if units else found
     finally:
@@ -65,16 +71,22 @@ def find(
         randomness.restore_host(state)
 
 
+def _units(follow: Follow, given: Calls) -> Calls:
+    """The calls of units in what was followed, as `given` has them."""
+    names = {name for name, _ in given}
+    return tuple((f.name, len(list(tensors_in((f.args, f.kwargs))))) for f in follow.frames if f.name in names)
+
+
 class _Finder:
-    def __init__(self, model: nn.Module, example: Any, call: Call, n: int, tensor: Mapping[str, str]):
+    def __init__(self, model: nn.Module, given: tuple[Any, Calls], call: Call, n: int, tensor: Mapping[str, str]):
         self.model, self.n = model, n
         self.packed = dict(packed_attentions(model))
         inner = tuple(f"{name}." for name in self.packed)
         self.maps = {k: v for k, v in find_maps(model).items() if not inner or not k.startswith(inner)}
         opaque = {name: m.module for name, m in self.maps.items()} | dict[str, nn.Module](self.packed)
         self.wanted = _wanted(tensor, [*opaque, *(k for k, m in model.named_modules() if isinstance(m, nn.Embedding))])
-        example = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
-        self.follow = self._followed(opaque, example, call)
+        example = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, given[0])
+        self.follow = self._followed(opaque, example, call, given[1])
         self.holders: dict[int, list[str]] = {}
         for name, module in model.named_modules():
             for p in module.parameters(recurse=False):
@@ -85,9 +97,16 @@ class _Finder:
         self.last: dict[Any, tuple[list[Container], tuple[Group, ...]]] = {}
         self.large = sum(p.numel() for p in model.parameters()) > LARGE_MODEL
 
-    def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call) -> Follow:
-        """One run, or several of a model that decides at random; short if it can be, and without the maps' numbers."""
-        for inputs, numbers in ((short(example), False), (example, False), (example, True)):
+    def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call, given: Calls) -> Follow:
+        """One run, or several of a model that decides at random; short if it can be, and without the maps' numbers.
+
+        Longer where a few words take another course than whole rows do: a mask that only a long row needs.
+        """
+        found: list[Follow] = []
+        given = tuple(pair for pair in given if pair[0] not in opaque)
+        for inputs, numbers in tries(example):
+            if found and (numbers or inputs is example):
+                break
             follow = Follow(self.model, opaque, numbers)
             try:
                 with kept(self.model), Wide(), Still():
@@ -98,11 +117,14 @@ class _Finder:
                         follow.run(lambda follow=follow, inputs=inputs: call(self.model, inputs))
                         if before[:2] == randomness.first_draws()[:2]:  # it takes the same way every time
                             break
-                return follow
             except Exception:
                 if numbers:
                     raise
-        raise AssertionError("the last one returns or raises")
+                continue
+            found.append(follow)
+            if not given or _units(follow, given) == given:
+                break
+        return found[-1] if not given or _units(found[-1], given) == given else found[0]
 
     def find(self) -> Slices:
         """Everything, in the order in which rows are called."""

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.slicing_maps import find_maps
-from plait.torchseam import FakeTensor, tree_map_only
+from plait.torchseam import FakeTensor, tree_leaves, tree_map_only
 
 LENGTH = 5
 """Of rows of words."""
+LONGER = (17, 65, 257)
+"""Words of a row, where it takes so many for the model to take the course that it takes on whole rows."""
 LARGE = 1 << 22
 """Numbers in a table of which not every row is drawn."""
 LARGE_MODEL = 1 << 26
@@ -62,3 +64,12 @@ def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
 def short(example: Any, length: int = LENGTH) -> Any:
     """The first few words of each row, where the inputs are rows of words: what holds for them holds for more."""
     return tree_map_only(Tensor, lambda t: t[:, :length] if t.dim() == 2 and not t.is_floating_point() else t, example)
+
+
+def tries(example: Any) -> list[tuple[Any, bool]]:
+    """(inputs, whether maps have numbers) to follow the model on. Long rows only when it cannot run on short ones."""
+    shorts = [(short(example, n), False) for n in (LENGTH, *LONGER)]
+    size = lambda tree: sum(t.numel() for t in tree_leaves(tree) if isinstance(t, Tensor))  # noqa: E731
+    found = [one for k, one in enumerate(shorts) if not k or size(one[0]) != size(shorts[k - 1][0])]
+    whole = [] if size(found[-1][0]) == size(example) else [(example, False)]
+    return [*found, *whole, (example, True)]

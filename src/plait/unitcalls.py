@@ -77,5 +77,7 @@ class UnitCall:
     leaks: tuple[int, ...] = ()
     """Later calls (-1: code between units, -2: the model's output, -3: either, and it is known what they do with it) that get
     what it computed by another way than through its output."""
+    given: int = 0
+    """How many tensors it is given: another number is another course of the model's code."""
     template: Template = NOTHING
     """The structure of what it returns."""
