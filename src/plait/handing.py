@@ -168,7 +168,7 @@ class Quiet(Handing):
         return whole
 
     def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        mine = rows.take(x, dim, self.group.rank())
+        mine = rows.take(x, dim, self.group.rank()).clone()  # no view: code may add to it in place, and hooks be lost
         self.note("scatter", at, "forward" if at in self.borders else "between", x, rows=rows.length)
         self.asks(mine, "gather", at, x, rows.length)
         return mine

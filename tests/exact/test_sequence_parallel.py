@@ -85,6 +85,20 @@ class _Block(nn.Module):
         return h + self.down(self.up(self.norm(h)).relu())
 
 
+class Beside(nn.Module):
+    """Two regions side by side; one is added to the other in place, as Falcon's blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.ups = nn.LayerNorm(8), nn.ModuleList(nn.Linear(8, 16) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        first, second = (down(up(self.norm(h)).relu()) for up, down in zip(self.ups, self.downs))
+        second += first
+        return h + second
+
+
 def words(model: Any) -> Any:
     return make(model, Tokens, language_loss, weight=lambda t: (t != -100).sum())
 
@@ -103,6 +117,7 @@ JOBS = {
     "dropped": lambda: words(Dropped),
     "mixing": lambda: words(lambda: Mixing(False)),
     "argument": lambda: words(lambda: Mixing(True)),
+    "beside": lambda: words(lambda: nn.Sequential(nn.Embedding(17, 8), Beside(), Beside(), nn.Linear(8, 17))),
     "short": short,
 }
 PLANS = (
@@ -110,6 +125,7 @@ PLANS = (
     ("vit", "tp=2"), ("t5", "tp=2"), ("encoder", "tp=2"), ("between", "tp=2 recompute=full"), ("short", "tp=4"),
     ("gpt2", "pp=2 tp=2 microbatches=2"), ("mixing", "tp=2"), ("argument", "tp=2"), ("llama_tied", "pp=2 tp=2"),
     ("dropped", "pp=2 tp=2 recompute=full"), ("dropped", "fsdp=2 tp=2"), ("gemma", "tp=2"),
+    ("beside", "tp=2"),
 )  # fmt: skip
 
 
