@@ -1,4 +1,4 @@
-"""What a rank of a sharded model holds, and when: its parts, and what FSDP2 and `sharded.py` make beside them.
+"""What a rank of a sharded model holds, and when: its parts, and what FSDP2 and `scattering.py` make beside them.
 
 A group's parameters arrive in one buffer and are copied out of it into the whole tensors; its gradients are copied
 into one buffer, sent, and summed into the part that stays. The next group's buffer is gathered

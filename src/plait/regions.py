@@ -33,7 +33,7 @@ from plait.ranges import Rows
 from plait.torchseam import Facade, storage_key
 
 TAG = 2**16
-"""Of the messages here: above those of `sharded.py`. Messages of one tag arrive in the order they were sent."""
+"""Of the messages here: above those of `scattering.py`. Messages of one tag arrive in the order they were sent."""
 
 
 class Absent:

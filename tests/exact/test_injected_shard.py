@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait import passes, sharded
+from plait import passes, scattering
 from plait.errors import DIFFERENT
 from plait.plan import Plan
 from plait.randomness import Randomness
-from plait.sharded import Scatter, Shards
+from plait.scattering import Scatter
+from plait.sharded import Shards
 from plait.strategies import batchnorm, offload, recompute, shard
 from plait.verify import verify
 
@@ -162,14 +163,14 @@ def test_a_gathered_copy_outlives_the_update(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_rank_holds_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """46: two parts of equal shape change places."""
-    real = sharded.Gather.__call__
+    real = scattering.Gather.__call__
 
     def gather(self: Any, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         work = real(self, output_tensor, input_tensor, group, False)
         output_tensor.copy_(output_tensor.view(group.size(), -1).flip(0).reshape(-1))
         return work
 
-    monkeypatch.setattr(sharded.Gather, "__call__", gather)
+    monkeypatch.setattr(scattering.Gather, "__call__", gather)
     verdict = verify(jobs.groups(), Plan.parse("fsdp=2"))
     assert verdict.exit_code == DIFFERENT and verdict.parameter == "0.weight"
 

@@ -12,7 +12,7 @@ from plait import gathering
 from plait.engine import Engine
 from plait.launch import here
 from plait.launch.place import Place
-from plait.sharded import Scatter
+from plait.scattering import Scatter
 
 
 def trained(job: Any, plan: str, ranks: int) -> list[dict[str, Any]]:

@@ -46,7 +46,8 @@ from plait.errors import Problem
 from plait.gathered import memory
 from plait.gathering import begins_once, check_formats, differentiated, gathers, groups, members
 from plait.plan import AXES, Plan
-from plait.sharded import DeviceScatter, Gather, Scatter, Shards, divides, padded, stretch
+from plait.scattering import DeviceScatter, Gather, Scatter
+from plait.sharded import Shards, divides, padded, stretch
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
 from plait.strategies.copies import rider_of
