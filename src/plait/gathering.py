@@ -3,6 +3,7 @@
 from collections import Counter
 
 from plait.errors import PlaitError, Problem
+from plait.metering import KNOWN, OUTPUT
 from plait.plan import Plan
 from plait.role import Role
 from plait.sketch import Sketch
@@ -81,8 +82,9 @@ def members(sketch: Sketch) -> dict[str, list[str]]:
 
 def begins_once(sketch: Sketch) -> bool:
     """Whether the backward pass begins in one place. Where the model also returns what an earlier unit made (an encoder's
-    states), FSDP2 takes each gradient that comes to an output for the beginning, and would gather the last group again."""
-    return len(sketch.needs) < 2
+    states, a router's choices), FSDP2 takes each gradient that comes to an output for the beginning, and would gather the
+    last group again."""
+    return len(sketch.needs) < 2 and not any({OUTPUT, KNOWN}.intersection(call.leaks) for call in sketch.calls)
 
 
 def gathers(plan: Plan, sketch: Sketch, role: Role) -> dict[str, int]:
