@@ -85,6 +85,15 @@ class Plan:
         return self.dp * self.fsdp
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks of an `fsdp` group that hold the same experts, and so shard them: those that `ep` leaves over.
+
+        >>> Plan.parse("fsdp=4 ep=2").expert_shards
+        2
+        """
+        return self.fsdp // math.gcd(self.fsdp, self.ep)
+
+    @property
     def across(self) -> bool:
         """Whether there is more than copies and shards: stages, slices, stretches or experts, so that ranks differ."""
         return self.devices > self.shares or self.ep > 1

@@ -106,6 +106,22 @@ def test_parts_add_up_and_more_work_takes_longer(asked: Asked) -> None:
     assert shard.memory["parameters"] == pytest.approx(plain.memory["parameters"] / 8)
 
 
+@pytest.mark.parametrize("ep, left", [(2, 4), (4, 2), (8, 1), (16, 1)])
+def test_experts_are_shared_by_the_ranks_that_ep_leaves(ep: int, left: int) -> None:
+    """With fsdp=8 a rank has 1/8 of what is no expert, and 1/left of its 1/ep of the experts; the rest it gathers."""
+    pace = Pace(Workload("mixture", (Block("layer", 4, (), 800.0, experts=64000.0),)), Machine.named("h100x8"))
+    need = {zero: estimate(pace, Plan(dp=2, fsdp=8, ep=ep, zero=zero), 4).memory for zero in (1, 2, 3)}
+    parts, whole = 4 * (800 / 8 + 64000 / ep / left), 4 * (800 + 64000 / ep)
+    software = pace.software
+    assert need[3]["parameters"] == pytest.approx(parts * software.weights)
+    assert need[2]["parameters"] == need[1]["parameters"] == pytest.approx(whole * software.weights)
+    assert need[2]["gradients"] == need[3]["gradients"] == pytest.approx(parts * software.gradients)
+    assert need[1]["optimizer"] == need[3]["optimizer"] == pytest.approx(parts * software.state)
+    assert need[3]["gathered"] == pytest.approx(
+        3 * 4 * (800 + (64000 / ep if left > 1 else 0))
+    )  # twice, and a gradient
+
+
 def test_messages_take_longer_between_nodes_than_inside_one() -> None:
     block = Block(
         "layer", 8, (Product(512, 4096, 4096, cut="columns"),), 4096.0**2, 4096.0**2, handovers=1, out=512 * 4096

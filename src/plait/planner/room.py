@@ -18,6 +18,12 @@ def weights(block: Block, plan: Plan) -> float:
     return block.weights_cut / plan.tp + block.weights - block.weights_cut + block.experts / plan.ep
 
 
+def sharded(block: Block, plan: Plan) -> float:
+    """The same after it. Experts are shared between those ranks of `fsdp` only that `ep` leaves with the same ones."""
+    experts = block.experts / plan.ep
+    return (weights(block, plan) - experts) / plan.fsdp + experts / plan.expert_shards
+
+
 def kept(block: Block, plan: Plan, samples: float, software: Software) -> tuple[float, float]:
     """Bytes that one block keeps of a micro-batch, and those that its recomputation needs for a moment."""
     spread = plan.tp if plan.sequence_parallel else 1
@@ -58,15 +64,17 @@ def memory(
 
 def _rank(stages: Sequence[Stage], plan: Plan, samples: float, live: float, software: Software) -> dict[str, float]:
     own = sum(weights(b, plan) * n for stage in stages for b, n in stage)
-    largest = max((weights(b, plan) for stage in stages for b, _ in stage), default=0.0)
+    parts = sum(sharded(b, plan) * n for stage in stages for b, n in stage)
+    apart = 0.0 if plan.expert_shards > 1 else 1 / plan.ep  # experts that nobody has a part of are not gathered
+    largest = max((weights(b, plan) - b.experts * apart for stage in stages for b, _ in stage), default=0.0)
     pairs = [(kept(b, plan, samples, software), n) for stage in stages for b, n in stage]
     each = sum(now * n for (now, _), n in pairs) / len(stages)
     moment = max((once for (_, once), _ in pairs), default=0.0)
-    sharded, zero = plan.fsdp, plan.zero if plan.fsdp > 1 else 0
+    zero = plan.zero if plan.fsdp > 1 else 0
     found = {
-        "parameters": own * software.weights / (sharded if zero == 3 else 1),
-        "gradients": own * software.gradients / (sharded if zero >= 2 else 1),
-        "optimizer": 0.0 if plan.offload != "none" else own * software.state / (sharded if zero else 1),
+        "parameters": (parts if zero == 3 else own) * software.weights,
+        "gradients": (parts if zero >= 2 else own) * software.gradients,
+        "optimizer": 0.0 if plan.offload != "none" else (parts if zero else own) * software.state,
         "activations": each * live + moment,
     }
     if zero == 3:
