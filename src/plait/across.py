@@ -103,9 +103,11 @@ class Across:
         return sum(float(torch.nn.utils.get_total_norm(found)) ** 2 / count for count, found in alike.items())
 
     def _copies(self, name: str) -> int:
-        cut = isinstance(self.inner, Shards) and name in self.inner.sharded
-        alike = self.holders.get(name, 1) * self.plan.dp * self.plan.cp * (1 if cut else self.plan.fsdp)
-        return alike // self.plan.ep if name in self.experts else alike
+        plan, cut = self.plan, isinstance(self.inner, Shards) and name in self.inner.sharded
+        alike = self.holders.get(name, 1) * plan.shares * plan.cp
+        if name in self.experts:
+            return alike // plan.ep // (plan.expert_shards if cut else 1)
+        return alike // plan.fsdp if cut else alike
 
     def _used(self, name: str) -> bool:
         if isinstance(self.inner, Shards) and name in self.inner.sharded:
@@ -132,8 +134,8 @@ class Across:
 
     def _size(self, name: str) -> int:
         """Elements of a parameter in a message: shards of unequal ranks are padded to the largest."""
-        whole = self.inner.sharded.get(name) if isinstance(self.inner, Shards) else None
-        return self.own[name].numel() if whole is None else padded(whole.shape, self.inner.group.size())
+        cut = isinstance(self.inner, Shards) and name in self.inner.sharded
+        return self.inner.size(name) if cut else self.own[name].numel()
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
         """The gradient norm over all ranks' parts, as `finish` found it. Waits for it."""

@@ -84,7 +84,9 @@ class Built:
     experts: set[str] = field(default_factory=set)
     """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
     alike: Any = None
-    """The group of ranks that hold the same experts, if there are others."""
+    """The group of ranks that hold the same experts, or the same parts of them, if there are others."""
+    apart: Any = None
+    """The group of ranks that keep parts of the same experts, if they are kept as parts."""
     sharers: Sharers = field(default_factory=Sharers)
     """The ranks with other samples, while a step's passes run."""
     holders: dict[str, int] = field(default_factory=dict)
@@ -289,11 +291,5 @@ def check_loss(loss: Any) -> None:
     """J010 when what the job's loss returned is not a scalar tensor."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise PlaitError(
-            Problem(
-                "J010",
-                "the job's loss is not a scalar tensor",
-                why=f"it returned {shape}",
-                fix=("return the mean over the samples",),
-            )
-        )
+        why, fix = f"it returned {shape}", ("return the mean over the samples",)
+        raise PlaitError(Problem("J010", "the job's loss is not a scalar tensor", why=why, fix=fix))

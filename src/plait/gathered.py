@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from plait.gathering import differentiated, groups, members
 from plait.plan import Plan
 from plait.sharded import divides, padded
@@ -58,17 +60,22 @@ def memory(plan: Plan, sketch: Sketch) -> Iterable[Charge]:
 def _group(plan: Plan, sketch: Sketch, names: list[str] | None) -> _Group:
     rows = {n: (s, d, True) for n, s, d in sketch.parameters} | {n: (s, d, False) for n, s, d in sketch.frozen}
     mine = [n for n in members(sketch)[names[0] if names else ""] if divides(rows[n][0])]
-    half = plan_format(plan)
-    width = {n: half.itemsize if half and rows[n][1].is_floating_point else rows[n][1].itemsize for n in mine}
+    widths = {n: width(plan, rows[n][1]) for n in mine}
     trained = [n for n in mine if rows[n][2]]
     return _Group(
         names[0] if names else "",
         names[-1] if names else "",
-        sum(padded(rows[n][0], plan.fsdp) * width[n] for n in mine),
+        sum(padded(rows[n][0], plan.fsdp) * widths[n] for n in mine),
         sum(padded(rows[n][0], plan.fsdp) * rows[n][1].itemsize for n in trained),
-        tuple((n, prod(rows[n][0]) * width[n]) for n in trained),
-        half is not None,
+        tuple((n, prod(rows[n][0]) * widths[n]) for n in trained),
+        plan_format(plan) is not None,
     )
+
+
+def width(plan: Plan, dtype: torch.dtype) -> int:
+    """Bytes of a number of a parameter when it is gathered."""
+    half = plan_format(plan)
+    return half.itemsize if half is not None and dtype.is_floating_point else dtype.itemsize
 
 
 def _gather(

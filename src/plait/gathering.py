@@ -1,9 +1,11 @@
 """Which units' parameters are gathered together, and which with the root: the grain of sharding (`strategies/shard.py`)."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from plait.errors import PlaitError, Problem
 from plait.metering import KNOWN, OUTPUT
+from plait.mixtures import Mixture
 from plait.plan import Plan
 from plait.role import Role
 from plait.sketch import Sketch
@@ -21,16 +23,19 @@ def groups(sketch: Sketch) -> list[list[str]]:
 
     Small units that follow from one another share a group: a collective has a price of its own. A model that takes
     branches may skip a unit on one rank and not on another, where a gather would wait for ever: there everything
-    belongs to the root. So it does where the forward pass runs a backward of its own, after which a unit's parameters
-    would be dropped too early.
+    belongs to the root, but for units whose tokens travel to experts (`ep`), which no rank can skip alone. So it does
+    where the forward pass runs a backward of its own, after which a unit's parameters would be dropped too early.
     """
-    if sketch.by_values or sketch.host_random or sketch.differentiates:
+    if sketch.differentiates:
         return []
-    weights = {u.name: u.weights for u in sketch.units}
+    branches = sketch.by_values or sketch.host_random
+    weights = {u.name: u.weights + u.experts for u in sketch.units}
     total = sum(weights.values()) or 1
     calls = [c.unit for c in sketch.calls]
-    fit = {u.name for u in sketch.units if u.closed and (u.repeated or u.weights * LEAST >= total)}
+    fit = {u.name for u in sketch.units if u.closed and (u.repeated or weights[u.name] * LEAST >= total)}
     fit -= {c.unit for c in sketch.calls if c.writes}  # its input would be a view, which cannot be changed
+    fit -= {u.name for u in sketch.units if branches and not u.experts}
+    fit -= {u for u in fit for m in sketch.mixtures if u.startswith(f"{m.name}.".lstrip("."))}  # its code may run twice
     trained, owned = {name: dtype for name, _, dtype in sketch.parameters}, {u.name: u.parameters for u in sketch.units}
     formats = lambda unit: {trained[p] for p in owned[unit] if p in trained}  # noqa: E731
     joined = differentiated(sketch)  # a group is gathered in backward when that comes to its last unit
@@ -60,11 +65,14 @@ def differentiated(sketch: Sketch) -> set[str]:
     return {call.unit for i, call in enumerate(sketch.calls) if i in reached and call.backward}
 
 
-def check_formats(sketch: Sketch) -> None:
-    """P029 when one group would sum gradients of several number formats in one collective."""
+def check_formats(sketch: Sketch, mixtures: Iterable[Mixture] = ()) -> None:
+    """P029 when one group would sum gradients of several number formats in one collective. `mixtures`: those kept as parts."""
     formats = {name: dtype for name, _, dtype in sketch.parameters}
-    for group, names in members(sketch).items():
-        found = sorted({str(formats[n]).removeprefix("torch.") for n in names if n in formats})
+    together = [(group, {formats[n] for n in names if n in formats}) for group, names in members(sketch).items()]
+    for group, inside in homes(sketch, mixtures).items():
+        together.append((group, {d for m in inside for rows in m.parameters for n, _, d in rows if n in m.trained}))
+    for group, dtypes in together:
+        found = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         if len(found) > 1:
             what = f"trained parameters of several number formats are gathered together: {', '.join(found)}"
             fix = ("one format for all trained parameters", "freeze those of the other", '--plan "dp=…"')
@@ -78,6 +86,16 @@ def members(sketch: Sketch) -> dict[str, list[str]]:
     taken = {p for names in found.values() for p in names}
     everything = [name for name, _, _ in (*sketch.parameters, *sketch.frozen)]
     return found | {"": [name for name in everything if name not in taken]}
+
+
+def homes(sketch: Sketch, mixtures: Iterable[Mixture]) -> dict[str, list[Mixture]]:
+    """With which group the experts of each mixture are gathered, as `members` has it: that of the unit around them."""
+    first = {name: names[0] for names in groups(sketch) for name in names}
+    found: dict[str, list[Mixture]] = {}
+    for mixture in mixtures:
+        around = (group for unit, group in first.items() if f"{mixture.name}.".startswith(f"{unit}."))
+        found.setdefault(next(around, ""), []).append(mixture)
+    return found
 
 
 def begins_once(sketch: Sketch) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from plait.data import Share
 from plait.plan import AXES, Plan
 from plait.ranges import Rows
-from plait.sharded import stretch
+from plait.sharded import along, divides, stretch
 from plait.sketch import Sketch
 from plait.strategies import context
 
@@ -64,9 +64,19 @@ def _share(plan: Plan, sketch: Sketch, batch: int) -> Iterable[Any]:
     lengths = sorted({c.shape(s, r)[0] if c else s[0] for c, s, r in _shapes(plan, sketch)})
     parts = [tuple(b - a for n in lengths for a, b in [stretch(n, plan.fsdp, i)]) for i in range(plan.fsdp)]
     experts = [tuple(len(m.mine(plan.ep, i)) for m in sketch.mixtures) for i in range(plan.ep)]
+    shards, places = plan.expert_shards, range(plan.shares)
+    pieces = [_pieces(sketch, plan, i % plan.ep, i // plan.ep % shards) if plan.ep > 1 else () for i in places]
     for share in range(plan.shares):
         samples = tuple(n for _, n in Share(share, plan.ranks, plan.microbatches).parts(batch))
-        yield samples, parts[share % plan.fsdp], experts[share % plan.ep]
+        yield samples, parts[share % plan.fsdp], experts[share % plan.ep], pieces[share]
+
+
+def _pieces(sketch: Sketch, plan: Plan, part: int, shard: int) -> tuple[int, ...]:
+    """Lengths of this shard's parts of a rank's experts, where those are kept as parts."""
+    ranks = plan.expert_shards
+    shapes = [s for m in sketch.mixtures for _, s, _ in m.held(m.mine(plan.ep, part)) if divides(s)]
+    ends = (stretch(s[along(s, ranks)], ranks, shard) for s in shapes if ranks > 1)
+    return tuple(end - first for first, end in ends)
 
 
 def _shapes(plan: Plan, sketch: Sketch) -> Iterable[tuple[Any, tuple[int, ...], int]]:

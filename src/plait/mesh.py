@@ -1,6 +1,7 @@
 """The ranks of a plan as a mesh: who shares an axis with whom."""
 
 import math
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -32,19 +33,32 @@ def _rank(plan: Plan, at: dict[str, int]) -> int:
     return sum(at[axis] * math.prod(getattr(plan, later) for later in AXES[i + 1 :]) for i, axis in enumerate(AXES))
 
 
-def experts_of(plan: Plan, rank: int) -> tuple[Any, Any]:
-    """(the ranks that share out the experts with `rank`, the ranks that hold the same experts), as process groups.
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that a rank's experts bring it together with, as process groups."""
 
-    Those that share them out are `ep` neighbours among the ranks with other samples. Every rank makes every group.
-    """
-    at = [(plan.at(r), plan.share(r), r) for r in range(plan.world)]
-    sharing: dict[Any, list[int]] = {}
-    holding: dict[Any, list[int]] = {}
-    for where, share, r in at:
-        sharing.setdefault((where["pp"], where["cp"], where["tp"], share // plan.ep), []).append(r)
-        holding.setdefault((where["pp"], where["tp"], share % plan.ep), []).append(r)
-    found = []
-    for sets in (sharing, holding):
-        made = [(ranks, dist.new_group(ranks)) for _, ranks in sorted(sets.items())]
-        found.append(next(group for ranks, group in made if rank in ranks))
-    return found[0], found[1]
+    sharing: Any
+    """Those that share them out: `ep` neighbours among the ranks with other samples."""
+    holding: Any
+    """Those that hold the same experts, whole or parts of them."""
+    apart: Any = None
+    """Those that keep parts of the same experts: neighbours among the holders. None: each of them keeps all."""
+    copies: Any = None
+    """Those that keep the same parts of the same experts."""
+
+
+def experts_of(plan: Plan, rank: int) -> Holders:
+    """Who has to do with the experts of `rank`. Every rank makes every group."""
+    ranks = plan.expert_shards
+    sets: list[dict[Any, list[int]]] = [{}, {}, {}, {}]
+    for r in range(plan.world):
+        at, (group, part) = plan.at(r), divmod(plan.share(r), plan.ep)
+        copy, shard = divmod(group, ranks)
+        keys = [(at["cp"], group), (part,), (at["cp"], part, copy), (part, shard)]
+        for found, key in zip(sets, keys):
+            found.setdefault((at["pp"], at["tp"], *key), []).append(r)
+    mine = []
+    for found in sets[: 4 if ranks > 1 else 2]:
+        made = [(members, dist.new_group(members)) for _, members in sorted(found.items())]
+        mine.append(next(group for members, group in made if rank in members))
+    return Holders(*mine)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from plait.plan import Plan
 from plait.ranges import Rows
 
 if TYPE_CHECKING:
@@ -63,9 +64,14 @@ class Mixture:
             return [(name, (len(mine), *shape[1:]), dtype) for name, shape, dtype in self.parameters[0]]
         return [row for number in mine for row in self.parameters[number]]
 
+    def share(self, plan: Plan) -> int:
+        """Bytes of the experts that ranks keep parts of, on the rank that has most: it is gathered as one."""
+        rows = self.held(self.mine(plan.ep, 0)) if plan.expert_shards > 1 else []
+        return sum(prod(shape) * dtype.itemsize for _, shape, dtype in rows)
 
-def without(sketch: "Sketch") -> "Sketch":
-    """The sketch of what is not shared out: all but the experts."""
+
+def without(sketch: "Sketch", plan: Plan) -> "Sketch":
+    """The sketch of what is not shared out: all but the experts. Units know how large those are that are kept as parts."""
     names = {name for mixture in sketch.mixtures for name in mixture.names}
     bytes_ = {n: prod(s) * d.itemsize for n, s, d in (*sketch.parameters, *sketch.frozen) if n in names}
     units = tuple(
@@ -73,6 +79,7 @@ def without(sketch: "Sketch") -> "Sketch":
             unit,
             parameters=tuple(n for n in unit.parameters if n not in names),
             weights=unit.weights - sum(bytes_.get(n, 0) for n in unit.parameters),
+            experts=sum(m.share(plan) for m in sketch.mixtures if f"{m.name}.".startswith(f"{unit.name}.")),
         )
         for unit in sketch.units
     )

@@ -5,6 +5,7 @@ CPU processes gloo's own reduce-scatter is an all-reduce in disguise and is wait
 directly, by sends and receives, and waited for when somebody needs them, while backward goes on. docs/decisions/0006 has the measurements.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from plait.torchseam import FsdpAllGather, FsdpReduceScatter, storage_key
 
 TAGS = 2**14
 """Messages that carry gradients have tags above this, those that carry parameters below."""
+
+
+def messages(ranks: int, gathered: tuple[int, int], summed: tuple[int, int]) -> Iterator[tuple[str, int, int, str]]:
+    """(operator, calls, bytes, what) that a group of parameters sends and receives in a step between so many ranks.
+
+    `gathered`: how often, and bytes of this rank's parts; `summed`: the same of gradients.
+    """
+    for op in ("send", "recv_") if ranks > 1 else ():
+        for (times, size), what in ((gathered, "gather"), (summed, "gradients of")):
+            if size:
+                yield op, times * (ranks - 1), times * (ranks - 1) * size, what
 
 
 class Gather(FsdpAllGather):
@@ -62,8 +74,10 @@ class Scatter(FsdpReduceScatter):
     def __init__(self, copies: Any):
         self.copies = copies
         """The group of ranks that hold copies of this rank's parts, or None."""
+        self.others: dict[str, Any] = {}
+        """The same of parts that lie on other ranks than the rest, by the name of their group."""
         self.last, self.tag = True, 0
-        self.open: tuple[_All, Tensor, Tensor, list[Tensor]] | None = None
+        self.open: tuple[_All, Tensor, Tensor, list[Tensor], Any] | None = None
         self.sums: list[tuple[Any, Tensor]] = []
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -82,19 +96,23 @@ class Scatter(FsdpReduceScatter):
             to, source = (rank + k) % size, (rank - k) % size
             works.append(dist.isend(parts[to], group=group, group_dst=to, tag=TAGS + self.tag))
             works.append(dist.irecv(received, group=group, group_src=source, tag=TAGS + self.tag))
-        self.open = (_All(works, (input_tensor,)), parts[rank], output_tensor, into[1:])
+        self.open = (_All(works, (input_tensor,)), parts[rank], output_tensor, into[1:], self.of(group))
+
+    def of(self, group: Any) -> Any:
+        """The ranks with copies of parts that lie on this group's."""
+        return self.others.get(group.group_name, self.copies)
 
     def settle(self) -> None:
         """Make the sum that is open, and start adding up the copies' sums of it."""
         if self.open is None:
             return
-        work, mine, output, others = self.open
+        work, mine, output, others, copies = self.open
         work.wait()
         for part in (mine, *others):
             output += part
         self.open = None
-        if self.copies is not None and self.last:
-            self.sums.append((dist.all_reduce(output, group=self.copies, async_op=True), output))
+        if copies is not None and self.last:
+            self.sums.append((dist.all_reduce(output, group=copies, async_op=True), output))
 
     def finish(self) -> None:
         """Every sum is made."""
@@ -111,8 +129,8 @@ class DeviceScatter(Scatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
-        if self.copies is not None and self.last:
-            dist.all_reduce(output_tensor, group=self.copies)
+        if self.of(group) is not None and self.last:
+            dist.all_reduce(output_tensor, group=self.of(group))
 
     def settle(self) -> None:
         """Nothing is open: work is ordered by the stream."""

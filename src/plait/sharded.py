@@ -5,6 +5,7 @@ How the messages go is in `scattering.py`.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,15 +25,33 @@ def divides(shape: Sequence[int]) -> bool:
     return bool(shape) and 0 not in shape
 
 
-def padded(shape: Sequence[int], ranks: int) -> int:
-    """Elements of the largest part of a tensor cut along dim 0."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
+def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
+    """Elements of the largest part of a tensor cut along a dim."""
+    return -(-shape[dim] // ranks) * (math.prod(shape) // shape[dim])
+
+
+def along(shape: Sequence[int], ranks: int) -> int:
+    """The dim of an expert's tensor that is cut: the first that divides, else the first, with parts of unequal size.
+
+    One rank's share of stacked experts [experts, …] may be fewer experts than there are ranks to share them.
+    """
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def stretch(length: int, ranks: int, rank: int) -> tuple[int, int]:
     """(first, end) of a rank's part of a dim, as FSDP2 cuts it: equal parts, the last ones short or empty."""
     each = -(-length // ranks)
     return min(rank * each, length), min((rank + 1) * each, length)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the parts of a parameter are: the group of ranks that hold them, of those that hold the same, which dim is cut."""
+
+    group: Any
+    copies: Any
+    """None when nobody else holds the same."""
+    dim: int = 0
 
 
 class Shards:
@@ -44,7 +63,9 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, group: Any, copies: Any, scatter: Scatter, names: set[str]):
-        self.model, self.zero, self.group, self.copies, self.scatter = model, plan.zero, group, copies, scatter
+        self.model, self.zero, self.usual, self.scatter = model, plan.zero, Where(group, copies), scatter
+        self.apart: dict[str, Where] = {}
+        """Of parameters that other ranks share than the rest: experts."""
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = {n: p for n, p in model.named_parameters() if n in names}
@@ -77,16 +98,26 @@ class Shards:
         module.__dict__["_noting"] = watched
 
     def _use(self, name: str) -> None:
-        if not self.idle:
+        if not self.idle or name in self.apart:  # an expert computes for others too
             self.used.add(name)
+
+    def where(self, name: str) -> Where:
+        """Where the parts of a parameter are."""
+        return self.apart.get(name, self.usual)
+
+    def size(self, name: str) -> int:
+        """Elements of the largest part of a parameter."""
+        where = self.where(name)
+        return padded(self.sharded[name].shape, where.group.size(), where.dim)
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter that is cut."""
         found = {}
         for name, parameter in self.sharded.items():
             shape, ranges = self.cuts.get(name) or (tuple(parameter.shape), everything(tuple(parameter.shape)))
-            mine = within(ranges[0], *stretch(parameter.shape[0], self.group.size(), self.group.rank()))
-            found[name] = Part(self.own[name].detach(), shape, (mine, *ranges[1:]))
+            at, dim = self.where(name), self.where(name).dim
+            mine = within(ranges[dim], *stretch(parameter.shape[dim], at.group.size(), at.group.rank()))
+            found[name] = Part(self.own[name].detach(), shape, (*ranges[:dim], mine, *ranges[dim + 1 :]))
         return found
 
     def before(self, last: bool) -> None:
@@ -123,7 +154,7 @@ class Shards:
         row = torch.cat([self.rider, row])
         dist.all_reduce(row)
         rider, squares, rest = row[: len(self.rider)], float(row[len(self.rider)]), row[len(self.rider) + 1 :].tolist()
-        self.squares = squares / (dist.get_world_size() // self.group.size())
+        self.squares = squares / (dist.get_world_size() // self.usual.group.size())
         used, scalars = rest[: len(flags)], rest[len(flags) :]
         for name, times in zip(self.trained, used):
             if not times:
@@ -156,20 +187,21 @@ class Shards:
             parameter.grad = torch.full_like(parameter, float(flat[0])) if flat[1] else None
 
     def _give(self) -> None:
-        late: list[tuple[Tensor, int]] = []
+        late: dict[Any, list[tuple[Tensor, int]]] = {}
         for name in self.trained:
             parameter, own = self.sharded[name], self.own[name]
             gradient = None if parameter.grad is None else local_of(parameter.grad)
             if name in self.partial:
                 gradient = self.partial[name] if gradient is None else gradient.add_(self.partial[name])
-                late.append((gradient, padded(parameter.shape, self.group.size())))
+                late.setdefault(self.where(name).copies, []).append((gradient, self.size(name)))
             own.grad, parameter.grad = gradient, None
         self.partial = {}
-        if late and self.copies is not None:
-            flat = torch.cat([F.pad(g.reshape(-1), (0, n - g.numel())) for g, n in late])
-            dist.all_reduce(flat, group=self.copies)
-            for (gradient, _), part in zip(late, flat.split([n for _, n in late])):
-                gradient.copy_(part[: gradient.numel()].view_as(gradient))
+        for copies, sums in late.items():
+            if copies is not None:
+                flat = torch.cat([F.pad(g.reshape(-1), (0, n - g.numel())) for g, n in sums])
+                dist.all_reduce(flat, group=copies)
+                for (gradient, _), part in zip(sums, flat.split([n for _, n in sums])):
+                    gradient.copy_(part[: gradient.numel()].view_as(gradient))
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
         """The gradient norm over all ranks' parts, as `finish` found it."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FsdpReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
@@ -34,12 +35,13 @@ from torch.utils._pytree import (
 
 GraphExecGroup = checkpoint.GraphExecGroup
 __all__ = [
-    "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "Facade", "FakeTensor", "FakeTensorMode", "FsdpAllGather",
-    "FsdpReduceScatter", "GraphExecGroup", "TorchDispatchMode", "Unknowns", "alias", "check_dims", "checkpoint_frame", "convert",
-    "emptied", "fake_failures", "fake_world", "fakes_around", "flash_cpu", "flash_cpu_backward", "gather_ahead",
-    "group_in", "held_on_meta", "in_backward", "is_unknown", "is_view", "leaves", "local_of", "materialise", "named_leaves",
-    "own_buffers", "parts_as_they_are", "plainly", "recompute_once", "register_pytree_node", "scalar_of", "scale_", "schema",
-    "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version", "warm_dynamo",
+    "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "FSDPMeshInfo", "Facade", "FakeTensor", "FakeTensorMode",
+    "FsdpAllGather", "FsdpReduceScatter", "GraphExecGroup", "ShardPlacementResult", "TorchDispatchMode", "Unknowns", "alias",
+    "check_dims", "checkpoint_frame", "convert", "emptied", "exchange_by", "fake_failures", "fake_world", "fakes_around",
+    "flash_cpu", "flash_cpu_backward", "group_in", "held_on_meta", "in_backward", "is_unknown", "is_view",
+    "leaves", "local_of", "materialise", "named_leaves", "own_buffers", "parts_as_they_are", "plainly", "recompute_once",
+    "register_pytree_node", "scalar_of", "scale_", "schema", "storage_key", "tree_flatten", "tree_leaves", "tree_map",
+    "tree_map_only", "tree_unflatten", "version", "warm_dynamo",
 ]  # fmt: skip
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
@@ -161,9 +163,12 @@ def local_of(t: Tensor) -> Tensor:
     return getattr(t, "_local_tensor", t)
 
 
-def gather_ahead(root: Any) -> None:
-    """Let FSDP2 start gathering a group of parameters without waiting for it, on every device."""
-    root._set_unshard_async_op(True)
+def exchange_by(module: Any, scatter: Any, gather: Any) -> None:
+    """How FSDP2 sums the gradients of a module's parameters, on every mesh they lie on; and, unless `gather` is None, how it
+    gathers them: without waiting for it."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        group._reduce_scatter_comm, group._all_gather_comm = scatter, gather or group._all_gather_comm
+        group.unshard_async_op = gather is not None
 
 
 @contextmanager

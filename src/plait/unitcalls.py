@@ -36,6 +36,9 @@ class Unit:
     """Its parameters are used inside its own calls only: not tied to another unit's, not touched by code around it."""
     repeated: bool
     """One of several sisters of the same class: a block."""
+    experts: int = 0
+    """Bytes of experts in it that are not among its parameters any more, since ranks share them out and keep parts of
+    them: on the rank that has most."""
 
 
 @dataclass(frozen=True)

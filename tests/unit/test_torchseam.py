@@ -369,15 +369,38 @@ def test_a_write_in_place_moves_the_version() -> None:
 @contract(
     "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather",
     "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter",
-    "…._set_unshard_async_op",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.ShardPlacementResult",
 )
-def test_fsdp_takes_collectives_of_ours() -> None:
-    from torch.distributed.fsdp import FSDPModule
+def test_fsdp_takes_collectives_and_meshes_of_ours() -> None:
+    """A parameter may lie on a mesh of its own; each mesh of a module has collectives of its own."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
 
     for base in (torchseam.FsdpAllGather, torchseam.FsdpReduceScatter):
         assert base.__abstractmethods__ == {"allocate", "__call__"}
-    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "_set_unshard_async_op"):
-        assert callable(getattr(FSDPModule, name))
+    torchseam.fake_world(0, 4)
+    try:
+        groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 2])]
+        whole, half = (DeviceMesh.from_group(group, "cpu") for group in groups)
+        apart = torchseam.FSDPMeshInfo(half, shard_mesh_dim=0)
+        module = nn.Linear(8, 8)
+        module = fully_shard(
+            module,
+            mesh=whole,
+            shard_placement_fn=lambda p: torchseam.ShardPlacementResult(Shard(1), apart) if p.dim() == 2 else None,
+        )
+        shapes = {n: torchseam.local_of(p).shape for n, p in module.named_parameters()}
+        assert shapes == {"weight": (8, 4), "bias": (2,)}
+        torchseam.exchange_by(module, "scatter", "gather")
+        found = module._get_fsdp_state()._fsdp_param_groups
+        assert len(found) == 2 and {(g._reduce_scatter_comm, g._all_gather_comm) for g in found} == {
+            ("scatter", "gather")
+        }
+        assert all(g.unshard_async_op for g in found)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @contract("…._get_fsdp_state", "…._state_ctx", "…._fsdp_param_groups", "…._root_post_backward_final_callback")

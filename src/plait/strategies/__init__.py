@@ -47,7 +47,7 @@ __all__ = ["ORDER", "Charge", "Role", "Strategy", "charges"]
 def charges(plan: Plan, sketch: Sketch, role: Role) -> list[Charge]:
     """What all strategies of a plan cost one rank in one step. `sketch`: of the whole model."""
     mine = (sketch if role.layout is None else role.layout.part(role.index(plan))).local(plan.at(role.rank)["tp"])
-    mine = without(mine)
+    mine = without(mine, plan)
     found = [charge for s in ORDER if s.wanted(plan) for charge in s.price(plan, mine, role)]
     if plan.across:
         names = {name for name, _, _ in sketch.parameters}.union(*(m.trained for m in sketch.mixtures))

@@ -5,7 +5,9 @@ What it does
     and each sees a few of the tokens only. Here every process keeps its share of each layer's experts and trains them
     on the tokens of all: tokens travel to the experts that were chosen for them, and the results travel back
     (all-to-all, as many rows as the router decided). Everything else of the model is as under `dp` and `fsdp`. `ep`
-    takes no processes of its own: a group is N neighbours among the processes with different samples.
+    takes no processes of its own: a group is N neighbours among the processes with different samples. Where `fsdp` is
+    larger than that, processes of one `fsdp` group hold the same experts, and shard them between them as `zero` says:
+    with `fsdp=4 ep=2` each of four has half of every tensor of half of the experts.
     Layers are found by structure and checked in float64 before they are believed (`experts.py`); there are two kinds.
     *Stacked* experts are parameters [experts, …] of one module that is told where each token goes: its own forward runs
     with a process's share of the experts, on the rows that arrived. *Listed* experts are modules that a layer calls in
@@ -18,7 +20,8 @@ Picture
     rank 1   tokens ─ router ─┴► experts 2 3 ─┴─ Σ
 
 Costs
-    Memory: parameters, gradients and optimizer state of the experts / N. Traffic: each layer exchanges tokens × choices
+    Memory: parameters, gradients and optimizer state of the experts / N, and / the `fsdp` processes with the same ones.
+    Those gather a layer's experts with the unit it lies in (`shard.py`). Traffic: each layer exchanges tokens × choices
     rows there and back, in forward and in backward, and nothing hides it. How many rows leave depends on the data: the
     price is the number expected, the calls are exact. Time: a process whose experts are popular computes for the others
     too, so an unbalanced router makes all wait. Listed experts cost the layer's own code (not its experts) twice.
@@ -32,7 +35,8 @@ Avoid when
 How it stays exact
     The gradient of an expert is the sum over the tokens of all processes: it arrives with the tokens' gradients, each
     of which has its weight over the global batch in it, and is divided by nothing. Processes that hold the same experts
-    (there are dp × fsdp / N) add theirs up once. An expert that no token chose has a gradient where one device has one.
+    (there are dp × fsdp / N) add theirs up once: into parts between those that shard them, whole between copies of the
+    same parts. An expert that no token chose has a gradient where one device has one.
     The norm counts each expert once. A sample that only makes up the number sends no token. Layers whose experts drop
     tokens when they are full depend on who shares a batch: that is inexact, and named. A balance loss multiplies two
     means over the batch: `plait.global_mean` gives those of the global batch.
@@ -46,6 +50,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from plait import expertshards
 from plait.dispatch import Way
 from plait.elementwise import check
 from plait.errors import PlaitError, Problem
@@ -95,15 +100,15 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Any) -> None:
     plan, model = built.plan, built.model
-    group, holders = experts_of(plan, built.place.rank)
+    holders = experts_of(plan, built.place.rank)
     here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
     if any(m.stacked for m in here):
         check(built.job, model, plan)
     frozen = {name for name, p in built.own.items() if not p.requires_grad}
     for mixture in here:
-        mine = mixture.mine(plan.ep, group.rank())
+        mine = mixture.mine(plan.ep, holders.sharing.rank())
         shapes = {name: shape for rows in mixture.parameters for name, shape, _ in rows}
-        (_stacked if mixture.stacked else _listed)(built, mixture, Way(group, mixture.experts))
+        (_stacked if mixture.stacked else _listed)(built, mixture, Way(holders.sharing, mixture.experts))
         held = {name for name, _, _ in mixture.held(mine)}
         for name in mixture.names:
             built.own.pop(name)
@@ -112,10 +117,14 @@ def apply(built: Any) -> None:
             rows = ((mine.start, len(mine)),)
             built.cuts |= {n: (shapes[n], (rows, *everything(shapes[n][1:]))) for n in held}
         built.experts |= held
-    if holders.size() > 1:
-        built.partial.append((tuple(n for n in built.own if n in built.experts - frozen), holders))
-        built.alike = holders
-    built.sketch = without(built.sketch)
+    whole = [
+        n for n, p in built.own.items() if n in built.experts - frozen and not expertshards.parted(plan, tuple(p.shape))
+    ]
+    if holders.holding.size() > 1 and whole:
+        built.partial.append((tuple(whole), holders.holding))
+    built.apart, alike = holders.apart, holders.copies or holders.holding
+    built.alike = alike if alike.size() > 1 else None
+    built.sketch = without(built.sketch, plan)
     built.prepared.append(lambda _: setattr(built, "lockstep", built.lockstep or "sample"))
 
 
@@ -154,9 +163,8 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     units = [f"{u.name}." for u in sketch.units] if role.layout else [""]
     rank = plan.share(role.rank) % plan.ep
     sums: dict[Any, int] = {}
-    for mixture in sketch.mixtures:
-        if not any(f"{mixture.name}.".startswith(unit) for unit in units):
-            continue
+    here = [m for m in sketch.mixtures if any(f"{m.name}.".startswith(unit) for unit in units)]
+    for mixture in here:
         part = context.part(plan, sketch, role.rank, mixture.name)
         passes = 2 if recompute.again(plan, sketch, mixture.name) else 1
         sent = sum(role.samples) * mixture.rows * sum(mixture.width) * mixture.itemsize * (passes + 1) * part
@@ -164,10 +172,12 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         counts = calls * passes * mixture.experts * 8
         told = f"rows of {mixture.name} to their experts and back, as many as are expected: it depends on the data"
         yield Charge("traffic", "ep", "alltoall_base_", calls * (3 * passes + 2), round(sent) + counts, told)
-        for _, shape, dtype in mixture.held(mixture.mine(plan.ep, rank)):
-            sums[dtype] = sums.get(dtype, 0) + (prod(shape) + 1) * dtype.itemsize
+        for name, shape, dtype in mixture.held(mixture.mine(plan.ep, rank)):
+            if name in mixture.trained and not expertshards.parted(plan, shape):
+                sums[dtype] = sums.get(dtype, 0) + (prod(shape) + 1) * dtype.itemsize
     for bytes_ in sums.values() if plan.shares * plan.cp > plan.ep else ():
         yield Charge("traffic", "ep", "allreduce_", 1, bytes_, "gradients of ranks that hold the same experts")
+    yield from expertshards.price(plan, sketch, role, here)
 
 
 def found(mixtures: list[Mixture], whole: list[str], plan: Plan) -> tuple[Mixture, ...]:

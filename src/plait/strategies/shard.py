@@ -41,19 +41,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from plait import expertshards, gathered
 from plait.elementwise import check
 from plait.errors import Problem
-from plait.gathered import memory
 from plait.gathering import begins_once, check_formats, differentiated, gathers, groups, members
 from plait.plan import AXES, Plan
-from plait.scattering import DeviceScatter, Gather, Scatter
+from plait.scattering import DeviceScatter, Gather, Scatter, messages
 from plait.sharded import Shards, divides, padded, stretch
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
 from plait.strategies.copies import rider_of
 from plait.strategies.precision import plan_format
 from plait.strategies.strategy import Charge, Role
-from plait.torchseam import gather_ahead, in_backward, is_view, leaves, materialise, tree_map_only
+from plait.torchseam import exchange_by, in_backward, is_view, leaves, materialise, tree_map_only
 
 AXIS = "fsdp"
 EXACT = True
@@ -81,18 +81,19 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 def apply(built: Any) -> None:
     plan, model, device = built.plan, built.model, built.device
     check(built.job, model, plan)
-    check_formats(built.sketch)
+    where = expertshards.lying(built)
+    check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
     batchnorm.synchronise(model, built.sketch.batch_norms, built.peers)
     built.place.alone(device)
     mesh = init_device_mesh(device.type, tuple(getattr(plan, axis) for axis in AXES), mesh_dim_names=AXES)
     for parameter in built.own.values():
         parameter.data = parameter.data.contiguous()
     half = plan_format(plan) if built.cast is None else None
+    mine = built.own.keys() - (built.experts - where.keys())
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
-        "ignored_params": {
-            p for n, p in model.named_parameters() if not divides(p.shape) or n not in built.own.keys() - built.experts
-        },
+        "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in mine},
+        "shard_placement_fn": expertshards.placement(built, where, device),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
@@ -108,16 +109,13 @@ def apply(built: Any) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reduce_scatter_unused_params(True)
-        module.set_custom_reduce_scatter(scatter)
-        if device.type == "cpu":
-            module.set_custom_all_gather(Gather())
-    if device.type == "cpu":
-        gather_ahead(model)
+        exchange_by(module, scatter, Gather() if device.type == "cpu" else None)
     if built.shares:
         materialise(model, device)
-    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter, built.own.keys() - built.experts)
-    experts = {n: p for n, p in built.own.items() if n in built.experts}
-    built.reducer.cuts, built.own = built.cuts, built.reducer.own | experts
+    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter, mine)
+    scatter.others = {one.group.group_name: one.copies for one in where.values()}
+    built.reducer.cuts, built.reducer.apart = built.cuts, where
+    built.own = built.reducer.own | {n: p for n, p in built.own.items() if n not in mine}
     for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
         built.own[name].data.copy_(part)
     built.shares = {}
@@ -164,23 +162,18 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     """Gathers and sums of every group, with the padding of dims that do not divide; and what travels beside them."""
-    yield from memory(plan, sketch)
+    yield from gathered.memory(plan, sketch)
     m, n, zero = plan.microbatches, plan.fsdp, plan.zero
     rows = {name: (shape, dtype, True) for name, shape, dtype in sketch.parameters if divides(shape)}
     rows |= {name: (shape, dtype, False) for name, shape, dtype in sketch.frozen if divides(shape)}
     trained, often = 0, gathers(plan, sketch, role)
     sums = m if zero > 1 and plan.pp == 1 else 1
     for group, names in members(sketch).items():
-        all_bytes = sum(padded(rows[p][0], n) * _width(plan, rows[p][1]) for p in names if p in rows)
+        all_bytes = sum(padded(rows[p][0], n) * gathered.width(plan, rows[p][1]) for p in names if p in rows)
         bytes_ = sum(padded(rows[p][0], n) * rows[p][1].itemsize for p in names if p in rows and rows[p][2])
         trained += bytes_
-        for op in ("send", "recv_") if n > 1 else ():
-            if all_bytes:
-                times = often[group] * (n - 1)
-                yield Charge("traffic", "fsdp", op, times, times * all_bytes, f"gather {group}")
-            if bytes_:
-                times = sums * (n - 1)
-                yield Charge("traffic", "fsdp", op, times, times * bytes_, f"gradients of {group}")
+        for op, calls, size, what in messages(n, (often[group], all_bytes), (sums, bytes_)):
+            yield Charge("traffic", "fsdp", op, calls, size, f"{what} {group}")
         if bytes_ and plan.dp * plan.cp > 1 and sums == 1:
             yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
     if plan.dp * plan.cp > 1 and sums > 1:
@@ -195,8 +188,3 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
     for name in sketch.batch_norms:
         yield from batchnorm.price(name, sketch, plan)
-
-
-def _width(plan: Plan, dtype: torch.dtype) -> int:
-    half = plan_format(plan)
-    return half.itemsize if half is not None and dtype.is_floating_point else dtype.itemsize

@@ -1,0 +1,222 @@
+"""Experts that the ranks of a larger `fsdp` share out and shard: equal to one device, as small as said, at the price said."""
+
+import dataclasses
+from dataclasses import asdict
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jobs_moe
+import pytest
+import torch
+
+import plait
+from plait import expertshards
+from plait.dryrun import dry_run
+from plait.engine import Engine
+from plait.launch import here
+from plait.launch.place import Place
+from plait.measuring import measure
+from plait.mesh import experts_of
+from plait.plan import Plan
+from plait.scattering import Scatter
+from plait.verify import verify
+
+mixtral = jobs_moe.mixtral
+listed = partial(jobs_moe.gpt, loss=jobs_moe.plain_loss)
+balance = jobs_moe.gpt
+five = partial(jobs_moe.gpt, experts=5, width=10, loss=jobs_moe.plain_loss, always=True)
+
+
+def qwen3() -> plait.Job:
+    return dataclasses.replace(jobs_moe.qwen3(), loss=jobs_moe.balanced)
+
+
+class Scaled(jobs_moe.Expert):
+    """An expert with a parameter that cannot be cut."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def scaled() -> plait.Job:
+    def model() -> torch.nn.Module:
+        made = jobs_moe.Gpt()
+        for block in made.blocks:
+            block.moe.experts = torch.nn.ModuleList(Scaled(12) for _ in range(4))
+        return made
+
+    return dataclasses.replace(listed(), model=model)
+
+
+TRIED = (
+    (mixtral, "fsdp=4 ep=2"), (balance, "fsdp=4 ep=2 zero=1"), (qwen3, "dp=2 fsdp=4 ep=2 zero=2"),
+    (listed, "fsdp=4 ep=2 zero=2 microbatches=2"), (mixtral, "fsdp=4 ep=2 zero=1 microbatches=3"),
+    (mixtral, "fsdp=4 ep=2 tp=2"), (listed, "pp=2 fsdp=4 ep=2 microbatches=2"), (five, "dp=2 fsdp=3 ep=2"),
+    (mixtral, "fsdp=4 ep=2 recompute=full offload=optimizer"), (scaled, "fsdp=4 ep=2"), (qwen3, "fsdp=4 ep=2 precision=bf16"),
+)  # fmt: skip
+MORE = (
+    (mixtral, "dp=2 fsdp=4 ep=4 microbatches=2"), (qwen3, "fsdp=4 ep=2 cp=2"), (listed, "fsdp=4 ep=2 recompute=selective"),
+    (listed, "pp=2 fsdp=4 ep=2 microbatches=3 schedule=zb zero=2"), (listed, "pp=2 fsdp=4 ep=2 microbatches=2 zero=1 recompute=full"),
+    (partial(listed, always=True), "dp=2 fsdp=4 ep=2 microbatches=2 zero=2"), (partial(balance, depth=1, times=2), "fsdp=4 ep=2"),
+    (five, "fsdp=4 ep=2"), (qwen3, "fsdp=4 ep=2 tp=2 zero=1"), (balance, "fsdp=8 ep=2"), (balance, "fsdp=8 ep=4 zero=2"),
+)  # fmt: skip
+
+
+def equal(job: plait.Job, plan: str) -> None:
+    verdict = verify(job, Plan.parse(plan))
+    assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause)
+    assert verdict.forced["clipped"]
+
+
+@pytest.mark.parametrize("job, plan", TRIED)
+def test_experts_in_parts(job: Any, plan: str) -> None:
+    equal(dataclasses.replace(job(), batch=24), plan)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("job, plan", MORE)
+def test_experts_in_parts_under_more_plans(job: Any, plan: str) -> None:
+    equal(dataclasses.replace(job(), batch=24), plan)
+
+
+def test_a_batch_with_fewer_samples_than_ranks() -> None:
+    """Ranks without a sample serve the tokens of others: what their experts compute counts."""
+    equal(dataclasses.replace(listed(), batch=9), "fsdp=8 ep=2")
+
+
+def test_who_holds_what() -> None:
+    """Ranks 0 2 4 6 have the first half; of them those of one `fsdp` group keep parts, the others the same parts."""
+
+    def groups(place: Place) -> list[list[int]]:
+        place.connect(torch.device("cpu"))
+        found = experts_of(Plan.parse("dp=2 fsdp=4 ep=2"), place.rank)
+        every = (found.sharing, found.holding, found.apart, found.copies)
+        return [torch.distributed.get_process_group_ranks(group) for group in every]
+
+    told = here.run(groups, 8)
+    assert told[0] == [[0, 1], [0, 2, 4, 6], [0, 2], [0, 4]]
+    assert told[7] == [[6, 7], [1, 3, 5, 7], [5, 7], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    "plan, ranks",
+    (("fsdp=4 ep=2", 2), ("dp=2 fsdp=4 ep=2", 2), ("fsdp=2 ep=2", 1), ("dp=4 fsdp=2 ep=8", 1), ("dp=2 fsdp=3 ep=2", 3)),
+)
+def test_how_many_ranks_share_an_expert(plan: str, ranks: int) -> None:
+    assert Plan.parse(plan).expert_shards == ranks
+
+
+def held(job: plait.Job, plan: str) -> list[dict[str, int]]:
+    """Of each rank: elements of its experts' parameters, of the optimizer's state of them, and at the fullest moment."""
+
+    def run(place: Place) -> dict[str, int]:
+        engine = Engine(job, plan, place=place)
+        engine.step(next(engine.batches()))
+        own = {n: p for n, p in engine.built.own.items() if n in engine.built.experts}
+        state = [t for p in own.values() for t in engine.optimizer.state[p].values() if t.dim()]
+        return {"own": sum(p.numel() for p in own.values()), "state": sum(t.numel() for t in state)}
+
+    return here.run(run, Plan.parse(plan).world)
+
+
+@pytest.mark.parametrize("zero", (1, 3))
+def test_ranks_keep_parts(zero: int) -> None:
+    """One expert for each of four: stacked weights are cut inside it."""
+    job = dataclasses.replace(mixtral(), batch=16)
+    whole = sum(prod(p.shape) for n, p in job.model().named_parameters() if "experts" in n)
+    told = held(job, f"dp=2 fsdp=4 ep=2 zero={zero}")
+    assert all(rank == {"own": whole // 4, "state": 2 * (whole // 4)} for rank in told)
+
+
+class Turns(jobs_moe.Mixture):
+    """Sends tokens to its experts in turn, so that how many a rank gets does not depend on numbers."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        flat, count = x.reshape(-1, x.shape[-1]), len(self.experts)
+        p, out = self.gate(flat).softmax(-1), self.shared(flat)
+        turn = torch.arange(len(flat)) % count
+        chosen = torch.stack([turn, (turn + 1) % count], 1)
+        for number, expert in enumerate(self.experts):
+            token, _ = torch.where(chosen == number)
+            out = out.index_add(0, token, expert(flat[token]) * p[token, number, None])
+        return x + out.reshape(x.shape), p, p
+
+
+def turns() -> plait.Job:
+    def model() -> torch.nn.Module:
+        made = jobs_moe.Gpt(width=16)
+        for block in made.blocks:
+            block.moe = Turns(16, 4)
+        return made
+
+    return dataclasses.replace(listed(), model=model, batch=16)
+
+
+@pytest.mark.parametrize(
+    "plan", ("fsdp=4 ep=2", "fsdp=4 ep=2 zero=2 microbatches=2 recompute=full", "dp=2 fsdp=4 ep=2 zero=1")
+)
+def test_a_dry_run_allocates_the_same(plan: str) -> None:
+    made = Plan.parse(plan)
+    found = dry_run(turns(), made)
+    told = here.run(lambda place: asdict(measure(Engine(turns(), made, place=place, device="cpu"), 1)), made.world)
+    for kind in found.kinds:
+        peak = told[kind.rank]
+        assert kind.peak.total == pytest.approx(peak["total"], rel=0.01)
+        assert all(kind.peak.categories[name] == peak["categories"][name] for name in ("parameters", "optimizer"))
+
+
+def losses(job: plait.Job, plan: str, folder: Path, resume: bool) -> list[float]:
+    """Of two steps, after those of the checkpoint that is there; one is left behind."""
+
+    def run(place: Place) -> list[float]:
+        engine = Engine(job, plan, place=place, directory=folder, cast=torch.float64)
+        if resume:
+            engine.resume()
+        source = engine.batches()
+        found = [engine.step(next(source)).loss for _ in range(2)]
+        engine.save()
+        return found
+
+    return here.run(run, Plan.parse(plan).world)[0]
+
+
+@pytest.mark.parametrize(
+    "job, plans",
+    (
+        (mixtral, ("dp=1", "fsdp=4 ep=2", "dp=2 fsdp=4 ep=4")),
+        (listed, ("fsdp=4 ep=2 offload=optimizer", "fsdp=2", "fsdp=4 ep=2 zero=1")),
+    ),
+)
+def test_a_checkpoint_goes_into_parts_and_out(job: Any, plans: tuple[str, ...], tmp_path: Path) -> None:
+    made = dataclasses.replace(job(), batch=16)
+    whole = [loss for k in range(3) for loss in losses(made, "dp=1", tmp_path / "whole", k > 0)]
+    parts = [loss for k, plan in enumerate(plans) for loss in losses(made, plan, tmp_path / "parts", k > 0)]
+    assert parts == pytest.approx(whole, rel=1e-9)
+
+
+def test_training_in_bf16() -> None:
+    def run(place: Place) -> list[float]:
+        engine = Engine(dataclasses.replace(mixtral(), batch=16), "fsdp=4 ep=2 precision=bf16", place=place)
+        source = engine.batches()
+        return [engine.step(next(source)).loss for _ in range(3)]
+
+    assert all(0 < loss < 10 for told in here.run(run, 4) for loss in told)
+
+
+def test_sums_that_copies_forget_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the same parts never add up."""
+    monkeypatch.setattr(Scatter, "of", lambda self, group: None if group.size() == 2 else self.copies)
+    verdict = verify(dataclasses.replace(mixtral(), batch=24), Plan.parse("dp=2 fsdp=4 ep=2"))
+    assert not verdict.equal and "experts" in verdict.parameter
+
+
+def test_a_price_that_forgets_experts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expertshards, "price", lambda *_: ())
+    verdict = verify(dataclasses.replace(mixtral(), batch=24), Plan.parse("fsdp=4 ep=2"))
+    assert verdict.code == "V012"
