@@ -27,12 +27,12 @@ def back(slots: Sequence[Slot], samples: int) -> list[Form]:
 
 
 def packed(values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients of values, those of a number format as one message: each flat, and behind it 1, or zeros and 0 where there
-    is none, since no gradient and one of zeros are not the same to an optimizer."""
+    """Gradients of values, those of a number format as one message: each flat, and behind it 0, or zeros and 1 where there
+    is none, since no gradient and one of zeros are not the same to an optimizer. (A dry run on real tensors receives zeros.)"""
     parts: dict[torch.dtype, list[Tensor]] = {}
     for value, gradient in zip(values, gradients):
         found = value.new_zeros(value.numel()) if gradient is None else gradient.reshape(-1)
-        parts.setdefault(value.dtype, []).extend((found, value.new_full((1,), float(gradient is not None))))
+        parts.setdefault(value.dtype, []).extend((found, value.new_full((1,), float(gradient is None))))
     return [torch.cat(found) for found in parts.values()]
 
 
@@ -41,8 +41,8 @@ def unpacked(messages: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tenso
     rest = {message.dtype: message for message in messages}
     found: list[Tensor | None] = []
     for value in values:
-        own, there, rest[value.dtype] = rest[value.dtype].tensor_split((value.numel(), value.numel() + 1))
-        found.append(own.view(value.shape) if bool(there != 0) else None)
+        own, none, rest[value.dtype] = rest[value.dtype].tensor_split((value.numel(), value.numel() + 1))
+        found.append(own.view(value.shape) if bool(none == 0) else None)
     return found
 
 

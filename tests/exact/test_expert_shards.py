@@ -185,6 +185,13 @@ def test_a_dry_run_allocates_the_same(plan: str) -> None:
         assert all(kind.peak.categories[name] == peak["categories"][name] for name in ("parameters", "optimizer"))
 
 
+def test_a_dry_run_of_a_stage_that_looks_at_values_trains_it() -> None:
+    """It runs on real tensors, which receive zeros: that is a gradient, also to the stage in front."""
+    found = dry_run(dataclasses.replace(five(), batch=16), Plan.parse("pp=2 fsdp=4 ep=2 microbatches=2"))
+    assert {kind.at["pp"] for kind in found.kinds} == {0, 1}
+    assert all(kind.peak.categories["optimizer"] > kind.peak.categories["parameters"] for kind in found.kinds)
+
+
 def losses(job: plait.Job, plan: str, folder: Path, resume: bool) -> list[float]:
     """Of two steps, after those of the checkpoint that is there; one is left behind."""
 
