@@ -65,8 +65,6 @@ class Talk:
     """The model itself computes this again in backward."""
     lengths: tuple[int, int]
     """Of the sequence when sketched. Of an attention: the queries' and the keys'."""
-    halved: bool = False
-    """An attention whose mask has a gradient too: in a ring, both halves of a split backward pass go around."""
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 The first half runs the operators that lie on a way to the inputs, for that way only. Where such an operator also leads
 to a parameter, the gradient that came to it is kept; the second half starts there. Nothing is computed twice: what a
-checkpoint recomputes in the first half is kept for the second.
+checkpoint recomputes in the first half is kept for the second. Two kinds of parameters are not put off, because the second
+half would go the way to the inputs again: those that several such operators lead to (a unit that is called twice, a bias
+that all layers share), and those behind an operator written in Python, which computes all its gradients at once.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from plait.torchseam import GraphExecGroup
@@ -24,9 +26,7 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
     given = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad and t.grad_fn is not None]
     goals = {get_gradient_edge(t).node for t in inputs}
     leading = _leading([get_gradient_edge(t).node for t, _ in given], goals)
-    borders = [
-        node for node in leading - goals if any(n is not None and n not in leading for n, _ in node.next_functions)
-    ]
+    later, now = _put_off(leading - goals, leading)
     came: dict[Node, tuple[Any, ...]] = {}
     group = GraphExecGroup()
 
@@ -36,36 +36,42 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
 
         return node.register_prehook(kept)
 
-    handles = [keep(node) for node in borders]
+    handles = [keep(node) for node, _ in later]
     inner = [(t, g) for t, g in given if get_gradient_edge(t).node in leading]
     if inner:
-        ends, grads = zip(*inner)
         with group:
-            found = torch.autograd.grad(ends, inputs, grads, retain_graph=True, allow_unused=True)
-        for t, gradient in zip(inputs, found):
-            if gradient is not None:
-                t.grad = gradient if t.grad is None else t.grad + gradient
+            torch.autograd.backward(*map(list, zip(*inner)), retain_graph=True, inputs=[*inputs, *now])
     for handle in handles:
         handle.remove()
     outer = [(t, g) for t, g in given if get_gradient_edge(t).node not in leading]
 
     def weights() -> None:
         with group:
-            later()
-
-    def later() -> None:
-        for nodes, targets in _together(borders, leading):
-            edges = [(GradientEdge(n, i), g) for n in nodes for i, g in enumerate(came.get(n, ())) if g is not None]
-            again = [n.register_prehook(partial(_instead, came[n])) for n in nodes if len(nodes) > 1 and n in came]
-            if edges:
-                torch.autograd.backward([e for e, _ in edges], [g for _, g in edges], retain_graph=True, inputs=targets)
-            for handle in again:
-                handle.remove()
-        came.clear()
-        if outer:
-            torch.autograd.backward([t for t, _ in outer], [g for _, g in outer], retain_graph=True)
+            for node, targets in later:
+                edges = [(GradientEdge(node, i), g) for i, g in enumerate(came.pop(node, ())) if g is not None]
+                if edges:
+                    torch.autograd.backward(*map(list, zip(*edges)), retain_graph=True, inputs=targets)
+            if outer:
+                torch.autograd.backward([t for t, _ in outer], [g for _, g in outer], retain_graph=True)
 
     return weights
+
+
+def _put_off(nodes: set[Node], leading: set[Node]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
+    """(operators on the way to the inputs, each with the parameters that the second half finds from it; the parameters that
+    are not put off)."""
+    led = {node: {id(t): t for t in _parameters(node, leading)} for node in nodes}
+    times: dict[int, int] = {}
+    for found in led.values():
+        for key in found:
+            times[key] = times.get(key, 0) + 1
+    later, now = list[tuple[Node, list[Tensor]]](), dict[int, Tensor]()
+    for node, found in led.items():
+        whole = isinstance(node, BackwardCFunction)
+        now |= {key: t for key, t in found.items() if whole or times[key] > 1}
+        targets = [t for key, t in found.items() if not whole and times[key] == 1]
+        later += [(node, targets)] if targets else []
+    return later, list(now.values())
 
 
 def _leading(roots: list[Node], goals: set[Node]) -> set[Node]:
@@ -81,24 +87,6 @@ def _leading(roots: list[Node], goals: set[Node]) -> set[Node]:
             stack.append((node, True))
             stack += [(n, False) for n, _ in node.next_functions if n is not None and n not in met]
     return found
-
-
-def _together(borders: list[Node], leading: set[Node]) -> list[tuple[list[Node], list[Tensor]]]:
-    """Borders by the parameters they lead to. Those that lead to one parameter go together: from the later one the
-    earlier ones are met again, and must be given what came to them, not that once more."""
-    groups: list[tuple[list[Node], dict[int, Tensor]]] = []
-    for node in borders:
-        found = {id(t): t for t in _parameters(node, leading)}
-        alike = [g for g in groups if not g[1].keys().isdisjoint(found)]
-        groups = [g for g in groups if all(g is not other for other in alike)]
-        groups.append(
-            ([node, *(n for g in alike for n in g[0])], {**found, **{k: t for g in alike for k, t in g[1].items()}})
-        )
-    return [(nodes, list(targets.values())) for nodes, targets in groups if targets]
-
-
-def _instead(grads: tuple[Any, ...], summed: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(torch.zeros_like(s) if g is None and s is not None else g for g, s in zip(grads, summed))
 
 
 def _parameters(node: Node, leading: set[Node]) -> Iterator[Tensor]:

@@ -154,8 +154,7 @@ def _noted(
     lengths = stretching.sketched(held[0]), stretching.sketched(held[1])
     grad = any(t.requires_grad for t in (q, k, v))
     heads, twice = (q.shape[1], k.shape[1]), checkpoint_frame() is not None
-    learned = asked.mask is not None and asked.mask.requires_grad
-    found = Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice, lengths, learned)
+    found = Talk("attention", stretching.unit, each, heads, k.dtype, grad, twice, lengths)
     yield found, out
     if asked.mask is not None and asked.mask.shape[-2] == held[0].size:
         each = (asked.mask.numel() // (held[0].size * samples),)
@@ -181,18 +180,18 @@ def messages(
 
 
 def _ring(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
-    ranks, backward = len(cut.ranks), talk.grad * (1 + talk.halved)
+    ranks = len(cut.ranks)
     row = (talk.each[1] + talk.each[2]) * samples
     met = [cut.sizes[(rank - step) % ranks] for step in range(ranks + 1)]
-    rounds = forward + backward
-    sums = row * wide(talk.dtype).itemsize * backward
+    rounds = forward + talk.grad
+    sums = row * wide(talk.dtype).itemsize * talk.grad
     yield (
         "send",
-        (ranks - 1) * (rounds + backward),
+        (ranks - 1) * (rounds + talk.grad),
         row * talk.dtype.itemsize * rounds * sum(met[:-2]) + sums * sum(met[1:-1]),
     )
     taken = row * talk.dtype.itemsize * rounds * sum(met[1:-1]) + sums * sum(met[2:])
-    yield "recv_", (ranks - 1) * (rounds + backward), taken
+    yield "recv_", (ranks - 1) * (rounds + talk.grad), taken
 
 
 def _swaps(

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -104,10 +105,34 @@ def test_several_micro_batches_open_at_once(seed: int, last_first: bool) -> None
     same(backward(graph, order, 3), backward(graph, None, 3))
 
 
-def test_the_first_half_gives_no_weight_a_gradient() -> None:
-    graph = Graph(5)
-    backward(graph, lambda later: None, 2)
-    assert all(w.grad is None for w in graph.weights)
+class Times(torch.autograd.Function):
+    """x @ w, and how often its gradients were computed."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        Times.calls += 1
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.T, x.T @ grads[0]
+
+
+def test_what_the_second_half_could_only_find_on_the_way_to_the_inputs_is_not_put_off() -> None:
+    """A weight that two operators lead to, and one behind an operator in Python; the first half gives no other a gradient."""
+    shared, own, python = (torch.randn(3, 3, requires_grad=True) for _ in range(3))
+    x = torch.randn(2, 3, requires_grad=True)
+    Times.calls = 0
+    out = Times.apply(((x @ shared).relu() @ own).relu() @ shared, python)
+    later = halves([out.sum()], [None], [x])
+    assert x.grad is not None and shared.grad is not None and python.grad is not None and own.grad is None
+    first = shared.grad.clone()
+    later()
+    assert own.grad is not None and torch.equal(shared.grad, first) and Times.calls == 1
 
 
 def test_the_two_halves_are_apart() -> None:

@@ -55,7 +55,6 @@ from plait.plan import Plan
 from plait.proving import Layout, proved, restored
 from plait.ranges import Rows
 from plait.regions import Absent
-from plait.schedules import SPLIT
 from plait.sketch import Sketch
 from plait.sliced import wire
 from plait.strategies import recompute
@@ -196,17 +195,10 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     twice = lambda unit: recompute.again(plan, sketch, unit)  # noqa: E731
     here = {unit.name for unit in sketch.units} | {""}
     asked = course.asked if role.layout is None or role.layout.owner[-1] == role.index(plan) else ()
-    talks = (replace(t, halved=t.halved and _halved(plan, role, t.unit)) for t in course.talks if t.unit in here)
-    course = replace(course, talks=tuple(talks), asked=asked)
+    course = replace(course, talks=tuple(talk for talk in course.talks if talk.unit in here), asked=asked)
     found = total(course, cut, rank, (plan.context, list(role.samples)), twice)
     for op in dict.fromkeys(op for op, _ in found):
         told = (
             f"keys and values in a ring of {plan.cp}" if plan.context == "ring" else f"heads for rows among {plan.cp}"
         )
         yield Charge("traffic", "cp", op, found[op, "calls"], found[op, "bytes"], told)
-
-
-def _halved(plan: Plan, role: Role, unit: str) -> bool:
-    """Whether a unit's backward pass comes in halves: not in the first stage, where nobody waits for the first of them."""
-    layout = role.layout
-    return layout is not None and plan.schedule in SPLIT and unit not in layout.cut.units(layout.sketch, 0)
