@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from plait import __version__
-from plait.errors import PlaitError, Problem, explain
+from plait.errors import FAILED, NO_ROOM, PlaitError, Problem, disk_full, explain, trace_of
 from plait.plan import KEYS, Plan
 from plait.planner import options as plan_options
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         return options.run(options)
     except PlaitError as error:
         if verbose:
-            print(error.trace or _trace_of(error.__cause__), file=sys.stderr)
+            print(error.trace or trace_of(error.__cause__), file=sys.stderr)
         if as_json:
             print(json.dumps({"ok": False, "errors": [vars(p) for p in error.problems]}))
         print(error, file=sys.stderr)
@@ -41,12 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left is flushed into it at the end
         return 0
-
-
-def _trace_of(error: BaseException | None) -> str:
-    import traceback
-
-    return "".join(traceback.format_exception(error)) if error is not None else ""
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        print(disk_full(error), file=sys.stderr)
+        return FAILED
 
 
 def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -6,6 +6,8 @@ each code; ``plait help P012`` prints its section.
 """
 
 import difflib
+import errno
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,25 @@ class PlaitError(Exception):
     @property
     def codes(self) -> list[str]:
         return [p.code for p in self.problems]
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the operating system's errors when something cannot be written for want of room."""
+
+
+def disk_full(error: OSError) -> Problem:
+    """R006: what could not be written, where that is known."""
+    where = str(error.filename or "")
+    fix = (
+        "make room; what was written before is untouched, and --resume goes on from the newest checkpoint",
+        "--runs FOLDER",
+    )
+    return Problem("R006", "the disk is full", why=f"the operating system says: {error.strerror}", where=where, fix=fix)
+
+
+def trace_of(error: BaseException | None) -> str:
+    """Its traceback, for `-v`."""
+    return "".join(traceback.format_exception(error)) if error is not None else ""
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
