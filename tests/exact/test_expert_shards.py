@@ -68,12 +68,12 @@ def frozen() -> plait.Job:
 
 
 TRIED = (
-    (mixtral, "fsdp=4 ep=2"), (balance, "fsdp=4 ep=2 zero=1"), (qwen3, "dp=2 fsdp=4 ep=2 zero=2"),
-    (listed, "fsdp=4 ep=2 zero=2 microbatches=2"), (mixtral, "fsdp=4 ep=2 zero=1 microbatches=3"),
-    (mixtral, "fsdp=4 ep=2 tp=2"), (listed, "pp=2 fsdp=4 ep=2 microbatches=2"), (five, "dp=2 fsdp=3 ep=2"),
+    (mixtral, "fsdp=4 ep=2 zero=1 microbatches=3"), (balance, "fsdp=4 ep=2 zero=1"), (qwen3, "dp=2 fsdp=4 ep=2 zero=2"),
+    (listed, "pp=2 fsdp=4 ep=2 microbatches=2"), (five, "dp=2 fsdp=3 ep=2"),
     (mixtral, "fsdp=4 ep=2 recompute=full offload=optimizer"), (scaled, "fsdp=4 ep=2"), (qwen3, "fsdp=4 ep=2 precision=bf16"),
 )  # fmt: skip
 MORE = (
+    (mixtral, "fsdp=4 ep=2"), (mixtral, "fsdp=4 ep=2 tp=2"), (listed, "fsdp=4 ep=2 zero=2 microbatches=2"),
     (mixtral, "dp=2 fsdp=4 ep=4 microbatches=2"), (qwen3, "fsdp=4 ep=2 cp=2"), (listed, "fsdp=4 ep=2 recompute=selective"),
     (listed, "pp=2 fsdp=4 ep=2 microbatches=3 schedule=zb zero=2"), (listed, "pp=2 fsdp=4 ep=2 microbatches=2 zero=1 recompute=full"),
     (partial(listed, always=True), "dp=2 fsdp=4 ep=2 microbatches=2 zero=2"), (partial(balance, depth=1, times=2), "fsdp=4 ep=2"),
