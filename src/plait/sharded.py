@@ -27,7 +27,7 @@ def divides(shape: Sequence[int]) -> bool:
 
 def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
     """Elements of the largest part of a tensor cut along a dim."""
-    return -(-shape[dim] // ranks) * (math.prod(shape) // shape[dim])
+    return -(-shape[dim] // ranks) * math.prod(n for d, n in enumerate(shape) if d != dim)
 
 
 def along(shape: Sequence[int], ranks: int) -> int:

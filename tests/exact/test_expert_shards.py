@@ -20,6 +20,7 @@ from plait.launch.place import Place
 from plait.measuring import measure
 from plait.mesh import experts_of
 from plait.plan import Plan
+from plait.sharded import padded
 from plait.scattering import Scatter
 from plait.verify import verify
 
@@ -125,6 +126,11 @@ def test_who_holds_what() -> None:
 )
 def test_how_many_ranks_share_an_expert(plan: str, ranks: int) -> None:
     assert Plan.parse(plan).expert_shards == ranks
+
+
+def test_the_largest_part_of_what_is_empty_is_empty() -> None:
+    assert [padded(shape, 2) for shape in ((0,), (0, 3), (5, 0), (5, 3))] == [0, 0, 0, 9]
+    assert padded((3, 8), 4, 1) == 6
 
 
 def held(job: plait.Job, plan: str) -> list[dict[str, int]]:
