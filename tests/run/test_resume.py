@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -122,42 +123,39 @@ def test_second_launcher_is_kept_out(tmp_path: Path) -> None:
     first.wait()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("no mount here")
-    try:
-        command = Command(*ARGV, "--steps", "4", "--runs", str(disk / "runs"), folder=tmp_path)
-        assert command.wait() == 0, command.output
-        (disk / "filler").write_bytes(b"x" * (_free(disk) - 9000))
-        command = Command(*ARGV, "--runs", str(disk / "runs"), "--resume", folder=tmp_path)
-        assert command.wait() == 1
-        full = "error[K004]" in command.output and "MiB are free" in command.output
-        assert full or "error[R006]" in command.output, command.output  # its metrics may be what comes first
-        tensors(disk / "runs/latest/checkpoints/step-000004")
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=False)
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root, and a place that allows it")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_no_room_for_a_line_of_metrics_is_an_error_with_a_name(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("no mount here")
-    try:
-        command = Command(*ARGV, "--steps", "4", "--runs", str(disk / "runs"), folder=tmp_path)
-        assert command.wait() == 0, command.output
-        (disk / "filler").write_bytes(b"x" * _free(disk))
-        command = Command(*ARGV, "--runs", str(disk / "runs"), "--resume", folder=tmp_path)
-        assert command.wait() == 1 and ("error[R006]" in command.output or "error[K004]" in command.output), (
-            command.output
-        )
-        tensors(disk / "runs/latest/checkpoints/step-000004")
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=False)
+def without_room(disk: Path, left: int) -> Command:
+    """A run that is resumed on a disk where so many bytes are left; what it had is untouched."""
+    runs = str(disk / "runs")
+    first = Command(*ARGV, "--steps", "4", "--runs", runs, folder=disk.parent)
+    assert first.wait() == 0, first.output
+    (disk / "filler").write_bytes(b"x" * (_free(disk) - left))
+    command = Command(*ARGV, "--runs", runs, "--resume", folder=disk.parent)
+    assert command.wait() == 1, command.output
+    tensors(disk / "runs/latest/checkpoints/step-000004")
+    return command
+
+
+def test_full_disk_keeps_the_checkpoint_before(disk: Path) -> None:
+    """There is room for lines of metrics, and none for a checkpoint."""
+    told = without_room(disk, 20480).output
+    assert "error[K004]" in told and "MiB are free" in told, told
+
+
+def test_no_room_for_a_line_of_metrics_is_an_error_with_a_name(disk: Path) -> None:
+    told = without_room(disk, 0).output
+    assert "error[R006]" in told or "error[K004]" in told, told
 
 
 def _free(path: Path) -> int:
