@@ -39,7 +39,24 @@ def lost(gradient: Tensor) -> None:
     )
 
 
-class Posing(Facade):
+class Shaped(Facade):
+    """Something with the shape of the whole: what asks for shape and format alone is answered by it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if looks(func):
+            with plainly():
+                return func(*args, **kwargs)
+        return cls.computed(func, args, kwargs)
+
+    @classmethod
+    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What any other function gives."""
+        raise NotImplementedError
+
+
+class Posing(Shaped):
     """The whole, of which `local` are this rank's rows of dim `along` (counted from the end)."""
 
     local: Tensor
@@ -64,11 +81,7 @@ class Posing(Facade):
         return Posing.of(local, self.along + local.dim(), self.shape[self.along])
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if looks(func):
-            with plainly():
-                return func(*args, **kwargs)
+    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
         posing = max((t for t in tree_leaves((args, kwargs)) if isinstance(t, Posing)), key=lambda t: t.dim())
         result = func(*tree_map(rows_of, args), **tree_map(rows_of, kwargs))
         first = args[0] if args else None
@@ -85,7 +98,7 @@ def rows_of(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, Posing) else leaf
 
 
-class Waiting(Facade):
+class Waiting(Shaped):
     """A whole that is not there yet, to code between units: it is made when something asks for more than its shape."""
 
     def whole(self) -> Tensor:
@@ -98,11 +111,7 @@ class Waiting(Facade):
         return self if same else NotImplemented
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if looks(func):
-            with plainly():
-                return func(*args, **kwargs)
+    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
         first = next((a for a in args if isinstance(a, Waiting)), None)
         result = NotImplemented if first is None else first.waits(func, args, kwargs)
         return func(*tree_map(plain, args), **tree_map(plain, kwargs)) if result is NotImplemented else result

@@ -102,10 +102,10 @@ class _Finder:
 
         Longer where a few words take another course than whole rows do: a mask that only a long row needs.
         """
-        found: list[Follow] = []
+        first: Follow | None = None
         given = tuple(pair for pair in given if pair[0] not in opaque)
         for inputs, numbers in tries(example):
-            if found and (numbers or inputs is example):
+            if first is not None and (numbers or inputs is example):
                 break
             follow = Follow(self.model, opaque, numbers)
             try:
@@ -121,10 +121,11 @@ class _Finder:
                 if numbers:
                     raise
                 continue
-            found.append(follow)
             if not given or _units(follow, given) == given:
-                break
-        return found[-1] if not given or _units(found[-1], given) == given else found[0]
+                return follow
+            first = first or follow
+        assert first is not None, "the last try returns or raises"
+        return first
 
     def find(self) -> Slices:
         """Everything, in the order in which rows are called."""
