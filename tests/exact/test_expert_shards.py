@@ -20,8 +20,8 @@ from plait.launch.place import Place
 from plait.measuring import measure
 from plait.mesh import experts_of
 from plait.plan import Plan
-from plait.sharded import padded
 from plait.scattering import Scatter
+from plait.sharded import padded
 from plait.verify import verify
 
 mixtral = jobs_moe.mixtral
