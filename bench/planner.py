@@ -24,8 +24,7 @@ from scores import Case, choice, memory, percent, times
 from sites import machine_of
 
 from plait import network
-from plait.plan import Plan
-from plait.planner.anchors import PARTS, Correction, Labels, correction
+from plait.planner.anchors import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.fitted import FITTED, Fitted
 from plait.planner.pace import Pace, Software
@@ -35,8 +34,10 @@ CONTEXT = 2 << 30
 """Bytes of a CUDA context and of NCCL's buffers, which every process has."""
 ROOM = 0.93
 """Part of a device's memory that is really there for a process."""
-UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
-                  routed=1, apart=0, overlap=1, fixed=0, slack=1)  # fmt: skip
+FOUR = 4.0
+"""What making a 4-bit number takes, over an 8-bit one."""
+UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, tuned=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
+                  tiled=0, narrow=0, apart=0, overlap=1, fixed=0, slack=1)  # fmt: skip
 """The same model with nothing fitted: data sheets are believed, everything that can be hidden is."""
 
 
@@ -60,7 +61,16 @@ class Planner:
             "fp4" in run.row["precision"] and peak.fp4
         ):  # a plan has no 4-bit precision: the 8-bit one, at the 4-bit rate
             machine = replace(machine, device=replace(machine.device, peak=replace(peak, fp8=peak.fp4)))
-        software = Software(*held(run), redone=0.5, portable=run.portable, overlapped=run.modern, action=0.0, even=True)
+        software = Software(
+            *held(run),
+            redone=0.5,
+            portable=run.portable,
+            overlapped=run.modern,
+            action=0.0,
+            even=True,
+            tiled=run.tiled,
+            casts=FOUR if "fp4" in run.row["precision"] else 1.0,
+        )
         key = (run.work, run.lora, software, machine)
         if key not in self.paces:
             work = replace(run.work, frozen=1.0) if run.lora else run.work
@@ -100,15 +110,16 @@ def held(run: Run) -> tuple[float, float, float, float]:
     return 2.0, 2.0, 20.0, sent
 
 
-def labels(run: Run, plan: Plan) -> Labels:
+def traits(run: Run, found: Estimate) -> Traits:
     """What a run is like, for anchors."""
+    plan = found.plan
     layout = f"{plan.tp} {plan.pp} {plan.cp} {plan.ep} {plan.zero if plan.fsdp > 1 else 0} {plan.recompute}"
-    return {
+    labels = {
         "occasion": f"{run.source} {run.row.get('table_or_file', '')}", "device": run.row["gpu"],
         "model": run.row.get("model", ""), "precision": run.row.get("precision", ""), "layout": layout,
         "length": run.row.get("seq_len", ""),
-        "routed": "yes" if kind(run) == "experts" else "",
     }  # fmt: skip
+    return Traits(labels, {part: found.share(part) for part in SPENT}, kind(run) == "experts")
 
 
 def kind(run: Run) -> str:
@@ -136,19 +147,19 @@ def cases(
         timed = [pair for pair in rows if pair[0].rate]
         chosen = random.Random(f"{seed} {source}").sample(timed, min(anchors, max(0, len(timed) - 1)))
         known = [
-            (labels(run, got[0].plan), log(1 / run.rate / (got[0].seconds / got[1]))) for run, got in chosen if run.rate
+            (traits(run, got[0]), log(1 / run.rate / (got[0].seconds / got[1]))) for run, got in chosen if run.rate
         ]
         taken = {id(run) for run, _ in chosen}
         found += [case(run, got, known) for run, got in rows if id(run) not in taken]
     return found
 
 
-def case(run: Run, got: tuple[Estimate, float, float], known: list[tuple[Labels, float]]) -> Case:
+def case(run: Run, got: tuple[Estimate, float, float], known: list[tuple[Traits, float]]) -> Case:
     """One prediction, corrected by what is known of the source."""
     found, batch, reserved = got
     machine = machine_of(run.row, not run.modern)
     assert machine is not None
-    fixed: Correction = correction(labels(run, found.plan), known)
+    fixed: Correction = correction(traits(run, found), known)
     each = found.seconds / batch
     said = reserved <= ROOM * machine.device.memory
     parts = {name: round(seconds / found.seconds, 3) for name, seconds in found.parts.items()}
@@ -183,7 +194,7 @@ def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
     found = {
         "anchors": anchors, "seed": seed, "rows": len(runs), "expressed": len(done) + anchors_used(runs, done),
         "expressed_percent": percent([not run.why for run in runs]),
-        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + 2, "choices": 4},
+        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + len(SPENT) + 2, "choices": 5},
         "overall": times(done) | {"mean_of_sources": round(sum(scored) / len(scored), 1) if scored else None},
         "choice": choice(done), "memory": memory(done),
         "kinds": {k: times([c for c in done if c.kind == k]) for k in sorted({c.kind for c in done})},

@@ -39,6 +39,8 @@ class Run:
     """Its kernels are torch's, not those that the vendor tunes for each device."""
     megatron: bool = False
     """Its optimizer is that of Megatron-LM."""
+    tiled: bool = False
+    """Its messages of tp go tile by tile beside matmuls, as NVIDIA's recipes since Megatron-Core document."""
     torch: bool = False
     """It holds what torch's FSDP2 holds."""
     allocator: bool = False
@@ -110,6 +112,7 @@ def run_of(row: dict[str, str]) -> Run:
         lora,
         not re.search("Megatron|NeMo|Transformer ?Engine", said),
         bool(re.search("Megatron|NeMo|2104.04473|2205.05198", row["source"])),
+        bool(re.search("NeMo|Megatron-Core", row["source"])),
         bool(re.search("torchtitan|torchao|pytorch/|PyTorch FSDP", said)),
         "torchtitan" in said,
     )

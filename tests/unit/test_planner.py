@@ -15,7 +15,7 @@ from plait.job import Job
 from plait.machine import Machine
 from plait.plan import Plan
 from plait.planner import goals
-from plait.planner.anchors import correction
+from plait.planner.anchors import NOISE, Traits, correction
 from plait.planner.answer import answer, ask, text, toml
 from plait.planner.asking import Asked, sized
 from plait.planner.command import size
@@ -220,13 +220,27 @@ def test_of_plans_alike_the_simplest_comes_first() -> None:
 
 
 def test_measured_runs_correct_what_is_like_them() -> None:
-    here = {"occasion": "a", "device": "d", "model": "m", "precision": "p", "layout": "l"}
-    other = {key: value + "2" for key, value in here.items()}
+    words = {"occasion": "a", "device": "d", "model": "m", "precision": "p", "layout": "l"}
+    here, other = Traits(words), Traits({key: value + "2" for key, value in words.items()})
     before = correction(here)
     after = correction(here, [(here, log(1.3))] * 4)
     assert before.factor == 1 and 1.15 < after.factor < 1.3 and after.deviation < before.deviation
     assert correction(other, [(here, log(1.3))] * 4).factor == pytest.approx(1.0)
     assert before.low == pytest.approx(exp(-1.645 * before.deviation))
+
+
+def test_a_slow_network_shows_where_a_step_is_messages() -> None:
+    sending, computing = Traits({}, {"gradients": 0.5}), Traits({}, {"gradients": 0.0})
+    slow = [(sending, log(1.4))] * 4
+    assert correction(sending, slow).factor > 1.3
+    assert 1.05 < correction(Traits({}, {"gradients": 0.25}), slow).factor < correction(sending, slow).factor
+    assert correction(computing, slow).factor == 1
+
+
+def test_an_unmeasured_step_is_as_unsure_as_published_ones_were_wrong(asked: Asked) -> None:
+    """Not as two runs of one machine are: everything about it may be wrong."""
+    sure = ask(asked, {}).sure
+    assert sure.deviation > 1.5 * NOISE and sure.low < 0.85
 
 
 def test_more_devices_are_not_linearly_faster(asked: Asked) -> None:

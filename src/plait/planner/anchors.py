@@ -2,28 +2,40 @@
 
 The logarithm of measured over predicted time is taken to be a sum of independent errors: one that all runs of an occasion
 share (a place, its software, what was measured together), one for each device, model, number format, layout and length of a
-sample, and noise. A measured run then tells more about a run that is like it than about one that is not, and how sure a
-prediction is follows from the same sum
-(a Gaussian process over labels). With no measured runs it says how wrong the model itself is.
+sample, one for what a part of the step takes at this place, and noise. A measured run then tells more about a run that is
+like it than about one that is not (a slow network shows where much of a step is messages), and how sure a prediction is
+follows from the same sum (a Gaussian process over labels and shares). With no measured runs it says how wrong the model
+itself is.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp
 
 import numpy as np
 
-PARTS = {"occasion": 0.115, "device": 0.054, "model": 0.08, "precision": 0.083, "layout": 0.061, "length": 0.083}
+PARTS = {"occasion": 0.074, "device": 0.045, "model": 0.06, "precision": 0.066, "layout": 0.067, "length": 0.128}
 """Standard deviation of each shared error, as found over all published sources together."""
+SPENT = {"recompute": 0.38, "bubble": 0.6, "gradients": 0.73}
+"""That of the seconds of a part of the step, which counts by the part's share of it."""
 NOISE = 0.083
 """That of two runs that are alike in all of these."""
-ROUTED = 0.305
+ROUTED = 0.35
 """The same for mixtures of experts: releases of one framework alone differ by 76 % there."""
 NINETY = 1.645
 """Standard deviations that hold nine tenths of a normal distribution."""
 
-Labels = Mapping[str, str]
-"""What a run is like: the keys of `PARTS`, "" where nothing can be wrong; "routed" when its rows go to experts."""
+
+@dataclass(frozen=True)
+class Traits:
+    """What a run is like."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the keys of `PARTS`, "" where nothing can be wrong."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """What parts of the step are of it, by the names of an estimate's."""
+    routed: bool = False
+    """Its rows go to experts."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +57,8 @@ class Correction:
         return self.factor * exp(NINETY * self.deviation)
 
 
-def correction(of: Labels, anchors: Sequence[tuple[Labels, float]] = ()) -> Correction:
-    """For a run like `of`, from measured ones: (labels, logarithm of measured over predicted seconds)."""
+def correction(of: Traits, anchors: Sequence[tuple[Traits, float]] = ()) -> Correction:
+    """For a run like `of`, from measured ones: (traits, logarithm of measured over predicted seconds)."""
     own = _noise(of)
     total = _alike(of, of) + own
     if not anchors:
@@ -60,10 +72,11 @@ def correction(of: Labels, anchors: Sequence[tuple[Labels, float]] = ()) -> Corr
     return Correction(exp(mean), float(np.sqrt(max(total - solved @ towards, own))))
 
 
-def _alike(a: Labels, b: Labels) -> float:
+def _alike(a: Traits, b: Traits) -> float:
     """The covariance of two runs' errors."""
-    return sum(size**2 for part, size in PARTS.items() if a.get(part, "") == b.get(part, "") != "")
+    same = sum(size**2 for part, size in PARTS.items() if a.labels.get(part, "") == b.labels.get(part, "") != "")
+    return same + sum(size**2 * a.shares.get(part, 0.0) * b.shares.get(part, 0.0) for part, size in SPENT.items())
 
 
-def _noise(of: Labels) -> float:
-    return (ROUTED if of.get("routed") else NOISE) ** 2
+def _noise(of: Traits) -> float:
+    return (ROUTED if of.routed else NOISE) ** 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from plait.outline import aligned, short
 from plait.plan import Plan
-from plait.planner.anchors import Correction, correction
+from plait.planner.anchors import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.asking import Asked
 from plait.planner.estimate import estimate
 from plait.planner.search import ALIKE, Candidate, Found, Question, branch_samples, search
@@ -95,14 +95,14 @@ def answer(asked: Asked, question: Question, found: Found, top: int, took: float
             fits = candidate.estimate is not None and candidate.estimate.reserved <= question.memory
             rows.append(Row(candidate, fits and not candidate.why, candidate.why or _why(candidate, best, question)))
             shown.add(candidate.mesh)
-    return Answer(asked, question, tuple(rows), found, sureness(asked), took)
+    return Answer(asked, question, tuple(rows), found, sureness(asked, best), took)
 
 
-def sureness(asked: Asked) -> Correction:
-    """How sure a time is: by the errors of published predictions; less is unknown on a machine that was measured."""
-    return correction(
-        {"routed": "yes" if asked.cuts.mixtures else ""} | ({"device": ""} if asked.machine.measured else {})
-    )
+def sureness(asked: Asked, best: Candidate | None) -> Correction:
+    """How sure the time of a plan is: by the errors of published predictions; less is unknown on a machine that was measured."""
+    labels = dict.fromkeys(PARTS, "this run") | ({"device": ""} if asked.machine.measured else {})
+    shares = {part: best.estimate.share(part) for part in SPENT} if best and best.estimate else {}
+    return correction(Traits(labels, shares, bool(asked.cuts.mixtures)))
 
 
 def classical(asked: Asked, question: Question, found: Found) -> list[Candidate]:

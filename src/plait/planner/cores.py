@@ -2,7 +2,8 @@
 
 On an accelerator all that goes on beside the computing; a core does one thing after the other. Costs are counted in
 operators, the time of the forward pass of a small one (`Machine.operator`, measured by `plait bench compute`), since all of
-it is Python calling operators. The numbers were measured on two cores with the plans of `bench/choice.py`.
+it is Python calling operators. The numbers were measured on two cores that did nothing else, with the plans of
+`bench/choice.py`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from plait.machine import Machine
 from plait.plan import Plan
 
-OPERATOR = 6.3e-6
+OPERATOR = 9.3e-6
 """Seconds of a small operator's forward pass on a processor where nothing was measured."""
 
 
@@ -22,35 +23,35 @@ class Cores:
     """Seconds."""
     crowd: float = 1.0
     """Processes for each core, where there are more of them than cores."""
-    launch: float = 3.5
+    launch: float = 1.5
     """An operator of a model, forward, and again backward: its code and what it reads are no longer in a cache."""
-    update: float = 2.5
+    update: float = 1.7
     """An operator's weights in the optimizer and in the gradient norm."""
-    step: float = 70.0
+    step: float = 96.0
     """A step: reading a batch, the loss, the learning rate, the clock."""
-    bucket: float = 90.0
+    bucket: float = 42.0
     """The sum of a bucket of gradients, for every other rank: each is another message to wake up for."""
-    hook: float = 2.0
+    hook: float = 1.0
     """An operator's gradients on their way into a bucket."""
-    bucketed: float = 11.0
+    bucketed: float = 8.3
     """Bytes moved in memory for one of gradients that goes through a bucket."""
-    unit: float = 70.0
+    unit: float = 61.0
     """A unit of fsdp, gathered and scattered, with its hooks."""
-    shard: float = 3.5
+    shard: float = 2.3
     """An operator's weights that are parts."""
-    fresh: float = 20.0
+    fresh: float = 14.4
     """Bytes moved in memory for one that fsdp gathers or scatters: through copies, in pages just taken from the system."""
-    slice: float = 28.0
+    slice: float = 25.5
     """What tp and cp put around an operator, forward and backward."""
-    statistics: float = 3.0
+    statistics: float = 2.3
     """All-reduces of a few bytes, in time, that a batch norm takes in each direction."""
-    ahead: float = 200.0
+    ahead: float = 138.0
     """A forward of a pipeline, with its messages."""
-    passed: float = 4.0
+    passed: float = 1.9
     """For every operator of the model, in each of them: the model's own code runs on every stage."""
-    behind: float = 200.0
+    behind: float = 195.0
     """A backward of a pipeline."""
-    staged: float = 150.0
+    staged: float = 46.0
     """The sum of a pipeline's gradients, which begins when the last backward has ended."""
 
     @staticmethod

@@ -37,6 +37,10 @@ class Software:
     """Kernels are torch's, not tuned by the vendor for each device."""
     overlapped: bool = True
     """Gradients are reduced while backward goes on."""
+    casts: float = 1.0
+    """What making an 8-bit number takes, over that of a plain rounding: more for 4-bit formats, with transforms and dice."""
+    tiled: bool = False
+    """Messages of tp go tile by tile beside the matmul that makes or takes them (user buffers of Transformer Engine)."""
     action: float = 1e-3
     """Seconds that a pipeline's runner takes of its own for a forward or a backward: measured by `bench/pipeline.py`."""
     even: bool = False
@@ -133,6 +137,8 @@ class Pace:
             reach = fitted.flash
             if self.software.portable:
                 reach *= min(1.0, (REFERENCE / self.peak("bf16")) ** fitted.portable)
+            else:
+                reach *= max(1.0, self.peak("bf16") / REFERENCE) ** fitted.tuned
             return product.times * (flops / (peak * reach) + 2 * fitted.ramp)
         held = product.experts / plan.ep if product.experts else 1.0
         apart = fitted.apart * held if product.experts else 0.0
@@ -183,9 +189,10 @@ class Pace:
         fitted, spread = self.fitted, plan.tp if plan.sequence_parallel else 1
         elements = block.moved_cut / plan.tp + (block.moved - block.moved_cut) / spread
         elements = fitted.moved * elements + fitted.scores * block.scores / plan.tp
-        if self.software.portable and plan.precision == "fp8":
+        if plan.precision == "fp8":
             made = sum(p.rows * (p.inner + p.columns) * p.times for p in block.products if p.weight)
-            elements += fitted.cast * made / plan.tp
+            cast = fitted.cast if self.software.portable else fitted.narrow
+            elements += cast * self.software.casts * made / plan.tp
         return elements / plan.cp * samples * item(plan) / self.stream
 
     def sums(self, block: Block, plan: Plan, samples: float) -> float:
@@ -193,7 +200,8 @@ class Pace:
         if plan.tp == 1 or not block.handovers:
             return 0.0
         size = block.out * samples / plan.cp * item(plan)
-        return self.fitted.sums * block.handovers * self.machine.all_reduce(size, plan.tp)
+        shown = self.fitted.tiled if self.software.tiled and plan.sequence_parallel else self.fitted.sums
+        return shown * block.handovers * self.machine.all_reduce(size, plan.tp)
 
     def gauged(self, block: Block, plan: Plan) -> float:
         """Seconds to sum the statistics of batch norms in a forward."""
@@ -214,7 +222,7 @@ class Pace:
         ):  # a row goes to a node once, whatever number of its experts are there
             choices = max(p.rows for p in block.products if p.experts) / min(p.rows for p in block.products)
             size *= min(1.0, nodes * (1 - (1 - 1 / nodes) ** choices) / choices)
-        return 2 * self.fitted.routed * self.machine.all_to_all(size, plan.ep, stride)
+        return 2 * self.machine.all_to_all(size, plan.ep, stride)
 
     def rotated(self, block: Block, plan: Plan, samples: float, attention: float) -> float:
         """Seconds of messages of cp that attention does not hide."""
