@@ -2,9 +2,10 @@
 
 The first half runs the operators that lie on a way to the inputs, for that way only. Where such an operator also leads
 to a parameter, the gradient that came to it is kept; the second half starts there. Nothing is computed twice: what a
-checkpoint recomputes in the first half is kept for the second. Two kinds of parameters are not put off, because the second
-half would go the way to the inputs again: those that several such operators lead to (a unit that is called twice, a bias
-that all layers share), and those behind an operator written in Python, which computes all its gradients at once.
+checkpoint recomputes in the first half is kept for the second. Three kinds of parameters are not put off, because the second
+half would go a way again: those that several such operators lead to (a unit that is called twice, a bias that all layers
+share, a decoder's first layer, which each attention to the encoder's states leads to), the others that one of these operators
+leads to, and those behind an operator written in Python, which computes all its gradients at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,10 +68,10 @@ def _put_off(nodes: set[Node], leading: set[Node]) -> tuple[list[tuple[Node, lis
             times[key] = times.get(key, 0) + 1
     later, now = list[tuple[Node, list[Tensor]]](), dict[int, Tensor]()
     for node, found in led.items():
-        whole = isinstance(node, BackwardCFunction)
-        now |= {key: t for key, t in found.items() if whole or times[key] > 1}
-        targets = [t for key, t in found.items() if not whole and times[key] == 1]
-        later += [(node, targets)] if targets else []
+        if isinstance(node, BackwardCFunction) or any(times[key] > 1 for key in found):
+            now |= found
+        elif found:
+            later.append((node, list(found.values())))
     return later, list(now.values())
 
 

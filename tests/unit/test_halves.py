@@ -135,6 +135,20 @@ def test_what_the_second_half_could_only_find_on_the_way_to_the_inputs_is_not_pu
     assert own.grad is not None and torch.equal(shared.grad, first) and Times.calls == 1
 
 
+def test_what_a_decoder_computes_by_itself_is_gone_through_once() -> None:
+    """A norm that an attention to the encoder's states leads to, on the way to weights which the sum behind it leads to too."""
+    own, norm, query, key = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    states = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    Times.calls = 0
+    hidden = torch.ones(2, 3, dtype=torch.float64) @ own
+    asked = Times.apply(hidden @ norm, query)
+    out = (hidden + asked * (states @ key)).sin()
+    later = halves([out.sum()], [None], [states])
+    assert states.grad is not None and own.grad is not None and key.grad is None
+    later()
+    assert key.grad is not None and norm.grad is not None and query.grad is not None and Times.calls == 1
+
+
 def test_the_two_halves_are_apart() -> None:
     """Of a chain of products, the first half gives the input its gradient, the second the weights theirs."""
     weights = [torch.randn(3, 3, requires_grad=True) for _ in range(3)]
