@@ -30,7 +30,8 @@ from torch.nn import functional as F
 from plait.job import Job
 from plait.machine import Machine
 from plait.planner.asking import Asked, sized
-from plait.planner.search import Candidate, divisors, search
+from plait.planner.branches import divisors
+from plait.planner.search import Candidate, search
 from plait.planner.trying import in_turn
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")

@@ -18,10 +18,11 @@ from plait.planner import goals
 from plait.planner.anchors import NOISE, Traits, correction
 from plait.planner.answer import answer, ask, text, toml
 from plait.planner.asking import Asked, sized
+from plait.planner.branches import branch_samples, branches
 from plait.planner.command import size
-from plait.planner.estimate import estimate, played
+from plait.planner.estimate import alive, estimate, played
 from plait.planner.pace import Pace, Software
-from plait.planner.search import Found, branch_samples, branches, search
+from plait.planner.search import Found, search
 from plait.planner.workload import Block, Product, Workload
 from plait.schedules import table
 from plait.simulate import simulate
@@ -140,10 +141,38 @@ def test_long_tables_are_played_from_short_ones(schedule: str, v: int, ranks: in
     n = ranks * v
     times = tuple(tuple(base + 0.1 * ((s * 7) % n) for s in range(n)) for base in (1.0, 1.1, 0.9))
     real = simulate(table(schedule, ranks, micro, v), *times, 0.05)
-    found, live = played((schedule, ranks, v), micro, times, 0.05)
-    assert found == pytest.approx(real.makespan, rel=0.02)
+    assert played((schedule, ranks, v), micro, times, 0.05) == pytest.approx(real.makespan, rel=0.02)
     if schedule != "gpipe":
-        assert live == real.live
+        assert alive(Plan(pp=ranks, schedule=schedule, stages_per_rank=v, microbatches=micro)) == real.live
+
+
+def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_the_host_has_room() -> None:
+    machine = Machine.named("h100x2")
+    tall = Asked.of(job(layers=4, width=512, batch=64), "tall.py", machine)
+    pins = {"dp": 2, "precision": "bf16", "microbatches": 1}
+    need = estimate(tall.pace(), Plan(dp=2, precision="bf16", offload="optimizer"), 32)
+    memory = (need.reserved * 1.02 + (1 << 30)) / 0.95
+    chosen = ask(tall, pins, memory).rows[0].candidate.plan
+    assert (chosen.offload, chosen.recompute) == ("optimizer", "none")
+    small = replace(machine, host_memory=round(need.hosted))  # of both ranks
+    assert ask(tall.on(small), pins | {"offload": "optimizer"}, memory).best is None
+    everything = estimate(tall.pace(), Plan(fsdp=2, precision="bf16", offload="all"), 32)
+    assert everything.memory["parameters"] == everything.memory["gradients"] == 0 < everything.parts["host"]
+    assert everything.hosted > need.hosted / 2
+
+
+def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: Asked) -> None:
+    """The model has four heads: four ranks can share them out, eight cannot."""
+    for cp, contexts in ((2, {"ring", "ulysses"}), (4, {"ring", "ulysses"}), (8, {"ring"})):
+        assert {b.context for b in branches(asked.question({"cp": cp, "pp": 1, "tp": 1}))} == contexts
+    times = {c: ask(asked, {"cp": 4, "context": c}).rows[0].candidate.seconds for c in ("ring", "ulysses")}
+    assert ask(asked, {"cp": 4}).rows[0].candidate.seconds <= min(times.values()) * 1.02
+
+
+def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
+    cores = Asked.of(job(layers=2, width=32, batch=8), "tiny.py", sized(Machine.read("here"), 2))
+    assert {b.sequence_parallel for b in branches(cores.question({"tp": 2}))} == {True, False}
+    assert not ask(cores, {"tp": 2}).rows[0].candidate.plan.sequence_parallel
 
 
 def test_nothing_that_is_left_out_would_have_been_shown(asked: Asked) -> None:
@@ -189,7 +218,7 @@ def test_pins_are_kept_and_refusals_honoured(asked: Asked) -> None:
 def test_what_does_not_fit_is_never_chosen_and_said() -> None:
     small = Asked.of(job(width=256, batch=64), "big.py", Machine.named("h100x4"))
     need = estimate(small.pace(), Plan(dp=4, precision="bf16"), 16).reserved
-    found = ask(small, {}, memory=(need * 0.6 + (1 << 30)) / 0.95)
+    found = ask(small, {"offload": "none"}, memory=(need * 0.6 + (1 << 30)) / 0.95)
     assert found.best is not None and found.best.candidate.plan.dp != 4
     assert any("GiB over" in row.why for row in found.rows)
     nothing = ask(small, {}, memory=(1 << 30) / 0.95 + 1e6)
@@ -273,11 +302,11 @@ def test_the_longest_argument_that_fits() -> None:
 
     memory = (1 << 30) / 0.95 + 2.2e8
     goal = goals.longest("layers", {"layers": "2"}, again)
-    found = goal(again({"layers": "2"}), {"fsdp": 2, "recompute": "none", "precision": "fp32"}, memory)
+    pins = {"fsdp": 2, "recompute": "none", "precision": "fp32", "offload": "none"}
+    found = goal(again({"layers": "2"}), pins, memory)
     best = int(found.told.split()[1])
     assert 2 < best < max(tried) and found.chosen == 0
-    assert not goals.at(again({"layers": str(best + max(2, best // 16))}), {"fsdp": 2, "recompute": "none", "precision": "fp32",
-                                                                            "offload": "none"}, memory, 2).seconds  # fmt: skip
+    assert not goals.at(again({"layers": str(best + max(2, best // 16))}), pins, memory, 2).seconds
 
 
 def test_sizes_of_a_machine() -> None:

@@ -9,8 +9,9 @@ from plait.outline import aligned, short
 from plait.plan import Plan
 from plait.planner.anchors import PARTS, SPENT, Correction, Traits, correction
 from plait.planner.asking import Asked
+from plait.planner.branches import Question, branch_samples
 from plait.planner.estimate import estimate
-from plait.planner.search import ALIKE, Candidate, Found, Question, branch_samples, search
+from plait.planner.search import ALIKE, Candidate, Found, search
 
 GIB = 2**30
 CLASSICAL = ("dp", "fsdp", "tp", "pp")
@@ -73,14 +74,10 @@ class Answer:
 
 
 def ask(asked: Asked, pins: dict[str, Any], memory: float | None = None, top: int = 5, devices: int = 0) -> Answer:
-    """Search, and again with the optimizer's state on the host when nothing fits."""
+    """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
     found = search(asked.pace(), question, asked.refused())
-    if not found.best and "offload" not in pins:
-        away = replace(question, pins=pins | {"offload": "optimizer"})
-        again = search(asked.pace(), away, asked.refused())
-        question, found = (away, again) if again.best else (question, found)
     return answer(asked, question, found, top, time.monotonic() - start)
 
 
@@ -92,7 +89,7 @@ def answer(asked: Asked, question: Question, found: Found, top: int, took: float
     shown = {row.candidate.mesh for row in rows}
     for candidate in classical(asked, question, found):
         if candidate.mesh not in shown and len(rows) < max(top + 3, 4):
-            fits = candidate.estimate is not None and candidate.estimate.reserved <= question.memory
+            fits = question.holds(candidate.estimate)
             rows.append(Row(candidate, fits and not candidate.why, candidate.why or _why(candidate, best, question)))
             shown.add(candidate.mesh)
     return Answer(asked, question, tuple(rows), found, sureness(asked, best), took)
@@ -144,6 +141,8 @@ def _why(candidate: Candidate, best: Candidate | None, question: Question | None
         largest = max(found.memory, key=lambda name: found.memory[name])
         held = {"optimizer": "optimizer state is not sharded enough", "activations": "activations do not fit"}
         return f"{over:.1f} GiB over: {held.get(largest, f'{largest} do not fit')}"
+    if question is not None and found.hosted > question.host:
+        return f"{(found.hosted - question.host) / GIB:.1f} GiB of host memory over, a rank"
     if best is None or best.estimate is None or candidate is best:
         return "chosen"
     more = {name: s - best.estimate.parts.get(name, 0.0) for name, s in found.parts.items()}

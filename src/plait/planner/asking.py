@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import Any
 
 from plait import data
@@ -16,9 +16,9 @@ from plait.machine import Device, Machine, Rates
 from plait.network import Link
 from plait.plan import Plan
 from plait.planner.boil import Cuts, boiled, cuts_of
+from plait.planner.branches import Question
 from plait.planner.cores import Cores
 from plait.planner.pace import Pace, Software
-from plait.planner.search import Question
 from plait.role import Layout
 from plait.sketch import Sketch
 
@@ -82,6 +82,12 @@ class Asked:
         """Whether it has attention, whose sequence cp can cut."""
         return any(c.work.keys for c in self.sketch.calls)
 
+    @property
+    def heads(self) -> int:
+        """The most ranks that can share out the heads of all its attention."""
+        calls = [c.work for c in self.sketch.calls if c.work.keys]
+        return gcd(*(round(p.batch) for work in calls for p in work.products if not p.weight))
+
     def pace(self) -> Pace:
         """Times of its blocks, which all searches of this job on this machine share."""
         return self._pace
@@ -97,15 +103,21 @@ class Asked:
         size = memory or self.machine.device.memory
         return size * ROOM - CONTEXT if self.accelerated else size * ROOM
 
+    def beside(self) -> float:
+        """Bytes of its host's memory that a device's rank may take: where it is not known, twice what the device has."""
+        known = (self.machine.host_memory or 0) / self.machine.devices_per_node
+        return ROOM * (known or 2 * self.machine.device.memory)
+
     def question(self, pins: dict[str, Any], memory: float | None = None, devices: int = 0) -> Question:
         """What to search, with keys that are given."""
         peaks = self.machine.device.peak
         formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
         sizes = {m.experts for m in self.cuts.mixtures}
         return Question(
-            devices or self.machine.devices, self.job.batch, pins, self.room(memory), formats,
+            devices or self.machine.devices, self.job.batch, pins, self.room(memory), self.beside(), formats,
             max(1, len(self.sketch.calls)), self.sliceable, self.attends,
-            tuple(sorted(sizes)),
+            tuple(sorted(sizes)), self.heads, ("none", "optimizer", "all") if self.accelerated else ("none",),
+            (True,) if self.accelerated else (True, False),
         )  # fmt: skip
 
     def refused(self) -> Callable[[Plan], str]:

@@ -43,6 +43,8 @@ class Cores:
     """Bytes moved in memory for one that fsdp gathers or scatters: through copies, in pages just taken from the system."""
     slice: float = 25.5
     """What tp and cp put around an operator, forward and backward."""
+    plain: float = 13.0
+    """The same of tp alone, where what lies between slices is whole on every rank."""
     statistics: float = 2.3
     """All-reduces of a few bytes, in time, that a batch norm takes in each direction."""
     ahead: float = 138.0
@@ -62,7 +64,8 @@ class Cores:
 
     def passes(self, kernels: float, plan: Plan) -> tuple[float, float]:
         """Seconds to launch so many operators forward, and backward."""
-        around = self.slice / 2 if plan.tp * plan.cp > 1 else 0.0
+        stretched = plan.cp > 1 or plan.sequence_parallel
+        around = (self.slice if stretched else self.plain) / 2 if plan.tp * plan.cp > 1 else 0.0
         each = (self.launch + around) * kernels * self.operator
         return each, each
 

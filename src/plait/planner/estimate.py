@@ -1,9 +1,9 @@
 """What one plan costs on a machine: seconds of a step, split by what they are spent on, and bytes of the fullest rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 
 from plait.actions import Table
 from plait.plan import Plan
@@ -34,40 +34,57 @@ class Estimate:
     """Bytes that the allocator takes for them."""
     flops: float = 0.0
     """Of the model's step on one device, without what is computed again."""
+    hosted: float = 0.0
+    """Bytes that one rank keeps in its host's memory."""
 
     def share(self, part: str) -> float:
         """A part of the step, of all of it."""
         return self.parts.get(part, 0.0) / self.seconds
 
 
-def estimate(pace: Pace, plan: Plan, samples: float) -> Estimate:
-    """Price a plan whose micro-batches have so many samples on each rank."""
+def estimate(pace: Pace, plan: Plan, samples: float, within: float = inf) -> Estimate:
+    """Price a plan whose micro-batches have so many samples on each rank; of one that takes more bytes, only those."""
     timed = [(b, pace.block(b, plan, samples)) for b in pace.work.blocks]
     cut = stages(timed, plan.pp * plan.stages_per_rank, pace.software.even)
-    weights = [sum(room.weights(b, plan) * n for b, _, n in stage) for stage in cut]
     held = owned((plan.schedule, plan.pp, plan.stages_per_rank)) if plan.pp > 1 else ((0,),)
-    parts, live = pipeline(pace, plan, samples, cut, held)
+    parted = [[[(b, n) for b, _, n in cut[s]] for s in stages] for stages in held]
+    memory = room.memory(parted, plan, samples, alive(plan), pace.software, pace.work.frozen)
+    reserved = sum(memory.values()) * pace.fitted.slack
+    weights = [sum(room.weights(b, plan) * n for b, _, n in stage) for stage in cut]
     fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
+    states = sum(weights[s] for s in fullest) / plan.fsdp * (1 - pace.work.frozen)
+    software = pace.software
+    away = {"none": 0.0, "optimizer": software.state, "all": software.weights + software.gradients + software.state}
+    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.tp * plan.cp * plan.pp)
+    found = Estimate(plan, inf, {}, memory, reserved, flops, states * away[plan.offload])
+    if reserved > within:
+        return found
     own = [part for s in fullest for part in cut[s]]
+    parts = pipeline(pace, plan, samples, cut, held)
     hidden = sum(parts[name] for name in ("compute", "recompute", "tensor")) / plan.microbatches
     parts |= gradients(pace, plan, own, hidden)
-    states = sum(weights[s] for s in fullest) / (plan.fsdp if plan.fsdp > 1 else 1) * (1 - pace.work.frozen)
-    software = pace.software
-    touched = states * (2 * software.weights + software.gradients + 2 * software.state)
-    parts["optimizer"] = touched / (
-        pace.stream if plan.offload == "none" else min(pace.stream, pace.machine.host or 1e10)
-    )
+    parts["optimizer"] = touched(pace, plan, states)
+    if plan.offload == "all":
+        parts["host"] = carried(pace, plan, own, hidden)
     parts["fixed"] = pace.fitted.fixed
     if pace.loading:
         parts["data"] = max(0.0, samples * plan.microbatches / pace.loading - sum(parts.values()))
     if software.cores is not None:
         on_cores(pace, plan, samples, own, parts)
-    parted = [[[(b, n) for b, _, n in cut[s]] for s in stages] for stages in held]
-    memory = room.memory(parted, plan, samples, live, software, pace.work.frozen)
-    seconds = sum(parts.values())
-    reserved = sum(memory.values()) * pace.fitted.slack
-    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.tp * plan.cp * plan.pp)
-    return Estimate(plan, seconds, parts, memory, reserved, flops)
+    return replace(found, seconds=sum(parts.values()), parts=parts)
+
+
+def touched(pace: Pace, plan: Plan, states: float) -> float:
+    """Seconds in which the optimizer reads and writes what it keeps of so many weights."""
+    software = pace.software
+    size = states * (2 * software.weights + software.gradients + 2 * software.state)
+    return size / (pace.stream if plan.offload == "none" else min(pace.stream, pace.machine.host or 1e10))
+
+
+def carried(pace: Pace, plan: Plan, own: Timed, hidden: float) -> float:
+    """Seconds to load weights from the host, forward and backward, and to bring gradients there, that nothing hides."""
+    size = sum(room.sharded(b, plan) * n for b, _, n in own) * (2 * pace.software.weights + pace.software.gradients)
+    return plan.microbatches * max(0.0, size / (pace.machine.host or 1e10) - pace.free * hidden)
 
 
 def on_cores(pace: Pace, plan: Plan, samples: float, own: Timed, parts: dict[str, float]) -> None:
@@ -120,8 +137,8 @@ def stages(blocks: Sequence[tuple[Block, Work]], count: int, even: bool) -> list
 
 def pipeline(
     pace: Pace, plan: Plan, samples: float, cut: list[Timed], held: tuple[tuple[int, ...], ...]
-) -> tuple[dict[str, float], tuple[int, ...]]:
-    """Seconds of all forwards and backwards by what they are, and the activations each rank holds. `held`: its stages."""
+) -> dict[str, float]:
+    """Seconds of all forwards and backwards by what they are. `held`: the stages of each rank."""
     cores = pace.software.cores
     own = (pace.software.action, pace.software.action) if plan.pp > 1 else (0.0, 0.0)
     if cores is not None and plan.pp > 1:
@@ -135,16 +152,14 @@ def pipeline(
     busiest = max(range(plan.pp), key=lambda k: per_rank[k])
     part = [one for s in held[busiest] for one in cut[s]]
     again, sent = sum(w.again * n for _, w, n in part) * m, sum(w.sent * n for _, w, n in part) * m
-    total, live = per_rank[busiest] * m, (1,)
-    ideal = total
+    total = ideal = per_rank[busiest] * m
     if plan.pp > 1:
         size = max(b.out for b, _, _ in part) * samples / plan.cp * item(plan)
         inner = plan.tp * plan.cp
         link = pace.machine.send(size / plan.tp, inner * plan.shares) + pace.machine.all_gather(size, plan.tp)
         times = (_rounded(forward), _rounded(inputs), _rounded(weight))
-        total, live = played((plan.schedule, plan.pp, plan.stages_per_rank), m, times, round(link, 7))
-    parts = {"compute": ideal - again - sent, "recompute": again, "tensor": sent, "bubble": total - ideal}
-    return parts, live
+        total = played((plan.schedule, plan.pp, plan.stages_per_rank), m, times, round(link, 7))
+    return {"compute": ideal - again - sent, "recompute": again, "tensor": sent, "bubble": total - ideal}
 
 
 def _rounded(times: list[float]) -> tuple[float, ...]:
@@ -152,17 +167,27 @@ def _rounded(times: list[float]) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=65536)
-def played(kind: tuple[str, int, int], micro: int, times: Times, link: float) -> tuple[float, tuple[int, ...]]:
-    """The makespan of a table and what its ranks hold. The middle of a long one repeats, so two short ones tell."""
+def played(kind: tuple[str, int, int], micro: int, times: Times, link: float) -> float:
+    """The makespan of a table. The middle of a long one repeats, so two short ones tell."""
     ranks = kind[1]
     if micro <= 3 * ranks:
-        order = ordered(kind, micro)
-        return makespan(order, times, link), order.live
-    rest = micro % ranks
-    short, long = ordered(kind, 2 * ranks + rest), ordered(kind, 3 * ranks + rest)
+        return makespan(ordered(kind, micro), times, link)
+    short, long = ordered(kind, shown(micro, ranks) - ranks), ordered(kind, shown(micro, ranks))
     before, after = makespan(short, times, link), makespan(long, times, link)
     busiest = max(sum(sum(stage[s] for stage in times) for s in held) for held in owned(kind))
-    return after + max((after - before) / ranks, busiest) * (micro - long.microbatches), long.live
+    return after + max((after - before) / ranks, busiest) * (micro - long.microbatches)
+
+
+def shown(micro: int, ranks: int) -> int:
+    """Micro-batches of a table that shows what a longer one does."""
+    return micro if micro <= 3 * ranks else 3 * ranks + micro % ranks
+
+
+def alive(plan: Plan) -> tuple[int, ...]:
+    """How many stages' activations each rank holds at once."""
+    if plan.pp == 1:
+        return (1,)
+    return ordered((plan.schedule, plan.pp, plan.stages_per_rank), shown(plan.microbatches, plan.pp)).live
 
 
 @lru_cache(maxsize=512)

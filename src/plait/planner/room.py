@@ -70,10 +70,11 @@ def _rank(stages: Sequence[Stage], plan: Plan, samples: float, live: float, soft
     pairs = [(kept(b, plan, samples, software), n) for stage in stages for b, n in stage]
     each = sum(now * n for (now, _), n in pairs) / len(stages)
     moment = max((once for (_, once), _ in pairs), default=0.0)
-    zero = plan.zero if plan.fsdp > 1 else 0
+    away = plan.offload == "all"
+    zero = plan.zero if plan.fsdp > 1 or away else 0
     found = {
-        "parameters": (parts if zero == 3 else own) * software.weights,
-        "gradients": (parts if zero >= 2 else own) * software.gradients,
+        "parameters": ((0.0 if away else parts) if zero == 3 else own) * software.weights,
+        "gradients": 0.0 if away else (parts if zero >= 2 else own) * software.gradients,
         "optimizer": 0.0 if plan.offload != "none" else (parts if zero else own) * software.state,
         "activations": each * live + moment,
     }
