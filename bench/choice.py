@@ -1,8 +1,9 @@
 """The planner's choice against every other plan, measured: small models on the cores of this machine.
 
-Each case is a job on a number of processes. The plans are all meshes of the search over dp, fsdp (zero 1 to 3), tp, cp and
-pp (each schedule), each with the micro-batches, recomputation and so on that the planner would give it. All of them are
-measured as `plait plan --try` measures (`plait.planner.trying`): processor time, the least of several rounds.
+Each case is a job on a number of processes. The plans are all meshes of the search over dp, fsdp (zero 1 to 3), tp (with
+and without stretches between slices), cp and pp (each schedule), each with the micro-batches, recomputation and so on that
+the planner would give it. All of them are measured as `plait plan --try` measures (`plait.planner.trying`): processor time,
+the least of several rounds.
 
     choice     the planner's first, with its predicted and its measured time
     best       the plan that measured least
@@ -178,8 +179,9 @@ def plans(asked: Asked, most: int) -> list[Candidate]:
             continue
         zeros = [{"zero": z} for z in (1, 2, 3)] if mesh["fsdp"] > 1 else [{}]
         words = ("1f1b", "zb", "interleaved", "zbv") if mesh["pp"] > 1 else ("",)
-        for zero, word in product(zeros, words):
-            pins = mesh | zero | ({"schedule": word} if word else {})
+        stretched = [{"sequence_parallel": s} for s in (True, False)] if mesh["tp"] > 1 else [{}]
+        for zero, word, between in product(zeros, words, stretched):
+            pins = mesh | zero | between | ({"schedule": word} if word else {})
             for one in search(pace, asked.question(pins), refused).best[:1]:
                 found.setdefault(str(one.plan), one)
     order = sorted(found.values(), key=lambda c: (c.seconds, str(c.plan)))
