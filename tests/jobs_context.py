@@ -199,14 +199,6 @@ class Weights(nn.Module):
         return h + self.out(self.attention(h, h, h, need_weights=True)[0])
 
 
-class Bias(Attention):
-    """A learned bias by distance, made by the block for the whole sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(2, 12) * 0.1)
-
-
 class Biased(nn.Module):
     """A mask of learned numbers, which the model makes once for all blocks."""
 

@@ -41,6 +41,8 @@ class Call:
     """Arguments that stay whole though they have such a dim: a mask over keys."""
     poses: bool = False
     """Its code looks at lengths: it sees those of whole sequences, and computes this rank's rows (`Stretch`)."""
+    alone: tuple[str, ...] = ()
+    """Its modules that do not pose (`alone.py`)."""
 
     @property
     def sees(self) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait import multihead
+from plait.alone import Running, leave_out
 from plait.attending import Asked, Attending, Whole, apart, check_heads
 from plait.course import At, Call, Course, refused, seeds, short, still, too_short
 from plait.errors import PlaitError
@@ -119,7 +120,7 @@ def _tried(
 ) -> tuple[Call | None, str]:
     """The call, perhaps with some arguments left whole, or why it cannot run on a stretch."""
     unit, (args, kwargs) = widened(module), tree_map_only(Tensor, _wide, given)
-    whole = Whole([])
+    whole, running = Whole([]), Running(unit)
     with torch.no_grad():
         lengths = _lengths(made, (args, kwargs))
         if min(lengths.values()) < 2 * layout[1]:
@@ -130,26 +131,34 @@ def _tried(
         def plain(asked: Asked, *_: Held) -> Tensor:
             if heads:
                 check_heads(asked.q.shape[1], layout[1])
+            running.attends()
             whole.note(asked)
             grouped = asked.k.shape[1] != asked.q.shape[1]
             return F.scaled_dot_product_attention(
                 asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
             )
 
-        with Attending({n: Held(Rows.of([t]), None, 0) for n, t in lengths.items()}, made.attends, plain):
+        sequences = {n: Held(Rows.of([t]), None, 0) for n, t in lengths.items()}
+        with running, Attending(sequences, made.attends, plain):
             expected = named_leaves(unit(*_copied(args), **_copied(kwargs)))[0]
         reasons = []
         for left, poses in _choices(made, given):
             call = replace(made, left=left, poses=poses)
-            reason = _differs(unit, (args, kwargs), call, (expected, whole), ranks)
-            if not reason:
-                return call, ""
-            reasons.append(reason)
+            while True:
+                with running:
+                    reason = _differs(unit, (args, kwargs), call, (expected, whole), ranks)
+                if not reason:
+                    return call, ""
+                reasons.append(reason)
+                if not poses or len(call.alone) == TRIED or not (name := running.stopped()):
+                    break
+                call = replace(call, alone=(*call.alone, name))
+                leave_out(unit.get_submodule(name))
     return None, reasons[0]
 
 
 def _choices(made: Call, given: Any) -> list[tuple[frozenset[str], bool]]:
-    """(arguments to leave whole, whether the others pose as whole), the likeliest first: none, then masks.
+    """(arguments to leave whole, whether the others pose as whole), the likeliest first: none, then masks. Posing comes last.
 
     What poses has features in its last dim; where the sequence is in the last one, it is a mask.
     """

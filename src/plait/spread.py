@@ -28,8 +28,8 @@ from plait.regions import enter, gather, part, total
 from plait.torchseam import Facade, FakeTensor, is_view, tree_leaves, tree_map
 
 ELEMENTWISE = frozenset({
-    "abs", "add", "addcdiv", "addcmul", "atan", "atan2", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or",
-    "bitwise_xor", "bool", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous",
+    "abs", "add", "addcdiv", "addcmul", "angle", "atan", "atan2", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or",
+    "bitwise_xor", "bool", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "complex", "conj", "contiguous",
     "copy", "cos", "cosh", "cpu", "cuda", "deg2rad", "detach", "div", "divide", "double", "elu", "empty_like",
     "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fill", "float", "float_power", "floor",
     "floor_divide", "fmax", "fmin", "fmod", "frac", "full_like", "ge", "gelu", "greater", "greater_equal", "gt",
@@ -37,7 +37,7 @@ ELEMENTWISE = frozenset({
     "ldexp", "le", "leaky_relu", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2",
     "logaddexp", "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid",
     "long", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "multiply", "nan_to_num", "ne", "neg",
-    "negative", "not_equal", "ones_like", "positive", "pow", "rad2deg", "reciprocal", "relu", "relu6",
+    "negative", "not_equal", "ones_like", "polar", "positive", "pow", "rad2deg", "reciprocal", "relu", "relu6",
     "remainder", "round", "rsqrt", "rsub", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinh",
     "softplus", "softshrink", "softsign", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink",
     "threshold", "to", "true_divide", "trunc", "type_as", "where", "xlogy", "zero", "zeros_like", "__abs__",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.alone import leave_out
 from plait.attending import Answer, Attending
 from plait.course import At, Call, Course, refused, too_short
 from plait.errors import FAILED, PlaitError, Problem
@@ -58,6 +59,8 @@ class Stretching:
             if on:
                 module = self.model.get_submodule(name)
                 show(module)
+                for inner in on[0].alone:
+                    leave_out(module.get_submodule(inner))
                 module.forward = _Inside(self, on[0], module)
 
     def install(self) -> list[Any]:

@@ -16,9 +16,18 @@ class Elsewhere(Exception):
     """A function needs rows that this rank does not have."""
 
 
+SECOND = {"linalg_norm": None, "linalg_vector_norm": None, "norm": None, "normalize": 1, "roll": None}
+"""Functions whose dims come after another argument -> what they are when they are not given."""
+FIRST = {"glu": -1}
+"""Those whose dim may be left out."""
+
+
 def others(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     """What runs along dims that are not the sequence's: sums, norms, softmax."""
-    dims = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
+    name = func.__name__
+    at, unsaid = (1, SECOND[name]) if name in SECOND else (0, FIRST.get(name))
+    dims = args[at] if len(args) > at else kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", unsaid)))
+    dims = args if name == "flip" and args and isinstance(args[0], int) else dims
     dims = [dims] if isinstance(dims, int) else dims
     if not isinstance(dims, (tuple, list)) or not dims or not all(type(d) is int for d in dims):
         raise Elsewhere
@@ -86,14 +95,31 @@ def joined(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func([t.local for t in parts], dim))
 
 
+def stacked(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
+    """stack, of tensors that are all stretches."""
+    x = next(t for t in parts if hasattr(t, "held"))
+    dim = (args[0] if args else kwargs.get("dim", 0)) % (x.dim() + 1)
+    if not all(isinstance(t, type(x)) and (t.along, t.held) == (x.along, x.held) for t in parts):
+        raise Elsewhere
+    return x.like(func([t.local for t in parts], dim), x.cut + (dim <= x.cut))
+
+
+def paired(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """Complex numbers of pairs along the last dim, and back."""
+    if func.__name__ == "view_as_complex" and x.along == -1:
+        raise Elsewhere
+    return x.like(func(x.local), x.cut)
+
+
 RULES = {
     **dict.fromkeys(
         (
-            "all", "amax", "amin", "any", "argmax", "argmin", "log_softmax", "logsumexp", "max", "mean", "min", "prod",
-            "softmax", "sort", "std", "sum", "topk", "var",
+            "all", "amax", "amin", "any", "argmax", "argmin", "cumprod", "cumsum", "flip", "log_softmax", "logsumexp", "max",
+            "mean", "min", "prod", "softmax", "sort", "std", "sum", "topk", "var", *SECOND, *FIRST,
         ),
         others,
     ),
+    **dict.fromkeys(("view_as_complex", "view_as_real"), paired),
     **dict.fromkeys(("linear", "layer_norm", "rms_norm"), features),
     **dict.fromkeys(("matmul", "__matmul__"), product),
     "embedding": embedded,
