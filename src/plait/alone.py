@@ -48,10 +48,13 @@ class Running(ExitStack):
         self.now.clear()
         for name, module in self.unit.named_modules():
             before = module.register_forward_pre_hook(lambda *_, name=name: self.now.append(name))
-            after = module.register_forward_hook(lambda *_: self.now.pop() and None)
+            after = module.register_forward_hook(self._left)
             self.callback(before.remove)
             self.callback(after.remove)
         return self
+
+    def _left(self, *_: Any) -> None:
+        self.now.pop()
 
     def attends(self) -> None:
         """Attention is called now."""
