@@ -26,9 +26,9 @@ CONTEXT = 1 << 30
 """Bytes that a process on an accelerator takes before it has a tensor."""
 ROOM = 0.95
 """Part of a device's memory that is really there."""
-CORE = (4e10, 8e9)
-"""flop/s and bytes/s of a processor's core of which nothing was measured."""
-BETWEEN = Link("memory", None, 2e9, 60e-6, "pcie")
+CORE = (1e11, 2e10)
+"""flop/s and bytes/s of a processor's core of which nothing was measured: of a present server's."""
+BETWEEN = Link("memory", None, 2e9, 110e-6, "pcie")
 """Between processes of one host of which nothing was measured."""
 
 

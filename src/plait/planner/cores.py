@@ -29,11 +29,11 @@ class Cores:
     """An operator's weights in the optimizer and in the gradient norm."""
     step: float = 96.0
     """A step: reading a batch, the loss, the learning rate, the clock."""
-    bucket: float = 42.0
+    bucket: float = 36.0
     """The sum of a bucket of gradients, for every other rank: each is another message to wake up for."""
     hook: float = 1.0
     """An operator's gradients on their way into a bucket."""
-    bucketed: float = 8.3
+    bucketed: float = 7.0
     """Bytes moved in memory for one of gradients that goes through a bucket."""
     unit: float = 61.0
     """A unit of fsdp, gathered and scattered, with its hooks."""
@@ -43,7 +43,7 @@ class Cores:
     """Bytes moved in memory for one that fsdp gathers or scatters: through copies, in pages just taken from the system."""
     slice: float = 25.5
     """What tp and cp put around an operator, forward and backward."""
-    plain: float = 13.0
+    plain: float = 20.5
     """The same of tp alone, where what lies between slices is whole on every rank."""
     statistics: float = 2.3
     """All-reduces of a few bytes, in time, that a batch norm takes in each direction."""
