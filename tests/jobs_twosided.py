@@ -141,6 +141,24 @@ class Added(nn.Module):
         return self.head(x + 0.5 * y)
 
 
+class Latents(nn.Module):
+    """A few learned queries, the same on every rank, which look at the sequence, and it at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.latents = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(3, WIDTH) * 0.1)
+        self.look, self.ask = (nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2))
+        self.inner = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        h = self.embed(input_ids)
+        few = self.latents.expand(len(h), -1, -1)
+        few = few + self.look(few, h, h, need_weights=False)[0]
+        few = few + self.inner(few)
+        return self.head(h + self.ask(h, few, few, need_weights=False)[0])
+
+
 class Same(Pairs):
     """Of one length."""
 
@@ -162,6 +180,7 @@ ALL = {
     "aligned": translate(lambda: Translator(aligned=True)),
     "transformer": translate(Transformer),
     "added": translate(Added, Same),
+    "latents": translate(Latents, Same),
     "t5": jobs_pipeline.t5,
     "whisper": jobs_pipeline.whisper,
     "vit": jobs_pipeline.vit,

@@ -39,6 +39,8 @@ class Call:
     """Its attentions, in order."""
     left: frozenset[str] = frozenset()
     """Arguments that stay whole though they have such a dim: a mask over keys."""
+    fixed: frozenset[str] = frozenset()
+    """Arguments that have no such dim, whatever their sizes: of others that were not there nobody knows."""
     poses: bool = False
     """Its code looks at lengths: it sees those of whole sequences, and computes this rank's rows (`Stretch`)."""
     alone: tuple[str, ...] = ()

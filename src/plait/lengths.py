@@ -158,7 +158,8 @@ class Finder:
             attends = self.attends(i)
             begun = any(c.sees for c in calls) or any(q is not None for q, _ in attends)
             clear = given is not None and returned is not None and bool(given) and begun and seen.unit not in leaking
-            made = Call(seen.unit, clear, given or {}, returned or {}, attends)
+            fixed = frozenset(seen.given) - set(given or {})
+            made = Call(seen.unit, clear, given or {}, returned or {}, attends, fixed=fixed)
             if made.sees and not clear:
                 why = "other code gets what it computes by another way than through what it returns (hooks that collect it)"
                 why = why if seen.unit in leaking else _unclear(seen, less)

@@ -36,7 +36,8 @@ class Event:
     again: bool = True
     """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
     shape: tuple[int, ...] = ()
-    """Of an argument that the unit uses: a sequence may be none of its dims, or two. Of hidden states, always cut: ends in 0."""
+    """Of an argument that the unit uses: a sequence may be none of its dims, or two. Of hidden states, whose positions may be
+    one dim with the samples: ends in 0."""
     rows: int = 0
     """Of a `gather` or a `scatter` of stretches, which are of `bytes` in whole: the length of the sequence."""
     call: int = -1
@@ -189,7 +190,7 @@ class Listening:
             seen.clear()
             first = output[0] if isinstance(output, tuple) else output
             if border is None:
-                self._note("allreduce_", row, "forward", first)
+                self._note("allreduce_", row, "forward", first, (*first.shape[:-1], 0))
                 return None
             mine = self.quiet.end(first, border[0].given[0].dim or 0, row)
             return (mine, *output[1:]) if isinstance(output, tuple) else mine

@@ -15,6 +15,8 @@ SPREAD = (
     ("whisper", "cp=2 context=ulysses recompute=selective"),
     ("vit", "cp=2 recompute=full"),
     ("t5", "tp=2 cp=2"),
+    ("latents", "cp=2"),
+    ("latents", "tp=2 cp=2"),
 )
 
 

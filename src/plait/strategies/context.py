@@ -172,7 +172,7 @@ def part(plan: Plan, sketch: Sketch, rank: int, module: str, shape: Sequence[int
         return Fraction(1)
     own = course.lengths[number]
     length = next((n for n in (own, *course.lengths) if not shape or shape.count(n) == 1), None)
-    if length is None and shape[-1] == 0:
+    if length is None and shape[-1] == 0 and any(n and n % own == 0 for n in shape):
         length = own
     return Fraction(1) if length is None else Fraction(_mine(plan, rank, length), length)
 
