@@ -36,8 +36,7 @@ class Event:
     again: bool = True
     """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
     shape: tuple[int, ...] = ()
-    """Of an argument that the unit uses: a sequence may be none of its dims, or two. Of hidden states, whose positions may be
-    one dim with the samples: ends in 0."""
+    """Of an argument that the unit uses: a sequence may be none of its dims, or two. Of hidden states, flat or not: ends in 0."""
     rows: int = 0
     """Of a `gather` or a `scatter` of stretches, which are of `bytes` in whole: the length of the sequence."""
     call: int = -1
