@@ -1,7 +1,7 @@
 """Context parallelism beside one device: time and memory of a step as sequences grow; and torch's own context_parallel.
 
     python bench/context.py                      one device, cp=2 and cp=4, ring and ulysses, at growing lengths
-    python bench/context.py --lengths 131072 --plans cp=4 --depth 1     one step of a very long sequence
+    python bench/context.py --lengths 131072 --plans cp=4 --depth 2     one step of a very long sequence
 
 Every variant runs in forked processes of its own, one thread each: on fewer cores than ranks read memory, not time. One
 warm-up step at a short length, then `--steps` steps of one sample; time is the median, memory is how far the resident set
