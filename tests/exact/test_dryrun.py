@@ -41,7 +41,7 @@ PRODUCTS = (
     "fsdp=2 tp=2", "dp=2 tp=2", "cp=2 tp=2", "fsdp=2 cp=2", "pp=2 tp=2 microbatches=2", "pp=2 fsdp=2 microbatches=2",
     "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 recompute=full",
 )  # fmt: skip
-SAMPLE = {"gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3"), "cnn": ("dp=2",)}
+SAMPLE = {"gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3"), "cnn": ("dp=2",), "t5": ("cp=2",)}
 EVERY = {
     "gpt": (*ONE_AXIS, *PIPES, *SLICES, *STRETCHES, *PRODUCTS),
     "llama": (*ONE_AXIS, "cp=2", *SLICES, "fsdp=2 tp=2", "pp=2 tp=2 microbatches=2"),
