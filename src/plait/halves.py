@@ -8,7 +8,7 @@ share, a decoder's first layer, which each attention to the encoder's states lea
 leads to, and those behind an operator written in Python, which computes all its gradients at once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
     given = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad and t.grad_fn is not None]
     goals = {get_gradient_edge(t).node for t in inputs}
     leading = _leading([get_gradient_edge(t).node for t, _ in given], goals)
-    later, now = _put_off(leading - goals, leading)
+    later, now = _put_off([node for node in leading if node not in goals], leading)
     came: dict[Node, tuple[Any, ...]] = {}
     group = GraphExecGroup()
 
@@ -58,7 +58,7 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
     return weights
 
 
-def _put_off(nodes: set[Node], leading: set[Node]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
+def _put_off(nodes: list[Node], leading: Collection[Node]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
     """(operators on the way to the inputs, each with the parameters that the second half finds from it; the parameters that
     are not put off)."""
     led = {node: {id(t): t for t in _parameters(node, leading)} for node in nodes}
@@ -75,14 +75,14 @@ def _put_off(nodes: set[Node], leading: set[Node]) -> tuple[list[tuple[Node, lis
     return later, list(now.values())
 
 
-def _leading(roots: list[Node], goals: set[Node]) -> set[Node]:
-    """Nodes from which a goal can be reached."""
-    found, met, stack = set(goals), set[Node](), [(node, False) for node in roots]
+def _leading(roots: list[Node], goals: set[Node]) -> Collection[Node]:
+    """Nodes from which a goal can be reached, those next to it first: in an order that is always the same."""
+    found, met, stack = dict.fromkeys(goals), set[Node](), [(node, False) for node in roots]
     while stack:
         node, done = stack.pop()
         if done:
             if any(n in found for n, _ in node.next_functions):
-                found.add(node)
+                found[node] = None
         elif node not in met:
             met.add(node)
             stack.append((node, True))
@@ -90,7 +90,7 @@ def _leading(roots: list[Node], goals: set[Node]) -> set[Node]:
     return found
 
 
-def _parameters(node: Node, leading: set[Node]) -> Iterator[Tensor]:
+def _parameters(node: Node, leading: Collection[Node]) -> Iterator[Tensor]:
     """Parameters that are reached from a node without touching the way to the inputs."""
     met, ahead = set[Node](), [n for n, _ in node.next_functions if n is not None and n not in leading]
     while ahead:

@@ -90,7 +90,10 @@ def _stretch(plan: Plan, sketch: Sketch) -> Iterable[Any]:
     """Rows of each sequence; in a ring the first and the last rank see one half of the others' rows only."""
     lengths = sketch.course.lengths if plan.cp > 1 else ()
     for i in range(plan.cp):
-        yield tuple(context.layout(plan)(n, plan.cp).sizes[i] for n in lengths), plan.context == "ring" and (i > 0) + (i == plan.cp - 1)
+        yield (
+            tuple(context.layout(plan)(n, plan.cp).sizes[i] for n in lengths),
+            plan.context == "ring" and (i > 0) + (i == plan.cp - 1),
+        )
 
 
 def _slice(plan: Plan, sketch: Sketch) -> Iterable[Any]:
