@@ -88,12 +88,9 @@ def _shapes(plan: Plan, sketch: Sketch) -> Iterable[tuple[Any, tuple[int, ...], 
 
 def _stretch(plan: Plan, sketch: Sketch) -> Iterable[Any]:
     """Rows of each sequence; in a ring the first and the last rank see one half of the others' rows only."""
-    lengths = sketch.course.lengths if plan.cp > 1 else ()
+    cuts = [context.layout(plan)(n, plan.cp).sizes for n in (sketch.course.lengths if plan.cp > 1 else ())]
     for i in range(plan.cp):
-        yield (
-            tuple(context.layout(plan)(n, plan.cp).sizes[i] for n in lengths),
-            plan.context == "ring" and (i > 0) + (i == plan.cp - 1),
-        )
+        yield tuple(sizes[i] for sizes in cuts), plan.context == "ring" and (i > 0) + (i == plan.cp - 1)
 
 
 def _slice(plan: Plan, sketch: Sketch) -> Iterable[Any]:

@@ -19,7 +19,7 @@ from plait import regions
 from plait.errors import FAILED, PlaitError, Problem
 from plait.ranges import Rows
 from plait.spread import ELEMENTWISE, Spread
-from plait.stretchrules import RULES, Elsewhere, joined, stacked
+from plait.stretchrules import RULES, Elsewhere, joined
 from plait.torchseam import Facade, leaves, plainly, tree_flatten, tree_map, tree_unflatten
 
 PLACE = frozenset(
@@ -139,8 +139,7 @@ def _alone(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         result = func(*given[0], **given[1])
         return args[0] if result is getattr(args[0], "local", None) else x.like(result, x.along + result.dim())
     if name in ("cat", "concat", "stack"):
-        together = stacked if name == "stack" else joined
-        return together(func, args[0] if args else kwargs.pop("tensors"), args[1:], kwargs)
+        return joined(func, args[0] if args else kwargs.pop("tensors"), args[1:], kwargs)
     if name not in RULES or not args or not isinstance(args[0], Stretch):
         raise Elsewhere
     result = RULES[name](func, args[0], args[1:], kwargs)

@@ -176,9 +176,8 @@ def _mine(path: str, leaf: Any, call: Call, rows: dict[int, Held]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     at = None if path in call.left else call.given.get(path)
-    if (
-        path not in call.given and path not in call.left | call.fixed
-    ):  # was not there in the sketch: a mask that is made at need
+    seen = path in call.given or path in call.left or path in call.fixed
+    if not seen:  # was not there in the sketch: a mask that is made at need
         like = [(d, i) for i, held in rows.items() for d, n in enumerate(leaf.shape) if n == held.cut.length]
         at = like[0] if len(like) == 1 and leaf.is_floating_point() else None
     held = None if at is None else rows.get(at[1])

@@ -87,28 +87,21 @@ def unbound(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
 
 
 def joined(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
-    """cat along another dim, of tensors that are all stretches."""
-    x = next(t for t in parts if hasattr(t, "held"))
-    dim = (args[0] if args else kwargs.get("dim", 0)) % x.dim()
-    if dim == x.cut or not all(isinstance(t, type(x)) and (t.along, t.held) == (x.along, x.held) for t in parts):
+    """cat along another dim, or stack, of tensors that are all stretches."""
+    x, more = next(t for t in parts if hasattr(t, "held")), func.__name__ == "stack"
+    dim = (args[0] if args else kwargs.get("dim", 0)) % (x.dim() + more)
+    if (dim == x.cut and not more) or not all(
+        isinstance(t, type(x)) and (t.along, t.held) == (x.along, x.held) for t in parts
+    ):
         raise Elsewhere
-    return x.like(func([t.local for t in parts], dim))
-
-
-def stacked(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
-    """stack, of tensors that are all stretches."""
-    x = next(t for t in parts if hasattr(t, "held"))
-    dim = (args[0] if args else kwargs.get("dim", 0)) % (x.dim() + 1)
-    if not all(isinstance(t, type(x)) and (t.along, t.held) == (x.along, x.held) for t in parts):
-        raise Elsewhere
-    return x.like(func([t.local for t in parts], dim), x.cut + (dim <= x.cut))
+    return x.like(func([t.local for t in parts], dim), x.cut + (more and dim <= x.cut))
 
 
 def paired(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     """Complex numbers of pairs along the last dim, and back."""
     if func.__name__ == "view_as_complex" and x.along == -1:
         raise Elsewhere
-    return x.like(func(x.local), x.cut)
+    return x.like(func(x.local))
 
 
 RULES = {

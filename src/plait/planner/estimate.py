@@ -78,13 +78,13 @@ def touched(pace: Pace, plan: Plan, states: float) -> float:
     """Seconds in which the optimizer reads and writes what it keeps of so many weights."""
     software = pace.software
     size = states * (2 * software.weights + software.gradients + 2 * software.state)
-    return size / (pace.stream if plan.offload == "none" else min(pace.stream, pace.machine.host or 1e10))
+    return size / (pace.stream if plan.offload == "none" else min(pace.stream, pace.beside))
 
 
 def carried(pace: Pace, plan: Plan, own: Timed, hidden: float) -> float:
     """Seconds to load weights from the host, forward and backward, and to bring gradients there, that nothing hides."""
     size = sum(room.sharded(b, plan) * n for b, _, n in own) * (2 * pace.software.weights + pace.software.gradients)
-    return plan.microbatches * max(0.0, size / (pace.machine.host or 1e10) - pace.free * hidden)
+    return plan.microbatches * max(0.0, size / pace.beside - pace.free * hidden)
 
 
 def on_cores(pace: Pace, plan: Plan, samples: float, own: Timed, parts: dict[str, float]) -> None:

@@ -176,6 +176,11 @@ class Pace:
         return (self.machine.device.memory_bandwidth or 1e12) * self.fitted.stream
 
     @property
+    def beside(self) -> float:
+        """Bytes/s between a device and its host."""
+        return self.machine.host or 1e10
+
+    @property
     def free(self) -> float:
         """Part of the time of computing in which messages go on at no cost."""
         return self.fitted.overlap if self.software.overlapped and self.software.cores is None else 0.0

@@ -42,6 +42,11 @@ EIGHT_BIT = 0.85
 """Of what is kept, where inputs of 8-bit matmuls are kept in 8 bits. torch keeps them in 16."""
 
 
+def depth(plan: Plan) -> int:
+    """What is kept in parts: as `zero` says, where anything is."""
+    return plan.zero if plan.fsdp > 1 or plan.offload == "all" else 0
+
+
 def memory(
     ranks: Sequence[Sequence[Stage]],
     plan: Plan,
@@ -71,7 +76,7 @@ def _rank(stages: Sequence[Stage], plan: Plan, samples: float, live: float, soft
     each = sum(now * n for (now, _), n in pairs) / len(stages)
     moment = max((once for (_, once), _ in pairs), default=0.0)
     away = plan.offload == "all"
-    zero = plan.zero if plan.fsdp > 1 or away else 0
+    zero = depth(plan)
     found = {
         "parameters": ((0.0 if away else parts) if zero == 3 else own) * software.weights,
         "gradients": 0.0 if away else (parts if zero >= 2 else own) * software.gradients,

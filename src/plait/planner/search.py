@@ -119,7 +119,7 @@ class _Looking:
         if kept not in self.bounds:
             self.bounds[kept] = sum(room.kept(b, plan, samples, software)[0] * b.count for b in blocks)
         away = plan.offload == "all"
-        zero, trained = plan.zero if f > 1 or away else 0, 1 - self.pace.work.frozen
+        zero, trained = room.depth(plan), 1 - self.pace.work.frozen
         each = 0.0 if away and zero == 3 else software.weights / (f if zero == 3 else 1)
         each += 0.0 if away else trained * software.gradients / (f if zero >= 2 else 1)
         each += trained * software.state / (f if zero else 1) if plan.offload == "none" else 0.0
