@@ -11,8 +11,8 @@ believes nothing before its digest: what is damaged is refused by name, on all r
 Nothing is pickled, so loading runs no code.
 """
 
-import contextlib
 import json
+import math
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from plait.exchange import exchange
 from plait.manifest import Manifest, read_manifest
 from plait.pieces import Held, assign
 from plait.reading import Reader
-from plait.saving import Errand, Snapshot, discard, publish, write_part
+from plait.saving import Errand, Snapshot, discard, free_bytes, publish, room, write_part
 from plait.shardfile import Cancelled, Damaged
 
 if TYPE_CHECKING:
@@ -74,9 +74,11 @@ class Checkpoints:
         """
         self.finish(engine)
         path = self.directory / f"step-{engine.position.step:06d}"
-        parts, values, token = self._agree(engine, path)
+        parts, values, token, free = self._agree(engine, path)
         if token:
-            mine = assign(self._held)[engine.place.rank]
+            shares = assign(self._held)
+            self._room_for(path, shares, free)
+            mine = shares[engine.place.rank]
             empty = [held for rank in self._held for held in rank if not held.bytes and 0 in held.shape]
             tensors = dict(self._snapshot.take(mine, parts))
             building = path.with_name(f"{path.name}.tmp-{token}")
@@ -87,10 +89,10 @@ class Checkpoints:
             self.finish(engine)
         return path
 
-    def _agree(self, engine: "Engine", path: Path) -> tuple[dict[str, "Part"], dict[str, Any], str]:
-        """What this rank holds and knows, and the save's token, equal on all ranks; "" when there is nothing to save.
+    def _agree(self, engine: "Engine", path: Path) -> tuple[dict[str, "Part"], dict[str, Any], str, float]:
+        """What this rank holds and knows; the save's token ("" when there is nothing to save) and the bytes free there.
 
-        What every rank holds is exchanged when it changed.
+        Token and bytes are rank 0's on all ranks. What every rank holds is exchanged when it changed.
         """
         rank, word = engine.place.rank, dict[str, Any]()
         parts, values, held = dict[str, Any](), dict[str, Any](), list[Held]()
@@ -105,11 +107,19 @@ class Checkpoints:
             there = path.exists() and path not in self._damaged
             word["token"] = "" if there else secrets.token_hex(4)
             self._tidy()
+            word["free"] = free_bytes(self.directory)
         said = [json.loads(text) for text in self._exchange(engine, json.dumps(word).encode())]
         _raise_first(said)
         known = self._held or [[] for _ in said]
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
-        return parts, values, said[0]["token"]
+        return parts, values, said[0]["token"], said[0]["free"]
+
+    def _room_for(self, path: Path, shares: list[list[Held]], free: float) -> None:
+        """K004 on all ranks, before a byte is written, when the checkpoint cannot fit: a part of one would take the
+        room that metrics and the log still have."""
+        needed = room(shares)
+        if needed > free:
+            raise PlaitError(_unwritable(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
 
     def word(self, ranks: int) -> float:
         """This rank's part of a sum over ranks: it reaches `ranks` when all have finished, and passes it after a failure."""
@@ -152,7 +162,8 @@ class Checkpoints:
         self._flight = None
         error = flight.errand.error
         mine = error is not None and not isinstance(error, Cancelled)
-        word = {"problems": [vars(_unwritable(flight.path, error))]} if mine else {}
+        why, free = str(error) or type(error).__name__, free_bytes(flight.path.parent)
+        word = {"problems": [vars(_unwritable(flight.path, why, free))]} if mine else {}
         said = self._exchange(engine, json.dumps(word).encode())
         if engine.place.rank == 0:
             shutil.rmtree(flight.building, ignore_errors=True)
@@ -272,9 +283,8 @@ def _another_job(path: Path, why: str) -> Problem:
     return Problem("K003", f"{path} was saved by another job", why=why, fix=fix)
 
 
-def _unwritable(path: Path, error: BaseException | None) -> Problem:
-    why = str(error) or type(error).__name__
-    with contextlib.suppress(OSError):
-        why += f"; {shutil.disk_usage(path.parent).free / 2**20:.1f} MiB are free there"
+def _unwritable(path: Path, why: str, free: float) -> Problem:
+    if free < math.inf:
+        why += f"; {free / 2**20:.2f} MiB are free there"
     fix = ("make room, then --resume: earlier checkpoints are untouched",)
     return Problem("K004", f"the checkpoint {path} could not be written", why=why, fix=fix)

@@ -7,6 +7,7 @@ rank 0 merges the lists into the manifest and renames the directory.
 """
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -84,6 +85,23 @@ def _view(part: Part, rect: Rect) -> Tensor:
     for dim, (first, length) in enumerate(zip(*rect)):
         tensor = tensor.narrow(dim, first - piece.start[dim], length)
     return tensor
+
+
+LISTED = 2048
+"""Bytes, at most, that a tensor's piece takes in the lists of a checkpoint (place and digest), and a file in its last block."""
+
+
+def room(shares: list[list[Held]]) -> int:
+    """Bytes that a checkpoint takes in which each rank writes its share."""
+    return sum(held.bytes + LISTED for share in shares for held in share) + LISTED * (3 * len(shares) + 2)
+
+
+def free_bytes(directory: Path) -> float:
+    """Bytes that can still be written there; without end where the system cannot tell."""
+    try:
+        return shutil.disk_usage(next(p for p in (directory, *directory.parents) if p.exists())).free
+    except OSError:
+        return math.inf
 
 
 def write_part(

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -125,6 +126,23 @@ def test_a_failure_anywhere_is_everyones(
         assert 4 <= step < 30
     assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
     assert not verify(tmp_path / "step-000002")[1]
+
+
+def test_a_checkpoint_that_cannot_fit_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of one on a full disk would take the room that lines of metrics still have."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20480))
+
+    def rank(place: Any) -> tuple[list[str], str]:
+        engine = Engine(wide(), "dp=2", device="cpu", directory=tmp_path, place=place)
+        engine.step(next(iter(engine.batches())))
+        with pytest.raises(PlaitError) as caught:
+            engine.save(wait=False)
+        return caught.value.codes, str(caught.value)
+
+    for codes, text in here.run(rank, 2, listener()):
+        assert codes == ["K004"] and "it takes" in text and "0.02 MiB are free" in text
+    assert not list(tmp_path.iterdir())
 
 
 def killed(folder: Path, kills: int) -> set[str]:
