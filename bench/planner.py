@@ -67,7 +67,7 @@ class Planner:
             portable=run.portable,
             overlapped=run.modern,
             action=0.0,
-            even=True,
+            even=run.layered,
             tiled=run.tiled,
             casts=FOUR if "fp4" in run.row["precision"] else 1.0,
         )

@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shapes import Shape, convolutional, known, transformer
+from images import convolutional
+from shapes import Shape, known, transformer
 
 from plait.plan import Plan
 from plait.planner.workload import Workload
@@ -17,6 +18,9 @@ from plait.planner.workload import Workload
 PRECISIONS = (("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", "fp32"))
 OLD = ("V100", "P100", "P40", "K80", "TITAN")
 """Devices that flash attention does not run on."""
+BINNED = 288
+"""Tokens of a sample of BERT's second phase at NVIDIA: more than half of 512 would be padding on Wikipedia (arXiv 2107.02027),
+and its recipes put samples of like length together, in bins of 64 (`phase2_bin_size`), so that a bin of padding is left."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Run:
     """Its kernels are torch's, not those that the vendor tunes for each device."""
     megatron: bool = False
     """Its optimizer is that of Megatron-LM."""
+    layered: bool = True
+    """A chain of alike layers, which stages share out by number; other chains are balanced by time."""
     tiled: bool = False
     """Its messages of tp go tile by tile beside matmuls, as NVIDIA's recipes since Megatron-Core document."""
     torch: bool = False
@@ -83,7 +89,9 @@ def run_of(row: dict[str, str]) -> Run:
     modern = not any(name in row["gpu"] for name in OLD) and row.get("precision") != "fp16"
     shape = shape_of(row)
     tokens = int(number(row, "seq_len") or (shape.length if shape and modern else 1024))
-    work = convolutional(row.get("model", ""))
+    if tokens == 512 and re.search(r"(PyTorch|Paddle\w*)/LanguageModeling/BERT", row.get("table_or_file", "")):
+        tokens = BINNED
+    work = convolutional(row.get("model", ""), row.get("precision") == "fp32")
     if work is None and shape is not None:
         flash, fused = modern or number(row, "seq_len") > 4096, row.get("compile") == "yes"
         work = transformer(shape, tokens, flash=flash, fused=fused, name=row.get("model", ""))
@@ -112,6 +120,7 @@ def run_of(row: dict[str, str]) -> Run:
         lora,
         not re.search("Megatron|NeMo|Transformer ?Engine", said),
         bool(re.search("Megatron|NeMo|2104.04473|2205.05198", row["source"])),
+        bool(shape),
         bool(re.search("NeMo|Megatron-Core", row["source"])),
         bool(re.search("torchtitan|torchao|pytorch/|PyTorch FSDP", said)),
         "torchtitan" in said,

@@ -195,22 +195,3 @@ def _state(shape: Shape, s: int) -> Block:
     return Block("state", products=(inside, scan, out), weights=weights + h, weights_cut=weights, moved=cut + 7 * s * h,
                  moved_cut=cut, kept=s * 4 * d + 2.5 * s * h, kept_cut=s * 4 * d, given=s * h, out=s * h, kernels=16,
                  handovers=1)  # fmt: skip
-
-
-CNNS = {  # forward operations (those of 3x3 convolutions by Winograd's 4 / 9), weights, elements moved, kernels; an image
-    "resnet50": (6.2e9, 25.6e6, 55e6, 175), "resnet101": (11.7e9, 44.5e6, 82e6, 345),
-    "resnet152": (17.1e9, 60.2e6, 115e6, 515), "inceptionv3": (10e9, 23.8e6, 45e6, 310),
-    "vgg16": (14e9, 138.4e6, 60e6, 50), "alexnet": (0.9e9, 61.0e6, 4e6, 30),
-}  # fmt: skip
-
-
-def convolutional(model: str) -> Workload | None:
-    """An image network as one chain of ten equal parts; None when it is not a known one."""
-    found = CNNS.get(re.sub(r"[^a-z0-9]", "", model.lower()))
-    if found is None:
-        return None
-    flops, weights, moved, kernels = found
-    product = Product(512, 512, flops / 10 / 2 / 512 / 512, sequence=False)
-    block = Block("part", 10, (product,), weights=weights / 10, moved=moved / 10 * 2, kept=moved / 20, given=4e5,
-                  out=4e5, kernels=kernels / 10)  # fmt: skip
-    return Workload(model, (block,))

@@ -13,7 +13,7 @@ class Fitted:
 
     top: float = 0.848
     """Part of its best matmul rate that a device sustains in training."""
-    plain: float = 0.55
+    plain: float = 0.42
     """Part of the 32-bit peak, without tensor cores, that matmuls and convolutions reach."""
     ramp: float = 4.6e-05
     """Seconds that every matmul loses to filling and draining the device."""
