@@ -23,7 +23,7 @@ UNSTATED = 100e9 / 8
 
 
 class OneCard(Machine):
-    """A machine whose software sends a ring through one network card of a node: NCCL before it had rings on every card."""
+    """A machine whose software sends through one network card of a node, as DeepSpeed's ZeRO-3 of 2021 seems to have done."""
 
     def group(self, ranks: int, stride: int = 1) -> tuple[Level, ...]:
         found = super().group(ranks, stride)
@@ -31,7 +31,7 @@ class OneCard(Machine):
 
 
 @cache
-def site(gpu: str, per_node: int, nodes: int, interconnect: str, old: bool) -> Machine | None:
+def site(gpu: str, per_node: int, nodes: int, interconnect: str, one_card: bool) -> Machine | None:
     """The machine of a row; None when no data sheet is known."""
     sheet = next((name for word, name in ALIASES if word.lower() in gpu.lower()), None)
     if sheet is None or sheet not in known():
@@ -41,7 +41,7 @@ def site(gpu: str, per_node: int, nodes: int, interconnect: str, old: bool) -> M
     stated = next((link.bandwidth for link in machine.links if link.between_nodes), None)
     inner = tuple(inside(link, interconnect) for link in machine.links if not link.between_nodes)
     between = Link("network", None, speed or stated or UNSTATED, 14e-6, "network")
-    kind = OneCard if old else Machine
+    kind = OneCard if one_card and "measured" not in interconnect else Machine
     named = {f: getattr(machine, f) for f in Machine.__dataclass_fields__}
     named |= {"links": (*inner, between), "devices_per_node": per_node, "nodes": nodes}
     return kind(**named)
@@ -68,6 +68,8 @@ def network(text: str, per_node: int) -> float | None:
         return float(found[1]) * float(found[2]) * 1e9 / 8 / per_node
     if found := re.search(r"(\d+) ?Gb/s[^;]*per GPU", text):
         return float(found[1]) * 1e9 / 8
+    if found := re.search(r"(\d+)-(\d+) ?Gb/s", text):
+        return (float(found[1]) + float(found[2])) / 2 * 1e9 / 8 / per_node
     if found := re.search(r"(\d+) ?Gb/s", text):
         return float(found[1]) * 1e9 / 8 / per_node
     if "OPA" in text:
@@ -77,6 +79,7 @@ def network(text: str, per_node: int) -> float | None:
 
 def machine_of(row: dict[str, str], old: bool) -> Machine | None:
     """The machine of a row; `old`: its software is from before 2022 or so."""
+    one_card = old and "DeepSpeed" in row.get("note", "")
     gpus = int(float(row["gpus"]))
     per_node = int(float(row.get("gpus_per_node") or 8))
-    return site(row["gpu"], per_node, max(1, ceil(gpus / per_node)), row.get("interconnect") or "", old)
+    return site(row["gpu"], per_node, max(1, ceil(gpus / per_node)), row.get("interconnect") or "", one_card)
