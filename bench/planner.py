@@ -36,6 +36,8 @@ ROOM = 0.93
 """Part of a device's memory that is really there for a process."""
 FOUR = 4.0
 """What making a 4-bit number takes, over an 8-bit one."""
+ROWS = 2.0
+"""What making an 8-bit number takes with a scale of its row, once more with one of its column, over one scale for all."""
 UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, tuned=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
                   tiled=0, narrow=0, apart=0, overlap=1, fixed=0, slack=1)  # fmt: skip
 """The same model with nothing fitted: data sheets are believed, everything that can be hidden is."""
@@ -69,7 +71,7 @@ class Planner:
             action=0.0,
             even=run.layered,
             tiled=run.tiled,
-            casts=FOUR if "fp4" in run.row["precision"] else 1.0,
+            casts=FOUR if "fp4" in run.row["precision"] else ROWS if "rowwise" in run.row["precision"] else 1.0,
         )
         key = (run.work, run.lora, software, machine)
         if key not in self.paces:
@@ -194,7 +196,7 @@ def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
     found = {
         "anchors": anchors, "seed": seed, "rows": len(runs), "expressed": len(done) + anchors_used(runs, done),
         "expressed_percent": percent([not run.why for run in runs]),
-        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + len(SPENT) + 2, "choices": 5},
+        "fitted": {"planner": len(fields(Fitted)), "network": len(network.FITTED), "errors": len(PARTS) + len(SPENT) + 2, "choices": 6},
         "overall": times(done) | {"mean_of_sources": round(sum(scored) / len(scored), 1) if scored else None},
         "choice": choice(done), "memory": memory(done),
         "kinds": {k: times([c for c in done if c.kind == k]) for k in sorted({c.kind for c in done})},

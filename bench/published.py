@@ -167,7 +167,10 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool) -> tuple[tuple[Plan,
     if batch:
         sizes = [s for s in sizes if s <= batch / shares and (batch / shares) % s == 0] or [batch / shares]
     again = [row["recompute"]] if row.get("recompute") in ("none", "selective", "full") else ["none"]
-    again = ["none", "selective", "full"] if layered and not row.get("recompute") else again
+    if layered and not row.get("recompute"):
+        again = (
+            ["none", "selective"] if re.search("NeMo|Megatron-Core", row["source"]) else ["none", "selective", "full"]
+        )
     found = []
     for zero, fsdp in sharded(row, shares):
         plan = Plan(pp=pp, dp=shares // fsdp, fsdp=fsdp, tp=tp, cp=cp, ep=min(ep, gpus), zero=zero or 3,

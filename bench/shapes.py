@@ -178,7 +178,7 @@ def _experts(shape: Shape, s: int) -> Block:
     cut = s * k * f * (wide * 2 + 1)
     routed = Block("experts", products=(Product(s, h, e), *around, up, down), weights=h * e + 2 * h, experts=e * i * f * (wide + 1),
                    moved=cut + 7 * s * h + 6 * s * k * i + 4 * s * e, moved_cut=0,
-                   kept=s * k * (f * (wide + 1) + i) + 2.5 * s * h, kept_cut=0,
+                   kept=s * k * (f * (wide + 1) + i) + 2.5 * s * h, kept_cut=0, kept_selective=s * k * f,
                    given=s * h, out=s * h, kernels=30, handovers=0, routed=s * k * i)  # fmt: skip
     if not shape.shared_ffn:
         return routed

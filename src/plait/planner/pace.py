@@ -6,6 +6,7 @@ host needs to launch its operators, which is what small models spend their time 
 """
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from plait.machine import Machine
@@ -18,6 +19,9 @@ REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
 
 
+TILE = 64
+"""Columns that a device's kernel makes at once: a part of a tile takes as long as a whole one (NVIDIA's guide to matrix
+multiplication calls it tile quantization)."""
 STATISTICS = 4096
 """Bytes of a batch norm's statistics, about: what their sum takes is a matter of latency."""
 
@@ -130,7 +134,8 @@ class Pace:
         batch /= plan.tp if product.cut == "batch" else 1
         rows *= samples if product.grows == "rows" else 1
         batch *= samples if product.grows == "batch" else 1
-        flops = 2 * rows * inner * columns * batch
+        made = columns if self.software.cores else ceil(columns / TILE) * TILE if product.weight else columns
+        flops = 2 * rows * inner * made * batch
         precision = "bf16" if plan.precision == "fp8" and not product.weight else plan.precision
         peak = self.peak(precision)
         if product.fused:
