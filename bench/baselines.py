@@ -8,13 +8,13 @@ from plait.plan import Plan
 from plait.planner.workload import Workload
 
 SEVEN = {
-    "peak": 0.64,
-    "half": 8.4e10,
-    "passes": 380.0,
-    "network": 0.66,
-    "hidden": 0.64,
-    "fixed": 0.0054,
-    "launch": 6e-3,
+    "peak": 0.603,
+    "half": 2.33e10,
+    "passes": 77.8,
+    "network": 0.619,
+    "hidden": 0.717,
+    "fixed": 0.0283,
+    "launch": 0.1,
 }
 """Part of the peak, multiply-adds at which half of it is reached, bytes moved per token and width, part of a link's
 bandwidth, part of gradients' messages hidden, seconds of a step, and of a micro-batch per hundred layers: fitted to the same
@@ -40,17 +40,20 @@ def constant(work: Workload, plan: Plan, samples: float, machine: Machine) -> fl
 def seven(work: Workload, plan: Plan, samples: float, machine: Machine) -> float:
     """Matmuls that saturate with their size, bytes of pointwise work, collectives by bandwidth, the bubble's formula."""
     c, deep = SEVEN, max(work.blocks, key=lambda b: b.count)
+    layers = sum(b.count for b in work.blocks)
+    wide = sum(b.out * b.count for b in work.blocks) * samples / plan.cp
     device = plan.tp * plan.cp * plan.pp
     flops = passes(plan) * work.flops * samples / device
-    size = deep.products[0].flops / 2 * samples / plan.tp / plan.cp if deep.products else 1e9
+    products = sum(len(b.products) * b.count for b in work.blocks)
+    size = work.flops / 2 / products * samples / plan.tp / plan.cp
     rate = _peak(plan, machine) * c["peak"] * size / (size + c["half"] / 8)
-    width = deep.out * samples / plan.cp
     item = 4 if plan.precision in ("fp32", "tf32") else 2
-    moved = c["passes"] * passes(plan) / 3 * width * deep.count / plan.pp / plan.tp
-    micro = flops / rate + moved / (machine.device.memory_bandwidth or 1e12) + c["launch"] * deep.count / plan.pp / 100
+    moved = c["passes"] * passes(plan) / 3 * wide / plan.pp / plan.tp
+    micro = flops / rate + moved / (machine.device.memory_bandwidth or 1e12) + c["launch"] * layers / plan.pp / 100
     if plan.tp > 1:
-        sums = 2 * deep.handovers * deep.count / plan.pp * (1.5 if plan.recompute == "full" else 1)
-        micro += sums * 2 * (plan.tp - 1) / plan.tp * width * item / (machine.links[0].bandwidth * c["network"])
+        sums = 2 * deep.handovers * (1.5 if plan.recompute == "full" else 1)
+        sent = sums * 2 * (plan.tp - 1) / plan.tp * wide * item / plan.pp
+        micro += sent / (machine.links[0].bandwidth * c["network"])
     seconds = micro * plan.microbatches * bubble(plan)
     if plan.shares > 1:
         crosses = plan.devices > machine.devices_per_node
