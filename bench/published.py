@@ -171,11 +171,12 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool) -> tuple[tuple[Plan,
         again = (
             ["none", "selective"] if re.search("NeMo|Megatron-Core", row["source"]) else ["none", "selective", "full"]
         )
+    stretched = row.get("recompute") != "full" or "torchtitan" in row["source"]
     found = []
     for zero, fsdp in sharded(row, shares):
         plan = Plan(pp=pp, dp=shares // fsdp, fsdp=fsdp, tp=tp, cp=cp, ep=min(ep, gpus), zero=zero or 3,
                     precision=next((ours for word, ours in PRECISIONS if word in row.get("precision", "")), "bf16"),
-                    compile=row.get("compile") == "yes", sequence_parallel=tp > 1 and (row.get("recompute") != "full" or "torchtitan" in row["source"]))  # fmt: skip
+                    compile=row.get("compile") == "yes", sequence_parallel=tp > 1 and stretched)  # fmt: skip
         for each in sizes:
             micro = max(1, round(batch / shares / each)) if batch else deep
             v = int(number(row, "vpp_interleave", 1)) or 1
