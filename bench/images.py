@@ -121,5 +121,6 @@ NETS: dict[str, Callable[[], Iterator[Layer]]] = {
 
 def convolutional(model: str, filters: bool) -> Workload | None:
     """The workload of an image network; None when it is not a known one. One sample is an image."""
-    found = NETS.get(re.sub(r"[^a-z0-9]", "", model.lower()))
+    plain = re.sub(r"[^a-z0-9]", "", re.sub(r" v\d+(\.\d+)?$", "", model.lower()))  # "ResNet-50 v1.5"
+    found = NETS.get(plain) or NETS.get(re.sub(r"[^a-z0-9]", "", model.lower()))
     return Workload(model, tuple(layer.block(filters) for layer in found())) if found else None

@@ -13,6 +13,7 @@ sys.path.insert(0, str(BENCH))
 import fit  # noqa: E402
 import numpy as np  # noqa: E402
 import scores  # noqa: E402
+import shapes  # noqa: E402
 from images import convolutional  # noqa: E402
 from published import run_of  # noqa: E402
 from scores import Case, choice, memory, spearman, times  # noqa: E402
@@ -80,7 +81,25 @@ def test_image_networks_are_their_layers(model: str, operations: float, weights:
     plain, fast = convolutional(model, False), convolutional(model, True)
     assert plain and fast
     assert plain.flops == pytest.approx(operations, rel=0.01) and plain.weights == pytest.approx(weights, rel=0.01)
+    versioned = convolutional(f"{model} v1.5", False)
+    assert versioned and versioned.flops == plain.flops
     assert fast.weights == plain.weights and plain.flops / 4 < fast.flops < 0.8 * plain.flops
+
+
+@pytest.mark.parametrize(
+    "model, billions",
+    [
+        ("LLaMA 7B", 6.74), ("LLaMA-65B", 65.3), ("Llama 3.2 1B", 1.24), ("Llama-3.2-3B", 3.21), ("Mistral 7B", 7.24), ("gemma-7b", 8.54),
+        ("Phi-3-mini", 3.82), ("Falcon 40B", 41.3), ("BLOOM 176B", 176.2), ("GPT-NeoX 20B", 20.6), ("GPT-J 6B", 6.05),
+        ("MT-NLG", 530), ("OPT 66B", 65.7), ("Qwen2.5-72B", 72.7), ("Qwen2.5 7B", 7.6), ("Qwen3 32B", 32.8), ("Qwen3-8B", 8.19), ("GPT-2 XL", 1.56),
+        ("BERT base", 0.11), ("Llama 3.1 70B", 70.6),
+    ],
+)  # fmt: skip
+def test_models_known_by_name_have_their_size(model: str, billions: float) -> None:
+    """Parameters, as their papers count them; positions that are learned are not in a shape."""
+    shape = shapes.known(model)
+    assert shape
+    assert shapes.transformer(shape, 512, flash=True).weights / 1e9 == pytest.approx(billions, rel=0.025)
 
 
 ROW = {
