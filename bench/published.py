@@ -11,6 +11,7 @@ from pathlib import Path
 
 from images import convolutional
 from shapes import Shape, known, transformer
+from sites import machine_of
 
 from plait.plan import Plan
 from plait.planner.workload import Workload
@@ -84,6 +85,8 @@ def run_of(row: dict[str, str]) -> Run:
     gpus = int(number(row, "gpus"))
     if not gpus or not row.get("gpu"):
         return Run(row, why="number or kind of devices not stated")
+    if machine_of(row, False) is None:
+        return Run(row, why="no data sheet of its devices")
     if "strategy =" in row.get("note", "") and "data_parallel" not in row["note"] and "zero" not in row["note"]:
         return Run(row, why="its layout was found by a search and is not printed")
     modern = not any(name in row["gpu"] for name in OLD) and row.get("precision") != "fp16"

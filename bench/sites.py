@@ -12,6 +12,7 @@ ALIASES = (
     ("GB200", "gb200"), ("GB300", "gb300"), ("B300", "b300"), ("B200", "b200"), ("GH200", "gh200"), ("H200", "h200"),
     ("H100-96GB", "h100-96gb"), ("H100-PCIe", "h100-pcie"), ("H100", "h100"), ("H800", "h800"), ("A800", "a800"),
     ("A100-SXM-40GB", "a100-40gb"), ("A100-40", "a100-40gb"), ("A100-PCIe", "a100-pcie"), ("A100", "a100"),
+    ("TPU v4", "tpu-v4"), ("TPU v5e", "tpu-v5e"), ("TPU v5p", "tpu-v5p"), ("V100-SXM3", "v100-dgx2"),
     ("V100-SXM2-16GB", "v100-16gb"), ("V100-16", "v100-16gb"), ("V100", "v100"), ("P100", "p100"), ("P40", "p40"),
     ("K80", "k80"), ("TITAN RTX", "titan-rtx"), ("MI300X", "mi300x"), ("MI325X", "mi325x"), ("MI355X", "mi355x"),
     ("RTX 3090", "rtx-3090"), ("RTX 4090", "rtx-4090"), ("L40S", "l40s"), ("A10G", "a10g"), ("T4", "t4"), ("L4", "l4"),
@@ -36,6 +37,8 @@ def site(gpu: str, per_node: int, nodes: int, interconnect: str, one_card: bool)
     sheet = next((name for word, name in ALIASES if word.lower() in gpu.lower()), None)
     if sheet is None or sheet not in known():
         return None
+    if sheet == "v100" and per_node == 4 and "NVLink" in interconnect:
+        sheet = "v100-quad"
     machine = Machine.named(sheet)
     speed = network(interconnect, per_node)
     stated = next((link.bandwidth for link in machine.links if link.between_nodes), None)

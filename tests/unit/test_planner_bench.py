@@ -118,6 +118,7 @@ def test_a_row_is_a_plan() -> None:
 
 @pytest.mark.parametrize("gone, why", [("gpus", "devices"), ("layers", "sizes"), ("dp", "")])
 def test_what_a_row_lacks_is_said(gone: str, why: str) -> None:
+    assert "data sheet" in run_of(ROW | {"gpu": "an abacus"}).why, "it counts as a miss"
     assert why in run_of(ROW | {gone: ""}).why and bool(run_of(ROW | {gone: ""}).why) == bool(why)
     assert "multiply" in run_of(ROW | {"tp": "5"}).why
 
