@@ -14,7 +14,6 @@ SPREAD = (
     ("transformer", "dp=2 cp=2"),
     ("whisper", "cp=2 context=ulysses recompute=selective"),
     ("vit", "cp=2 recompute=full"),
-    ("t5", "tp=2 cp=2"),
     ("latents", "cp=2"),
     ("latents", "tp=2 cp=2"),
 )

@@ -10,6 +10,7 @@ import jobs
 import jobs_moe
 import jobs_pipeline
 import jobs_real
+import jobs_twosided
 import pytest
 import torch
 from test_memory import job as small
@@ -25,7 +26,7 @@ ERROR = 0.01
 MODELS = {
     "mlp": jobs.mlp, "cnn": partial(small, "cnn"), "lstm": partial(small, "lstm"), "digits": jobs_real.digits,
     "unet": jobs_real.unet, "gpt": jobs_real.gpt, "llama": jobs_real.llama, "bert": jobs_pipeline.bert, "t5": jobs_pipeline.t5,
-    "vit": jobs_pipeline.vit, "mamba": jobs_pipeline.mamba, "mixtral": jobs_moe.mixtral,
+    "vit": jobs_pipeline.vit, "mamba": jobs_pipeline.mamba, "mixtral": jobs_moe.mixtral, "aligned": jobs_twosided.ALL["aligned"],
 }  # fmt: skip
 ONE_AXIS = (
     "dp=1 microbatches=3", "dp=2", "dp=3 recompute=selective", "dp=2 recompute=full precision=bf16", "dp=2 offload=optimizer",
@@ -41,11 +42,12 @@ PRODUCTS = (
     "fsdp=2 tp=2", "dp=2 tp=2", "cp=2 tp=2", "fsdp=2 cp=2", "pp=2 tp=2 microbatches=2", "pp=2 fsdp=2 microbatches=2",
     "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 recompute=full",
 )  # fmt: skip
-SAMPLE = {"gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3"), "cnn": ("dp=2",), "t5": ("cp=2",)}
+SAMPLE = {"gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3"), "cnn": ("dp=2",), "aligned": ("cp=2",)}
 EVERY = {
     "gpt": (*ONE_AXIS, *PIPES, *SLICES, *STRETCHES, *PRODUCTS),
     "llama": (*ONE_AXIS, "cp=2", *SLICES, "fsdp=2 tp=2", "pp=2 tp=2 microbatches=2"),
-    **dict.fromkeys(("bert", "t5", "vit", "mamba"), ("dp=1", "fsdp=2", "tp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2")),
+    **dict.fromkeys(("bert", "vit", "mamba"), ("dp=1", "fsdp=2", "tp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2")),
+    "t5": ("dp=1", "fsdp=2", "tp=2", "cp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2"),
     **dict.fromkeys(("mlp", "unet"), (*ONE_AXIS, "tp=2", "pp=2 microbatches=2 schedule=gpipe")),
     **dict.fromkeys(("cnn", "lstm", "digits"), (*ONE_AXIS, "pp=2 microbatches=2")),
     "mixtral": ("dp=1", "dp=2", "fsdp=2"),

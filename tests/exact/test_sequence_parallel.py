@@ -121,11 +121,13 @@ JOBS = {
     "short": short,
 }
 PLANS = (
-    ("gpt", "tp=2 recompute=selective"), ("gpt", "fsdp=2 tp=2"), ("llama", "tp=4 recompute=full"), ("bert", "dp=2 tp=2 microbatches=2"),
-    ("vit", "tp=2"), ("t5", "tp=2"), ("encoder", "tp=2"), ("between", "tp=2 recompute=full"), ("short", "tp=4"),
-    ("gpt2", "pp=2 tp=2 microbatches=2"), ("mixing", "tp=2"), ("argument", "tp=2"), ("llama_tied", "pp=2 tp=2"),
-    ("dropped", "pp=2 tp=2 recompute=full"), ("dropped", "fsdp=2 tp=2"), ("gemma", "tp=2"),
+    ("gpt", "tp=2 recompute=selective"), ("gpt", "fsdp=2 tp=2"), ("bert", "dp=2 tp=2 microbatches=2"),
+    ("vit", "tp=2"), ("encoder", "tp=2"), ("between", "tp=2 recompute=full"), ("short", "tp=4"),
+    ("mixing", "tp=2"), ("argument", "tp=2"), ("llama_tied", "pp=2 tp=2"),
+    ("dropped", "fsdp=2 tp=2"), ("gemma", "tp=2"),
     ("beside", "tp=2"),
+    *(pytest.param(*pair, marks=pytest.mark.prove) for pair in (
+        ("llama", "tp=4 recompute=full"), ("t5", "tp=2"), ("gpt2", "pp=2 tp=2 microbatches=2"), ("dropped", "pp=2 tp=2 recompute=full"))),
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ PLANS = (
 )
 JOBS = {**jobs_real.ALL, **jobs.ALL, **jobs_pipeline.LISTED, **jobs_pipeline.HARD, **jobs_unlike.ALL}
 FIRST = (
-    ("mlp", "tp=4"), ("gemma", "tp=4"), ("llama", "fsdp=2 tp=2"), ("gpt2", "pp=2 tp=2 microbatches=2"),
+    ("mlp", "tp=4"), ("llama", "fsdp=2 tp=2"), ("gpt2", "pp=2 tp=2 microbatches=2"),
     ("gpt", "tp=2 recompute=full"), ("attention", "tp=2 microbatches=3"), ("attention", "tp=2 recompute=selective"),
     ("root_gpt", "tp=2 dp=2"), ("root_gpt", "tp=2 sequence_parallel=false"), ("deep", "dp=2 fsdp=2 tp=2"),
     ("ragged", "tp=2 offload=optimizer"), ("chunked_tied", "fsdp=2 tp=2"), ("multihead", "tp=2 recompute=full"),
