@@ -1,6 +1,6 @@
 """Fits the planner's constants to the published runs: `plait/planner/fitted.py` and the errors of `plait/planner/anchors.py`.
 
-    python bench/fit.py [--rounds 3] [--errors]
+    python bench/fit.py [--rounds 3] [--errors] [--folds 4]
 
 Each constant in turn is moved up and down by a step, which is kept where it lowers the error, and halved when no move does.
 The error is the mean over sources of the mean |logarithm of predicted over measured|, so that a source counts as one whatever
@@ -10,7 +10,9 @@ mean several plans keeps the one that the constants of the last round found fast
 they are and moves the standard deviations to where four measured rows of a source leave the least error in its others, and
 nine of ten stated intervals hold what was measured.
 
-It prints what to write into the two files; it changes neither.
+It prints what to write into the two files; it changes neither. With --folds, sources are dealt into so many parts; each is
+predicted with constants that are fitted, from the middles of their bounds, to the others alone: the error of sources that
+the constants have not seen.
 """
 
 import argparse
@@ -169,23 +171,50 @@ def errors_of(runs: Sequence[Run], fitted: Fitted) -> list[Errors]:
     return [Errors.of(pairs) for pairs in found.values() if len(pairs) > 4]
 
 
+def fitted_to(runs: Sequence[Run], fitted: Fitted, rounds: int, times: int = 2) -> Fitted:
+    """The constants that make the error of these runs small, from those on. Some fit other plans best then: `times`."""
+    for _ in range(times):
+        rows = settled(runs, fitted)
+        start = {f.name: getattr(fitted, f.name) for f in fields(Fitted) if f.name in BOUNDS}
+        loss = lambda values: error(rows, replace(fitted, **values))  # noqa: B023, E731
+        print(f"error {loss(start):.4f} on {len(rows)} rows", flush=True)
+        values, best = descend(loss, start, BOUNDS, rounds)
+        fitted = replace(fitted, **{name: float(f"{value:.3g}") for name, value in values.items()})
+        print(f"error {best:.4f}: {fitted}", flush=True)
+    return fitted
+
+
+def unseen(runs: Sequence[Run], folds: int, rounds: int) -> dict[str, float]:
+    """Mean absolute error of each source, per cent, by constants that were fitted to sources of other folds."""
+    names = sorted({run.source for run in runs})
+    middle = replace(FITTED, **{name: (low * high) ** 0.5 for name, (low, high) in BOUNDS.items()})
+    found: dict[str, list[float]] = defaultdict(list)
+    for fold in range(folds):
+        held = set(names[fold::folds])
+        planner = Planner(fitted_to(sampled([r for r in runs if r.source not in held]), middle, rounds))
+        for run in runs:
+            if run.source in held and run.rate and (got := planner(run)) is not None:
+                found[run.source].append(100 * abs(got[0].seconds / got[1] * run.rate - 1))
+        print({name: round(sum(found[name]) / len(found[name]), 1) for name in held}, flush=True)
+    return {name: sum(errors) / len(errors) for name, errors in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=4, help="over all constants, twice (4)")
     parser.add_argument(
         "--errors", action="store_true", help="only the standard deviations, with the constants as they are"
     )
+    parser.add_argument("--folds", type=int, default=0, help="the error of sources that the constants have not seen")
     options = parser.parse_args()
     runs = [run for path in sorted(DATA.glob("*.csv")) for row in read(path) if not (run := run_of(row)).why]
-    drawn, fitted = sampled([r for r in runs if r.rate and not r.lora]), FITTED
-    for _ in range(0 if options.errors else 2):
-        rows = settled(drawn, fitted)
-        start = {f.name: getattr(fitted, f.name) for f in fields(Fitted) if f.name in BOUNDS}
-        loss = lambda values: error(rows, replace(fitted, **values))  # noqa: B023, E731
-        print(f"error {loss(start):.4f} on {len(rows)} rows", flush=True)
-        values, best = descend(loss, start, BOUNDS, options.rounds)
-        fitted = replace(fitted, **{name: float(f"{value:.3g}") for name, value in values.items()})
-        print(f"error {best:.4f}: {fitted}", flush=True)
+    runs = [run for run in runs if run.rate and not run.lora]
+    if options.folds:
+        by = unseen(runs, options.folds, options.rounds)
+        print(f"mean of sources unseen: {sum(by.values()) / len(by):.1f} %")
+        return
+    drawn = sampled(runs)
+    fitted = FITTED if options.errors else fitted_to(drawn, FITTED, options.rounds)
     errors = errors_of(drawn, fitted)
     start = anchors.PARTS | anchors.SPENT | {"noise": anchors.NOISE, "routed": anchors.ROUTED}
     bounds = dict.fromkeys(start, (0.01, 1.0)) | {"routed": (0.2, 0.35)}  # wider, it would say nothing of mixtures
