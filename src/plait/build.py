@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait import chosen, experts
+from plait import chosen, experts, ownstate
 from plait import data as data_module
 from plait.across import Across
 from plait.adapters import transformers
@@ -219,6 +219,7 @@ def understood(built: Built, made: Made, seen: Sketch | None = None) -> Sketch:
     if plan.tp > 1:
         found = chosen.sliced(found, made, (inputs, built.pairs, cast is torch.float64), once, job, plan)
     built.sketch = found
+    ownstate.check(plan, found)
     return context.stretched(built, built.pairs) if plan.cp > 1 else found
 
 

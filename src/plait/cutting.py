@@ -97,6 +97,11 @@ def check(sketch: Sketch, made: Cut, looped: bool) -> None:
         if not inside(buffer):
             why = "a rank with several stages runs that code once for each"
             _refuse(f"code between units changes the buffer {buffer} in every forward pass", why)
+    for name, by in sketch.rewritten.items():
+        held = next((u.name for u in sketch.units if name in u.parameters), "")
+        if not all(f"{module}.".startswith(f"{held}.") for module in by) if held else looped:
+            where = f"the unit {held}" if held else "the model"
+            _refuse(f"code outside of {where} changes its weight {name}", "stages have the weights of their own units")
     if sketch.differentiates:
         _refuse("the model takes derivatives in its forward pass", "they go back through units of other stages")
     check_calls(sketch.calls, made.owner)

@@ -56,6 +56,10 @@ class Sketch:
     """Modules that use batch statistics by a direct call: these cannot be synchronised."""
     counting: tuple[str, ...] = ()
     """Buffers that every training forward changes, besides those of batch norms (counters, power iterations)."""
+    rewritten: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Weights that every training forward changes (moving averages of others), and the modules whose code does it."""
+    sampled: tuple[str, ...] = ()
+    """Of both, those whose new value comes from the samples."""
     host_random: bool = False
     """True when the forward pass draws from Python's or numpy's generator."""
     decides: bool = False
@@ -139,6 +143,8 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: t
         channels={name: channels_of(norm) for name, norm in norms.items()},
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
         counting=_unique(name for run in small for name in run.counting),
+        rewritten={name: tuple(sorted(by)) for run in small for name, by in run.rewritten.items()},
+        sampled=_unique(name for run in small for name in run.sampled),
         host_random=host_random,
         decides=decides,
         by_values=probe.by_values,

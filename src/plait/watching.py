@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait import draws, randomness
 from plait.metering import Meter, Metered, homes
+from plait.ownstate import Writes
 from plait.partly import PartlyFake
 from plait.torchseam import (
     SEEDED,
@@ -29,6 +30,7 @@ from plait.torchseam import (
     TorchDispatchMode,
     own_buffers,
     schema,
+    storage_key,
     tree_map_only,
 )
 
@@ -45,6 +47,8 @@ class Watched:
     batch_norms: list[str] = field(default_factory=list)
     batch_coupled: list[str] = field(default_factory=list)
     counting: list[str] = field(default_factory=list)
+    rewritten: dict[str, set[str]] = field(default_factory=dict)
+    sampled: list[str] = field(default_factory=list)
     host_random: bool = False
     metered: Metered = field(default_factory=Metered)
 
@@ -72,7 +76,7 @@ def watch(
     """Run the model once and return what it showed; with the names of units, also what their calls cost."""
     fakes = _fakes(model) if fake else None
     meter = None if units is None else _meter(model, units, fakes)
-    before = _state(model)
+    before, weights = _state(model), [(p, p.data) for p in model.parameters()]
     watcher = _Watcher(model, meter, keys)
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -87,13 +91,19 @@ def watch(
             shown = keys is not None
             hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
             given = tree_map_only(torch.Tensor, hide, inputs)
+            writes = watcher.writes = Writes(model, given, fakes) if keys is None else None
             with watcher, watcher.operators:
                 output = call(model, given)
+        if writes is not None:
+            writes.tell(watcher.seen)
         if meter is not None:
             watcher.seen.metered = meter.finish(output)
     finally:
         watcher.remove()
         watcher.seen.counting += _restore(model, before)
+        for parameter, data in weights:
+            if storage_key(parameter) != storage_key(data):
+                parameter.data = data
         logger.setLevel(level)
     return watcher.seen
 
@@ -163,8 +173,7 @@ class _Watcher(TorchFunctionMode):
         self.drew = 0
         self.operators = _Operators(self)
         self.handles: list[Any] = []
-        norms = {id(b) for m in model.modules() if isinstance(m, BatchNormBase) for b in m.buffers()}
-        self.buffers = {id(b): name for name, b in model.named_buffers() if id(b) not in norms}
+        self.writes: Writes | None = None
         for name, module in model.named_modules():
             self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
@@ -244,9 +253,8 @@ class _Operators(TorchDispatchMode):
         if watcher.meter is not None:
             watcher.meter.operator(func, args, kwargs or {}, result)
         name, _, module = watcher.owner[-1]
-        if schema(func).is_mutable:
-            written = [_argument(func, args, kwargs or {}, a.name) for a in schema(func).arguments if a.is_write]
-            watcher.seen.counting += [watcher.buffers[id(t)] for t in written if id(t) in watcher.buffers]
+        if watcher.writes is not None:
+            watcher.writes.operator(name, func, args, kwargs or {}, result)
         if func in SEEDED and 0.0 not in [
             _argument(func, args, kwargs or {}, name) for name in ("dropout_p", "dropout")
         ]:

@@ -6,7 +6,7 @@ from functools import cache, cached_property, partial
 from math import ceil, gcd, prod
 from typing import Any
 
-from plait import data
+from plait import data, ownstate
 from plait.blueprint import sketched
 from plait.build import check_plan
 from plait.cutting import check
@@ -135,6 +135,8 @@ class Asked:
                 return "no layer of the model can be cut"
             if plan.cp > 1 and not self.attends:
                 return "the model has no sequence that is found"
+            if problem := ownstate.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
+                return problem.what
             if plan.tp > 1 and (reason := uneven(self.cuts, plan.tp)):
                 return reason
             return staged(plan.pp, plan.stages_per_rank, plan.schedule) if plan.pp > 1 else ""

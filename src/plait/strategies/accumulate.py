@@ -57,8 +57,10 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in (*sketch.batch_norms, *sketch.batch_coupled):
         yield f"batch statistics in {name} are those of each of the {plan.microbatches} micro-batches, not of the batch"
-    for name in sketch.counting:
-        yield f"buffer {name} changes in every forward pass, and a step has {plan.microbatches} of them"
+    for kind, names in (("buffer", sketch.counting), ("weight", sketch.rewritten)):
+        yield from (
+            f"{kind} {name} changes in every forward pass, and a step has {plan.microbatches} of them" for name in names
+        )
 
 
 def apply(built: Any) -> None:

@@ -37,6 +37,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from plait.errors import Problem
+from plait.ownstate import apart
 from plait.plan import Plan
 from plait.reducer import Reducer, fill, numel, tail_of
 from plait.sketch import Sketch
@@ -64,11 +65,12 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in sketch.batch_coupled:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over dp={plan.dp}"
+    yield from apart(sketch, plan.dp * plan.cp)
 
 
 def apply(built: Any) -> None:
     batchnorm.synchronise(built.model, built.sketch.batch_norms, built.peers)
-    built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else ""
+    built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting or built.sketch.rewritten else ""
     rider = 0 if built.plan.across else rider_of(built.plan)
     own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
     built.reducer = Reducer(list(own.values()), built.copies, rider, _apart(own, built.sketch))

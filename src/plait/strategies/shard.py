@@ -45,6 +45,7 @@ from plait import expertshards, gathered
 from plait.elementwise import check
 from plait.errors import Problem
 from plait.gathering import begins_once, check_formats, differentiated, gathers, groups, members
+from plait.ownstate import apart
 from plait.plan import AXES, Plan
 from plait.scattering import DeviceScatter, Gather, Scatter, messages
 from plait.sharded import Shards, divides, padded, stretch
@@ -76,6 +77,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in sketch.batch_coupled:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over the ranks"
+    yield from apart(sketch, plan.shares * plan.cp)
 
 
 def apply(built: Any) -> None:

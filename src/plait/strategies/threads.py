@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from plait.data import split
 from plait.errors import Problem
 from plait.launch.devices import cuda_names
+from plait.ownstate import apart
 from plait.plan import Plan
 from plait.randomness import Randomness
 from plait.sketch import Sketch
@@ -70,6 +71,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in (*sketch.batch_norms, *sketch.batch_coupled):
         yield f"batch statistics in {name} are those of each replica; only device 0's are kept"
+    yield from apart(sketch, plan.dp)
     if sketch.host_random:
         yield "the forward pass draws from Python's or numpy's generator, which all threads share"
 

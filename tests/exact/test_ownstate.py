@@ -1,0 +1,180 @@
+"""Models whose forward pass writes into their own weights or buffers: proved, named or refused, never silently another training."""
+
+from dataclasses import replace
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.build import call
+from plait.errors import PlaitError
+from plait.job import Job
+from plait.machine import Machine
+from plait.plan import Plan
+from plait.planner.asking import Asked
+from plait.sketch import Sketch, sketch
+from plait.verify import verify
+
+
+def net(width: int = 12) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6))
+
+
+class Follower(nn.Module):
+    """A teacher that is the moving average of its student. x: [rows, 6]."""
+
+    def __init__(self, assigned: bool = False) -> None:
+        super().__init__()
+        self.student, self.teacher, self.assigned = net(), net().requires_grad_(False), assigned
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for new, old in zip(self.student.parameters(), self.teacher.parameters()):
+                    if self.assigned:
+                        old.data = old.data * 0.9 + new.data * 0.1
+                    else:
+                        old.mul_(0.9).add_(new, alpha=0.1)
+        return self.student(x) + self.teacher(x)
+
+
+class Chain(nn.Module):
+    """Some layers in a row and a head."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Running(nn.Module):
+    """Takes away the running mean of what it has seen, in place or by a new buffer."""
+
+    def __init__(self, assigned: bool = False) -> None:
+        super().__init__()
+        self.assigned, self.layer = assigned, nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            now = x.mean(0)
+            if self.assigned:
+                self.mean = self.mean * 0.9 + now * 0.1
+            else:
+                self.mean.mul_(0.9).add_(now, alpha=0.1)
+        return self.layer(x - self.mean)
+
+
+class Clipped(nn.Module):
+    """An embedding that keeps its rows short, as it looks them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.table((x[:, 0].abs() * 7).long() % 9))
+
+
+class Counter(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) / self.calls
+
+
+def job(*layers: Any) -> Job:
+    return jobs.make(lambda: Chain(*(layer() for layer in layers)))
+
+
+def seen(made: Job) -> Sketch:
+    model = made.model()
+    return sketch(model, lambda n: torch.stack([made.data()[i][0] for i in range(n)]), call)
+
+
+FOLLOWS = {f"layers.0.teacher.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
+
+
+@pytest.mark.parametrize("assigned", (False, True))
+def test_weights_that_follow_others_are_seen(assigned: bool) -> None:
+    found = seen(job(lambda: Follower(assigned)))
+    assert found.rewritten.keys() == FOLLOWS and not found.sampled and not found.counting
+    assert assigned or set(found.rewritten.values()) == {("layers.0",)}
+
+
+def test_what_is_made_of_samples_is_told_from_what_is_not() -> None:
+    assert seen(job(Counter)).counting == ("layers.0.calls",) and not seen(job(Counter)).sampled
+    for assigned in (False, True):
+        found = seen(job(lambda: Running(assigned)))  # noqa: B023
+        assert found.counting == found.sampled == ("layers.0.mean",) and not found.rewritten
+    found = seen(job(Clipped))
+    assert found.rewritten == {"layers.0.table.weight": ("layers.0.table",)} and found.sampled == (
+        "layers.0.table.weight",
+    )
+    assert not seen(jobs.batch_norm()).sampled
+
+
+@pytest.mark.parametrize(
+    "layers, plan",
+    [
+        ((Follower,), "dp=2"), ((lambda: Follower(True),), "dp=2"), ((Follower, net), "dp=3"),
+        ((Follower,), "dp=2 recompute=full"), ((Counter,), "dp=2"), ((Clipped,), "dp=1 recompute=full"),
+    ],
+)  # fmt: skip
+def test_equal(layers: tuple[Any, ...], plan: str) -> None:
+    verdict = verify(job(*layers), Plan.parse(plan), steps=4)
+    assert verdict.equal and not verdict.inexact, verdict.to_dict()
+
+
+def test_a_stage_keeps_what_its_unit_changes() -> None:
+    pair = job(Follower, net)
+    apart = Plan.parse("pp=2")
+    assert verify(replace(pair, units=("layers.0", "layers.1")), apart, steps=4).equal
+    with pytest.raises(PlaitError, match="P024"):
+        verify(replace(pair, units=("layers.0.student", "layers.0.teacher", "layers.1")), apart)
+
+
+@pytest.mark.parametrize(
+    "layers, plan, text",
+    [
+        ((Follower,), "dp=2 microbatches=2", "weight layers.0.teacher.0.weight changes in every forward pass"),
+        ((Running,), "dp=2", "buffer layers.0.mean is made from the samples"),
+        ((lambda: Running(True),), "fsdp=2", "buffer layers.0.mean is made from the samples"),
+        ((Running,), "dp=2 processes=one", "buffer layers.0.mean is made from the samples"),
+    ],
+)
+def test_what_cannot_be_equal_is_named(layers: tuple[Any, ...], plan: str, text: str) -> None:
+    verdict = verify(job(*layers), Plan.parse(plan))
+    assert verdict.code == "V010" and any(line.startswith(text) for line in verdict.inexact), verdict.to_dict()
+
+
+@pytest.mark.parametrize(
+    "layers, plan, code, why",
+    [
+        ((Follower,), "fsdp=2", "P031", "drops it"), ((Follower,), "dp=2 offload=optimizer", "P031", "on the host"),
+        ((Follower,), "dp=2 processes=one", "P031", "threads"), ((Clipped,), "dp=2", "P031", "different ones"),
+        ((Clipped,), "fsdp=2", "P031", "drops it"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused(layers: tuple[Any, ...], plan: str, code: str, why: str) -> None:
+    with pytest.raises(PlaitError) as caught:
+        verify(job(*layers), Plan.parse(plan))
+    (problem,) = caught.value.problems
+    assert problem.code == code and why in problem.why and problem.fix, problem
+
+
+def test_the_planner_does_not_choose_it() -> None:
+    why = Asked.of(job(Follower), "job", Machine.named("h100x8")).refused()
+    assert "changes the weight" in why(Plan.parse("fsdp=2")) and not why(Plan.parse("dp=2"))
