@@ -20,6 +20,7 @@ from plait.planner.answer import answer, ask, text, toml
 from plait.planner.asking import Asked, sized
 from plait.planner.branches import branch_samples, branches
 from plait.planner.command import size
+from plait.planner.cores import Cores
 from plait.planner.estimate import alive, estimate, played
 from plait.planner.pace import Pace, Software
 from plait.planner.search import Found, search
@@ -121,6 +122,15 @@ def test_experts_are_shared_by_the_ranks_that_ep_leaves(ep: int, left: int) -> N
     assert need[3]["gathered"] == pytest.approx(
         3 * 4 * (800 + (64000 / ep if left > 1 else 0))
     )  # twice, and a gradient
+
+
+def test_a_part_of_a_tile_takes_as_long_as_a_whole_one() -> None:
+    """On a device; a core has no tiles of that size."""
+    seconds = lambda pace, columns: pace.product(Product(1e5, 4096, columns), Plan(precision="bf16"), 1)  # noqa: E731
+    device = Pace(Workload("", ()), Machine.named("h100"))
+    assert seconds(device, 4040) == seconds(device, 4096) < seconds(device, 4097) == seconds(device, 4160)
+    core = Pace(Workload("", ()), Machine.named("h100"), Software(cores=Cores(1e-6)))
+    assert seconds(core, 4040) < seconds(core, 4096)
 
 
 def test_messages_take_longer_between_nodes_than_inside_one() -> None:
