@@ -35,6 +35,7 @@ from plait.torchseam import (
     tree_leaves,
     tree_map_only,
 )
+from plait.unithooks import without_views
 from plait.workspaces import Workspaces
 
 
@@ -129,8 +130,8 @@ def _wire(model: nn.Module, sketch: Sketch, plan: Plan, meter: Allocations) -> N
     if shard.wanted(plan):
         for names in shard.groups(sketch):
             for name in names:
-                model.get_submodule(name).register_forward_hook(shard.without_views)
-        model.register_forward_hook(shard.without_views)
+                model.get_submodule(name).register_forward_hook(without_views)
+        model.register_forward_hook(without_views)
 
 
 class _Marks:

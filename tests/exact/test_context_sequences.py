@@ -16,6 +16,7 @@ SPREAD = (
     ("vit", "cp=2 recompute=full"),
     ("latents", "cp=2"),
     ("latents", "tp=2 cp=2"),
+    ("latents", "fsdp=2 tp=2"),
 )
 
 

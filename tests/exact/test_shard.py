@@ -7,6 +7,7 @@ import jobs
 import jobs_real
 import jobs_unlike
 import pytest
+from torch import Tensor, nn
 
 from plait import gathering
 from plait.plan import Plan
@@ -92,3 +93,30 @@ def test_every_job_under_every_plan(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", ("mlp", "ragged", "branches", "gpt", "unet_example", "llama_tied"))
 def test_the_full_product(name: str, layout: str, recompute: str, offload: str) -> None:
     equal_or_named(name, f"{layout} recompute={recompute} offload={offload}")
+
+
+class OneOrTwo(nn.Module):
+    """Code that asks whether it was given one tensor twice, as torch's own attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.one, self.two, self.out = nn.Linear(6, 8), Asks(), Asks(), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inside(x)
+        return self.out(self.one(h, h, more=h) + self.two(h, h + 0.5, more=None))
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, key: Tensor, value: Tensor, more: Tensor | None) -> Tensor:
+        return self.map(key) * (2.0 if key is value else 0.5) + value + (1.0 if more is key else 0.0)
+
+
+@pytest.mark.parametrize("plan", ("fsdp=2", "fsdp=2 zero=1 recompute=full", "dp=2 fsdp=2 microbatches=2"))
+def test_one_tensor_given_twice_stays_one(plan: str) -> None:
+    verdict = verify(jobs.make(OneOrTwo, units=("inside", "one", "two", "out")), Plan.parse(plan))
+    assert verdict.equal and not verdict.inexact, verdict.to_dict()

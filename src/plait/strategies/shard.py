@@ -54,7 +54,8 @@ from plait.strategies import batchnorm
 from plait.strategies.copies import rider_of
 from plait.strategies.precision import plan_format
 from plait.strategies.strategy import Charge, Role
-from plait.torchseam import exchange_by, in_backward, is_view, leaves, materialise, tree_map_only
+from plait.torchseam import exchange_by, in_backward, materialise
+from plait.unithooks import keep_one, without_views
 
 AXIS = "fsdp"
 EXACT = True
@@ -104,6 +105,8 @@ def apply(built: Any) -> None:
         for module in modules:
             module.register_forward_hook(without_views)
         fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
+        for module in modules:
+            keep_one(module)
     _ahead(model, built, units)
     copies = built.copies
     scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
@@ -154,12 +157,6 @@ def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
         return t[first:end]
 
     return mine
-
-
-def without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """FSDP2's hook on an output that is a view is lost when the model's code changes it in place: give it a copy."""
-    leaves(output)  # a dataclass that torch's trees have not met is one leaf to them
-    return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
