@@ -9,6 +9,7 @@ A model that looks at values in its forward pass cannot run on fake tensors; a c
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -186,7 +187,9 @@ class _Probe:
             randomness.seed_host("sketch", number)
             before = randomness.first_draws()
             randomness.seed_host("sketch", number)
-            model = copy.deepcopy(self.model) if self.by_values else self.model
+            with warnings.catch_warnings():  # a copy of fake weights is warned of
+                warnings.simplefilter("ignore")
+                model = copy.deepcopy(self.model) if self.by_values else self.model
             metering = self.chosen if self.metering else None
             runs.append(watch(model, example, self.call, not self.by_values, metering))
             runs[-1].host_random = before[:2] != randomness.first_draws()[:2]
