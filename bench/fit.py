@@ -79,7 +79,7 @@ def error(rows: Sequence[Row], fitted: Fitted) -> float:
     planner, by = Planner(fitted), defaultdict(list)
     for run, plan, samples, batch in rows:
         pace = planner.pace(run)
-        assert pace is not None and run.rate
+        assert run.rate
         off = abs(log(estimate(pace, plan, samples).seconds / batch * run.rate))
         by[run.source].append(min(0.7, off) * (0.3 if kind(run) == "experts" else 1.0))
     weight = {s: 5.0 if s == COMPLETE else 1.0 if len(v) >= 5 else 0.3 for s, v in by.items()}

@@ -52,12 +52,10 @@ class Planner:
     def __post_init__(self) -> None:
         self.paces: dict[Any, Pace] = {}
 
-    def pace(self, run: Run) -> Pace | None:
-        """The times of a run's blocks on its machine; None when its machine is not known."""
+    def pace(self, run: Run) -> Pace:
+        """The times of an expressed run's blocks on its machine."""
         machine = machine_of(run.row, not run.modern)
-        if machine is None:
-            return None
-        assert run.work is not None
+        assert machine is not None and run.work is not None
         peak = machine.device.peak
         if (
             "fp4" in run.row["precision"] and peak.fp4
@@ -82,8 +80,6 @@ class Planner:
     def __call__(self, run: Run) -> tuple[Estimate, float, float] | None:
         """(estimate, samples of a step, reserved bytes) of the fastest plan the row may mean that fits."""
         pace, found = self.pace(run), []
-        if pace is None:
-            return None
         for plan, samples, batch in run.plans:
             try:
                 got = estimate(pace, plan, samples)
@@ -220,7 +216,7 @@ def report(runs: list[Run], anchors: int, seed: int) -> dict[str, Any]:
 def anchors_used(runs: list[Run], done: list[Case]) -> int:
     """Rows that were expressed and taken as anchors."""
     told = {case.row for case in done}
-    return sum(not run.why and run.row["row_id"] not in told and machine_of(run.row, False) is not None for run in runs)
+    return sum(not run.why and run.row["row_id"] not in told for run in runs)
 
 
 def worst(done: list[Case], count: int = 10) -> list[dict[str, Any]]:

@@ -124,10 +124,15 @@ def run_of(row: dict[str, str]) -> Run:
         not re.search("Megatron|NeMo|Transformer ?Engine", said),
         bool(re.search("Megatron|NeMo|2104.04473|2205.05198", row["source"])),
         bool(shape),
-        bool(re.search("NeMo|Megatron-Core", row["source"])),
+        recipe(row),
         bool(re.search("torchtitan|torchao|pytorch/|PyTorch FSDP", said)),
         "torchtitan" in said,
     )
+
+
+def recipe(row: dict[str, str]) -> bool:
+    """Whether it is a run of NVIDIA's recipes since Megatron-Core, which document what their rows do not print."""
+    return bool(re.search("NeMo|Megatron-Core", row["source"]))
 
 
 def shape_of(row: dict[str, str]) -> Shape | None:
@@ -171,9 +176,7 @@ def plans_of(row: dict[str, str], gpus: int, layered: bool) -> tuple[tuple[Plan,
         sizes = [s for s in sizes if s <= batch / shares and (batch / shares) % s == 0] or [batch / shares]
     again = [row["recompute"]] if row.get("recompute") in ("none", "selective", "full") else ["none"]
     if layered and not row.get("recompute"):
-        again = (
-            ["none", "selective"] if re.search("NeMo|Megatron-Core", row["source"]) else ["none", "selective", "full"]
-        )
+        again = ["none", "selective"] if recipe(row) else ["none", "selective", "full"]
     stretched = row.get("recompute") != "full" or "torchtitan" in row["source"]
     found = []
     for zero, fsdp in sharded(row, shares):

@@ -162,8 +162,10 @@ class Checkpoints:
         self._flight = None
         error = flight.errand.error
         mine = error is not None and not isinstance(error, Cancelled)
-        why, free = str(error) or type(error).__name__, free_bytes(flight.path.parent)
-        word = {"problems": [vars(_unwritable(flight.path, why, free))]} if mine else {}
+        word = dict[str, Any]()
+        if mine:
+            why = str(error) or type(error).__name__
+            word["problems"] = [vars(_unwritable(flight.path, why, free_bytes(flight.path.parent)))]
         said = self._exchange(engine, json.dumps(word).encode())
         if engine.place.rank == 0:
             shutil.rmtree(flight.building, ignore_errors=True)

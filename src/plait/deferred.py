@@ -77,7 +77,7 @@ class _Following(TorchDispatchMode):
         return new
 
 
-def _roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+def roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """(tensors an operator writes, tensors it reads)."""
     written, read = [], []
     named = zip(schema(func).arguments, args)
@@ -101,7 +101,7 @@ class Noting(_Following):
         result = func(*args, **kwargs)
         if _untouching(func):
             return result
-        written, read = _roles(func, args, kwargs)
+        written, read = roles(func, args, kwargs)
         mine = {k for t in written if (k := self.index(t)) is not None}
         others = {k for t in read if (k := self.index(t)) is not None} - mine
         new = self.made(result)
@@ -148,7 +148,7 @@ class Drawing(_Following):
         kwargs = kwargs or {}
         if _untouching(func):
             return self._view(func, args, kwargs)
-        written, read = _roles(func, args, kwargs)
+        written, read = roles(func, args, kwargs)
         touched = {k for t in (*written, *read) if (k := self.index(t)) is not None}
         number = self.number + 1
         if touched and self.order[number - 1 : number] != [str(func)]:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from plait.deferred import roles
 from plait.errors import PlaitError, Problem
 from plait.plan import Plan
-from plait.torchseam import BatchNormBase, FakeTensor, FakeTensorMode, schema, storage_key, tree_leaves
+from plait.torchseam import BatchNormBase, FakeTensor, FakeTensorMode, storage_key, tree_leaves
 
 if TYPE_CHECKING:
     from plait.sketch import Sketch
@@ -72,18 +73,16 @@ class Writes:
         """Storages that hold something made from samples. Kept alive: a key may be used again otherwise."""
         self.by: dict[str, set[str]] = {}
         """The modules whose own code writes a tensor of the model, by its name; "" is the model's."""
-        for tensor in tensors((inputs,)):
-            self._mark(tensor)
+        self._mark(inputs)
 
     def operator(self, module: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """One that a module's own code has run."""
-        if schema(func).is_mutable:
-            for tensor in written(func, args, kwargs):
-                if name := self.own.get(storage_key(tensor)):
-                    self.by.setdefault(name, set()).add(module)
-        if any(storage_key(t) in self.sampled for t in tensors((args, kwargs))):
-            for tensor in (*tensors((result,)), *written(func, args, kwargs)):
-                self._mark(tensor)
+        written, read = roles(func, args, kwargs)
+        for tensor in written:
+            if name := self.own.get(storage_key(tensor)):
+                self.by.setdefault(name, set()).add(module)
+        if any(storage_key(t) in self.sampled for t in (*written, *read)):
+            self._mark([result, written])
 
     def tell(self, seen: Any) -> None:
         """Write it down, at the end: `counting` (buffers written in place), `rewritten` and `sampled` of a `Watched`."""
@@ -104,20 +103,7 @@ class Writes:
                 found.setdefault(name, {""})
         return found
 
-    def _mark(self, tensor: torch.Tensor) -> None:
-        self.sampled[storage_key(tensor)] = tensor.untyped_storage() if tensor.layout is torch.strided else tensor
-
-
-def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """All in a nest of containers."""
-    return (v for v in tree_leaves(values) if isinstance(v, torch.Tensor))
-
-
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operator writes."""
-    if not schema(func).is_mutable:
-        return []
-    found = [
-        args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema(func).arguments) if a.is_write
-    ]
-    return list(tensors(found))
+    def _mark(self, values: Any) -> None:
+        for t in tree_leaves(values):
+            if isinstance(t, torch.Tensor):
+                self.sampled[storage_key(t)] = t.untyped_storage() if t.layout is torch.strided else t
