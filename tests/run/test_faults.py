@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from launched import TEST_JOB, Command, alive, rows
 
+from plait.launch.failing import sort_of
 from plait.launch.watch import Failure
+from plait.launch.words import Progress
 
 CASES = {
     "raise": ("C005", "rank 1 raised ValueError: the user's own mistake", "training.py:"),
@@ -32,14 +34,6 @@ def test_guilty_rank_is_named(fault: str, tmp_path: Path) -> None:
     assert f"error[{code}] {what}" in command.output and more in command.output, command.output
     assert command.output.count("error[") == 1 and "Traceback" not in command.output
     assert not any(alive(pid) for pid in workers)
-
-
-def test_silent_hang_is_named_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.launch.watch.PATIENCE", 1.5)
-    command = Command("train", TEST_JOB, "--nproc", "2", "--job.fault", "sleep", folder=tmp_path)
-    assert command.wait(30) == 1
-    assert "error[C001] rank 1 stopped making progress" in command.output, command.output
-    assert "in strike" in (tmp_path / "runs/latest/logs/rank1.log").read_text()
 
 
 def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
@@ -92,5 +86,7 @@ def test_command_line_errors(argv: list[str], code: int, words: list[str], tmp_p
     ),
 )
 def test_who_lost_a_peer_is_a_victim_also_inside_the_users_forward(text: str, where: str, victim: bool) -> None:
-    message = {"type": "RuntimeError", "text": text, "where": where, "problems": [], "memory": False, "trace": ""}
-    assert Failure.raised(0, 9, "forward", message).victim is victim
+    sort = sort_of(RuntimeError(text), text, where)
+    told = {"type": "RuntimeError", "text": text, "where": where, "module": "", "called": "", "sort": sort}
+    message = told | {"problems": [], "trace": ""}
+    assert Failure.raised(0, Progress(9, "forward", 0.0), message).victim is victim

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from plait.errors import PlaitError, Problem
 from plait.launch import devices
 from plait.launch.place import cores, world
 from plait.machine import CORES, Device, Machine
@@ -78,8 +79,17 @@ def _seen() -> Seen:
         pynvml = import_module("pynvml")  # of nvidia-ml-py
     except ImportError:
         code = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
-        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-        return Seen(int(asked.stdout), None)
+        try:
+            asked = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+            )
+            return Seen(int(asked.stdout), None)
+        except (subprocess.SubprocessError, ValueError) as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            raise PlaitError(
+                Problem("H009", "torch cannot say how much memory the first device has", why=said[-1] if said else "",
+                        fix=("pip install nvidia-ml-py", "--machine NAME    a machine that is known by name", "--device cpu"))
+            ) from None  # fmt: skip
     pynvml.nvmlInit()
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(0)

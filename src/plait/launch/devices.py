@@ -9,11 +9,24 @@ from plait.errors import PlaitError, Problem
 
 
 def cuda_names() -> list[str]:
-    """Names of the NVIDIA devices this process may use, in CUDA's order of visibility; [] when torch has no CUDA."""
+    """Names of the devices this process may use, in the order in which torch numbers them; [] when torch has neither CUDA nor HIP.
+
+    As many as the driver shows to CUDA: its files in /proc may list devices that a container was not given.
+    """
     import torch
 
-    if torch.version.cuda is None:
+    from plait.torchseam import devices_by_driver
+
+    if torch.version.cuda is None and torch.version.hip is None:
         return []
+    names, count = _listed() if torch.version.hip is None else [], devices_by_driver()
+    if count is None:
+        return names
+    return (names + ["a device"] * (count - len(names)))[:count]
+
+
+def _listed() -> list[str]:
+    """What the driver's files, or nvidia-smi, list of the devices that CUDA_VISIBLE_DEVICES names."""
     cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     names = [_model(card) for card in cards] or ["NVIDIA device" for _ in Path("/dev").glob("nvidia[0-9]*")]
     if not names and shutil.which("nvidia-smi"):  # a virtual machine without the driver's files
@@ -34,7 +47,9 @@ def kind_of(wanted: str) -> str:
     if wanted == "cuda" and not names:
         import torch
 
-        why = f"torch {torch.__version__} " + ("has no CUDA" if torch.version.cuda is None else "sees no device")
+        why = f"torch {torch.__version__} " + (
+            "has no CUDA" if torch.version.cuda is None and torch.version.hip is None else "sees no device"
+        )
         raise PlaitError(
             Problem(
                 "H001",
@@ -44,6 +59,37 @@ def kind_of(wanted: str) -> str:
             )
         )
     return "cuda" if names and wanted != "cpu" else "cpu"
+
+
+def check(kind: str, ranks: int) -> None:
+    """H003 when so many ranks on this machine have no device each."""
+    if kind == "cuda" and len(cuda_names()) < ranks:
+        raise too_few(f"the plan starts {ranks} processes here, one for each device", ranks)
+
+
+def too_few(what: str, ranks: int) -> PlaitError:
+    """H003."""
+    count = len(cuda_names())
+    fix = (f"--nproc {count}", f"--device cpu    runs {ranks} CPU processes") if count else ("--device cpu",)
+    return PlaitError(Problem("H003", f"{what}; {count} are visible", why=_visible(), fix=fix))
+
+
+def of_rank(local_rank: int, unsaid: bool, world: int) -> int:
+    """The number of a rank's device. H003 when the machine has no such device, L004 when nobody says which it is."""
+    count = len(cuda_names())
+    if unsaid and world > 1 and count > 1:
+        what = f"this machine has {count} devices, and nobody says which one this process drives"
+        why = "RANK is set and LOCAL_RANK is not: all processes of the machine would share device 0"
+        fix = ("start it with torchrun", "export LOCAL_RANK=<number of this process on its machine>")
+        raise PlaitError(Problem("L004", what, why=why, fix=fix))
+    if local_rank >= count:
+        raise too_few(f"process {local_rank} of this machine wants device {local_rank}", local_rank + 1)
+    return local_rank
+
+
+def _visible() -> str:
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"CUDA_VISIBLE_DEVICES={said}" if said is not None else ""
 
 
 def _model(card: Path) -> str:

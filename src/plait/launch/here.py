@@ -16,37 +16,65 @@ import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from plait.errors import PlaitError
-from plait.job import user_line
+from plait.launch import limits
+from plait.launch.devices import kind_of
+from plait.launch.failing import described, pieces, trace_of, unforkable
 from plait.launch.place import Place, threads
-from plait.launch.supervise import Listener, Supervisor, Worker
+from plait.launch.stacks import Stacks
+from plait.launch.supervise import Listener, Supervisor, Worker, end, kill
 from plait.launch.words import Words
 
 Target = Callable[[Place], dict[str, Any] | None]
 
 
-def run(target: Target, world: int, listener: Listener | None = None) -> list[dict[str, Any]]:
+def run(
+    target: Target, world: int, listener: Listener | None = None, *, patience: float | None = None, alike: bool = True
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run `target(place)` in `world` forked processes and return what each returned (JSON values only).
+
+    A rank that makes no progress is ended after `patience` seconds; None chooses, by what it does (see `hang.py`).
+    `alike`: in every phase ranks do the same amount of work; not so with pipeline stages.
 
     Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C and SIGTERM ask
     the workers to stop (`Place.stopping`); a second one kills them.
     """
     _warm_up()
-    words = Words(world)
-    listening = _loopback_socket() if world > 1 else None
-    workers = [_fork(target, rank, world, words, listening) for rank in range(world)]
-    server = _serve(listening) if listening is not None else None
-    supervisor = Supervisor(workers, words, listener or Listener())
+    limits.check_files(world)
+    listening = limits.listening() if world > 1 else None
+    words, stacks, workers = Words(world), Stacks(), list[Worker]()
     try:
-        with _stop_signals(words, supervisor):
-            return supervisor.wait()
-    finally:
-        supervisor.kill()
+        with _frozen():
+            for rank in range(world):
+                with limits.forking(rank, world):
+                    workers.append(_fork(target, words, stacks, listening, workers))
+        server = _serve(listening) if listening is not None else None
+        supervisor = Supervisor(workers, words, stacks, listener or Listener(), patience, alike)
+        with _stop_signals(words, workers):
+            result = supervisor.wait()
         del server
+        return result
+    finally:
+        if listening is not None:
+            listening.close()
+        end(workers)
+        stacks.close()
+        for worker in workers:
+            worker.close(worker.reports)
+            worker.close(worker.output)
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """What exists already is left out of garbage collection, so that workers share its memory; afterwards all is as before."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def die_with_parent() -> None:
@@ -55,9 +83,21 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _warm_up() -> None:
-    """Import what workers need, before forking. One thread: a forked copy of a thread pool is dead."""
+def stay_forkable() -> None:
+    """Autograd finds at the first backward pass which devices get threads, and a process with such threads cannot fork. A
+    torch with CUDA counts devices from the first fake tensor on, also where there is none: so the first pass is now."""
     import torch
+
+    if kind_of("auto") == "cpu":
+        torch.ones(1, requires_grad=True).backward()
+
+
+def _warm_up() -> None:
+    """Import what workers need, before forking. One thread: a forked copy of a thread pool is dead. H011 after CUDA was used."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise PlaitError(unforkable("this process has used CUDA, which its copies could not"))
 
     from plait.torchseam import warm_dynamo
 
@@ -68,14 +108,6 @@ def _warm_up() -> None:
 
     torch.set_num_threads(1)
     faulthandler.enable()
-    gc.freeze()
-
-
-def _loopback_socket() -> socket.socket:
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    listening.listen(256)
-    return listening
 
 
 def _serve(listening: socket.socket) -> Any:
@@ -86,17 +118,28 @@ def _serve(listening: socket.socket) -> Any:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _fork(target: Target, rank: int, world: int, words: Words, listening: socket.socket | None) -> Worker:
+def _fork(
+    target: Target, words: Words, stacks: Stacks, listening: socket.socket | None, before: list[Worker]
+) -> Worker:
+    rank, parent = len(before), os.getpid()
     reports, reports_end = os.pipe()
     output, output_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _child(lambda: _work(target, rank, world, words, listening, reports_end), parent, output_end)
-    os.close(reports_end)
-    os.close(output_end)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            for descriptor in (reports, output, *(d for w in before for d in (w.reports, w.output))):
+                os.close(descriptor)
+            stacks.answer()
+            _child(lambda: _work(target, rank, words, listening, reports_end), parent, output_end)
+    except OSError:
+        os.close(reports)
+        os.close(output)
+        raise
+    finally:
+        os.close(reports_end)
+        os.close(output_end)
     return Worker(rank, pid, reports, output)
 
 
@@ -110,7 +153,6 @@ def _child(work: Callable[[], int], parent: int, output: int) -> NoReturn:
             os.dup2(output, 2)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
             status = work()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -118,13 +160,13 @@ def _child(work: Callable[[], int], parent: int, output: int) -> NoReturn:
     os._exit(status)  # a plain exit may abort in gloo's threads after a correct run
 
 
-def _work(target: Target, rank: int, world: int, words: Words, listening: socket.socket | None, channel: int) -> int:
+def _work(target: Target, rank: int, words: Words, listening: socket.socket | None, channel: int) -> int:
     import torch
 
-    lock = threading.Lock()
+    lock, world = threading.Lock(), words.world
 
     def report(message: dict[str, Any]) -> None:
-        data = (json.dumps(message) + "\n").encode()
+        data = (json.dumps(message, default=str) + "\n").encode()
         with lock:
             while data:
                 data = data[os.write(channel, data) :]
@@ -145,6 +187,8 @@ def _work(target: Target, rank: int, world: int, words: Words, listening: socket
         store if world > 1 else None,
         report,
         lambda step, phase: words.write(rank, step, phase),
+        lambda phase: words.within(rank, phase),
+        lambda: words.reads(rank),
         words.stopping,
     )
     try:
@@ -153,34 +197,30 @@ def _work(target: Target, rank: int, world: int, words: Words, listening: socket
         words.write(rank, 2**62, "end")
         return 0
     except BaseException as error:
-        report({"kind": "failed", **_described(error), "trace": traceback.format_exc()})
+        _tell(error, report)
         return 1
 
 
-def _described(error: BaseException) -> dict[str, Any]:
-    problems = [vars(p) for p in error.problems] if isinstance(error, PlaitError) else []
-    lines = str(error).splitlines() or [""]
-    return {
-        "type": type(error).__name__,
-        "text": lines[0],
-        "where": user_line(error),
-        "problems": problems,
-        "exit_code": error.exit_code if isinstance(error, PlaitError) else 1,
-        "memory": isinstance(error, MemoryError)
-        or "can't allocate memory" in str(error)
-        or "OutOfMemory" in type(error).__name__,
-    }
+def _tell(error: BaseException, report: Callable[[dict[str, Any]], None]) -> None:
+    """Report a failure, short, and then its whole text for the log: into the output where nobody can be told."""
+    try:
+        report({"kind": "failed", **described(error)})
+        for text in pieces(trace_of(error)):
+            report({"kind": "log", "text": text})
+    except OSError:
+        sys.stderr.write(trace_of(error))
 
 
 @contextlib.contextmanager
-def _stop_signals(words: Words, supervisor: Supervisor):
+def _stop_signals(words: Words, workers: list[Worker]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: Any) -> None:
         if words.stopping() and number == signal.SIGINT:
-            supervisor.kill()
+            kill(workers)
+            raise KeyboardInterrupt
         words.stop()
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from plait.errors import PlaitError, Problem
+from plait.launch import started
 
-WAIT = timedelta(minutes=10)
-"""How long a collective may wait. The launcher finds a stalled rank long before."""
+WATCHED, JOINED = timedelta(days=7), timedelta(minutes=30)
+"""How long a collective may wait: beside plait's launcher, which finds a rank that hangs; and under another launcher."""
 
 
 @dataclass
@@ -24,9 +24,16 @@ class Place:
     store: Callable[[], Any] | None = None
     report: Callable[[dict[str, Any]], None] | None = None
     beat: Callable[[int, str], None] = field(default=lambda step, phase: None)
+    """Called with the steps that are done and a phase: it begins, or goes on."""
+    within: Callable[[str], None] = field(default=lambda phase: None)
+    """The same at the step that was said last."""
+    reads: Callable[[], None] = field(default=lambda: None)
+    """Called before each sample is read, also in loader processes."""
     stopping: Callable[[], bool] = field(default=lambda: False)
     joined: bool = False
     """Started by another launcher (torchrun, ...)."""
+    unsaid: bool = False
+    """That launcher did not say which process of its machine this is: `local_rank` is 0 for want of it."""
 
     def connect(self, device: Any) -> Any:
         """The process group of all ranks, or None when there is one process. Uses a group the user already made."""
@@ -38,9 +45,9 @@ class Place:
             return None
         backend = _backend(device)
         if self.store is not None:
-            dist.init_process_group(backend, store=self.store(), rank=self.rank, world_size=self.world, timeout=WAIT)
+            dist.init_process_group(backend, store=self.store(), rank=self.rank, world_size=self.world, timeout=WATCHED)
         else:
-            dist.init_process_group(backend, timeout=WAIT)
+            dist.init_process_group(backend, timeout=JOINED)
         return dist.group.WORLD
 
     def alone(self, device: Any) -> None:
@@ -58,19 +65,14 @@ def _backend(device: Any) -> str:
 
 def current() -> Place:
     """The place another launcher gave this process (RANK set), or alone. SIGTERM asks a joined run to stop."""
-    if "RANK" not in os.environ:
+    if not joining():
+        started.check()
         return Place()
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise PlaitError(
-            Problem("L001", "RANK is set, so plait joins a launcher, but " + ", ".join(missing) + " is not",
-                    fix=("start it with torchrun", "unset RANK    to run alone"))
-        )  # fmt: skip
+    rank, world, local = started.joined_as()
     flag = threading.Event()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: flag.set())
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    return Place(rank, int(os.environ["WORLD_SIZE"]), local, stopping=flag.is_set, joined=True)
+    return Place(rank, world, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
 
 
 def joining() -> bool:
@@ -80,7 +82,7 @@ def joining() -> bool:
 
 def world() -> int:
     """Processes another launcher started (WORLD_SIZE)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return started.joined_as()[1] if joining() else 1
 
 
 def cores() -> int:

@@ -5,13 +5,22 @@ import json
 import os
 import selectors
 import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from plait.errors import PlaitError, Problem
-from plait.launch.watch import Failure, Watch
+from plait.launch.hang import HangDetector, told
+from plait.launch.stacks import Stacks
+from plait.launch.watch import Failure, Watch, hung
 from plait.launch.words import Words
+
+SAYING = 2.0
+"""Seconds that ranks are given to say what happened to them while only victims are known."""
+TELLING = 20.0
+"""Seconds that a failed rank is given to write all it has to say into its log."""
 
 
 @dataclass
@@ -21,6 +30,8 @@ class Listener:
     message: Callable[[int, dict[str, Any]], None] = field(default=lambda rank, message: None)
     text: Callable[[int, bytes], None] = field(default=lambda rank, text: None)
     tick: Callable[[], None] = field(default=lambda: None)
+    note: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+    """A line of the launcher's own, such as that a rank makes no progress."""
 
 
 @dataclass
@@ -31,18 +42,33 @@ class Worker:
     pid: int
     reports: int
     output: int
-    buffer: bytes = b""
+    buffer: bytearray = field(default_factory=bytearray)
     status: int | None = None
+    telling: bool = False
+    """It has failed, and is still writing what it has to say."""
+
+    def __post_init__(self) -> None:
+        self.opened = {self.reports, self.output}
+
+    def close(self, descriptor: int) -> None:
+        """Close a pipe, once."""
+        if descriptor in self.opened:
+            self.opened.remove(descriptor)
+            os.close(descriptor)
 
 
 class Supervisor:
     """Reads the workers until all have ended, or one has failed and the guilty one is known."""
 
-    def __init__(self, workers: list[Worker], words: Words, listener: Listener):
+    def __init__(
+        self, workers: list[Worker], words: Words, stacks: Stacks, listener: Listener, patience: float | None = None,
+        alike: bool = True,
+    ):  # fmt: skip
         self.workers, self.words, self.listener = workers, words, listener
         self.results: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, Failure] = {}
-        self.watch = Watch(words, [w.pid for w in workers])
+        self.watch = Watch()
+        self.hangs = HangDetector(words, [w.pid for w in workers], stacks, patience, alike)
         self.selector = selectors.DefaultSelector()
         for worker in workers:
             os.set_blocking(worker.reports, False)
@@ -55,9 +81,8 @@ class Supervisor:
             self._read(0.05 if self.selector.get_map() else 0.002)  # whoever has closed its pipes is about to end
             self._reap()
             self.listener.tick()
-            stalled = self.watch.stalled()
-            if stalled is not None and not self.failures:
-                self._dump(stalled)
+            if not self.failures:
+                self._look()
             if self.failures:
                 self._settle()
                 raise self._verdict()
@@ -75,11 +100,13 @@ class Supervisor:
                 continue
             if not data:
                 self.selector.unregister(key.fd)
-                os.close(key.fd)
+                worker.close(key.fd)
             elif is_report:
-                *lines, worker.buffer = (worker.buffer + data).split(b"\n")
-                for line in lines:
-                    self._message(worker, json.loads(line))
+                worker.buffer += data
+                if b"\n" in data:
+                    *lines, worker.buffer = worker.buffer.split(b"\n")
+                    for line in lines:
+                        self._message(worker, _parsed(line))
             else:
                 self.listener.text(worker.rank, data)
 
@@ -87,9 +114,9 @@ class Supervisor:
         if message["kind"] == "result":
             self.results[worker.rank] = message["value"] or {}
         elif message["kind"] == "failed":
-            step, phase, _ = self.words.read(worker.rank)
-            self.failures[worker.rank] = Failure.raised(worker.rank, step, phase, message)
-            self.listener.message(worker.rank, {"kind": "log", "text": message["trace"]})
+            progress = self.words.read(worker.rank)
+            self.failures[worker.rank] = Failure.raised(worker.rank, progress, message)
+            worker.telling = True
         else:
             self.listener.message(worker.rank, message)
 
@@ -103,36 +130,43 @@ class Supervisor:
 
     def _ended(self, worker: Worker) -> None:
         self._drain()
+        worker.telling = False
         if worker.rank in self.results or worker.rank in self.failures:
             return
-        step, phase, _ = self.words.read(worker.rank)
-        self.failures[worker.rank] = self.watch.died(worker.rank, step, phase, worker.status or 0)
+        progress = self.words.read(worker.rank)
+        self.failures[worker.rank] = self.watch.died(worker.rank, progress, worker.status or 0)
 
     def _drain(self) -> None:
         while self.selector.get_map() and self.selector.select(0):
             self._read(0)
 
-    def _dump(self, rank: int) -> None:
-        """A rank is stalled: ask it for its stack, then hold it guilty."""
-        pid = self.workers[rank].pid
-        stopped = self.watch.is_stopped(rank)
-        if not stopped:
-            os.kill(pid, signal.SIGUSR1)
-            self._read(0.3)
-        step, phase, when = self.words.read(rank)
-        self.failures[rank] = self.watch.stall(rank, step, phase, when, stopped)
+    def _look(self) -> None:
+        """Name the ranks that make no progress, with their stacks in their logs; hold one guilty when it is time."""
+        hang = self.hangs.check()
+        for group, waiting in self.hangs.names():
+            for look in group:
+                self._log(look.rank, look.stack.text)
+            self.listener.note(told(group, waiting))
+        if hang is not None:
+            self._log(hang.look.rank, hang.look.stack.text)
+            self.failures[hang.look.rank] = hung(hang)
+
+    def _log(self, rank: int, text: str) -> None:
+        if text:
+            self.listener.message(rank, {"kind": "log", "text": text})
 
     def _settle(self) -> None:
-        """Give the others a moment to say what they saw, so that the guilty one is found among all failures."""
-        for _ in range(20):
-            if all(w.status is not None or w.rank in self.failures for w in self.workers):
+        """Give the others a moment to say what they saw, so that the guilty one is found among all failures, and those
+        that have failed the time to write it into their logs."""
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < TELLING:
+            guilty = any(not failure.victim for failure in self.failures.values())
+            said = all(w.status is not None or w.rank in self.failures for w in self.workers)
+            if not any(w.telling for w in self.workers) and (said or waited > (0.2 if guilty else SAYING)):
                 break
-            if any(not f.victim for f in self.failures.values()):
-                self._read(0.2)
-                break
-            self._read(0.1)
+            self._read(0.05 if self.selector.get_map() else 0.002)
             self._reap()
-        self.kill()
+        end(self.workers)
         self._drain()
 
     def _verdict(self) -> PlaitError:
@@ -140,12 +174,28 @@ class Supervisor:
         problems = [guilty.problem] if guilty.problem is not None else guilty.problems
         return PlaitError(problems or Problem("C005", f"rank {guilty.rank} failed"), guilty.exit_code, guilty.trace)
 
-    def kill(self) -> None:
-        for worker in self.workers:
-            if worker.status is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGKILL)
-        for worker in self.workers:
-            if worker.status is None:
-                _, status = os.waitpid(worker.pid, 0)
-                worker.status = os.waitstatus_to_exitcode(status)
+
+def kill(workers: list[Worker]) -> None:
+    """Kill those that still run."""
+    for worker in workers:
+        if worker.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+
+
+def end(workers: list[Worker]) -> None:
+    """Kill those that still run, and wait for it."""
+    kill(workers)
+    for worker in workers:
+        if worker.status is None:
+            _, status = os.waitpid(worker.pid, 0)
+            worker.status = os.waitstatus_to_exitcode(status)
+
+
+def _parsed(line: bytes | bytearray) -> dict[str, Any]:
+    """A report; what somebody else wrote into the pipe is text for the log."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        message = None
+    return message if isinstance(message, dict) and "kind" in message else {"kind": "log", "text": f"{line!r}\n"}

@@ -1,17 +1,35 @@
-"""One line of progress per rank in memory that the launcher and all ranks share: (step, phase, time).
+"""A row of progress for each rank in memory that the launcher and all ranks share: step, phase, and when it last moved.
 
-Writing it costs a microsecond and needs no one to listen. It gives the launcher who is holding everyone up, and a
-way to ask all ranks to stop.
+Writing a row costs a microsecond and needs no one to listen. Rows tell the launcher who is holding everyone up; a flag
+beside them is how it asks all ranks to stop. Loader processes share the memory too: what they read counts as their rank's.
 """
 
 import mmap
 import struct
 import time
+from dataclasses import dataclass
 
 PHASES = (
-    "start", "build", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "checkpoint", "end",
+    "start", "build", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "evaluation data", "checkpoint",
+    "end",
 )  # fmt: skip
+READING = ("data", "evaluation data")
+"""Phases in which a rank reads samples."""
+BETWEEN = ("evaluate", "evaluation data", "checkpoint")
+"""Phases between two steps."""
 _ROW = struct.Struct("qqd")
+_READ = struct.Struct("d")
+_WIDTH = _ROW.size + _READ.size
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank is doing. `since`: when it, or a loader of its own while it reads, last said so (`time.monotonic`)."""
+
+    step: int
+    """Steps that are done; -1 before the first batch is asked for."""
+    phase: str
+    since: float
 
 
 class Words:
@@ -19,21 +37,40 @@ class Words:
 
     def __init__(self, world: int):
         self.world = world
-        self.memory = mmap.mmap(-1, _ROW.size * (world + 1))
+        self.memory = mmap.mmap(-1, _WIDTH * (world + 1))
         for rank in range(world):
             self.write(rank, -1, "start")
 
     def write(self, rank: int, step: int, phase: str) -> None:
-        at = _ROW.size * (rank + 1)  # one copy of a finished row: packing in place would zero it first, and be read so
+        """Rank `rank` begins `phase`, or is alive in it."""
+        at = _WIDTH * (rank + 1)  # one copy of a finished row: packing in place would zero it first, and be read so
         self.memory[at : at + _ROW.size] = _ROW.pack(step, PHASES.index(phase), time.monotonic())
 
-    def read(self, rank: int) -> tuple[int, str, float]:
-        """(step, phase, monotonic time of the last change) of a rank."""
-        step, phase, when = _ROW.unpack_from(self.memory, _ROW.size * (rank + 1))
-        return step, PHASES[phase], when
+    def within(self, rank: int, phase: str) -> None:
+        """Rank `rank` begins `phase`, or is alive in it, at the same step."""
+        self.write(rank, self._row(rank).step, phase)
+
+    def reads(self, rank: int) -> None:
+        """A sample is being read for `rank`, by itself or by one of its loader processes."""
+        at = _WIDTH * (rank + 1) + _ROW.size
+        self.memory[at : at + _READ.size] = _READ.pack(time.monotonic())
+
+    def read(self, rank: int) -> Progress:
+        """What a rank is doing."""
+        row = self._row(rank)
+        if row.phase not in READING:
+            return row
+        (last,) = _READ.unpack_from(self.memory, _WIDTH * (rank + 1) + _ROW.size)
+        return Progress(row.step, row.phase, max(row.since, last))
+
+    def _row(self, rank: int) -> Progress:
+        step, phase, when = _ROW.unpack_from(self.memory, _WIDTH * (rank + 1))
+        return Progress(step, PHASES[phase], when)
 
     def stop(self) -> None:
+        """Ask all ranks to stop after their step."""
         self.memory[0] = 1
 
     def stopping(self) -> bool:
+        """Whether all ranks were asked to stop."""
         return self.memory[0] == 1

@@ -1,0 +1,105 @@
+"""What the operating system must grant a run on this machine: open files, processes, the loopback interface.
+
+What can be known is found out before a process is started; what a rank meets later is told by the same functions.
+"""
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+from collections.abc import Iterator
+
+from plait.errors import FAILED, PlaitError, Problem
+
+FILES_WANTED = 4096
+"""A soft limit of open files below this is raised, as far as the hard limit allows: loader processes pass tensors as files."""
+CONNECT = 2.0
+"""Seconds a connection of this machine with itself may take."""
+
+
+def check_files(ranks: int) -> None:
+    """H006 when the launcher of so many ranks could not open what it needs. Raises the soft limit where it is low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FILES_WANTED:
+        wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    needed = 3 * ranks + 14  # two pipes and a connection for each, and the rendezvous store's own
+    opened: list[int] = []
+    try:
+        opened += (os.dup(0) for _ in range(needed))
+    except OSError as error:
+        raise PlaitError(
+            too_many_files(f"the launcher of {ranks} processes opens {needed} more", ""), FAILED
+        ) from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def too_many_files(why: str, where: str) -> Problem:
+    """H006, of open files."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    fix = ("ulimit -n 4096    (in a container: --ulimit nofile=4096)", "fewer --workers")
+    return Problem("H006", f"too many open files: a process may have {limit}", why=why, where=where, fix=fix)
+
+
+def refused(error: OSError) -> Problem | None:
+    """H006 when an error of the operating system says that one of its limits is reached."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return too_many_files(str(error), "")
+    return None
+
+
+@contextlib.contextmanager
+def forking(rank: int, ranks: int) -> Iterator[None]:
+    """H006 when the system has no room for another process."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.ENOMEM):
+            raise
+        count = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        limit = f"; ulimit -u is {count}" if count != resource.RLIM_INFINITY else ""
+        what = f"the system starts no more processes: rank {rank} of {ranks} could not be started"
+        problem = Problem("H006", what, why=f"{error.strerror}{limit}", fix=("ulimit -u", f"--nproc {max(1, rank)}"))
+        raise PlaitError(problem, FAILED) from error
+
+
+def listening() -> socket.socket:
+    """A socket that only this machine reaches. H007 when the machine does not reach itself."""
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen(256)
+    try:
+        with socket.create_connection(listening.getsockname(), CONNECT):
+            listening.accept()[0].close()
+    except OSError as error:
+        listening.close()
+        raise PlaitError(no_loopback(str(error)), FAILED) from error
+    return listening
+
+
+def no_loopback(why: str) -> Problem:
+    """H007."""
+    what = "processes on this machine cannot reach each other: 127.0.0.1 does not answer"
+    return Problem(
+        "H007", what, why=why, fix=("ip link set lo up    (as root; the loopback interface is down)", "ip addr show lo")
+    )
+
+
+def no_shared_memory(what: str, why: str, where: str) -> Problem:
+    """H008, with the room there is."""
+    with contextlib.suppress(OSError):
+        room = os.statvfs("/dev/shm")
+        free, size = room.f_bavail * room.f_frsize / 2**20, room.f_blocks * room.f_frsize / 2**20
+        why = (
+            f"/dev/shm has {free:.1f} of {size:.1f} MiB free, and loader processes hand batches over through it\n{why}"
+        )
+    fix = (
+        "--workers 0, or fewer",
+        "docker run --shm-size 8g    mount -o remount,size=8G /dev/shm",
+        "delete what fills /dev/shm",
+    )
+    return Problem("H008", what, why=why, where=where, fix=fix)

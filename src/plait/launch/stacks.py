@@ -1,0 +1,147 @@
+"""Where a process is: its Python stack, asked for by a signal and written by `faulthandler`.
+
+The handler is compiled code, so it answers while Python sleeps, waits for a lock or loops. All processes write to one
+file that the launcher made before they were forked; the launcher asks one process at a time. A process that does not
+catch the signal is not asked: the signal would end it.
+"""
+
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from plait.job import LIBRARIES
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_STDLIB, _PLAIT = LIBRARIES[1:3], LIBRARIES[0]
+_LAUNCHER = str(Path(__file__).with_name("here.py"))
+_COMPILING = (
+    "_dynamo/convert_frame.py", "_inductor/compile_fx.py", "_inductor/codecache.py", "_inductor/async_compile.py",
+    "_inductor/cpp_builder.py", "_functorch/aot_autograd.py", "triton/compiler/",
+)  # fmt: skip
+"""Files of torch that are on the stack while it compiles, and not while compiled code runs."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call on a stack."""
+
+    file: str
+    line: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.name}"
+
+    @property
+    def owner(self) -> str:
+        """Whose code it is: `user`, `plait`, `torch.distributed`, `python`, or `library`."""
+        if self.file.startswith(_PLAIT + os.sep):
+            return "plait"
+        if f"torch{os.sep}distributed{os.sep}" in self.file:
+            return "torch.distributed"
+        if "site-packages" in self.file or "dist-packages" in self.file:
+            return "library"
+        if self.file.startswith("<") or self.file.startswith(tuple(folder + os.sep for folder in _STDLIB)):
+            return "python"
+        return "user"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The stack of a process's main thread, innermost call first; empty when the process did not answer."""
+
+    frames: tuple[Frame, ...] = ()
+    text: str = ""
+
+    @property
+    def where(self) -> str:
+        """The innermost line of the user's code, else the innermost line of any but Python's own."""
+        for wanted in (("user",), ("library", "plait", "torch.distributed"), ("python",)):
+            found = next((frame for frame in self.frames if frame.owner in wanted), None)
+            if found:
+                return str(found)
+        return ""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the call that has not returned is plait's or torch.distributed's: what waits for others is there."""
+        inner = next((f.owner for f in self.frames if f.owner != "python"), "")
+        return inner in ("plait", "torch.distributed")
+
+    @property
+    def asked_by_user(self) -> bool:
+        """Whether the user's own code called torch.distributed, so that waiting is what it wants."""
+        owners = [f.owner for f in self.frames if f.owner in ("user", "plait", "torch.distributed")]
+        return (
+            owners[:1] == ["torch.distributed"] and next((o for o in owners if o != "torch.distributed"), "") == "user"
+        )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile is at work."""
+        return any(part in frame.file for frame in self.frames for part in _COMPILING)
+
+
+class Stacks:
+    """The file that processes write their stacks to. Make it before the fork, `answer` in each process."""
+
+    def __init__(self) -> None:
+        in_memory = hasattr(os, "memfd_create")  # Linux: also when the disk is full
+        self._file = os.fdopen(os.memfd_create("plait-stacks"), "rb+") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+        self._end = self._file.fileno()
+
+    def answer(self) -> None:
+        """From now on this process, and those it forks, write their stack when asked.
+
+        Only that of the thread that is interrupted, which is the main one: reading the stack of a thread that runs on
+        may crash.
+        """
+        faulthandler.register(signal.SIGUSR1, file=self._end, all_threads=False)
+
+    def ask(self, pid: int, patience: float = 0.5) -> Stack:
+        """The stack of a process. Empty when it does not catch the signal, or cannot run."""
+        if not _catches(pid):
+            return Stack()
+        os.ftruncate(self._end, 0)
+        os.lseek(self._end, 0, os.SEEK_SET)
+        os.kill(pid, signal.SIGUSR1)
+        text, end = "", time.monotonic() + patience
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            size = os.fstat(self._end).st_size
+            before, text = text, os.pread(self._end, size, 0).decode(errors="replace")
+            if text and text == before:
+                break
+        return parse(text)
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+
+def parse(text: str) -> Stack:
+    """A stack as faulthandler prints it.
+
+    What called the launcher is not part of it: a script or a notebook, which is nobody's training.
+    """
+    found = (_FRAME.match(line) for line in text.splitlines())
+    frames = takewhile(
+        lambda frame: frame.file != _LAUNCHER, (Frame(m["file"], m["line"], m["name"]) for m in found if m)
+    )
+    return Stack(tuple(frames), text)
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for the signal. Only Linux says; elsewhere it is believed."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return not Path("/proc/self/status").exists()
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is None or bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)

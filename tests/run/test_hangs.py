@@ -1,0 +1,255 @@
+"""A rank that hangs is named and ended for; one that is slow is only named, or left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Numbers
+from launched import Command, rows
+
+from plait.data import Position, Share
+from plait.launch import hang
+from plait.launch.activity import activity
+from plait.launch.hang import AWAITED, AWAITED_BUSY, GROWTH, IDLE, READS, READS_BUSY, HangDetector, Look, limit, told
+from plait.launch.stacks import Frame, Stack, Stacks, parse
+from plait.launch.words import Progress, Words
+from plait.loading import batches
+
+JOB = str(Path(__file__).parents[1] / "jobs_hanging.py")
+SEND = Frame("/somewhere/site-packages/torch/distributed/distributed_c10d.py", "10", "all_reduce")
+MINE = Frame("/home/me/job.py", "7", "forward")
+
+
+def look(
+    rank: int, phase: str, silent: float, *, busy: bool = False, frames: tuple[Frame, ...] = (), step: int = 3
+) -> Look:
+    return Look(rank, Progress(step, phase, 0.0), silent, busy, Stack(frames), 0.0 if busy else silent)
+
+
+def waits(rank: int, silent: float = 30.0, phase: str = "reduce") -> Look:
+    return look(rank, phase, silent, frames=(SEND,))
+
+
+@pytest.mark.parametrize("suspect, others, alike, allowed", [
+    (look(1, "forward", 30, frames=(MINE,)), [waits(0)], True, AWAITED),
+    (look(1, "forward", 30, busy=True, frames=(MINE,)), [waits(0)], True, AWAITED_BUSY),
+    (look(1, "build", 30, frames=(MINE,), step=-1), [waits(0)], True, AWAITED),
+    (look(1, "evaluate", 30, frames=(MINE,)), [waits(0, phase="evaluate")], True, AWAITED),
+    (look(1, "build", 30, frames=(MINE,), step=-1), [waits(0)], False, AWAITED),  # building is alike in pipelines too
+    (look(1, "build", 30, busy=True, frames=(MINE,), step=-1), [waits(0)], True, hang.FIRST),  # it may prepare data for all
+    (look(1, "forward", 30, frames=(MINE,)), [waits(0)], False, IDLE),  # another stage's forward says nothing of this one
+    (look(1, "forward", 30, busy=True, frames=(MINE,)), [waits(0)], False, hang.BUSY),
+    (look(1, "forward", 30, frames=(MINE,)), [waits(0), look(2, "forward", 1, busy=True)], True, IDLE),
+    (look(1, "forward", 30, frames=(MINE,)), [look(0, "forward", 30, frames=(SEND, MINE))], True, IDLE),  # a user's barrier
+    (look(0, "forward", 30, frames=(MINE,)), [], True, IDLE),
+    (look(1, "data", 300, frames=(MINE,)), [waits(0)], True, READS),
+    (look(1, "evaluation data", 300, busy=True, frames=(MINE,)), [waits(0)], True, READS_BUSY),
+    (look(1, "checkpoint", 120, frames=(MINE,)), [waits(0)], True, READS),
+    (look(1, "forward", 90, busy=True, frames=(Frame("/x/site-packages/torch/_inductor/codecache.py", "1", "load"),)),
+     [waits(0)], True, READS_BUSY),
+])  # fmt: skip
+def test_how_long_a_rank_may_go_on(suspect: Look, others: list[Look], alike: bool, allowed: float) -> None:
+    assert limit(suspect, others, alike, 0.0, None)[0] == allowed
+    assert limit(suspect, others, alike, 100.0, None)[0] == max(allowed, GROWTH * 100.0)
+    assert limit(suspect, others, alike, 100.0, 5.0)[0] == 5.0
+
+
+def test_the_time_that_others_took_counts() -> None:
+    """Rank 0 computed for 20 s and has waited for 10: rank 1 may take ten times as long."""
+    slow = waits(0)
+    slow.waited = 10.0
+    allowed, passed = limit(look(1, "forward", 30, busy=True, frames=(MINE,)), [slow], True, 0.0, None)
+    assert (allowed, passed) == (GROWTH * 20.0, 10.0)
+
+
+def test_whose_code_a_stack_is_in() -> None:
+    queue = Frame(os.__file__.replace("os.py", "queue.py"), "1", "get")
+    assert MINE.owner == "user" and queue.owner == "python" and SEND.owner == "torch.distributed"
+    assert Stack((queue, SEND, MINE)).communicates and Stack((queue, SEND, MINE)).asked_by_user
+    assert not Stack((queue, MINE, SEND)).communicates
+    assert Stack((queue, MINE)).where == "/home/me/job.py:7 in forward"
+    reducer = Frame(str(Path(hang.__file__).parents[1] / "reducer.py"), "1", "finish")
+    assert Stack((SEND, reducer, MINE)).communicates and not Stack((SEND, reducer, MINE)).asked_by_user
+
+
+def test_a_stack_is_parsed() -> None:
+    text = 'Stack (most recent call first):\n  File "/b c.py", line 22 in mine\n  File "/d.py", line 3 in <module>\n'
+    assert parse(text).frames == (Frame("/b c.py", "22", "mine"), Frame("/d.py", "3", "<module>"))
+    assert parse("").frames == ()
+
+
+@pytest.fixture
+def sleeping() -> Iterator[tuple[Stacks, int]]:
+    stacks = Stacks()
+    pid = os.fork()
+    if pid == 0:
+        stacks.answer()
+        while True:
+            time.sleep(1000)
+    try:
+        yield stacks, pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        stacks.close()
+
+
+def test_a_process_that_sleeps_says_where(sleeping: tuple[Stacks, int]) -> None:
+    stacks, pid = sleeping
+    for _ in range(200):
+        found = stacks.ask(pid)
+        if found.frames:
+            break
+        time.sleep(0.05)
+    assert found.frames[0].name == "sleeping" and found.frames[0].file == __file__
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+
+
+def test_a_process_without_the_handler_is_not_signalled() -> None:
+    other = subprocess.Popen(["sleep", "100"])
+    stacks = Stacks()
+    try:
+        assert stacks.ask(other.pid).frames == ()
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+        stacks.close()
+
+
+@pytest.mark.parametrize("code, busy", (
+    ("import time; print(flush=True); time.sleep(100)", False),
+    ("print(flush=True)\nwhile True: pass", True),
+    ("import time; print(flush=True)\nwhile True: open('{file}', 'wb').write(bytes(1 << 20)); time.sleep(0.05)", True),
+    ("import subprocess, sys; print(flush=True); subprocess.run([sys.executable, '-c', 'while True: pass'])", True),
+), ids=("sleeps", "computes", "writes", "has a child that computes"))  # fmt: skip
+def test_what_a_process_uses(code: str, busy: bool, tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", code.format(file=tmp_path / "x")], stdout=subprocess.PIPE,
+                               start_new_session=True)  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.read(1)
+        seen = False
+        for _ in range(10):  # a loaded machine may not let it run for a while
+            time.sleep(0.3)
+            before = activity(process.pid)
+            time.sleep(0.7)
+            seen = activity(process.pid).busy_since(before)
+            if seen == busy:
+                break
+        assert seen == busy
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_progress_of_a_reader_is_its_ranks_while_it_reads() -> None:
+    words = Words(2)
+    words.write(1, 4, "data")
+    began = words.read(1).since
+    time.sleep(0.01)
+    words.reads(1)
+    assert words.read(1).since > began and words.read(1).step == 4
+    words.write(1, 4, "forward")
+    began = words.read(1).since
+    words.reads(1)  # a loader fetches ahead; that does not show that the rank moves
+    assert words.read(1).since == began
+    words.within(1, "reduce")
+    assert (words.read(1).phase, words.read(1).step) == ("reduce", 4)
+
+
+def test_a_suspended_launcher_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, stacks, clock = Words(1), Stacks(), [1000.0]
+    monkeypatch.setattr("plait.launch.hang.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("plait.launch.words.time.monotonic", lambda: clock[0])
+    words.write(0, 3, "forward")
+    detector = HangDetector(words, [os.getpid()], stacks, 5.0, True)
+    assert detector.check() is None
+    clock[0] += 10_000.0
+    assert detector.check() is None and not list(detector.names())
+    stacks.close()
+
+
+def test_one_line_on_silent_ranks() -> None:
+    text = told([look(1, "forward", 8.2, busy=True, frames=(MINE,))], [waits(0), waits(2)])
+    assert text == (
+        "note  rank 1 has made no progress for 8 s at step 4, forward, at work: /home/me/job.py:7 in forward;"
+        " ranks 0,2 wait for it (stack in logs/rank1.log)"
+    )
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits a fifth as long: the order between them is what counts."""
+    for name in ("LOOK", "NAMED", "AWAITED", "AWAITED_BUSY", "IDLE", "BUSY", "FIRST", "READS", "READS_BUSY"):
+        monkeypatch.setattr(hang, name, getattr(hang, name) / 5)
+
+
+HANGS = {
+    "construct": ("dp=2", "during build", "in __init__"),
+    "loop": ("dp=2", "at step 1, forward", "in forward"),
+    "lock": ("fsdp=2", "at step 1, forward", "in forward"),
+    "loss": ("dp=2", "at step 1, forward", "in loss"),
+    "metrics": ("dp=2", "after step 5, evaluate", "in metrics"),
+    "collective": ("dp=2", "at step 1, forward", "in forward"),
+}
+MORE = {
+    "optimizer": ("dp=2", "at step 1, optimizer", "in step"),
+    "backward": ("dp=2", "at step 1, backward", "in backward"),
+    "schedule": ("dp=2", "at step 1, optimizer", "in schedule"),
+    "hook": ("dp=2", "at step 1, forward", "in hook"),
+    "late": ("dp=2", "at step 7, forward", "in forward"),
+    "recv": ("dp=2", "at step 1, forward", "in forward"),
+}
+
+
+@pytest.mark.parametrize("how", [*HANGS, *(pytest.param(how, marks=pytest.mark.prove) for how in MORE)])
+def test_a_hang_is_ended_and_named(how: str, tmp_path: Path, hasty: None) -> None:
+    plan, when, where = (HANGS | MORE)[how]
+    command = Command("train", JOB, "--plan", plan, "--job.how", how, folder=tmp_path)
+    assert command.wait(100) == 1
+    assert "error[C001] rank 1 stopped making progress and holds everyone up" in command.output, command.output
+    assert when in command.output and "jobs_hanging.py:" in command.output, command.output
+    assert where in "".join(log.read_text() for log in tmp_path.glob("runs/**/rank1.log")), command.output
+    assert "note  rank" in command.output and "Traceback" not in command.output
+
+
+def test_a_slow_read_is_named_and_not_ended(tmp_path: Path, hasty: None) -> None:
+    """It sleeps far longer than the others may wait elsewhere."""
+    command = Command("train", JOB, "--plan", "dp=2", "--job.how", "read", "--job.seconds", "8", folder=tmp_path)
+    assert command.wait(100) == 0, command.output
+    assert "note  rank 1 has made no progress for" in command.output and "in __getitem__" in command.output
+    assert len(rows(tmp_path)) == 10
+
+
+def test_patience_is_the_users(tmp_path: Path) -> None:
+    command = Command("train", JOB, "--plan", "dp=2", "--job.how", "read", "--job.seconds", "1000", "--patience", "2",
+                      folder=tmp_path)  # fmt: skip
+    assert command.wait(60) == 1
+    assert "error[C001] rank 1 stopped making progress" in command.output, command.output
+    assert "in __getitem__" in (tmp_path / "runs/latest/logs/rank1.log").read_text()
+    refused = Command("train", JOB, "--patience", "0", folder=tmp_path)
+    assert refused.wait(60) == 2 and "error[U002] --patience" in refused.output
+
+
+@pytest.mark.parametrize("workers", (0, 1))
+def test_each_sample_counts_as_progress(workers: int) -> None:
+    """Also one that is read in a loader process."""
+    words = Words(2)
+    words.write(1, 0, "data")
+    began = words.read(1).since
+    source = batches(Numbers(8), 4, 0, Share(), Position(), workers=workers, reads=lambda: words.reads(1))
+    next(source)
+    assert words.read(1).since > began
+
+
+@pytest.mark.prove
+def test_beats_come_from_loader_processes(tmp_path: Path, hasty: None) -> None:
+    """Every sample takes a fraction of a second, a batch longer than a rank may be silent."""
+    command = Command("train", JOB, "--plan", "dp=1", "--workers", "1", "--job.how", "drip", "--job.seconds", "0.7",
+                      "--job.batch", "12", "--steps", "2", "--patience", "6", folder=tmp_path)  # fmt: skip
+    assert command.wait(100) == 0, command.output

@@ -1,0 +1,48 @@
+"""What plait does on a device and not on a CPU, as far as it shows without one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait import build
+from plait.digest import differing, digest
+from plait.launch.place import Place
+
+
+def test_backward_on_a_device_stays_in_the_thread_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's thread for a device would not know what the forward pass is told by context variables."""
+    chosen: list[Any] = []
+    monkeypatch.setattr(build, "kind_of", lambda wanted: wanted)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("plait.launch.devices.cuda_names", lambda: ["one"] * 4)
+    try:
+        assert build.pick_device("cuda", Place(local_rank=3)) == torch.device("cuda", 3) == chosen[0]
+        assert not torch._C._is_multithreading_enabled()
+    finally:
+        torch.autograd.set_multithreading_enabled(True)
+
+
+def test_digests_travel_on_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group made with NCCL alone takes no tensors of the host."""
+    seen: list[torch.Tensor] = []
+
+    def all_gather(everyone: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+        seen.extend([*everyone, mine])
+        raise StopIteration
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    with pytest.raises(StopIteration):
+        differing([("weight", torch.ones(3))], None, torch.device("meta"))
+    assert len(seen) == 3 and all(t.is_meta and t.dtype == torch.int64 for t in seen)
+
+
+def test_a_digest_is_arithmetic_modulo_two_to_the_64() -> None:
+    words = [3, 2**63 - 1, -5, 7 << 40]
+    total = 0
+    for place, word in enumerate(words, 1):
+        mixed = (word ^ (word >> 29)) * (place * 2 + 1)
+        total += mixed
+    assert int(digest(torch.tensor(words))) % 2**64 == total % 2**64
