@@ -15,6 +15,7 @@ import json
 import math
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from plait import state
+from plait import fingerprint, optstate, state
+from plait.data import is_map
 from plait.errors import FAILED, PlaitError, Problem
 from plait.exchange import exchange
-from plait.manifest import Manifest, read_manifest
+from plait.finite import several
+from plait.manifest import MANIFEST, Manifest, read_manifest
 from plait.pieces import Held, assign
 from plait.reading import Reader
 from plait.saving import Errand, Snapshot, discard, free_bytes, publish, room, write_part
@@ -55,11 +58,16 @@ class Checkpoints:
         self.directory = directory
         self.refused: list[Problem] = []
         """Damaged checkpoints that `resume` passed over."""
+        self.marked: list[Problem] = []
+        """Checkpoints of this run with weights or optimizer state that are not finite, for rank 0 to tell of."""
+        self.changed: list[str] = []
+        """What differs between the job of the checkpoint that was resumed and this one, a line each."""
         self.parent: str | None = None
         self._damaged: set[Path] = set()
         self._flight: _Flight | None = None
         self._snapshot = Snapshot()
         self._held: list[list[Held]] = []
+        self._allow = False
 
     def found(self) -> list[Path]:
         """Published checkpoints, newest first."""
@@ -83,7 +91,8 @@ class Checkpoints:
             tensors = dict(self._snapshot.take(mine, parts))
             building = path.with_name(f"{path.name}.tmp-{token}")
             rank = engine.place.rank
-            errand = Errand(lambda cancelled: write_part(building, rank, tensors, values, cancelled))
+            rule = engine.guard.rule
+            errand = Errand(lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule))
             self._flight = _Flight(path, building, keep, empty, errand)
         if wait:
             self.finish(engine)
@@ -97,6 +106,8 @@ class Checkpoints:
         rank, word = engine.place.rank, dict[str, Any]()
         parts, values, held = dict[str, Any](), dict[str, Any](), list[Held]()
         try:
+            if not self._held:
+                optstate.check(engine)
             parts, values = state.parts_of(engine), state.values_of(engine)
             held = state.held_of(parts)
         except PlaitError as error:
@@ -144,17 +155,22 @@ class Checkpoints:
     def finish(self, engine: "Engine") -> None:
         """Wait until the save on its way is published; every rank calls it. K004 when it failed."""
         while self._flight is not None:
-            self._flight.errand.join()
+            self._flight.errand.wait(lambda: engine.place.within("checkpoint"))
             total = torch.tensor(self.word(engine.place.world), dtype=torch.float64, device=engine.built.device)
             if engine.built.group is not None:
                 dist.all_reduce(total, group=engine.built.group)
             self.heard(engine, float(total))
 
     def _publish(self, flight: _Flight, ranks: int) -> None:
-        publish(flight.building, flight.path, ranks, self.parent, flight.empty)
+        wrong = publish(flight.building, flight.path, ranks, self.parent, flight.empty)
+        if wrong:
+            self.marked.append(unsound(flight.path, wrong))
         self._damaged.discard(flight.path)
-        for old in [path for path in self.found() if path not in self._damaged][max(1, flight.keep) :]:
-            discard(old)
+        good = [path for path in self.found() if path not in self._damaged]
+        last = next((path for path in good if marks(path) == ()), None)
+        for old in good[max(1, flight.keep) :]:
+            if old != last:
+                discard(old)
 
     def _give_up(self, engine: "Engine", flight: _Flight) -> None:
         """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
@@ -176,24 +192,30 @@ class Checkpoints:
         for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.old")):
             shutil.rmtree(path, ignore_errors=True)
 
-    def resume(self, engine: "Engine", missing_ok: bool) -> Path | None:
-        """Load the newest good checkpoint into the engine; every rank calls it.
+    def resume(self, engine: "Engine", missing_ok: bool, allow: bool = False) -> Path | None:
+        """Load the newest good checkpoint into the engine, one of finite numbers if there is any; every rank calls it.
 
-        K001: there is none; K002: none is good; K003: it is of another job. Damaged ones are in `refused`.
+        K001: there is none; K002: none is good; K003: it is of another job. Those passed over are in `refused`. What the
+        job changed is in `changed`; K010 for changes that cannot be meant, unless these are allowed.
         """
         self.finish(engine)
+        self.changed = []
+        self._allow = allow
         self.refused = []
         if engine.place.rank == 0:
             self._tidy()
         names = sorted({path.name for path in self.found()}, key=lambda name: -int(name[5:]))
-        mine = {"found": names, "tensors": list(state.model_parts(engine))}
+        wrong = {name: marks(self.directory / name) for name in names} if engine.place.rank == 0 else {}
+        mine = {"found": names, "wrong": wrong, "tensors": list(state.model_parts(engine))}
         said = [json.loads(text) for text in self._exchange(engine, json.dumps(mine).encode())]
         everyone = {name for word in said for name in word["tensors"]}
-        for name in said[0]["found"]:
+        found, wrong = said[0]["found"], said[0]["wrong"]
+        for name in sorted(found, key=lambda name: bool(wrong[name])):  # the newest that is sound, then the newest
             path = self.directory / name
             loaded = self._load(engine, path, everyone)
             if loaded:
                 self.parent = name
+                self._passed(name, found, wrong)
                 return path
             self._damaged.add(path)
         if self.refused:
@@ -203,18 +225,29 @@ class Checkpoints:
         what, why = f"there is no checkpoint in {self.directory}", "nothing was saved yet"
         raise PlaitError(Problem("K001", what, why=why, fix=("start without --resume",)))
 
+    def _passed(self, name: str, found: list[str], wrong: dict[str, Any]) -> None:
+        """After loading `name`: newer ones that are not finite are as good as damaged, and will be written anew."""
+        if wrong[name]:
+            self.marked.append(unsound(self.directory / name, wrong[name]))
+            return
+        for newer in found[: found.index(name)]:
+            if wrong[newer]:
+                self.refused.append(unsound(self.directory / newer, wrong[newer]))
+                self._damaged.add(self.directory / newer)
+
     def _load(self, engine: "Engine", path: Path, everyone: set[str]) -> bool:
         """Whether the checkpoint was good and is loaded. All ranks check before any believes; any rank's no is everyone's."""
         word: dict[str, Any] = {}
-        manifest, reader, parts = None, None, dict[str, Any]()
+        manifest, reader, parts, hyper = None, None, dict[str, Any](), list[dict[str, Any]]()
         try:
             manifest = read_manifest(path)
-            reader = Reader(path, manifest.files, manifest.tensors)
-            for file in list(manifest.files)[engine.place.rank :: engine.place.world]:
-                reader.file(file)
             why = state.mismatch(engine, manifest, everyone)
             if why:
                 raise PlaitError(_another_job(path, why))
+            manifest, hyper, word["changed"] = self._compared(engine, manifest)
+            reader = Reader(path, manifest.files, manifest.tensors)
+            for file in list(manifest.files)[engine.place.rank :: engine.place.world]:
+                reader.file(file)
             parts = state.wanted(engine, manifest)
             for name, part in parts.items():
                 reader.check(name, part)
@@ -228,11 +261,28 @@ class Checkpoints:
             self.refused.append(wrong[0])
             return False
         _raise_first(said)
+        self.changed = said[0]["changed"]
         assert manifest is not None and reader is not None
         for name, part in parts.items():
             reader.read(name, part)
-        state.give(engine, manifest, parts)
+        state.give(engine, manifest, parts, hyper)
         return True
+
+    def _compared(self, engine: "Engine", manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
+        """What to go on from, with which hyperparameters, and what is to be told of the job's changes. K010, Damaged."""
+        now = engine.fingerprint
+        hyper, told = fingerprint.hyperparameters(manifest, engine, now)
+        why = state.implausible(engine, manifest, hyper)
+        if why:
+            raise Damaged(MANIFEST, why)
+        if engine.place.rank == 0:
+            found = fingerprint.changes(manifest, engine, now)
+            fingerprint.refuse(found, self._allow)
+            told += found.told
+        data = engine.built.data
+        if is_map(data) and manifest.position.start >= len(data) and self._allow:
+            manifest = fingerprint.allowed(manifest)
+        return manifest, hyper, told
 
     def _exchange(self, engine: "Engine", data: bytes) -> list[bytes]:
         return exchange(data, engine.built.group, engine.built.device)
@@ -278,6 +328,23 @@ def damaged(path: Path, error: Damaged) -> Problem:
     """K002 of what is wrong with a file of the checkpoint."""
     fix = ("the checkpoint before it is used when there is one",)
     return Problem("K002", f"{path}/{error.file} is damaged", why=error.why, fix=fix)
+
+
+def marks(path: Path) -> tuple[str, ...] | None:
+    """What of a checkpoint is not finite, as its manifest says. None: it cannot be read."""
+    try:
+        return read_manifest(path).nonfinite
+    except Damaged:
+        return None
+
+
+def unsound(path: Path, wrong: Sequence[str]) -> Problem:
+    """N004 of a checkpoint in which these are not finite."""
+    what = f"{path} holds numbers that are not finite"
+    why = f"NaN or infinity in {len(wrong)} tensors: {several(wrong)}"
+    return Problem(
+        "N004", what, why=why, fix=("--resume takes the newest checkpoint without any, which is never deleted",)
+    )
 
 
 def _another_job(path: Path, why: str) -> Problem:

@@ -9,18 +9,23 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plait.data import Position
 from plait.pieces import Rect, wrong_tiling
-from plait.shardfile import DTYPES, Damaged
+from plait.plainfile import loads, read_plain
+from plait.shardfile import DTYPES, MOST_DIMS, UNREADABLE, Damaged
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 _BEFORE, _AFTER = b'{"digest": "', b'",\n'
 _MOST = 1 << 62
+LONGEST = 256 << 20
+"""Bytes of the largest manifest that is read."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,10 @@ class Manifest:
     scalars: dict[str, Any]
     """`<parameter>/<key>` -> a JSON value, or {"dtype", "value"} for a tensor without dims."""
     scaler: dict[str, Any] | None
+    nonfinite: tuple[str, ...] = ()
+    """Weights and optimizer state that hold NaN or infinity: the training had gone wrong when this was saved."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """What the job was (`fingerprint.py`); empty in old checkpoints. Its parts may be anything."""
 
 
 def seal(content: dict[str, Any]) -> bytes:
@@ -86,8 +95,8 @@ def unseal(raw: bytes, name: str = MANIFEST) -> dict[str, Any]:
     if head != _BEFORE + hashlib.sha256(body).hexdigest().encode() or not body.startswith(_AFTER):
         raise Damaged(name, "its content is not what was saved (SHA-256 differs)")
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        content = loads(b"{" + body[len(_AFTER) :])
+    except UNREADABLE as error:
         raise Damaged(name, str(error)[:200]) from None
     if not isinstance(content, dict):
         raise Damaged(name, "it is no JSON object")
@@ -97,9 +106,9 @@ def unseal(raw: bytes, name: str = MANIFEST) -> dict[str, Any]:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint in a directory. Damaged says what is wrong with it."""
     try:
-        raw = (path / MANIFEST).read_bytes()
+        raw = read_plain(path / MANIFEST, LONGEST, follow=False)
     except OSError as error:
-        raise Damaged(MANIFEST, str(error)) from None
+        raise Damaged(MANIFEST, error.strerror or str(error)) from None
     manifest = parse(unseal(raw))
     if path.name.startswith("step-") and path.name != f"step-{manifest.position.step:06d}":
         raise Damaged(MANIFEST, f"it is of step {manifest.position.step}, the directory of {path.name}")
@@ -110,7 +119,7 @@ def parse(content: dict[str, Any]) -> Manifest:
     """A checked value of what a manifest says."""
     try:
         return _manifest(content)
-    except (ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise Damaged(MANIFEST, str(error)[:300]) from None
 
 
@@ -123,7 +132,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     if len(set(keys)) != len(keys):
         raise ValueError("one stored piece is used twice")
     optimizer = _get(content, "optimizer", dict)
-    groups = _get(optimizer, "groups", list)
+    groups = _shallow(_get(optimizer, "groups", list), 6)
     known = {name for group in groups for name in _get(_is(group, dict), "params", list) if _is(name, str)}
     scalars = {name: _scalar(value) for name, value in _get(optimizer, "scalars", dict).items()}
     stored = [name.removeprefix("optimizer/") for name in tensors if name.startswith("optimizer/")]
@@ -134,11 +143,13 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     if any(f"model/{name}" not in tensors for name in aliases.values()):
         raise ValueError("a tied name of nothing")
     parent = content.get("parent")
+    plan, versions = _line(_get(content, "plan", str)), _get(content, "versions", dict)
     return Manifest(
-        tensors, files, _position(_get(content, "position", dict)), _get(content, "plan", str), _number(content, "seed", 2 * _MOST),
-        _number(content, "batch"), None if parent is None else _is(parent, str),
-        {k: _is(v, str) for k, v in _get(content, "versions", dict).items()}, aliases, _get(optimizer, "type", str),
-        groups, scalars, _scaler(content.get("scaler")),
+        tensors, files, _position(_get(content, "position", dict)), plan, _number(content, "seed", 2 * _MOST),
+        _number(content, "batch"), None if parent is None else _line(parent),
+        {_line(k): _line(v) for k, v in versions.items()}, aliases, _line(_get(optimizer, "type", str)),
+        groups, scalars, _scaler(content.get("scaler")), tuple(_line(name) for name in _is(content.get("nonfinite", []), list)),
+        _shallow(_is(content.get("job", {}), dict), 8),
     )  # fmt: skip
 
 
@@ -176,17 +187,23 @@ def _file_name(name: str) -> str:
 
 def _scalar(value: Any) -> Any:
     if isinstance(value, dict):
-        if set(value) != {"dtype", "value"} or value["dtype"] not in DTYPES:
+        if set(value) != {"dtype", "value"} or str(value["dtype"]) not in DTYPES:
             raise ValueError("a number of the optimizer has no number format")
         kind = DTYPES[value["dtype"]]
-        good = (
-            isinstance(value["value"], (int, float)) if kind.is_floating_point else type(value["value"]) in (int, bool)
-        )
-        if not good or (isinstance(value["value"], int) and abs(value["value"]) >= _MOST):
-            raise ValueError("a number of the optimizer is none")
-    elif not (value is None or isinstance(value, (bool, int, float, str))):
+        if not _fits(value["value"], kind):
+            raise ValueError(f"a number of the optimizer, {str(value['value'])[:30]}, is no {value['dtype']}")
+    elif not (value is None or isinstance(value, (bool, float, str)) or (type(value) is int and abs(value) < _MOST)):
         raise ValueError("a number of the optimizer is none")
     return value
+
+
+def _fits(value: Any, kind: torch.dtype) -> bool:
+    """Whether a tensor of this format can hold the number."""
+    if kind == torch.bool or isinstance(value, bool):
+        return kind == torch.bool and isinstance(value, bool)
+    if kind.is_floating_point:
+        return isinstance(value, float) or (type(value) is int and abs(value) < _MOST)
+    return type(value) is int and torch.iinfo(kind).min <= value <= torch.iinfo(kind).max
 
 
 def _scaler(value: Any) -> dict[str, Any] | None:
@@ -208,6 +225,25 @@ def _is(value: Any, kind: Callable[..., Any]) -> Any:
     return value
 
 
+def _shallow(value: Any, most: int) -> Any:
+    """A value of at most so many levels, without endless numbers."""
+    if isinstance(value, (dict, list)):
+        if most == 0:
+            raise ValueError("something in it is too deep")
+        for part in value.values() if isinstance(value, dict) else value:
+            _shallow(part, most - 1)
+    elif type(value) is int and abs(value) >= 2 * _MOST:
+        raise ValueError("a number in it has too many digits")
+    return value
+
+
+def _line(value: Any) -> str:
+    """A line of text, which a terminal can be shown."""
+    if len(_is(value, str)) > 2000 or not value.isprintable():
+        raise ValueError(f"{value[:40]!r} is no line of text")
+    return value
+
+
 def _get(value: dict[str, Any], name: str, kind: Callable[..., Any]) -> Any:
     if type(value.get(name)) is not kind:
         raise ValueError(f"`{name}` is missing or of another kind")
@@ -223,7 +259,7 @@ def _number(value: dict[str, Any], name: str, most: int = _MOST) -> int:
 
 def _numbers(value: dict[str, Any], name: str) -> tuple[int, ...]:
     numbers = _get(value, name, list)
-    if not all(type(n) is int and 0 <= n < _MOST for n in numbers):
+    if len(numbers) > MOST_DIMS or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
         raise ValueError(f"`{name}` has impossible numbers")
     return tuple(numbers)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.finite import Rule, wrong_scalars
 from plait.manifest import FORMAT, MANIFEST, parse, seal, unseal
 from plait.parts import Part
 from plait.pieces import Held, Rect, overlap
@@ -32,14 +33,28 @@ class Errand(threading.Thread):
         self.work = work
         self.error: Exception | None = None
         self._cancel = threading.Event()
+        self._asked = 0
         self.start()
 
     def run(self) -> None:
         """Do it; whatever it raises is kept for the main thread."""
         try:
-            self.work(self._cancel.is_set)
+            self.work(self._cancelled)
         except Exception as error:
             self.error = error
+
+    def _cancelled(self) -> bool:
+        self._asked += 1
+        return self._cancel.is_set()
+
+    def wait(self, moves: Callable[[], None]) -> None:
+        """Wait until it has ended; `moves` is called about once a second while it gets on."""
+        asked = self._asked
+        while self.is_alive():
+            self.join(1.0)
+            if self._asked != asked:
+                asked = self._asked
+                moves()
 
     def cancel(self) -> None:
         """Ask it to stop, and wait until it has."""
@@ -106,9 +121,12 @@ def free_bytes(directory: Path) -> float:
 
 def write_part(
     building: Path, rank: int, tensors: Mapping[Held, Tensor], values: dict[str, Any],
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: Callable[[], bool] = lambda: False, rule: Rule | None = None,
 ) -> None:  # fmt: skip
-    """Write this rank's files and, when they are safe on the disk, the sealed list of them."""
+    """Write this rank's files and, when they are safe on the disk, the sealed list of them.
+
+    `rule`: which tensors are to be finite.
+    """
     building.mkdir(parents=True, exist_ok=True)
     files, entries = {}, {}
     for kind in ("model", "optimizer"):
@@ -123,7 +141,10 @@ def write_part(
             entry = entries.setdefault(held.name, {"dtype": held.dtype, "shape": held.shape, "pieces": []})
             piece = {"file": name, "key": key, "start": held.start, "size": held.size}
             entry["pieces"].append({**piece, "sha256": written.tensors[key]})
-    _write_synced(building / f"part-{rank:05d}.json", seal({**values, "files": files, "tensors": entries}))
+    wrong = (rule or Rule()).broken((held.name, t) for held, t in tensors.items())
+    wrong += wrong_scalars(values.get("optimizer", {}).get("scalars", {}))
+    content = {**values, "files": files, "tensors": entries, "nonfinite": wrong}
+    _write_synced(building / f"part-{rank:05d}.json", seal(content))
 
 
 def _key(held: Held) -> str:
@@ -132,10 +153,10 @@ def _key(held: Held) -> str:
     return name if held.size == held.shape else f"{name}@{','.join(map(str, held.start))}"
 
 
-def publish(building: Path, path: Path, world: int, parent: str | None, empty: list[Held]) -> None:
+def publish(building: Path, path: Path, world: int, parent: str | None, empty: list[Held]) -> tuple[str, ...]:
     """Merge the ranks' lists into the manifest and make the directory a checkpoint by one rename.
 
-    `empty` are tensors without elements: they have no pieces, so no list has them.
+    `empty` are tensors without elements: they have no pieces, so no list has them. Returns the names of what is not finite.
     """
     parts = [
         unseal((building / f"part-{rank:05d}.json").read_bytes(), f"part-{rank:05d}.json") for rank in range(world)
@@ -144,7 +165,8 @@ def publish(building: Path, path: Path, world: int, parent: str | None, empty: l
     for held in empty:
         content["tensors"].setdefault(held.name, {"dtype": held.dtype, "shape": held.shape, "pieces": []})
     raw = seal(content)
-    for name, (size, _) in parse(json.loads(raw)).files.items():
+    manifest = parse(json.loads(raw))
+    for name, (size, _) in manifest.files.items():
         if (building / name).stat().st_size != size:
             raise Damaged(name, "it is not as long as it was written")
     _write_synced(building / MANIFEST, raw)
@@ -155,11 +177,12 @@ def publish(building: Path, path: Path, world: int, parent: str | None, empty: l
         discard(path)
     os.rename(building, path)
     sync_directory(path.parent)
+    return manifest.nonfinite
 
 
 def merge(parts: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
     """One manifest from what each rank wrote down."""
-    result: dict[str, Any] = {"format": FORMAT, **parts[0], "parent": parent}
+    result: dict[str, Any] = {**parts[0], "format": FORMAT, "parent": parent}
     tensors: dict[str, Any] = {}
     for part in parts:
         for name, entry in part["tensors"].items():
@@ -167,6 +190,7 @@ def merge(parts: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
     result["tensors"] = dict(sorted(tensors.items()))
     for key in ("files", "aliases"):
         result[key] = {name: value for part in parts for name, value in part[key].items()}
+    result["nonfinite"] = sorted({name for part in parts for name in part["nonfinite"]})
     result["aliases"] = {k: v for k, v in result["aliases"].items() if f"model/{v}" in tensors}
     groups = [dict(group) for group in parts[0]["optimizer"]["groups"]]
     for i, group in enumerate(groups):
