@@ -19,8 +19,8 @@ from plait.shardfile import DTYPES, Damaged, Spec, write
 from plait.weights import INDEX
 
 
-def export(path: Path, to: Path, limit: int, dtype: torch.dtype | None = None) -> list[Path]:
-    """Write the weights of the checkpoint at `path` to a file or a folder; the files written.
+def export(path: Path, to: Path, limit: int, dtype: torch.dtype | None = None) -> tuple[list[Path], dict[str, str]]:
+    """Write the weights of the checkpoint at `path` to a file or a folder; the files, and tied names -> the stored one.
 
     A folder gets files of at most `limit` bytes of tensors (one tensor may be larger). `dtype` changes floating tensors.
     K002 when the checkpoint is damaged, K009 when the output exists or cannot be written.
@@ -63,7 +63,7 @@ def export(path: Path, to: Path, limit: int, dtype: torch.dtype | None = None) -
         raise PlaitError(damaged(path, error)) from None
     except OSError as error:
         raise PlaitError(Problem("K009", f"{to} cannot be written", why=str(error))) from None
-    return files
+    return files, manifest.aliases
 
 
 def _bytes(spec: Spec) -> int:

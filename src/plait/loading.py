@@ -1,25 +1,33 @@
 """Reading the samples of each step, here or in loader processes: the iteration behind `data.py`'s rules."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from plait.data import Batch, Micro, Position, Share, is_map, part
+from plait.data import Batch, Micro, Position, Share, empty, is_map, part
 from plait.errors import PlaitError, Problem
+from plait.launch.failing import LoaderError, described
 from plait.randomness import first_draws, permutation, seed_host
+from plait.shares import OfShare, known_by, read_before
+from plait.streams import digest
+from plait.torchseam import tree_map_only
 
 
-def batches(data: Any, batch: int, seed: int, share: Share, at: Position, workers: int = 0) -> Iterator[Batch]:
+def batches(
+    data: Any, batch: int, seed: int, share: Share, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
+) -> Iterator[Batch]:  # fmt: skip
     """The endless sequence of this rank's batches, from position `at` on.
 
-    `data` is what `Job.data` returned. `workers` loader processes fetch ahead (an iterable uses at most one).
+    `data` is what `Job.data` returned. `workers` loader processes fetch ahead (an iterable uses at most one). `reads` is
+    called before each sample, also in those processes.
     """
     if is_map(data):
-        plan, source = _Plan(len(data), batch, seed, share, at), _Mapped(data, seed)
+        plan, source = _Plan(len(data), batch, seed, share, at), _Mapped(data, seed, reads)
         if workers == 0:
             for item in plan:
                 yield source[item]
@@ -28,28 +36,29 @@ def batches(data: Any, batch: int, seed: int, share: Share, at: Position, worker
             _Told(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle
         )
     else:
-        stream = _Streamed(data, batch, seed, share, at)
+        stream = (OfShare if known_by(data, share.ranks) else _Streamed)(data, batch, seed, share, at)
+        stream.reads = reads
         if workers == 0:
             yield from stream
             return
         told = DataLoader(_ToldStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
     for item in told:
-        if isinstance(item, PlaitError):
-            raise item
+        if isinstance(item, _Failed):
+            raise item.error()
         yield item
 
 
 class _Told(Dataset):
-    """A source of batches whose PlaitErrors are returned: torch would rebuild them in the rank from their text."""
+    """A source of batches whose failures are returned: torch would make new exceptions of their text in the rank."""
 
     def __init__(self, source: Any):
         self.source = source
 
     def __getitem__(self, index: Any) -> Any:
         try:
-            return self.source[index]
-        except PlaitError as error:
-            return error
+            return _shared(self.source[index])
+        except RAISED as error:
+            return _failed(error)
 
 
 class _ToldStream(IterableDataset):
@@ -58,9 +67,40 @@ class _ToldStream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            yield from self.source
-        except PlaitError as error:
-            yield error
+            for batch in self.source:
+                yield _shared(batch)
+        except RAISED as error:
+            yield _failed(error)
+
+
+RAISED = (Exception, SystemExit, KeyboardInterrupt)
+"""What the job's data may raise: also what would end a loader process without a word."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An exception in loader process `worker`, as `failing.described` told it."""
+
+    told: dict[str, Any]
+    worker: int
+
+    def error(self) -> Exception:
+        """What the rank raises."""
+        if self.told["problems"]:
+            problems = [Problem(**told) for told in self.told["problems"]]
+            return PlaitError(problems, self.told["exit_code"], self.told["trace"])
+        return LoaderError(self.told, self.worker)
+
+
+def _failed(error: BaseException) -> _Failed:
+    info = get_worker_info()
+    return _Failed(described(error), info.id if info is not None else 0)
+
+
+def _shared(batch: Batch) -> Batch:
+    """A batch whose tensors are in shared memory: what has no room raises here, and not in a thread that nobody hears."""
+    tree_map_only(Tensor, Tensor.share_memory_, [(m.inputs, m.targets, m.spare) for m in batch.micro])
+    return batch
 
 
 def _shorter(at: Position, length: int) -> PlaitError:
@@ -99,8 +139,8 @@ def _advance(at: Position, size: int, ends: bool) -> Position:
 class _Mapped:
     """Loads the samples of one step, the host generators that the data draws from seeded before each sample."""
 
-    def __init__(self, data: Any, seed: int):
-        self.data, self.seed = data, seed
+    def __init__(self, data: Any, seed: int, reads: Callable[[], None]):
+        self.data, self.seed, self.reads = data, seed, reads
         self.drawn: set[int] = set()
         seed_host("untouched")
         self.untouched = first_draws()
@@ -120,6 +160,7 @@ class _Mapped:
         return tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
 
     def _sample(self, epoch: int, i: int) -> Any:
+        self.reads()
         if self.drawn:
             seed_host(self.seed, "sample", epoch, i, only=self.drawn)
         return self.data[i]
@@ -130,6 +171,7 @@ class _Streamed(IterableDataset):
 
     def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position):
         self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
+        self.reads: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Batch]:
         at = self.at
@@ -137,17 +179,12 @@ class _Streamed(IterableDataset):
         while True:
             samples, ended = self._take(source, at)
             if not samples and at.start == 0:
-                raise PlaitError(
-                    Problem(
-                        "J007",
-                        "the job's data is empty",
-                        why="the iterable ended without a sample (a generator can be read only once)",
-                    )
-                )
+                again = f" when it was read again for epoch {at.epoch}: it can be read only once" if at.epoch else ""
+                raise empty(f"the iterable ended without a sample{again}")
             if samples:
                 state = self.data.state_dict() if hasattr(self.data, "state_dict") else None
                 after = replace(_advance(at, len(samples), ended), state=state)
-                yield Batch(at, len(samples), self._share(at, samples), after)
+                yield Batch(at, len(samples), self._share(at, samples), after, digest(samples))
                 at = after
             else:  # the epoch ended exactly at a batch's end
                 at = Position(at.step, at.epoch + 1, 0, at.samples)
@@ -158,11 +195,15 @@ class _Streamed(IterableDataset):
     def _open(self, at: Position) -> Iterator[Any]:
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(at.epoch)
-        if at is self.at and at.state is not None:
+        seed_host(self.seed, "epoch", at.epoch)  # an iterable may shuffle as soon as it is opened
+        if isinstance(at.state, dict) and "shares" in at.state:
+            read_before(at, 1)  # of other shares: only every Nth sample can be found again
+        elif at is self.at and at.state is not None:
             self.data.load_state_dict(at.state)
             return iter(self.data)
         source = iter(self.data)
         for i in range(at.start):
+            self.reads()
             seed_host(self.seed, "sample", at.epoch, i)
             if next(source, self) is self:
                 raise _shorter(at, i)
@@ -171,6 +212,7 @@ class _Streamed(IterableDataset):
     def _take(self, source: Iterator[Any], at: Position) -> tuple[list[Any], bool]:
         samples: list[Any] = []
         while len(samples) < self.batch:
+            self.reads()
             seed_host(self.seed, "sample", at.epoch, at.start + len(samples))
             try:
                 samples.append(next(source))

@@ -39,7 +39,7 @@ def make(
     deferred = defer(lambda: make_model(job), share, digest) if share is not None else None
     model = deferred.model if deferred else make_model(job)
     if group is not None and dist.get_world_size(group) > 1:
-        _same_everywhere(model, deferred.digests if deferred else {}, group)
+        _same_everywhere(model, deferred.digests if deferred else {}, group, device)
     convert(model, device, cast)
     if deferred is None:
         return Made(model, model)
@@ -72,7 +72,10 @@ def make_model(job: Job) -> nn.Module:
     torch.manual_seed(job.seed)
     model = job.model()
     if not isinstance(model, nn.Module):
-        raise PlaitError(Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module"))
+        fix = ("return a module from it: model=lambda: MyModel(…)",)
+        raise PlaitError(
+            Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module", fix=fix)
+        )
     _supported(model)
     transformers.in_doubles()
     if hasattr(job.loss, "attach"):
@@ -118,9 +121,9 @@ def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.
     names = {id(p): name for name, p in own.items()}
     optimizer = job.optimizer([p for p in own.values() if p.requires_grad])
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlaitError(
-            Problem("J006", f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-        )
+        what = f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        fix = ("return one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",)
+        raise PlaitError(Problem("J006", what, fix=fix))
     if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
         what = f"{type(optimizer).__name__} needs a closure, which plait does not give"
         why = "it evaluates the loss several times in one step; a step here is one forward and backward of the batch"
@@ -130,9 +133,9 @@ def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.
     return optimizer, names
 
 
-def _same_everywhere(model: nn.Module, digests: dict[str, Tensor], group: Any) -> None:
+def _same_everywhere(model: nn.Module, digests: dict[str, Tensor], group: Any, device: torch.device) -> None:
     named = dict([*model.named_parameters(), *model.named_buffers()]) | digests
-    wrong = differing(list(named.items()), group)
+    wrong = differing(list(named.items()), group, device)
     if wrong:
         raise PlaitError(
             Problem("J008", f"the job's model has different initial weights on different ranks: {', '.join(wrong[:3])}",

@@ -7,12 +7,25 @@ more than its parts: files are mapped, not loaded.
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import torch
 
-from plait.manifest import Entry, Piece
+from plait.manifest import MANIFEST, Entry, Piece
 from plait.parts import Part, whole
 from plait.pieces import Rect, overlap
 from plait.shardfile import DTYPES, Damaged, ShardFile
+
+
+def room_for(name: str, entry: Entry, shape: tuple[int, ...], like: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor that a file says exists. Damaged when this machine has not so much."""
+    size = torch.Size(shape).numel() * like.itemsize
+    if size <= psutil.virtual_memory().total:
+        try:
+            return torch.empty(shape, dtype=like, device=device)
+        except (RuntimeError, MemoryError):
+            pass
+    file = entry.pieces[0].file if entry.pieces else MANIFEST
+    raise Damaged(file, f"{name} would take {size / 2**30:.3g} GiB of memory, more than there is")
 
 
 class Reader:
@@ -79,7 +92,9 @@ class Reader:
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """All of a tensor, checked, in a CPU tensor of its own."""
         entry = self.entries[name]
-        full = torch.empty(entry.shape, dtype=dtype or DTYPES[entry.dtype])
+        for piece in entry.pieces:
+            self.file(piece.file)
+        full = room_for(name, entry, entry.shape, dtype or DTYPES[entry.dtype], torch.device("cpu"))
         part = whole(full)
         self.check(name, part)
         self.read(name, part)

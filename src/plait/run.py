@@ -110,6 +110,11 @@ class Run:
             )
         )
 
+    def evaluated(self, step: int) -> bool:
+        """Whether the metrics have the evaluation of a step."""
+        rows = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        return any(b'"evaluation"' in row and _step_of(row) == step for row in rows)
+
     def cut(self, step: int) -> None:
         """Forget the rows of metrics and events after `step`: a resumed run writes them again."""
         for path in (self.metrics, *self.path.glob("events/*.jsonl")):

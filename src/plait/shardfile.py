@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.plainfile import loads, open_plain
+
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
@@ -27,6 +29,12 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 4 << 20
 LONGEST_HEADER = 100 << 20
+MOST_DIMS = 64
+"""Of a tensor."""
+
+
+UNREADABLE = (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError)
+"""What reading JSON that somebody made up can raise."""
 
 
 class Damaged(Exception):
@@ -112,17 +120,15 @@ class ShardFile:
     def __init__(self, path: Path, bytes: int | None = None, header: str | None = None):
         self.name = path.name
         try:
-            if path.is_symlink() or not path.is_file():
-                raise Damaged(self.name, "the file is missing, or is not a plain file")
-            with open(path, "rb") as file:
+            with open_plain(path, follow=False) as file:
                 size = os.fstat(file.fileno()).st_size
                 if bytes is not None and size != bytes:
                     raise Damaged(self.name, f"{size} bytes, the manifest says {bytes}")
                 if size < 8:
                     raise Damaged(self.name, f"{size} bytes are no safetensors file")
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise Damaged(self.name, str(error)) from None
+        except OSError as error:
+            raise Damaged(self.name, error.strerror or str(error)) from None
         length = int.from_bytes(self.map[:8], "little")
         if length > min(size - 8, LONGEST_HEADER):
             raise Damaged(self.name, f"its header would be {length} bytes long")
@@ -133,12 +139,12 @@ class ShardFile:
 
     def _parse(self, text: bytes, size: int) -> dict[str, Stored]:
         try:
-            content = json.loads(text)
+            content = loads(text)
             if not isinstance(content, dict):
                 raise ValueError("not an object")
             content.pop("__metadata__", None)
             found = {key: _stored(key, value) for key, value in content.items()}
-        except (ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             raise Damaged(self.name, f"its header cannot be read: {str(error)[:200]}") from None
         at = 0
         for stored in sorted(found.values(), key=lambda s: (s.begin, s.end)):
@@ -169,13 +175,17 @@ class ShardFile:
 
 
 def _numbers(key: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**62 for n in value):
+    if (
+        not isinstance(value, list)
+        or len(value) > MOST_DIMS
+        or not all(type(n) is int and 0 <= n < 2**62 for n in value)
+    ):
         raise ValueError(f"{key} has impossible numbers")
     return value
 
 
 def _stored(key: str, value: Any) -> Stored:
-    if not isinstance(value, dict) or value.get("dtype") not in DTYPES:
+    if not isinstance(value, dict) or str(value.get("dtype")) not in DTYPES:
         raise ValueError(f"{key} has an unknown number format")
     shape, offsets = _numbers(key, value.get("shape")), _numbers(key, value.get("data_offsets"))
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[value["dtype"]].itemsize:

@@ -5,6 +5,7 @@ tensors without dims are numbers; a tensor of another shape belongs to a whole p
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plait import __version__
+from plait import __version__, fingerprint, optstate
 from plait.errors import PlaitError, Problem
 from plait.manifest import Entry, Manifest
 from plait.parts import Part, whole
 from plait.pieces import Held
+from plait.reading import room_for
 from plait.shardfile import DTYPES, NAMES
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def parts_of(engine: "Engine") -> dict[str, Part]:
     """This rank's part of every tensor to save: `model/<name>` and `optimizer/<parameter>/<key>`."""
     model = model_parts(engine)
     found = {f"model/{name}": part for name, part in model.items()}
-    for parameter, state in engine.optimizer.state.items():
+    for parameter, state in optstate.states(engine.optimizer):
         name = (engine.built.names or {})[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
@@ -89,9 +91,10 @@ def values_of(engine: "Engine") -> dict[str, Any]:
         "versions": {"plait": __version__, "torch": str(torch.__version__)},
         "aliases": aliases_of(engine.model),
         "scaler": engine.built.scaler.state_dict() if engine.built.scaler else None,
+        "job": {**engine.fingerprint, "factor": fingerprint.factor(engine.job, engine.position.samples)},
         "optimizer": {
             "type": type(engine.optimizer).__name__,
-            "groups": [{**_plain(group), "params": params} for group, params in _groups(engine)],
+            "groups": [{**optstate.plain(group), "params": params} for group, params in _groups(engine)],
             "scalars": _scalars(engine),
         },
     }
@@ -109,18 +112,12 @@ def aliases_of(model: torch.nn.Module) -> dict[str, str]:
 
 def _groups(engine: "Engine") -> list[tuple[dict[str, Any], list[str]]]:
     names = engine.built.names or {}
-    return [(group, [names[id(p)] for p in group["params"]]) for group in engine.optimizer.param_groups]
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group that are JSON; a tensor without dims is its number (`lr` may be one)."""
-    found = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items() if k != "params"}
-    return {k: v for k, v in found.items() if v is None or isinstance(v, (bool, int, float, str, list, tuple))}
+    return [(group, [names[id(p)] for p in group["params"]]) for group in optstate.groups(engine.optimizer)]
 
 
 def _scalars(engine: "Engine") -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for parameter, state in engine.optimizer.state.items():
+    for parameter, state in optstate.states(engine.optimizer):
         for key, value in state.items():
             name = f"{(engine.built.names or {})[id(parameter)]}/{key}"
             if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES and not value.is_complex():
@@ -145,8 +142,6 @@ def mismatch(engine: "Engine", manifest: Manifest, everyone: set[str]) -> str | 
         return f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
     if manifest.optimizer != type(engine.optimizer).__name__:
         return f"its optimizer is {manifest.optimizer}, the job's is {type(engine.optimizer).__name__}"
-    if manifest.seed != engine.job.seed:
-        return f"its seed is {manifest.seed}, the job's is {engine.job.seed}"
     mine = _groups(engine)
     if len(mine) != len(manifest.groups) or not all(map(_same_group, mine, manifest.groups)):
         return "the parameter groups of the optimizer differ"
@@ -155,7 +150,7 @@ def mismatch(engine: "Engine", manifest: Manifest, everyone: set[str]) -> str | 
 
 def _same_group(mine: tuple[dict[str, Any], list[str]], saved: dict[str, Any]) -> bool:
     """Whether this rank's parameters are among the saved group's, and every value is of the kind it has here."""
-    plain = _plain(mine[0])
+    plain = optstate.plain(mine[0])
     kinds = all(k not in plain or _alike(plain[k], v) for k, v in saved.items() if k != "params")
     return kinds and set(mine[1]) <= set(saved["params"])
 
@@ -165,6 +160,8 @@ def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, list):
         return len(a) == len(b) and all(map(_alike, a, b))
     both = isinstance(a, number) and isinstance(b, number) and isinstance(a, bool) == isinstance(b, bool)
+    if both and isinstance(b, float) and not math.isfinite(b) and math.isfinite(a):
+        return False
     return both or a is None or b is None or type(a) is type(b)
 
 
@@ -184,9 +181,9 @@ def wanted(engine: "Engine", manifest: Manifest) -> dict[str, Part]:
 def _new_state(name: str, entry: Entry, part: Part) -> Part:
     device, dtype = part.tensor.device, DTYPES[entry.dtype]
     if entry.shape == part.shape:
-        return replace(part, tensor=torch.empty(part.tensor.shape, dtype=dtype, device=device))
+        return replace(part, tensor=room_for(name, entry, tuple(part.tensor.shape), dtype, device))
     if part.whole:
-        return whole(torch.empty(entry.shape, dtype=dtype, device=device))
+        return whole(room_for(name, entry, entry.shape, dtype, device))
     parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
     raise PlaitError(
         Problem(
@@ -198,8 +195,11 @@ def _new_state(name: str, entry: Entry, part: Part) -> Part:
     )
 
 
-def give(engine: "Engine", manifest: Manifest, parts: dict[str, Part]) -> None:
-    """Take over what was read: optimizer, loss scale, position. The model's parts were filled in place."""
+def give(engine: "Engine", manifest: Manifest, parts: dict[str, Part], hyper: list[dict[str, Any]]) -> None:
+    """Take over what was read: optimizer (with these hyperparameters of its groups), loss scale, position.
+
+    The model's parts were filled in place.
+    """
     index = {name: i for i, name in enumerate(name for _, names in _groups(engine) for name in names)}
     state: dict[int, dict[str, Any]] = {}
     for name, part in parts.items():
@@ -210,33 +210,26 @@ def give(engine: "Engine", manifest: Manifest, parts: dict[str, Part]) -> None:
         parameter, _, key = name.rpartition("/")
         if parameter in index and parameter in engine.built.own:  # another stage's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
-    current = engine.optimizer.state_dict()
-    for mine, theirs in zip(current["param_groups"], manifest.groups):
-        for key, value in theirs.items():
-            if key == "params":
-                continue
-            before = mine.get(key)
-            if isinstance(before, Tensor):
-                value = torch.tensor(value, dtype=before.dtype, device=before.device)
-            mine[key] = tuple(value) if isinstance(before, tuple) else value
-    engine.optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
-    _exactly(engine.optimizer, state)
+    optstate.restore(engine.optimizer, state, hyper)
     if engine.built.scaler and manifest.scaler:
         engine.built.scaler.load_state_dict(manifest.scaler)
     engine.position = manifest.position
     engine.built.refresh()
 
 
-def _exactly(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
-    """torch casts loaded state to the parameter's number format and makes a generator of a text: put back what was saved."""
-    for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        loaded = optimizer.state.get(parameter, {})
-        for key, value in state.get(i, {}).items():
-            cast = loaded.get(key)
-            if isinstance(value, Tensor) and isinstance(cast, Tensor) and cast.dtype != value.dtype:
-                loaded[key] = value.to(cast.device)
-            elif key in loaded and not isinstance(value, Tensor):
-                loaded[key] = value
+def implausible(engine: "Engine", manifest: Manifest, hyper: list[dict[str, Any]]) -> str | None:
+    """Why the optimizer could not go on with the numbers of this checkpoint, or None."""
+    shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
+    kept: dict[str, dict[str, Any]] = {}
+    for name, shape in shapes.items():
+        if name.startswith("optimizer/"):
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            kept.setdefault(parameter, {})[key] = optstate.tensor(shape == shapes.get(f"model/{parameter}"))
+    for name, value in manifest.scalars.items():
+        parameter, _, key = name.rpartition("/")
+        kept.setdefault(parameter, {})[key] = _number(value)
+    ordered = [name for _, names in _groups(engine) for name in names]
+    return optstate.plausible(engine, lambda i: kept.get(ordered[i]), hyper)
 
 
 def _number(value: Any) -> Any:

@@ -16,8 +16,9 @@ from plait.errors import PlaitError, Problem, did_you_mean
 from plait.exchange import exchange
 from plait.manifest import MANIFEST, Entry, Piece, read_manifest
 from plait.parts import Part
+from plait.plainfile import loads, read_plain
 from plait.reading import Reader
-from plait.shardfile import DTYPES, Damaged, ShardFile
+from plait.shardfile import DTYPES, LONGEST_HEADER, Damaged, ShardFile
 
 if TYPE_CHECKING:
     from plait.engine import Engine
@@ -44,9 +45,12 @@ def open_weights(path: Path) -> Reader:
         if path.is_file() and path.suffix == ".safetensors":
             file = path.resolve()  # a link that the user names is theirs
             return _of_files(file.parent, {file.name: None})
+        wrong = _foreign(path)
     except Damaged as error:
         raise PlaitError(damaged(path if path.is_dir() else path.parent, error)) from None
-    raise PlaitError(_foreign(path))
+    except (OSError, ValueError) as error:  # a name that no file can have, a folder that cannot be read
+        wrong = Problem("K007", f"there are no weights at {str(path)[:200]}", why=str(error)[:200])
+    raise PlaitError(wrong)
 
 
 def _of_plait(path: Path) -> Reader:
@@ -61,9 +65,7 @@ def _of_plait(path: Path) -> Reader:
 def _of_index(path: Path) -> Reader:
     """Of a Hugging Face folder: the index says which file has which tensor."""
     try:
-        if (path / INDEX).is_symlink():
-            raise ValueError("it is a link")
-        listed = json.loads((path / INDEX).read_bytes())["weight_map"]
+        listed = loads(read_plain(path / INDEX, LONGEST_HEADER, follow=False))["weight_map"]
         files = dict[str, Any]()
         for name, file in listed.items():
             if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors", file):
@@ -137,16 +139,41 @@ def _matched(path: Path, entries: dict[str, Entry], wanted: list[str], aliases: 
     missing = [name for name, source in found.items() if not source]
     unknown = [name for name in entries if name not in found and name not in aliases]
     problems = []
+    fix = _way_out(missing, unknown)
     for kind, names, others in (("lack", missing, unknown), ("have", unknown, missing)):
         if names:
             hint = did_you_mean(names[0], others) if others and kind == "lack" else ""
             hint = hint if hint.startswith("did") else ""
             what = f"the weights at {path} {kind} {names[0]}" + ("" if kind == "lack" else ", which the model has not")
             more = f"{len(names)} names: {', '.join(names[:3])}" + (", …" if len(names) > 3 else "")
-            problems.append(Problem("K008", what + (f"        {hint}" if hint else ""), why=more))
+            problems.append(Problem("K008", what + (f"        {hint}" if hint else ""), why=more, fix=fix))
     if problems:
         raise PlaitError(problems)
     return found
+
+
+def _way_out(missing: list[str], unknown: list[str]) -> tuple[str, ...]:
+    """What to do when names differ. A wrapper of the model (LoRA, DDP, compile) puts words before or into its names."""
+    bare = {name.replace(".base_layer.", "."): name for name in missing}
+    if (words := _prefix(bare, unknown)) or (unknown and len(bare.keys() & set(unknown)) > len(unknown) / 2):
+        named = f"its names begin with {words}" if words else "its names have `.base_layer.` in them"
+        return (
+            f"the model wraps the one that was saved ({named}): load the weights in the job's model function,"
+            " before it is wrapped,    model.load_state_dict(load_file(…))    or  from_pretrained",
+        )
+    if words := _prefix(dict.fromkeys(unknown, ""), missing):
+        return (f"the weights are those of a wrapped model: save them again without {words}",)
+    return ("the job's model and the one that was saved are built differently: give both the same arguments",)
+
+
+def _prefix(longer: dict[str, str], shorter: list[str]) -> str:
+    """What most of the shorter names lack at their beginning, if it is the same for all of them; else empty."""
+    for name in shorter[:1]:
+        for other in longer:
+            if other.endswith(f".{name}") and (words := other.removesuffix(name)):
+                fitting = sum(f"{words}{each}" in longer for each in shorter)
+                return words if fitting > len(shorter) / 2 else ""
+    return ""
 
 
 def _misshaped(

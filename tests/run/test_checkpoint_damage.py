@@ -172,7 +172,7 @@ def edits(content: dict[str, Any], draw: random.Random) -> list[Callable[[], Any
 
 def forge(path: Path, draw: random.Random) -> None:
     content = unseal((path / MANIFEST).read_bytes())
-    content.pop("digest")
+    content.pop("digest", None)
     before = json.dumps(content)
     while json.dumps(content) == before:
         draw.choice(edits(content, draw))()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from plait import Engine, Job, PlaitError, Plan
 from plait.cli import main
 from plait.launch import here
-from plait.weights import INDEX
+from plait.weights import INDEX, _way_out
 from run.test_checkpoint_damage import train_and_save
 
 
@@ -100,6 +100,30 @@ def test_import_of_everything_plait_reads(saved: Any, tmp_path: Path) -> None:
     assert same(filled(tmp_path / "tied.safetensors"), weights), "a tied tensor under its other name"
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "tied.safetensors")
     assert same(filled(tmp_path / "link.safetensors"), weights), "a link the user names is theirs"
+
+
+@pytest.mark.parametrize("to", ("best.pt", "best.bin", "x/best.onnx", "best.safetensor"))
+def test_a_name_of_another_format_is_no_folder(saved: Any, tmp_path: Path, to: str, capfd: Any) -> None:
+    assert main(["checkpoint", "export", str(saved[0]), "--to", str(tmp_path / to)]) == 2
+    assert (
+        "error[U002]" in (said := capfd.readouterr().err) and str((tmp_path / to).with_suffix(".safetensors")) in said
+    )
+    assert not (tmp_path / to).exists()
+    assert main(["checkpoint", "export", str(saved[0]), "--to", f"{tmp_path / to}/"]) == 0, (
+        "a folder, since that is said"
+    )
+    assert "note  head.weight is tied to embed.weight" in capfd.readouterr().out
+
+
+def test_weights_of_a_model_that_is_wrapped(tmp_path: Path) -> None:
+    inner = {n: t.clone() for n, t in fresh(jobs.mlp()).model.state_dict().items()}
+    wrapped = {f"base_model.model.{n}".replace("0.", "0.base_layer."): t for n, t in inner.items()}
+    lora = wrapped | {"base_model.model.0.lora_A.weight": torch.zeros(2, 6)}
+    assert "names begin with base_model.model." in _way_out(list(lora), list(inner))[0]
+    assert "without module." in _way_out(list(inner), [f"module.{n}" for n in inner])[0]
+    save_file({f"module.{n}": t for n, t in inner.items()}, tmp_path / "w.safetensors")
+    error = refusal(tmp_path / "w.safetensors", jobs.mlp())
+    assert error.codes == ["K008", "K008"] and all("without module." in p.fix[0] for p in error.problems)
 
 
 def test_each_rank_reads_its_own_parts(saved: Any, tmp_path: Path) -> None:

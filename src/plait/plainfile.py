@@ -1,0 +1,79 @@
+"""Opening files that nobody vouches for: plain files only, read up to a limit.
+
+A pipe or a device in place of a file would be waited for, or read, without end; a sparse file claims more bytes than the
+disk has. `open_plain` refuses them at once, with an OSError that says what is there instead.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link",
+}  # fmt: skip
+
+
+class NotPlain(OSError):
+    """There is something else than a plain file that can be read whole. Its text says what."""
+
+
+def open_plain(path: Path, follow: bool = True) -> BinaryIO:
+    """The opened file. OSError when it is missing or no plain file; a link counts as none unless `follow`."""
+    try:
+        found = os.stat(path, follow_symlinks=follow)
+        _plain(found)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    except ValueError as error:  # a name with a zero byte
+        raise NotPlain(str(error)) from None
+    file = os.fdopen(descriptor, "rb")
+    try:
+        now = os.fstat(descriptor)
+        _plain(now)
+        _fits_its_disk(now, descriptor)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_plain(path: Path, most: int, follow: bool = True) -> bytes:
+    """All of a plain file of at most `most` bytes. OSError otherwise."""
+    with open_plain(path, follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
+    if size > most or len(content) > most:
+        raise NotPlain(f"it is {max(size, len(content))} bytes long, at most {most} are read")
+    return content
+
+
+def loads(text: bytes | str) -> Any:
+    """JSON whose objects name each key once. ValueError or RecursionError otherwise."""
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key is given twice")
+    return values
+
+
+def _plain(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise NotPlain(f"it is {KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a plain file")
+
+
+def _fits_its_disk(found: os.stat_result, descriptor: int) -> None:
+    """A file with holes may claim any size; one larger than the disk that holds it was never written."""
+    if found.st_blocks * 512 >= found.st_size:
+        return
+    try:
+        disk = os.fstatvfs(descriptor)
+    except OSError:
+        return
+    whole = disk.f_blocks * disk.f_frsize
+    if 0 < whole < found.st_size:
+        raise NotPlain(f"it claims {found.st_size} bytes, more than its whole disk has ({whole})")
