@@ -10,12 +10,12 @@ An iterable data set is read by every rank in full and each keeps its share; its
 travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from plait.errors import PlaitError, Problem
 from plait.randomness import host_state, restore_host
@@ -57,6 +57,12 @@ class Batch:
     size: int
     micro: tuple[Micro, ...]
     after: Position
+    seen: tuple[int, ...] = ()
+    """Of an iterable: a digest of all samples of the batch, on every rank."""
+    idle: tuple[Micro, ...] = ()
+    """What a rank runs along with when its share of an iterable has ended."""
+    most: int = 0
+    """Samples of the rank that has most of them, where a rank's share is not its part of the batch by number."""
 
     @property
     def count(self) -> int:
@@ -89,28 +95,134 @@ def is_map(data: Any) -> bool:
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 
+def opened(make: Callable[[], Any], where: str = "Job(data=…)") -> Any:
+    """What `make()` gives, checked. A generator, which can be read once only, is made again for every reading."""
+    data = checked(make(), where)
+    if is_map(data) or not _once(data):
+        return data
+    if make() is data:
+        what = f"the job's data is one {type(data).__name__}, and it can be read only once"
+        why = "every call of the function gives the same one; each epoch, and the look at the first sample, need their own"
+        raise PlaitError(Problem("J007", what, why, where, ("data=lambda: …    make a new one in every call",)))
+    return _Remade(make)
+
+
+def _once(data: Any) -> bool:
+    """Whether it is a generator, or what Python's own functions make of one (map, zip, itertools)."""
+    return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
+
+
+class _Remade:
+    """What is read once, made again for every reading."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+def example(make: Callable[[], Any], data: Any, where: str = "Job(data=…)") -> Any:
+    """What `first_samples` can read beside `data`: of an iterable another one, since reading moves it, read once."""
+    return data if is_map(data) else _First(opened(make, where))
+
+
+class _First:
+    """The first sample of an iterable, as a data set."""
+
+    def __init__(self, data: Any):
+        state = host_state()
+        self.sample = next(iter(data), None)
+        restore_host(state)
+        if self.sample is None:
+            raise empty("it ended without a sample")
+        if hasattr(data, "collate"):
+            self.collate = data.collate
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Any:
+        return self.sample
+
+
+def empty(why: str, where: str = "") -> PlaitError:
+    """J007: there is not one sample."""
+    return PlaitError(Problem("J007", "the data is empty", why=why, where=where))
+
+
 def checked(data: Any, where: str) -> Any:
     """`data` when it can be read by `batches`, with at least one sample. J007 otherwise."""
+    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+        what = "the data is a DataLoader that already makes batches"
+        why = f"each of its batches would count as one sample; plait makes the batches: Job(batch=…) of single samples, {SHARED}"
+        fix = ("give its dataset", "DataLoader(…, batch_size=None)    keeps a sampler of your own")
+        raise PlaitError(Problem("J007", what, why, where, fix))
     if is_map(data):
         if len(data) == 0:
-            raise PlaitError(Problem("J007", "the job's data is empty", why="len(data) = 0", where=where))
+            raise empty("len(data) = 0", where)
     elif not hasattr(data, "__iter__"):
         raise PlaitError(
-            Problem("J007", f"the job's data is a {type(data).__name__}, which cannot be read", where=where,
+            Problem("J007", f"the data is a {type(data).__name__}, which cannot be read", where=where,
                     fix=("give it  __len__ and __getitem__,  or  __iter__",))
         )  # fmt: skip
     return data
 
 
+SHARED = "shared out over all devices"
+LABELS = ("labels", "label", "targets", "target", "y")
+"""What the targets are called in a sample that is a dict, the likeliest first."""
+
+
 def collate(data: Any, samples: list[Any]) -> tuple[Any, Any]:
-    """(inputs, targets) of some samples: the data set's own `collate` when it has one, else torch's default."""
-    pairs = data.collate(samples) if hasattr(data, "collate") else default_collate(samples)
-    if not isinstance(pairs, (tuple, list)) or len(pairs) != 2:
-        raise PlaitError(
-            Problem("J007", "a sample is not a pair (inputs, targets)", why=f"got {type(samples[0]).__name__}",
-                    fix=("return inputs, targets    from __getitem__ (inputs may be a tensor, a tuple or a dict)",))
-        )  # fmt: skip
+    """(inputs, targets) of some samples: the data set's own `collate` when it has one, else torch's default. J007."""
+    if hasattr(data, "collate"):
+        pairs = data.collate(samples)
+        if not _is_pair(pairs):
+            what, why = "the data's `collate` does not return a pair (inputs, targets)", f"it returned {_told(pairs)}"
+            raise PlaitError(Problem("J007", what, why=why, fix=("return inputs, targets",)))
+        return pairs[0], pairs[1]
+    if not _is_pair(samples[0]):
+        raise PlaitError(_no_pair(samples[0]))
+    try:
+        pairs = default_collate(samples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        shapes = list(dict.fromkeys(_told(s) for s in samples))
+        if len(shapes) == 1 and not isinstance(error, TypeError):
+            raise
+        what = (
+            f"{len(samples)} samples cannot be put together: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+        why = "torch's default_collate puts samples of one shape together; here are " + ", and ".join(shapes[:2])
+        fix = ("make all samples alike", "give the data set  collate(samples) -> (inputs, targets),  which pads")
+        raise PlaitError(Problem("J007", what, why=why, fix=fix)) from error
     return pairs[0], pairs[1]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _no_pair(sample: Any) -> Problem:
+    """J007 with what to write, from the sample's own keys."""
+    fix = ["return inputs, targets    from __getitem__ (inputs may be a tensor, a tuple or a dict)"]
+    label = next((n for n in LABELS if n in sample), None) if isinstance(sample, dict) else None
+    if label is not None:
+        fix = [f'x = dict(data[i]); return x, x.pop("{label}")    in __getitem__ of a class around the data set']
+        if any(isinstance(value, list) for value in sample.values()):
+            fix.append('dataset.with_format("torch")    its values are lists, not tensors')
+    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_told(sample)}", fix=tuple(fix))
+
+
+def _told(value: Any) -> str:
+    """A sample in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, dict):
+        return "a dict of " + ", ".join(map(str, list(value)[:8]))
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_told, value[:4]))
+    return f"a {type(value).__name__}"
 
 
 def first_samples(data: Any, count: int) -> tuple[Any, Any]:
@@ -118,7 +230,7 @@ def first_samples(data: Any, count: int) -> tuple[Any, Any]:
     state = host_state()
     sample = data[0] if is_map(data) else next(iter(data))
     restore_host(state)
-    return collate(data, [sample] * count)
+    return collate(data, [tree_map_only(Tensor, lambda t: t, sample) for _ in range(count)])
 
 
 def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
@@ -128,6 +240,11 @@ def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
     if not ids:
         inputs, targets = tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, (inputs, targets))
     return Micro(first, len(ids), inputs, targets, tuple(ids), spare)
+
+
+def largest(batch: int, shares: int, microbatches: int) -> int:
+    """Samples of the largest micro-batch that training runs on a device."""
+    return -(-batch // (shares * microbatches))
 
 
 Weigh = Callable[[Any], Any] | None

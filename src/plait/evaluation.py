@@ -3,21 +3,25 @@
 The evaluation set is shared out without padding, ranks add up values and their number, and one sum over the ranks
 gives the mean. Averaging the ranks' means instead counts the samples of a smaller share more. Where a forward pass
 gathers parameters, a rank whose share has ended runs along on a sample of another's, and its outputs are dropped.
+A forward pass has as many samples as the largest micro-batch of training, so what fits in training fits here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait import higher, trial
 from plait.build import Built, call, move
-from plait.data import collate, is_map, split
+from plait.data import collate, empty, example, first_samples, is_map, largest, opened, split
 from plait.exchange import exchange
 from plait.randomness import seed_host
 from plait.sharded import Shards
 from plait.strategies.precision import autocast
+from plait.streams import agree, digest
 
 
 def evaluate(built: Built) -> dict[str, float]:
@@ -26,27 +30,59 @@ def evaluate(built: Built) -> dict[str, float]:
     if job.evaluate is None:
         return {}
     sums: dict[str, Tensor] = {}
+    rank, ranks = built.plan.share(place.rank), built.plan.ranks
+    size = largest(job.batch, built.plan.shares, built.plan.microbatches)
+    together = isinstance(getattr(built.reducer, "inner", built.reducer), Shards) or built.plan.ep > 1
+    reads = lambda: place.within("evaluation data")  # noqa: E731
+    with _evaluating(built):
+        data = opened(job.evaluate.data, trial.WHERE)
+        for pair, count in _share(data, size, job.seed, rank, ranks, built.group, reads=reads):
+            place.within("evaluate")
+            if not count and not together:
+                continue
+            for name, row in _sums(built, pair, count).items():
+                sums[name] = sums[name] + row if name in sums else row
+    return _means(built, sums)
+
+
+def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
+    """Of a batch with `count` samples that are this rank's: each metric's sum and number of values."""
+    assert built.job.evaluate is not None
+    inputs, targets = move(pair, built.device, built.cast)
+    outputs, here = _outputs(built, inputs, count or 1)
+    if not (count and here):
+        return {}
+    metrics, found = built.job.evaluate.metrics, dict[str, Tensor]()
+    returned = metrics(outputs, targets)
+    if built.pipe is not None:
+        built.pipe.stages.look(returned, "metrics")
+    for name, values in trial.named(returned, metrics).items():
+        values = values.double()
+        found[name] = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
+    return found
+
+
+def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
+    """The first and largest forward pass of an evaluation, and its metrics: for a dry run, which fits what `ready` gives."""
+    assert built.job.evaluate is not None
+    wanted, plan = built.job.evaluate.data, built.plan
+    count = largest(built.job.batch, plan.shares, plan.microbatches)
+    pair = first_samples(example(wanted, opened(wanted, trial.WHERE), trial.WHERE), count)
+    with _evaluating(built):
+        _sums(built, ready(pair), count)
+
+
+@contextmanager
+def _evaluating(built: Built) -> Iterator[None]:
+    """In eval mode, without gradients, in the number format of training."""
     modes = [(m, m.training) for m in built.model.modules()]
     built.model.eval()
     try:
-        with torch.no_grad(), autocast(built.device.type, built.precision):
-            rank, ranks = built.plan.share(place.rank), built.plan.ranks
-            for pair, count in _share(job.evaluate.data(), job.batch, job.seed, rank, ranks):
-                together = isinstance(getattr(built.reducer, "inner", built.reducer), Shards) or built.plan.ep > 1
-                if not count and not together:
-                    continue
-                inputs, targets = move(pair, built.device, built.cast)
-                outputs, here = _outputs(built, inputs, count or 1)
-                if not (count and here):
-                    continue
-                for name, values in job.evaluate.metrics(outputs, targets).items():
-                    values = torch.as_tensor(values).double()
-                    row = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
-                    sums[name] = sums[name] + row if name in sums else row
+        with torch.no_grad(), higher.apart(), autocast(built.device.type, built.precision):
+            yield
     finally:
         for module, training in modes:
             module.training = training
-    return _means(built, sums)
 
 
 def _outputs(built: Built, inputs: Any, samples: int) -> tuple[Any, bool]:
@@ -56,10 +92,13 @@ def _outputs(built: Built, inputs: Any, samples: int) -> tuple[Any, bool]:
     return built.pipe.forward_only(inputs, samples, lambda: call(built.model, inputs))
 
 
-def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[tuple[tuple[Any, Any], int]]:
+def _share(
+    data: Any, batch: int, seed: int, rank: int, ranks: int, group: Any, *, reads: Callable[[], None]
+) -> Iterator[tuple[tuple[Any, Any], int]]:  # fmt: skip
     """This rank's part of an evaluation set, in order, every sample on exactly one rank; as many batches on each.
 
-    Beside each batch how many of its samples are this rank's: 0 when it is only there to make up the number.
+    Beside each batch how many of its samples are this rank's: 0 when it is only there to make up the number. `reads` is
+    called before each sample.
     """
     if is_map(data):
         first, count = split(len(data), ranks, rank)
@@ -67,20 +106,31 @@ def _share(data: Any, batch: int, seed: int, rank: int, ranks: int) -> Iterator[
             ids = range(first + offset, first + min(offset + batch, count))
             samples = []
             for i in ids or [0]:
+                reads()
                 seed_host(seed, "evaluate", i)
                 samples.append(data[i])
             yield collate(data, samples), len(ids)
         return
-    source = enumerate(_keyed(data, seed))
-    while everyone := [(s, i % ranks == rank) for _, (i, s) in zip(range(batch * ranks), source)]:
+    source, read = enumerate(_keyed(data, seed, reads)), 0
+    while True:
+        everyone = [(s, i % ranks == rank) for _, (i, s) in zip(range(batch * ranks), source)]
+        read += len(everyone)
+        if group is not None:
+            agree(read, digest([s for s, _ in everyone]), group, trial.WHERE)
+        if not everyone:
+            break
         samples = [s for s, mine in everyone if mine]
         yield collate(data, samples or [everyone[0][0]]), len(samples)
+    if not read:
+        raise empty("the iterable ended without a sample", trial.WHERE)
 
 
-def _keyed(data: Any, seed: int) -> Iterator[Any]:
+def _keyed(data: Any, seed: int, reads: Callable[[], None]) -> Iterator[Any]:
     """Samples of an iterable, the host generators seeded before each."""
+    seed_host(seed, "evaluate")
     source, i = iter(data), 0
     while True:
+        reads()
         seed_host(seed, "evaluate", i)
         try:
             yield next(source)

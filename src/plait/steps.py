@@ -1,12 +1,13 @@
 """What one optimizer step did, and where its time went."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from torch import Tensor
 
 from plait.data import Batch
+from plait.errors import Problem
 from plait.torchseam import tree_leaves
 
 SPANS = ("data", "receive", "send", "replicate", "forward", "loss", "backward", "collect", "reduce", "optimizer")
@@ -29,7 +30,7 @@ class Step:
     tokens: int
     """Elements of integer inputs of rank 2 or more on this rank; 0 when the inputs are no tokens."""
     skipped: bool
-    """True when an fp16 overflow skipped the update, on all ranks."""
+    """Nothing was updated, on any rank: an fp16 overflow, or a step that was not finite and was to be left out."""
     stop: bool
     """Some rank was asked to stop: all ranks see it in the same step."""
     spans: list[tuple[str, float, float]]
@@ -37,6 +38,10 @@ class Step:
     and under `pp` those of actions, `receive F1.3`, `F1.3` and `send F1.3`: see `sort_of`."""
     by_rank: list[tuple[int, float]]
     """(samples of this step, seconds computing in the step before) of each rank."""
+    data_by_rank: list[float] = field(default_factory=list)
+    """Seconds that each rank waited for this step's samples."""
+    trouble: Problem | None = None
+    """What was not finite in a step that was left out, and where it began."""
 
 
 def sort_of(name: str) -> str:

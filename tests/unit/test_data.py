@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from plait.data import (
     Batch,
@@ -18,10 +19,12 @@ from plait.data import (
     Share,
     checked,
     collate,
+    example,
     first_samples,
+    opened,
     weigh,
 )
-from plait.errors import PlaitError
+from plait.errors import PlaitError, Problem
 from plait.loading import batches
 
 from .datasets import Augmented, Padded, Plain, Sized, Stateful, Stream, Torch, Trees
@@ -199,6 +202,70 @@ def test_data_that_cannot_be_read() -> None:
     assert code(partial(take, Stream(0), 1)) == "J007"
     for bad in ([1, 2, 3, 4], [(1, 2, 3)] * 4, [{"a": 1, "b": 2}] * 4):
         assert code(partial(take, bad, 1)) == "J007"
+
+
+def problem(call: Any) -> Problem:
+    with pytest.raises(PlaitError) as caught:
+        call()
+    return caught.value.problems[0]
+
+
+def test_a_loader_that_makes_batches() -> None:
+    wrong = problem(partial(checked, DataLoader(Plain(8), batch_size=4), "here"))
+    assert wrong.code == "J007" and "give its dataset" in wrong.fix
+    single = DataLoader(Plain(8), batch_size=None)
+    assert len(samples(take(checked(single, "here"), 2))) == 8
+
+
+def test_samples_that_are_dicts() -> None:
+    """As of Hugging Face's data sets: what is told is what the sample is, and what to write for it."""
+    listed = [{"input_ids": [1, 2], "labels": 1}] * 4
+    wrong = problem(partial(take, listed, 1))
+    assert wrong.why == "it is a dict of input_ids, labels"
+    assert 'x.pop("labels")' in wrong.fix[0] and "with_format" in wrong.fix[1]
+
+
+def test_a_collate_that_returns_a_dict() -> None:
+    class Collating(Plain):
+        def collate(self, samples: list[Any]) -> Any:
+            return {"x": samples, "labels": samples}
+
+    wrong = problem(partial(take, Collating(8), 1))
+    assert "`collate`" in wrong.what and wrong.why == "it returned a dict of x, labels"
+
+
+def test_samples_of_other_lengths() -> None:
+    ragged = [(torch.zeros(n), torch.tensor(0)) for n in (1, 2, 3, 4)]
+    wrong = problem(partial(take, ragged, 1))
+    assert wrong.code == "J007" and "tensor [" in wrong.why and "pads" in wrong.fix[1]
+    assert problem(partial(take, [(None, torch.zeros(1))] * 4, 1)).code == "J007"
+
+
+def test_a_generator_is_made_again_for_every_epoch() -> None:
+    def numbers():
+        yield from ((torch.tensor([float(i)]), torch.tensor(i)) for i in range(5))
+
+    data = opened(numbers)
+    rows = take(data, 5)
+    assert [b.size for b in rows] == [4, 1, 4, 1, 4]
+    assert example(numbers, data)[0][1] == 0
+    once = numbers()
+    assert problem(partial(opened, lambda: once)).code == "J007"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_that_shuffles_as_it_is_opened(workers: int) -> None:
+    class Shuffled:
+        def __iter__(self):
+            order = torch.randperm(10).tolist()
+            return ((torch.tensor([float(i)]), torch.tensor(i)) for i in order)
+
+    expected = samples(take(Shuffled(), 6))
+    torch.rand(3)  # the generators are elsewhere on another rank
+    found = samples(take(Shuffled(), 6, workers=workers))
+    assert found == expected
+    first, second = ([x for (epoch, _), x in sorted(expected.items()) if epoch == e] for e in (0, 1))
+    assert sorted(first) == sorted(second) and first != second
 
 
 def test_a_worker_says_what_is_wrong() -> None:

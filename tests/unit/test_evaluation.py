@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from plait import Evaluate, Job
+from plait.errors import PlaitError
 from plait.evaluation import evaluate
 from plait.launch.place import Place
 from plait.plan import Plan
@@ -27,7 +28,9 @@ class Watch(nn.Module):
         return x
 
 
-def evaluated(data: Any, rank: int, ranks: int, model: nn.Module | None = None) -> list[tuple[int, list[float]]]:
+def evaluated(
+    data: Any, rank: int, ranks: int | Plan, model: nn.Module | None = None, batch: int = 6
+) -> list[tuple[int, list[float]]]:
     """What one of `ranks` ranks sees of an evaluation set of `data`."""
     seen: list[tuple[int, list[float]]] = []
 
@@ -35,9 +38,10 @@ def evaluated(data: Any, rank: int, ranks: int, model: nn.Module | None = None) 
         seen.extend((int(t), x.tolist()) for x, t in zip(outputs, targets, strict=True))
         return {"ids": targets}
 
-    job = Job(*[int] * 4, batch=3, steps=1, evaluate=Evaluate(lambda: data, metrics))
+    plan = ranks if isinstance(ranks, Plan) else Plan(dp=ranks)
+    job = Job(*[int] * 4, batch=batch, steps=1, evaluate=Evaluate(lambda: data, metrics))
     mean = evaluate(
-        SimpleNamespace(job=job, place=Place(rank, ranks), plan=Plan(dp=ranks), model=model or nn.Identity(), reducer=None, pipe=None,
+        SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), reducer=None, pipe=None, group=None,
                         device=torch.device("cpu"), precision=None, cast=None)
     )  # fmt: skip
     assert mean == ({"ids": sum(i for i, _ in seen) / len(seen)} if seen else {})
@@ -50,6 +54,27 @@ def test_evaluation_sees_every_sample_once(data: Any, ranks: int) -> None:
     rows = [row for rank in range(ranks) for row in evaluated(data, rank, ranks)]
     assert sorted(i for i, _ in rows) == list(range(10))
     assert dict(rows) == dict(evaluated(data, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "most"), [("dp=2 microbatches=3", 2), ("fsdp=4", 2), ("microbatches=8", 1), ("dp=2 processes=one", 4)]
+)
+def test_a_forward_has_no_more_samples_than_training(plan: str, most: int) -> None:
+    sizes: list[int] = []
+
+    class Noting(nn.Identity):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(len(x))
+            return x
+
+    evaluated(Plain(20), 0, Plan.parse(plan), Noting(), batch=8)
+    assert max(sizes) == most
+
+
+def test_an_empty_evaluation_set() -> None:
+    for data in (Plain(0), Stream(0)):
+        with pytest.raises(PlaitError, match="J007"):
+            evaluated(data, 0, 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -71,7 +96,7 @@ def test_torchs_iterable(data: type) -> None:
 
 def test_the_model_is_in_eval_mode_and_trains_on() -> None:
     model, modes = nn.Dropout(0.5), []
-    evaluated(Plain(4), 0, 1, nn.Sequential(model, Watch(modes)))
+    evaluated(Plain(4), 0, 1, nn.Sequential(model, Watch(modes)), batch=3)
     assert modes == [False, False]
     assert model.training
 

@@ -1,0 +1,88 @@
+"""The memory of an evaluation is in the bill and in the dry run: logits that training never has, and what metrics make of them."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plait
+from plait.bill import bill
+from plait.dryrun import dry_run
+from plait.engine import Engine
+from plait.launch import here
+from plait.launch.place import Place
+from plait.measuring import measure, measure_evaluation
+from plait.plan import Plan
+
+VOCABULARY, LENGTH = 3000, 8
+
+
+class Words:
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(i, i + LENGTH), torch.arange(i + 1, i + 1 + LENGTH)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.lm_head = nn.Linear(4, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.body(self.embed(x)))
+
+
+def metrics(out: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return {"nll": F.cross_entropy(out.transpose(1, 2), y, reduction="none")}
+
+
+def job() -> plait.Job:
+    loss = plait.LinearCrossEntropy(chunk=4)
+    return plait.Job(
+        model=Model,
+        loss=loss,
+        weight=loss.weight,
+        data=Words,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        batch=16,
+        steps=4,
+        evaluate=plait.Evaluate(Words, metrics),
+    )
+
+
+def measured(plan: str) -> tuple[int, int]:
+    """(a step's, an evaluation's) bytes at the fullest moment, of rank 0."""
+
+    def run(place: Place) -> tuple[int, int]:
+        engine = Engine(job(), plan, place=place)
+        return measure(engine).total, measure_evaluation(engine).total
+
+    return tuple(here.run(run, Plan.parse(plan).world)[0])
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=2", *(pytest.param(p, marks=pytest.mark.prove) for p in ("dp=1", "fsdp=2", "dp=2 microbatches=2"))]
+)
+def test_the_bill_has_the_evaluation(plan: str) -> None:
+    step, evaluation = measured(plan)
+    assert evaluation > step
+    found = bill(job(), Plan.parse(plan))
+    assert found.moment == "evaluation"
+    assert evaluation <= found.total <= 1.3 * evaluation
+    assert bill(dataclasses.replace(job(), evaluate=None), Plan.parse(plan)).total < evaluation
+
+
+def test_the_dry_run_has_the_evaluation() -> None:
+    plan = Plan.parse("pp=2 microbatches=2")
+    found, without = dry_run(job(), plan), dry_run(dataclasses.replace(job(), evaluate=None), plan)
+    last = found.kinds[-1]
+    logits = 4 * 8 * LENGTH * VOCABULARY
+    assert last.peak.moment == "evaluation" or last.peak.total >= logits
+    assert last.peak.total > without.kinds[-1].peak.total
+    assert last.traffic == without.kinds[-1].traffic
