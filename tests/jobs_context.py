@@ -209,7 +209,7 @@ class Biased(nn.Module):
         self.head = nn.Linear(WIDTH, 17)
 
     def forward(self, x: Tensor) -> Tensor:
-        h, n = self.embed(x), torch.arange(x.shape[1])
+        h, n = self.embed(x), torch.arange(x.shape[1], device=x.device)
         distance = (n[:, None] - n).clamp(min=0)
         mask = self.bias[:, distance].masked_fill(n[:, None] < n, -torch.inf)[None]
         for block in self.blocks:
@@ -278,11 +278,6 @@ OWN: dict[str, Any] = {
     "counts": tokens(Counts),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "by_hand": (tokens(ByHand), "does not call"),
-    "mixed": (tokens(lambda: Attention(Turned(nn.ConstantPad1d((2, 0), 0.0), nn.Conv1d(WIDTH, WIDTH, 3)))), "differs"),
-    "batch_norm": (tokens(lambda: Attention(Turned(nn.BatchNorm1d(WIDTH)))), "differs"),
-    "scaled": (tokens(lambda: Attention(Scaled())), "differs"),
-    "weights": (tokens(Weights), ""),
     "again": (tokens(Again), "checkpoint in its own code"),
     "noting": (lambda: make(Noting, Tokens, lambda out, y: language_loss(out[0], y) + out[1]), "another way"),
 }

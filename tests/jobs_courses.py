@@ -1,5 +1,6 @@
 """Models whose forward pass takes another course from step to step: other sizes of input, parts left out at random."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -175,14 +176,26 @@ class Masked(Ragged):
         return {"input_ids": x, "attention_mask": (y != -100).long()}, y
 
 
-def llama_padded(**fields: Any) -> plait.Job:
+def llama_padded() -> plait.Job:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=WORDS, max_position_embeddings=16, **{"use_cache": False, **fields},
+        vocab_size=WORDS, max_position_embeddings=16,
     )  # fmt: skip
     return hugging(lambda: LlamaForCausalLM(config), data=Masked, loss=words_loss, weight=lambda y: (y != -100).sum())
+
+
+class Caching(Masked):
+    """Inputs that ask for the cache."""
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Tensor]:
+        x, y = super().collate(samples)
+        return {**x, "use_cache": True}, y
+
+
+def llama_caching() -> plait.Job:
+    return dataclasses.replace(llama_padded(), data=Caching)
 
 
 def words_loss(out: Any, y: Tensor) -> Tensor:
@@ -254,7 +267,7 @@ def whisper_drop() -> plait.Job:
         d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2, decoder_attention_heads=2,
         encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8, max_source_positions=6, max_target_positions=16,
         vocab_size=jobs_pipeline.WORDS, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        use_cache=False, encoder_layerdrop=0.4, decoder_layerdrop=0.4,
+        encoder_layerdrop=0.4, decoder_layerdrop=0.4,
     )  # fmt: skip
     return hugging(lambda: WhisperForConditionalGeneration(config), data=jobs_pipeline.Sounds)
 
@@ -381,6 +394,65 @@ OBJECTS = {
 }  # fmt: skip
 UNFOLLOWED = {
     "asides": (lambda: make(Asides), "changes what it is given"), "silents": (lambda: make(Silents), "besides what it returns"),
-    "llama_cache": (lambda: llama_padded(use_cache=True), "besides what it returns"),
 }  # fmt: skip
 """Name -> (job, words of the refusal)."""
+
+
+class Leaving(nn.Module):
+    """A block that leaves a number of what it computes beside what it returns: in a list that it is given, or on itself."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.up, self.down, self.where = nn.Linear(8, 16), nn.Linear(16, 8), where
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        inner = torch.tanh(self.up(x))
+        out = x + self.down(inner)
+        if self.where == "list":
+            kept.append(inner.mean(-1))
+        elif self.where == "output":
+            kept.append(out)
+        else:
+            self.last = inner.mean(-1)
+        return out
+
+
+class Leaves(nn.Module):
+    """Its output holds what its blocks leave, or something made of that."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = (
+            nn.Linear(6, 8),
+            nn.ModuleList(Leaving(where) for _ in range(4)),
+            nn.Linear(8, 1),
+        )
+        self.where = where
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x, kept = self.first(x), list[Tensor]()
+        for block in self.blocks:
+            x = block(x, kept)
+        if self.where == "attribute":
+            kept = [block.last for block in self.blocks]
+        whole = torch.stack(kept).square().mean((0, 2)) if self.where == "output" else torch.stack(kept).sum(0)
+        return {"y": self.last(x), "kept": kept, "whole": whole}
+
+
+def left(where: str, read: Any = None) -> plait.Job:
+    def loss(out: Any, y: Tensor) -> Tensor:
+        return F.mse_loss(out["y"], y) + (0.0 if read is None else read(out).mean())
+
+    return make(lambda: Leaves(where), loss=loss)
+
+
+UNREAD = {
+    "list": lambda: left("list"), "attribute": lambda: left("attribute"), "output": lambda: left("output"),
+    "last_of_list": lambda: left("list", lambda out: out["kept"][3]),
+}  # fmt: skip
+"""Units leave values in objects, and the loss depends on none that another stage has."""
+READ = {
+    "list": lambda: left("list", lambda out: out["kept"][0]), "whole": lambda: left("attribute", lambda out: out["whole"]),
+    "output": lambda: left("output", lambda out: out["kept"][1]),
+}  # fmt: skip
+"""The same, and it does."""

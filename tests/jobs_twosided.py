@@ -21,7 +21,7 @@ def bart(length: int = 5) -> plait.Job:
 
     config = BartConfig(
         d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=WORDS, max_position_embeddings=16, use_cache=False,
+        encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=WORDS, max_position_embeddings=16,
         dropout=0.1, attention_dropout=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     return hugging(lambda: BartForConditionalGeneration(config), data=lambda: Padded(length))

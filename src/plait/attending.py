@@ -24,7 +24,7 @@ from plait import ring, ulysses
 from plait.blockwise import Scores
 from plait.course import Pair
 from plait.draws import bits, key
-from plait.errors import FAILED, PlaitError, Problem
+from plait.errors import PlaitError, Problem
 from plait.ranges import Rows, within
 from plait.stretch import Held, Stretch
 from plait.windows import Axis, sub_block
@@ -73,9 +73,7 @@ class Attending(TorchFunctionMode):
         """Which rows of a sequence an attention's queries (0) or keys (1) are; None: every rank has all of them."""
         if self.number > len(self.pairs):
             what = f"a unit calls attention {self.number} times, in the sketch {len(self.pairs)}"
-            raise PlaitError(
-                Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)), FAILED
-            )
+            raise PlaitError(Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)))
         sequence = self.pairs[self.number - 1][which]
         held = None if sequence is None else self.held.get(sequence)
         return held if held is not None and given.shape[-2] == held.size else None
@@ -118,7 +116,7 @@ def _local(given: Tensor, dim: int) -> Tensor:
     """This rank's rows of queries or keys, when they are a stretch inside a unit."""
     if not isinstance(given, Stretch):
         return given
-    return given.local if given.cut == dim else given.whole()
+    return given.local if given.cut == dim and given.times == 1 else given.whole()
 
 
 def around(randomness: Callable[[], Any]) -> Answer:
@@ -219,6 +217,14 @@ class _Drawn:
 # — the check —
 
 
+def plainly(asked: Asked) -> Tensor:
+    """Attention as torch computes it, of all rows."""
+    grouped = asked.k.shape[1] != asked.q.shape[1]
+    return F.scaled_dot_product_attention(
+        asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
+    )
+
+
 @dataclass
 class Whole:
     """A run on the whole sequence: the keys and values of each attention, by their number."""
@@ -251,5 +257,5 @@ def apart(a: Tensor, b: Tensor) -> float:
         return math.inf
     if not a.numel():
         return 0.0
-    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    a, b = ((torch.view_as_real(t) if t.is_complex() else t).detach().double().nan_to_num() for t in (a, b))
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))

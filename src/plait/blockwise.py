@@ -147,7 +147,7 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Scores, rows: slice) -> tuple
 
 def _rows_back(given: tuple[Tensor, ...], scores: Scores, rows: slice, into: list[Any]) -> None:
     grad, q, k, v, out, lse = given
-    g = grad[:, :, rows].to(out.dtype)
+    g, out = grad[:, :, rows].to(wide(q.dtype)), out.to(wide(q.dtype))
     p = (_products(q, k, scores, rows) - lse[:, :, rows].unsqueeze(-1)).exp_()
     kept = _cut(scores.kept, rows, slice(None))
     dp = g @ _spread(v, q).to(g.dtype).mT

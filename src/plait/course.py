@@ -4,6 +4,7 @@ A model may have several sequences: an encoder's and a decoder's, a text's and a
 attention may have its queries in one and its keys in another. `lengths.py` finds them.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.errors import FAILED, PlaitError, Problem
+from plait.errors import PlaitError, Problem
 from plait.sketch import Sketch
 from plait.templates import NOTHING, Slot
 from plait.torchseam import named_leaves, tree_map_only, tree_unflatten
@@ -45,6 +46,14 @@ class Call:
     """Its code looks at lengths: it sees those of whole sequences, and computes this rank's rows (`Stretch`)."""
     alone: tuple[str, ...] = ()
     """Its modules that do not pose (`alone.py`)."""
+    opened: bool = False
+    """Positions meet in its own code, which gathers what it needs of other ranks (`opened.py`)."""
+    together: tuple[str, ...] = ()
+    """Its modules that run on whole sequences."""
+    flops: int = 0
+    """Of its products on the short sequence that was tried."""
+    part: float = 1.0
+    """How much of them a rank computes, on average."""
 
     @property
     def sees(self) -> bool:
@@ -69,6 +78,10 @@ class Talk:
     """The model itself computes this again in backward."""
     lengths: tuple[int, int]
     """Of the sequence when sketched. Of an attention: the queries' and the keys'."""
+    fixed: int = 0
+    """Elements of a row, whatever the number of samples."""
+    again: bool = True
+    """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,11 @@ class Course:
                 units.setdefault(call.unit, first[1])
         object.__setattr__(self, "units", units)
 
+    def gathered(self, module: str) -> bool:
+        """Whether a module inside a unit runs on whole sequences."""
+        inside = (f"{call.unit}.{name}." for call in self.calls for name in call.together)
+        return f"{module}.".startswith(tuple(inside))
+
     def on(self, place: str) -> int | None:
         """The sequence whose stretches a module, or a place where numbers are drawn, computes; None: none of them."""
         module = place.split("#")[0] + "."
@@ -104,14 +122,14 @@ class Course:
 
 def refused(what: str, why: str, *fix: str) -> PlaitError:
     """P040."""
-    return PlaitError(Problem("P040", what, why=why, fix=(*fix, "cp=1")), FAILED)
+    return PlaitError(Problem("P040", what, why=why, fix=(*fix, "cp=1")))
 
 
 def too_short(length: int, ranks: int) -> PlaitError:
     """P042."""
     what = f"a sequence of {length} does not split over cp={ranks}"
     why = f"each rank holds two positions or more: {length} < 2 × {ranks}"
-    return PlaitError(Problem("P042", what, why=why, fix=(f"cp={max(1, length // 2)}", "longer sequences")), FAILED)
+    return PlaitError(Problem("P042", what, why=why, fix=(f"cp={max(1, length // 2)}", "longer sequences")))
 
 
 def shortened(inputs: Any, lengths: Sequence[int], to: Sequence[int]) -> Any:
@@ -166,3 +184,20 @@ def seeds(model: nn.Module) -> None:
         for p in model.parameters():
             if p.is_floating_point() and p.numel() > 1 and bool((p == p.flatten()[0]).all()):
                 p.add_(torch.randn(p.shape, generator=generator, dtype=torch.float64).mul_(0.1).to(p.device, p.dtype))
+
+
+def opened_units(sketch: Sketch) -> list[str]:
+    """Of units that compute more than a rank's rows: what that costs, in a line for those that are alike."""
+    lines: dict[str, str] = {}
+    for call, seen in zip(sketch.course.calls, sketch.calls) if sketch.course is not None else ():
+        units = re.sub(r"\d+", "*", call.unit)
+        if call.stretched and call.opened:
+            whole = f", {', '.join(call.together)} on whole sequences" if call.together else ""
+            lines.setdefault(
+                units,
+                f"cp: positions meet in the code of {units} itself (attention written out, a convolution, …): what must meet "
+                f"is gathered{whole}, and a rank computes {call.part:.0%} of its products",
+            )
+        elif not call.stretched and seen.flops.of(1):
+            lines.setdefault(units, f"cp: {units} runs on the whole sequence, on every rank")
+    return list(lines.values())

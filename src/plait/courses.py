@@ -8,7 +8,7 @@ Nothing has to be sent to agree on it. What a stage owns stays: a call belongs t
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 
 from plait import randomness
 from plait.cutting import Course, Cut, check_calls, crossings, homes
-from plait.errors import FAILED, PlaitError, Problem
+from plait.errors import PlaitError, Problem
+from plait.metering import KNOWN, OUTPUT
 from plait.sketch import PROBES, Sketch, single
 from plait.templates import Slot, Template, taken, template
 from plait.torchseam import Unknowns, emptied, own_buffers
@@ -100,12 +101,17 @@ class Courses:
             for module, attributes in held:
                 vars(module).clear()
                 vars(module).update(attributes)
-        calls = tuple(single(call) for call in seen.metered.calls)
+        calls = tuple(self._judged(single(call)) for call in seen.metered.calls)
         owner = self._owned(calls)
         check_calls(calls, owner)
         stages = self.first.cut.stages
         cut = Cut(stages, owner, crossings(calls, seen.metered.needs, owner, stages))
         return Course(calls, cut, tuple(keys.after) if self.sketch.host_random else ())
+
+    def _judged(self, call: UnitCall) -> UnitCall:
+        """The call, without leaks to a loss that the sketch has seen depend on nothing of the kind."""
+        known = {leak for other in self.sketch.calls if other.unit == call.unit for leak in other.leaks}
+        return replace(call, leaks=tuple(leak for leak in call.leaks if leak not in (OUTPUT, KNOWN) or leak in known))
 
     def _owned(self, calls: tuple[UnitCall, ...]) -> tuple[int, ...]:
         """The stage of every call: that of its unit's call in the sketch. P024 when they are not in order."""
@@ -118,15 +124,15 @@ class Courses:
             if len(owner) > 1 and owner[-1] < owner[-2]:
                 what = f"unit {call.unit} of stage {owner[-1]} is called after one of stage {owner[-2]}"
                 why = "on other inputs, or other random numbers, the model calls its units in another order than in the sketch"
-                raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")), FAILED)
+                raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
         return tuple(owner)
 
     def _unknown(self, why: str) -> PlaitError:
         if self.random:
             what = "the model decides by random numbers what to run, and that cannot be found without values of other stages"
-            return PlaitError(Problem("P024", what, why=why, fix=("pp=1",)), FAILED)
+            return PlaitError(Problem("P024", what, why=why, fix=("pp=1",)))
         what = "what crosses between stages cannot be found for inputs of this size"
-        return PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length", "pp=1")), FAILED)
+        return PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length", "pp=1")))
 
 
 def signature(inputs: Any) -> tuple[Any, ...]:

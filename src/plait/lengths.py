@@ -5,6 +5,9 @@ given or returns, and of every random tensor, that became one shorter is a dim o
 in the input are lengths: those that occur are tried, and it is one with which the queries of an attention become fewer.
 Inputs of one length that may be shortened one without the other (an encoder's and a decoder's) are two sequences.
 
+Where no unit calls attention by its name (it is written out, or there is none: a recurrence, a convolution, a Fourier
+transform), it is a length with which the hidden states that units pass on become one position shorter.
+
 A sequence that no size in the input has (the patches of an image and its class token, features behind convolutions) is
 shortened in the model instead: units get one position less from the first attention over it on.
 """
@@ -22,9 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from plait.course import At, Call, Course, Pair, refused, shortened
 from plait.errors import PlaitError
-from plait.metering import KNOWN
+from plait.metering import KNOWN, OUTPUT
 from plait.sketch import Sketch
 from plait.torchseam import named_leaves, tree_flatten, tree_unflatten
+from plait.unitcalls import UnitCall
 from plait.watching import Call as Run
 from plait.watching import watch
 from plait.windows import differing
@@ -64,6 +68,8 @@ class Finder:
         self.whole, self.drawn = self.record(inputs)
         self.found: list[Shorter] = []
         self.failed = ""
+        self.counts = moved
+        """(call, the same with one position less) -> whether it shows a sequence."""
 
     def record(self, inputs: Any, narrow: Callable[[int, Any], Any] | None = None) -> tuple[list[Seen], Shapes]:
         """What the units were given and returned in one run, and what was drawn."""
@@ -79,7 +85,7 @@ class Finder:
             told = f"{type(error).__name__}: {str(error)[:200]}"
             self.failed = self.failed or f"with {length - 1} instead of {length}: {told}"
             return None
-        if not any(moved(a, b) for a, b in zip(self.whole, less)):
+        if not any(self.counts(a, b) for a, b in zip(self.whole, less)):
             return None
         if [w.unit for w in self.whole] != [s.unit for s in less]:
             raise refused("the model calls other units for a shorter sequence", "its course depends on the length")
@@ -127,15 +133,31 @@ class Finder:
                 else:
                     hopeless.add(length)
 
-    def dims(self, whole: Shapes, less: Sequence[Shapes]) -> dict[str, At] | None:
-        """The dims of tensors that are one sequence's; None when a tensor changed in another way."""
+    def in_blocks(self) -> None:
+        """Sequences of hidden states, where no unit calls attention by its name: in the inputs, else in what blocks are given."""
+        self.counts = carried
+        self.in_inputs()
+        hopeless = {1}
+        for start, seen in enumerate(self.whole) if not self.found else ():
+            for length in dict.fromkeys(n for s in seen.given.values() if s in seen.returned.values() for n in s[1:-1]):
+                if length in hopeless:
+                    continue
+
+                def narrow(at: int, given: Any, length: int = length, start: int = start) -> Any:
+                    return given if at < start else shortened(given, [length], [length - 1])
+
+                found = self.tried(length, self.inputs, narrow)
+                if found is not None:
+                    self.found.append(found)
+                    return
+                hopeless.add(length)
+
+    def dims(self, whole: Shapes, less: Sequence[Shapes]) -> dict[str, At]:
+        """The dims of tensors that are one sequence's, of those that have one; what changes in another way stays whole."""
         found: dict[str, list[At]] = {}
-        for number, other in enumerate(less):
-            for path, shape in whole.items():
-                dims = _moved(shape, other.get(path, ()))
-                if dims is None:
-                    return None
-                found.setdefault(path, []).extend((d, number) for d in dims)
+        for path, shape in whole.items():
+            dims = [_moved(shape, other.get(path, ())) for other in less]
+            found[path] = [(d, number) for number, some in enumerate(dims) for d in some or () if None not in dims]
         return {path: dims[0] for path, dims in found.items() if len(dims) == 1}
 
     def attends(self, at: int) -> tuple[Pair, ...]:
@@ -156,10 +178,11 @@ class Finder:
             given = self.dims(seen.given, [s.given for s in less])
             returned = self.dims(seen.returned, [s.returned for s in less])
             attends = self.attends(i)
-            begun = any(c.sees for c in calls) or any(q is not None for q, _ in attends)
-            clear = given is not None and returned is not None and bool(given) and begun and seen.unit not in leaking
-            fixed = frozenset(seen.given) - set(given or {})
-            made = Call(seen.unit, clear, given or {}, returned or {}, attends, fixed=fixed)
+            begun = any(c.sees or c.stretched for c in calls) or any(q is not None for q, _ in attends)
+            begun = begun or any(carried(seen, run.calls[i]) for run in self.found if self.counts is carried)
+            clear = bool(given) and begun and seen.unit not in leaking
+            fixed = frozenset(seen.given) - set(given)
+            made = Call(seen.unit, clear, given, returned, attends, fixed=fixed)
             if made.sees and not clear:
                 why = "other code gets what it computes by another way than through what it returns (hooks that collect it)"
                 why = why if seen.unit in leaking else _unclear(seen, less)
@@ -177,18 +200,36 @@ def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> Course:
     finder = Finder(model, inputs, call, sketch)
     finder.in_inputs()
     finder.in_units()
+    if not any(seen.attends for seen in finder.whole):
+        finder.in_blocks()
     if finder.found:
-        return finder.course({c.unit for c in sketch.calls if set(c.leaks) - {KNOWN}})
+        return finder.course({c.unit for c in sketch.calls if _leaks(c)})
     why = "no input has a dim of the length of the queries of scaled_dot_product_attention"
     if not any(seen.attends for seen in finder.whole):
-        why = "it does not call torch.nn.functional.scaled_dot_product_attention (attention written out sees its rows only)"
+        why = "nothing that it is given can be one position shorter, and with it the hidden states of its units"
         raise refused("where the model has its sequence is not found", why)
     raise refused("where the model has its sequence is not found", finder.failed or why)
+
+
+def _leaks(call: UnitCall) -> bool:
+    """Whether other code may see that a call computed a stretch: it is handed something past what the call returns, and not only
+    passes it to a loss that does not depend on it."""
+    return bool({*call.leaks, *(set(call.aside) - {OUTPUT})} - {KNOWN})
 
 
 def moved(whole: Seen, less: Seen) -> bool:
     """Whether an attention of a call has a query less."""
     return any(a - b == 1 for (a, _), (b, _) in zip(whole.attends, less.attends))
+
+
+def carried(whole: Seen, less: Seen) -> bool:
+    """Whether a call is given and returns hidden states, of three dims or more, that have a position less in one dim."""
+
+    def hidden(shapes: Shapes, others: Shapes) -> set[tuple[int, ...]]:
+        dims = {path: _moved(shape, others.get(path, ())) or () for path, shape in shapes.items() if len(shape) > 2}
+        return {shapes[path][: d[0] + 1] for path, d in dims.items() if len(d) == 1 and d[0] < len(shapes[path]) - 1}
+
+    return bool(hidden(whole.given, less.given) & hidden(whole.returned, less.returned))
 
 
 def _fewer(whole: Seen, less: Seen, number: int) -> bool:

@@ -139,7 +139,8 @@ def _block_back(
         dk[:, :, columns] += b
         dv[:, :, columns] += c
         if d is not None:
-            where_ = ring.columns(source, d.device) if dmask.shape[-1] > 1 else torch.zeros(1, dtype=torch.long)
+            one = torch.zeros(1, dtype=torch.long, device=d.device)
+            where_ = ring.columns(source, d.device) if dmask.shape[-1] > 1 else one
             dmask.index_add_(-1, where_, d.to(dmask.dtype))
     return _packed(dk, dv)
 

@@ -9,6 +9,7 @@ Gradients on a rank are shares of a sum over the ranks, everywhere: of parameter
 rows of a whole are taken without a word to the others, and gathering one sums what the ranks found.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,22 @@ import torch
 from torch import Tensor
 
 from plait import regions
-from plait.errors import FAILED, PlaitError, Problem
+from plait.errors import PlaitError, Problem
 from plait.ranges import Rows
 from plait.spread import ELEMENTWISE, Spread
+from plait.stretchproducts import PRODUCTS
 from plait.stretchrules import RULES, Elsewhere, joined
-from plait.torchseam import Facade, leaves, plainly, tree_flatten, tree_map, tree_unflatten
+from plait.torchseam import (
+    Facade,
+    checkpoint_frame,
+    leaves,
+    plainly,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+    version,
+)
+from plait.windows import Axis
 
 PLACE = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ifloordiv__", "__imod__")
@@ -45,6 +57,11 @@ class Held:
     def size(self) -> int:
         """Rows of this rank."""
         return self.cut.sizes[self.rank]
+
+    def axis(self, local: int) -> Axis | None:
+        """What this rank holds of a dim of `local` rows, of one sequence or of several, for what is drawn for its rows."""
+        times, rest = divmod(local, self.size)
+        return None if rest else (times * self.cut.length, self.cut.merged(times, 1).ranks[self.rank])
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's rows."""
@@ -74,22 +91,32 @@ class Stretch(Facade):
     local: Tensor
     along: int
     held: Held
+    times: int
+    """Inside a unit: how often the dim has the sequence, one after the other, where the batch's dim is in it too."""
+    known: tuple[Any, Tensor] | None
+    """Inside a unit: the whole, once it was gathered, and what must not have changed since."""
 
     @staticmethod
-    def of(local: Tensor, dim: int, held: Held, inside: bool = False) -> "Stretch":
+    def of(local: Tensor, dim: int, held: Held, inside: bool = False, times: int = 1) -> "Stretch":
         """The sequence whose rows of dim `dim` on this rank are `local`."""
         along = dim - local.dim() if dim >= 0 else dim
         shape = list(local.shape)
-        shape[along] = held.cut.length
+        shape[along] = times * held.cut.length
         made = Facade.made(Stretch, local, shape)
-        made.local, made.along, made.held, made.inside = local, along, held, inside
+        if inside and local.requires_grad:
+            with plainly():
+                made.register_hook(_lost)
+        made.local, made.along, made.held, made.inside, made.times, made.known = local, along, held, inside, times, None
         return made
 
     def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "Stretch":
         """Another tensor whose rows are `local`: of the same dim counted from the front, unless said otherwise."""
-        if rows is not None and rows.merged(1, 1) != self.rows.merged(1, 1):
+        times = self.times if rows is None else rows.length // self.held.cut.length
+        if rows is not None and (
+            rows.merged(1, 1) != self.held.cut.merged(times, 1) or (times > 1 and not self.inside)
+        ):
             raise Elsewhere
-        return Stretch.of(local, self.cut if dim is None else dim, self.held, self.inside)
+        return Stretch.of(local, self.cut if dim is None else dim, self.held, self.inside, times)
 
     @property
     def cut(self) -> int:
@@ -99,7 +126,7 @@ class Stretch(Facade):
     @property
     def rows(self) -> Rows:
         """Who holds which rows."""
-        return self.held.cut
+        return self.held.cut if self.times == 1 else self.held.cut.merged(self.times, 1)
 
     @property
     def rank(self) -> int:
@@ -108,7 +135,45 @@ class Stretch(Facade):
 
     def whole(self) -> Tensor:
         """All rows, as a plain tensor."""
-        return self.held.gather(self.local, self.cut)
+        if not self.inside:
+            return self.held.gather(self.local, self.cut)
+        state = version(self.local), torch.is_grad_enabled(), checkpoint_frame()
+        if self.known is None or self.known[0] != state:
+            self.known = state, self._each(self.local, self.cut, self.held.gather)
+        return self.known[1]
+
+    def mine(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's rows of something as long as this one."""
+        return self._each(whole, dim, self.held.take)
+
+    def _each(self, t: Tensor, dim: int, what: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Something done to every sequence of a dim that has several."""
+        if self.times == 1:
+            return what(t, dim)
+        return what(t.unflatten(dim, (self.times, -1)), dim % t.dim() + 1).flatten(dim % t.dim(), dim % t.dim() + 1)
+
+    def alike(self, other: Any) -> bool:
+        """Whether another stretch is cut in the same dim, counted from the end, and in the same way."""
+        return (other.along, other.held, other.times) == (self.along, self.held, self.times)
+
+    def rows_of(self, other: Tensor) -> Tensor:
+        """This rank's rows of something that is broadcast against this sequence. `Elsewhere` when it does not fit."""
+        if isinstance(other, Stretch):
+            if not self.alike(other):
+                raise Elsewhere
+            return other.local
+        if other.dim() < -self.along or other.shape[self.along] == 1:
+            return other
+        if other.shape[self.along] != self.rows.length:
+            raise Elsewhere
+        return self.mine(other, self.along + other.dim())
+
+    def held_again(self, leaf: Any) -> Any:
+        """This rank's rows of a whole that has as many dims as this one, and as many rows in the dim of the sequence."""
+        alike = isinstance(leaf, Tensor) and not isinstance(leaf, Stretch) and leaf.dim() == self.dim()
+        if not alike or leaf.shape[self.cut] != self.rows.length:
+            return leaf
+        return self.like(self.mine(leaf, self.cut))
 
     def __repr__(self, **_: Any) -> str:  # pyrefly: ignore[bad-override]
         return f"Stretch(shape={tuple(self.shape)}, along={self.along}, rows={self.local.shape[self.along]})"
@@ -126,7 +191,17 @@ class Stretch(Facade):
         except Elsewhere:
             if _inplace(name) and isinstance(args[0], Stretch):
                 raise _writes(name) from None
-        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        found = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        return _cut_again(found, args, kwargs)
+
+
+def _cut_again(found: Any, args: Any, kwargs: Any) -> Any:
+    """Inside a unit, what was made of wholes is held in rows again: what follows is computed for these alone."""
+    inside = [t for t in leaves((args, kwargs)) if isinstance(t, Stretch) and t.inside]
+    if not inside:
+        return found
+    x, given = max(inside, key=lambda t: t.dim()), {id(leaf) for leaf in leaves((args, kwargs))}
+    return tree_map(lambda leaf: leaf if id(leaf) in given else x.held_again(leaf), found)
 
 
 def _alone(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -138,6 +213,8 @@ def _alone(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         x, given = _aligned(args, kwargs)
         result = func(*given[0], **given[1])
         return args[0] if result is getattr(args[0], "local", None) else x.like(result, x.along + result.dim())
+    if name in PRODUCTS:
+        return PRODUCTS[name](func, Stretch, args, kwargs)
     if name in ("cat", "concat", "stack"):
         return joined(func, args[0] if args else kwargs.pop("tensors"), args[1:], kwargs)
     if name not in RULES or not args or not isinstance(args[0], Stretch):
@@ -171,23 +248,19 @@ def _aligned(args: Any, kwargs: Any) -> tuple[Stretch, Any]:
     flat, spec = tree_flatten((args, kwargs))
     stretches = [leaf for leaf in flat if isinstance(leaf, Stretch)]
     x = max(stretches, key=lambda s: s.local.dim())
-    if any(s.along != x.along or s.held != x.held for s in stretches):
-        raise Elsewhere
-    local = []
-    for leaf in flat:
-        if isinstance(leaf, Stretch):
-            leaf = leaf.local
-        elif isinstance(leaf, Tensor) and leaf.dim() >= -x.along and leaf.shape[x.along] != 1:
-            if leaf.shape[x.along] != x.rows.length:
-                raise Elsewhere
-            leaf = x.held.take(leaf, x.along + leaf.dim())
-        local.append(leaf)
-    return x, tree_unflatten(local, spec)
+    return x, tree_unflatten([x.rows_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
 
 
 def _writes(name: str) -> PlaitError:
     what = f"code between units writes into a sequence that ranks hold in stretches: {name}"
-    return PlaitError(Problem("P040", what, why="a rank has a part of it only", fix=("cp=1",)), FAILED)
+    return PlaitError(Problem("P040", what, why="a rank has a part of it only", fix=("cp=1",)))
+
+
+def _lost(gradient: Tensor) -> None:
+    """A gradient came by a way that no function of torch's saw: through a torch.autograd.Function of the model's own."""
+    raise TypeError(
+        "a torch.autograd.Function was given a sequence that ranks hold in stretches, and its gradient is lost"
+    )
 
 
 class _Shared(torch.autograd.Function):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from plait.alone import leave_out
 from plait.attending import Answer, Attending
 from plait.course import At, Call, Course, refused, too_short
-from plait.errors import FAILED, PlaitError, Problem
-from plait.proving import posed, show
+from plait.errors import PlaitError, Problem
+from plait.inrows import Besides, posed, show
+from plait.opened import on_wholes
 from plait.stretch import Held, Stretch, for_loss
 from plait.torchseam import checkpoint_frame, is_unknown, leaves, named_leaves, tree_map, tree_unflatten
 from plait.wholebatch import STRETCHES
@@ -38,6 +39,8 @@ class Stretching:
         self.held: dict[int, Held] = {}
         """Which rows of each sequence."""
         self.turns: dict[str, int] = {}
+        self.besides: Besides = {}
+        """Of what the unit that ran last returned."""
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
         """What units handed on past what they return: by its id, it and the whole."""
         self.running = False
@@ -61,6 +64,8 @@ class Stretching:
                 show(module)
                 for inner in on[0].alone:
                     leave_out(module.get_submodule(inner))
+                for inner in on[0].together:
+                    on_wholes(module.get_submodule(inner))
                 module.forward = _Inside(self, on[0], module)
 
     def install(self) -> list[Any]:
@@ -104,9 +109,7 @@ class Stretching:
         self.turns[unit] = turn + 1
         if turn >= len(calls):
             what = f"unit {unit} is called {turn + 1} times, in the sketch {len(calls)}"
-            raise PlaitError(
-                Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)), FAILED
-            )
+            raise PlaitError(Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)))
         return calls[turn]
 
     def rows(self, call: Call, leaves: list[tuple[str, Any]]) -> dict[int, Held]:
@@ -158,12 +161,14 @@ class _Border:
         if call is None or not call.stretched or not self.stretching.running:
             return output
         flat, spec = named_leaves(output)
-        return tree_unflatten([self._whole(leaf, call.returned.get(path)) for path, leaf in flat], spec)
+        besides, self.stretching.besides = self.stretching.besides, {}
+        found = [(leaf, besides.get(path) or self._at(call.returned.get(path))) for path, leaf in flat]
+        return tree_unflatten([Stretch.of(leaf, *at) if at and known(leaf) else leaf for leaf, at in found], spec)
 
-    def _whole(self, leaf: Any, at: At | None) -> Any:
-        """Something returned as code between units sees it."""
+    def _at(self, at: At | None) -> tuple[int, Held] | None:
+        """The dim and the rows of something returned, as code between units sees it."""
         held = None if at is None else self.stretching.held.get(at[1])
-        return leaf if at is None or held is None or not known(leaf) else Stretch.of(leaf, at[0], held)
+        return None if at is None or held is None else (at[0], held)
 
 
 def known(leaf: Any) -> bool:
@@ -200,8 +205,9 @@ class _Inside:
         if not held:
             return self.own(*args, **kwargs)
         self.stretching.frame = checkpoint_frame()
+        besides = self.stretching.besides = {}
         with Attending(held, self.how.attends, self.stretching.answer):
-            return posed(self.own, args, kwargs, self.how, held)
+            return posed(self.own, args, kwargs, self.how, held, besides)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward as it was."""

@@ -6,6 +6,7 @@ whole. Views are those of spread tensors (`spreadviews.py`).
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from plait import spreadviews
@@ -48,12 +49,61 @@ def features(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.local, *args, **kwargs))
 
 
-def product(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
-    """Rows times a matrix that every rank has."""
-    other = args[0] if args else kwargs.get("other")
-    if isinstance(other, type(x)) or not isinstance(other, Tensor) or other.dim() != 2 or x.along != -2:
+def indexed_along(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """gather and take_along_dim of another dim, with numbers for every place."""
+    dim, index = (*args, *(kwargs[name] for name in ("dim", "index", "indices") if name in kwargs))[:2]
+    dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, index)
+    if not isinstance(dim, int) or dim % x.dim() == x.cut or index.dim() != x.dim():
         raise Elsewhere
-    return x.like(func(x.local, other))
+    return x.like(torch.take_along_dim(x.local, x.rows_of(index), dim))
+
+
+def padded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """F.pad of dims after the sequence's."""
+    sizes = args[0] if args else kwargs["pad"]
+    if len(sizes) // 2 >= -x.along:
+        raise Elsewhere
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def typed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """`type`: another format, or the name of the one that it has."""
+    found = func(x.local, *args, **kwargs)
+    return x.like(found) if isinstance(found, Tensor) else found
+
+
+def tiled(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """`repeat` of other dims."""
+    sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
+    if len(sizes) < x.dim() or sizes[x.along] != 1:
+        raise Elsewhere
+    return x.like(func(x.local, *sizes), x.along + len(sizes))
+
+
+def picked(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """index_select of another dim."""
+    dim = args[0] if args else kwargs["dim"]
+    if not isinstance(dim, int) or dim % x.dim() == x.cut:
+        raise Elsewhere
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def triangle(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """tril and triu of rows of scores."""
+    if x.along != -2 or func.__name__ not in ("tril", "triu"):
+        raise Elsewhere
+    whole = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.local.device)
+    return x.like(x.local.masked_fill(~x.mine(func(whole, *args, **kwargs), 0), 0))
+
+
+def extreme(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """max and min: of two tensors, place by place, or along a dim."""
+    other = args[0] if args else kwargs.get("other")
+    if isinstance(other, Tensor):
+        if other.dim() > x.dim():
+            raise Elsewhere
+        return x.like(func(x.local, x.rows_of(other)))
+    return others(func, x, args, kwargs)
 
 
 def embedded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
@@ -90,9 +140,7 @@ def joined(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
     """cat along another dim, or stack, of tensors that are all stretches."""
     x, more = next(t for t in parts if hasattr(t, "held")), func.__name__ == "stack"
     dim = (args[0] if args else kwargs.get("dim", 0)) % (x.dim() + more)
-    if (dim == x.cut and not more) or not all(
-        isinstance(t, type(x)) and (t.along, t.held) == (x.along, x.held) for t in parts
-    ):
+    if (dim == x.cut and not more) or not all(isinstance(t, type(x)) and x.alike(t) for t in parts):
         raise Elsewhere
     return x.like(func([t.local for t in parts], dim), x.cut + (more and dim <= x.cut))
 
@@ -107,14 +155,21 @@ def paired(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
 RULES = {
     **dict.fromkeys(
         (
-            "all", "amax", "amin", "any", "argmax", "argmin", "cumprod", "cumsum", "flip", "log_softmax", "logsumexp", "max",
-            "mean", "min", "prod", "softmax", "sort", "std", "sum", "topk", "var", *SECOND, *FIRST,
+            "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "cumprod", "cumsum", "flip", "log_softmax", "logsumexp", "mean",
+            "prod", "softmax", "sort", "std", "sum", "topk", "var", *SECOND, *FIRST,
         ),
         others,
     ),
     **dict.fromkeys(("view_as_complex", "view_as_real"), paired),
     **dict.fromkeys(("linear", "layer_norm", "rms_norm"), features),
-    **dict.fromkeys(("matmul", "__matmul__"), product),
+    **dict.fromkeys(("max", "min"), extreme),
+    **dict.fromkeys(("gather", "take_along_dim"), indexed_along),
+    "index_select": picked,
+    "pad": padded,
+    "repeat": tiled,
+    "tril": triangle,
+    "triu": triangle,
+    "type": typed,
     "embedding": embedded,
     "expand": expanded,
     "repeat_interleave": repeated,

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from plait.blueprint import sketched
 from plait.build import call
 from plait.courses import Courses, Forward
-from plait.cutting import cut
+from plait.cutting import Course, check, cut
 from plait.errors import PlaitError
+from plait.metering import OUTPUT
 from plait.plan import Plan
 from plait.sketch import sketch
 from plait.verify import verify
@@ -56,6 +58,37 @@ def test_what_cannot_be_followed_is_refused(name: str) -> None:
         verify(job(), Plan.parse("pp=2 microbatches=2"))
     problem = caught.value.problems[0]
     assert problem.code == "P024" and words in problem.what + problem.why and problem.fix, caught.value
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "attribute" else pytest.param(n, marks=pytest.mark.prove) for n in jobs_courses.UNREAD]
+)
+def test_what_units_leave_in_objects_and_no_loss_reads_is_no_hindrance(name: str) -> None:
+    assert verify(jobs_courses.UNREAD[name](), Plan.parse("pp=2 microbatches=2"), 3).equal
+
+
+@pytest.mark.parametrize("name", jobs_courses.READ)
+def test_what_units_leave_in_objects_is_refused_where_the_loss_depends_on_it(name: str) -> None:
+    found = sketched(jobs_courses.READ[name]())[1]
+    with pytest.raises(PlaitError, match="the loss depends on a tensor of it"):
+        check(found, cut(found, 2), False)
+
+
+@pytest.mark.parametrize("name", jobs_courses.UNREAD)
+def test_what_the_loss_does_not_depend_on_is_unknown_on_other_stages(name: str) -> None:
+    found = sketched(jobs_courses.UNREAD[name]())[1]
+    made = cut(found, 2)
+    check(found, made, False)
+    assert Course(found.calls, made).aside
+    with pytest.raises(PlaitError, match="beside tp, cp or ep"):
+        check(found, made, False, True)
+
+
+def test_a_cache_that_the_inputs_ask_for_is_no_hindrance() -> None:
+    job = jobs_courses.llama_caching()
+    found = sketched(job)[1]
+    check(found, cut(found, 2), False)
+    assert {call.aside for call in found.calls if "layers" in call.unit} == {(OUTPUT,)}
 
 
 def courses(model: nn.Module, *shape: int) -> Courses:

@@ -138,3 +138,20 @@ def test_work_is_balanced() -> None:
         assert all(len(j) == 1 for j in jobs)
         work.append(sorted(j[0] for j in jobs))
     assert all(w == work[0] for w in work) and work[0] == [(128, False)] * 3 + [(256, True)]
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_sixteen_bits_without_a_kernel_come_near_thirty_two(dtype: torch.dtype) -> None:
+    """As on a device without torch's kernel for CPUs, and wherever scores are dropped out: sums are in float32."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 4, 6, 8, generator=g).to(dtype) for _ in range(4))
+    kept = (torch.rand(2, 4, 6, 6, generator=g) > 0.2).float() / 0.8
+    found = []
+    for wide in (False, True):
+        tensors = [t.float() if wide else t for t in (q, k, v)]
+        scores = blockwise.Scores(8**-0.5, True, kept=kept)
+        out, lse = blockwise.forward(*tensors, scores)
+        given = out if wide else out.to(dtype)
+        found.append([out, *blockwise.backward(grad.to(given.dtype), tuple(tensors), given, lse, scores)[:3]])
+    for near, exact in zip(*found):
+        assert near.dtype == torch.float32 and torch.allclose(near, exact, atol=0.05)

@@ -9,6 +9,12 @@ What it does
     float64 before it does. An encoder's and a decoder's sequence are cut each by itself: a decoder's rows then attend to
     the encoder's, wherever they are. Patches of an image are a sequence too, with or without a class token.
 
+    Attention need not be torch's function. Where it is written out (products and a softmax, with masks, biases and dropout
+    of its own), keys and values are gathered and each rank computes the scores of its own queries, as Llama 3 was trained.
+    Whatever else lets positions meet (a convolution, a recurrence, a Fourier transform, a norm over positions) is gathered
+    too, there and no further. A module whose code cannot be followed (`torch.jit`, a `torch.autograd.Function`) runs on the
+    whole sequence on every rank. A note says which units do so, and how much of their products a rank computes.
+
 Picture
     rank 0   embed all ─► rows 0 1 6 7 ─► attention ⇄ ─► MLP ─► head ─► loss      zigzag: equal work under a causal mask
     rank 1   embed all ─► rows 2 3 4 5 ─► attention ⇄ ─► MLP ─► head ─► loss
@@ -17,13 +23,15 @@ Costs
     Memory: activations of a stretch, 1/N; parameters, gradients and optimizer state are whole on every rank. Traffic:
     `ring` passes keys and values on N − 1 times in the forward pass, and again with their gradients in backward, while it
     computes; `ulysses` exchanges queries, keys, values and output once, which waits, but is 1/N of them per rank. All
-    gradients are summed over cp.
+    gradients are summed over cp. Attention written out: keys and values of the whole sequence and a rank's rows of the
+    square of scores, in memory; a gather of each, which waits.
 
 Choose when
     Sequences are so long that the activations of one sample do not fit, or one sample takes too long.
 
 Avoid when
-    The batch has enough samples for all devices and one fits: `dp` and `fsdp` communicate less.
+    The batch has enough samples for all devices and one fits: `dp` and `fsdp` communicate less. Layers are recurrent: every
+    rank runs all of the recurrence. For long sequences torch's function is the better way to write attention.
 
 How it stays exact
     A stretch's rows are the whole's: the check compares them, queries, keys, values and outputs. Partial attentions are
@@ -33,7 +41,7 @@ How it stays exact
 
 Paper
     Liu et al. 2023, Ring Attention (ICLR 2024); Jacobs et al. 2023, DeepSpeed Ulysses; Brandon et al. 2023, Striped
-    Attention, for the balance.
+    Attention, for the balance; Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2, for gathered keys and values.
 """
 
 import copy
@@ -50,9 +58,10 @@ from plait.attending import around, check_heads, exchanged
 from plait.course import SAMPLES, Course
 from plait.errors import PlaitError, Problem
 from plait.lengths import find
+from plait.opened import Layout, worth
 from plait.overheard import overhear, total
 from plait.plan import Plan
-from plait.proving import Layout, proved, restored
+from plait.proving import proved, restored
 from plait.ranges import Rows
 from plait.regions import Absent
 from plait.sketch import Sketch
@@ -60,7 +69,7 @@ from plait.sliced import wire
 from plait.strategies import recompute
 from plait.strategies.precision import forward_format
 from plait.strategies.strategy import Charge, Role
-from plait.stretch import Held
+from plait.stretch import Held, Stretch
 from plait.stretching import Stretching
 from plait.tolls import Toll
 from plait.windows import Axis, Share
@@ -108,6 +117,8 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
 
     course = find(built.model, batch(SAMPLES)[0], run, sketch)
     course = proved(built.model, batch(1)[0], run, course, (layout(plan), plan.cp), plan.context == "ulysses")
+    if not any(made.sees for made in course.calls):
+        worth(course, sketch)
     with ExitStack() as stack:
         model = built.model
         if plan.tp > 1:
@@ -147,8 +158,13 @@ def apply(built: Any) -> None:
     drawn = frozenset(course.draws)
 
     def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
-        now = stretching.held.get(course.draws.get((place, dim), -1))
-        return None if now is None else Share(now.cut, now.rank, drawn)(place, dim, whole, local)
+        x, number = built.randomness.whose, course.draws.get((place, dim), -1)
+        if isinstance(x, Stretch):
+            return x.held.axis(local) if dim == x.cut else None
+        now = stretching.held.get(number)
+        if now is None or (whole and local * course.lengths[number] == whole * now.cut.length):  # drawn for all rows
+            return None
+        return Share(now.cut, now.rank, drawn)(place, dim, whole, local)
 
     built.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
     built.prepared.append(lambda _: stretching.install())
@@ -168,7 +184,7 @@ def part(plan: Plan, sketch: Sketch, rank: int, module: str, shape: Sequence[int
     """How much of a sequence a rank computes in a module: of the one that a tensor of this shape has, if it is given."""
     course: Course | None = sketch.course
     number = None if course is None else course.on(module)
-    if course is None or number is None:
+    if course is None or number is None or course.gathered(module):
         return Fraction(1)
     own = course.lengths[number]
     length = next((n for n in (own, *course.lengths) if not shape or shape.count(n) == 1), None)
@@ -196,9 +212,8 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     here = {unit.name for unit in sketch.units} | {""}
     asked = course.asked if role.layout is None or role.layout.owner[-1] == role.index(plan) else ()
     course = replace(course, talks=tuple(talk for talk in course.talks if talk.unit in here), asked=asked)
-    found = total(course, cut, rank, (plan.context, list(role.samples)), twice)
+    found = total(course, cut, rank, (plan.context, list(role.samples)), twice, direct=role.direct)
     for op in dict.fromkeys(op for op, _ in found):
-        told = (
-            f"keys and values in a ring of {plan.cp}" if plan.context == "ring" else f"heads for rows among {plan.cp}"
-        )
-        yield Charge("traffic", "cp", op, found[op, "calls"], found[op, "bytes"], told)
+        how = f"keys and values in a ring of {plan.cp}" if plan.context == "ring" else f"heads for rows among {plan.cp}"
+        how = how if any(talk.kind == "attention" for talk in course.talks) else f"rows gathered from {plan.cp} ranks"
+        yield Charge("traffic", "cp", op, found[op, "calls"], found[op, "bytes"], how)
