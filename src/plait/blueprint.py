@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from plait import data
-from plait.build import call
+from plait.build import call, judged
 from plait.errors import PlaitError, Problem
 from plait.job import Job, user_line
 from plait.making import make_model
@@ -33,8 +33,9 @@ def sketched(job: Job) -> tuple[nn.Module, Sketch]:
 
     J015 when `Job.units` does not fit the model, J018 when a large model can only be understood by building it.
     """
-    samples = data.checked(job.data(), "Job(data=…)")
-    example = samples if data.is_map(samples) else job.data()  # reading an iterable moves it
+    example = data.example(job.data, data.opened(job.data))
+    pairs = lambda n: data.first_samples(example, n)  # noqa: E731
+    judge = lambda n: judged(job, pairs(n)[1])  # noqa: E731
     state = host_state()
     failure: Exception | None = None
     weights = 0
@@ -46,7 +47,7 @@ def sketched(job: Job) -> tuple[nn.Module, Sketch]:
                 with made_in():
                     model = make_model(job)
                 weights = sum(p.numel() * p.element_size() for p in model.parameters())
-                return model, sketch(model, lambda n: data.first_samples(example, n)[0], call, job.units)
+                return model, sketch(model, lambda n: pairs(n)[0], call, job.units, judge)
             except PlaitError:
                 raise
             except Exception as error:

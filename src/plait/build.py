@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait import chosen, experts, ownstate
+from plait import chosen, elementwise, experts, higher, optstate, ownstate, scripted, trial
 from plait import data as data_module
 from plait.across import Across
 from plait.adapters import transformers
 from plait.digest import differing
 from plait.errors import FAILED, PlaitError, Problem
-from plait.job import Job
-from plait.launch.devices import kind_of
+from plait.fingerprint import structure
+from plait.job import Job, user_line
+from plait.launch.devices import kind_of, of_rank
 from plait.launch.place import Place
 from plait.making import Made, make, make_optimizer
 from plait.mesh import group_of
@@ -33,6 +34,12 @@ from plait.windows import Rule, Windows, first_of
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's outputs. It runs as in training: it keeps nothing for generation."""
+    with transformers.without_cache(model):
+        return called(model, inputs)
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
     """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
     if isinstance(inputs, dict):
         return model(**inputs)
@@ -106,6 +113,12 @@ class Built:
     precision: torch.dtype | None = None
     begun: bool = False
     """A step was made."""
+    structure: dict[str, list[str]] = field(default_factory=dict)
+    """What the model's modules were made with (`fingerprint.structure`)."""
+    initial: list[dict[str, Any]] = field(default_factory=list)
+    """The hyperparameters of the optimizer's groups as the job sets them."""
+    unlike: tuple[str, ...] = ()
+    """What differs from rank to rank in what an iterable gives."""
     lockstep: str = ""
     """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
     a sample (layers that count samples), `sample` with one that weighs nothing."""
@@ -140,24 +153,42 @@ class Built:
     def inexact(self) -> list[str]:
         """What cannot equal one device under this plan, by nature."""
         found = [line for s in ORDER if s.wanted(self.plan) for line in s.inexact(self.plan, self.sketch)]
-        found += self.sharers.inexact
+        found += [*self.sharers.inexact, *self.unlike]
         found += [f"random numbers in {name} come from an operator plait cannot key" for name in self.sketch.unkeyed]
         return found
 
 
 def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
     """Refuse what cannot work, all of it at once, before any process starts."""
+    check_schedule(job)
     problems = plan.idle() + [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
     if problems:
         raise PlaitError(problems)
 
 
+def check_schedule(job: Job) -> None:
+    """J004 when the job's schedule is not a function from samples seen to a factor."""
+    if job.schedule is None:
+        return
+    fix = ("schedule=lambda samples: min(1.0, samples / 640)    a factor on the learning rate",)
+    try:
+        value = job.schedule(0)
+        float(value)
+    except Exception as error:  # it is the user's code
+        what = f"Job.schedule(0) raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        why = "plait calls it with the number of samples seen, and multiplies the learning rates by what it returns"
+        raise PlaitError(Problem("J004", what, why=why, where=user_line(error), fix=fix)) from error
+
+
 def pick_device(wanted: str, place: Place) -> torch.device:
-    """This rank's device: `auto`, `cpu` or `cuda`. H001 when CUDA is asked for and none is visible."""
+    """This rank's device: `auto`, `cpu` or `cuda`. H001 when CUDA is asked for and none is visible, H003 when too few are."""
     if kind_of(wanted) == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", of_rank(place.local_rank, place.unsaid, place.world))
     torch.cuda.set_device(device)
+    torch.autograd.set_multithreading_enabled(
+        False
+    )  # backward in this thread: one of its own would not know the context
     return device
 
 
@@ -177,6 +208,9 @@ def build(
     built.group = group
     _meet(built)
     built.sketch = built.whole = understood(built, made) if known is None else known[1]
+    if known is None:
+        elementwise.check(job, plan, built.whole)
+        trial.metrics(built, made, lambda pair: move(pair, device, cast))
     model, sketched = built.model, built.whole
     for strategy in ORDER:
         if strategy.wanted(plan):
@@ -191,6 +225,7 @@ def build(
     built.optimizer, built.names = make_optimizer(job, everything)
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
+    built.initial = optstate.hyperparameters(built.optimizer)
     for prepare in built.prepared:
         prepare(built.optimizer)
     return built
@@ -198,22 +233,31 @@ def build(
 
 def begun(job: Job, plan: Plan, place: Place, how: tuple[torch.device, torch.dtype | None], made: Made) -> Built:
     """A rank that has a model and knows nothing of it yet. `how`: device, and cast."""
-    samples = data_module.checked(job.data(), "Job(data=…)")
-    example = samples if data_module.is_map(samples) else job.data()  # reading an iterable moves it
+    samples = data_module.opened(job.data)
+    example = data_module.example(job.data, samples)
     pairs = lambda n: move(data_module.first_samples(example, n), *how)  # noqa: E731
     once = call if plan.pp == 1 else partial(_as_trained, (plan, how[1], how[0].type))
     built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
     built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
     built.probe, built.pairs = (once, lambda n: pairs(n)[0]), pairs
+    built.structure = structure(made.model)
     transformers.adapt(made.model)
     return built
 
 
 def understood(built: Built, made: Made, seen: Sketch | None = None) -> Sketch:
     """The sketch of the job's model (`seen`, when there is one), with what the plan's strategies need to know of all of it."""
+    with higher.apart():
+        return _understood(built, made, seen)
+
+
+def _understood(built: Built, made: Made, seen: Sketch | None) -> Sketch:
     job, plan, cast, (once, inputs) = built.job, built.plan, built.cast, built.probe
-    found = sketch(made.fake, inputs, once, job.units) if seen is None else seen
-    found = built.sketch = _open(found, getattr(job.loss, "head", None))
+    judge = lambda n: judged(job, built.pairs(n)[1])  # noqa: E731
+    found = sketch(made.fake, inputs, once, job.units, judge) if seen is None else seen
+    if problem := scripted.refused(plan, found.scripted):
+        raise PlaitError(problem)
+    found = built.sketch = with_open_head(found, job)
     if expert.wanted(plan):
         found = replace(found, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
     if plan.tp > 1:
@@ -221,6 +265,11 @@ def understood(built: Built, made: Made, seen: Sketch | None = None) -> Sketch:
     built.sketch = found
     ownstate.check(plan, found)
     return context.stretched(built, built.pairs) if plan.cp > 1 else found
+
+
+def judged(job: Job, targets: Any) -> Callable[[Any], Any]:
+    """Makes the loss of the model's output for these targets."""
+    return lambda outputs: job.loss(outputs, targets)
 
 
 def _meet(built: Built) -> None:
@@ -254,8 +303,9 @@ def move(tree: Any, device: torch.device, cast: torch.dtype | None) -> Any:
     return tree_map_only(Tensor, one, tree)
 
 
-def _open(sketched: Sketch, head: str | None) -> Sketch:
+def with_open_head(sketched: Sketch, job: Job) -> Sketch:
     """The sketch of a job whose loss multiplies by the weight of `head` itself: that unit is used outside its call."""
+    head = getattr(job.loss, "head", None)
     if head is None:
         return sketched
     units = (replace(u, closed=u.closed and not f"{head}.".startswith(f"{u.name}.")) for u in sketched.units)
@@ -281,7 +331,7 @@ def check_copies(built: Built, step: int) -> None:
     wrong: list[str] = []
     for group, shared in ((built.copies, False), (built.alike, True)):
         mine = [(name, t) for name, t in named if (name in built.experts) is shared]
-        wrong += differing(mine, group) if group is not None and mine else []
+        wrong += differing(mine, group, built.device) if group is not None and mine else []
     if wrong:
         what = f"copies of {wrong[0]} have drifted apart by step {step}"
         why, fix = f"{len(wrong)} tensors differ between ranks", ("change weights only through the optimizer",)

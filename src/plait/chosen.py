@@ -15,6 +15,7 @@ from torch import nn
 
 from plait import experts, vocabulary
 from plait.errors import PlaitError, Problem
+from plait.metering import OUTPUT
 from plait.plan import Plan
 from plait.role import Layout
 from plait.sketch import Sketch
@@ -105,7 +106,7 @@ def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: P
             "; ".join(f"{name or 'the model'}: {reason}" for name, _, reason in found.whole[:3])
             or "it has no linear maps"
         )
-        fix = (f"--plan tp={plan.tp} --show tensor", "dp or fsdp instead of tp")
+        fix = (f'plait plan JOB --plan "tp={plan.tp}" --show tensor', "dp or fsdp instead of tp")
         raise PlaitError(Problem("P034", f"tp={plan.tp} can cut nothing of the model", why=why, fix=fix))
     return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)), tolls=heard)
 
@@ -131,7 +132,9 @@ def _rowwise(sketch: Sketch, plan: Plan) -> dict[str, str]:
         return {}
     shared = {u.name: "" if u.closed else "its parameters are used outside of it too" for u in sketch.units}
     writes = {c.unit: "it writes into what it is given" for c in sketch.calls if c.writes}
-    leaks = {c.unit: "it hands on values besides what it returns" for c in sketch.calls if c.leaks}
+    leaks = {
+        c.unit: "it hands on values besides what it returns" for c in sketch.calls if c.leaks or set(c.aside) - {OUTPUT}
+    }
     times = Counter(c.unit for c in sketch.calls if plan.pp > 1)
     often = {unit: "it is called more than once, perhaps on several stages" for unit, n in times.items() if n > 1}
     return {c.unit: "" for c in sketch.calls} | {u: why for u, why in shared.items() if why} | writes | leaks | often

@@ -6,13 +6,14 @@ earlier ones (skip connections, encoder outputs, masks computed from them) cross
 
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor
 
 from plait.errors import PlaitError, Problem, did_you_mean
-from plait.metering import KNOWN, OUTPUT
+from plait.metering import BETWEEN
 from plait.sketch import Sketch
 from plait.templates import Slot
 from plait.unitcalls import UnitCall
@@ -57,6 +58,12 @@ class Course:
     unknowns: dict[tuple[int, int], list[tuple[Tensor, int]]] = field(default_factory=dict)
     """Of a call and a number of samples: unknowns in the shapes that it returns, with their versions."""
 
+    @cached_property
+    def aside(self) -> frozenset[int]:
+        """Calls whose other results, past what they return, code on other stages gets hold of: these are unknown there."""
+        owner, pairs = self.cut.owner, enumerate(self.calls)
+        return frozenset(i for i, call in pairs if any(j < 0 or owner[j] != owner[i] for j in call.aside))
+
     def passed(self, call: int) -> None:
         """A call is made elsewhere: put Python's and numpy's generators where it leaves them."""
         if self.after:
@@ -84,10 +91,10 @@ def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> Cu
     return Cut(stages, owner, crossings(calls, sketch.needs, owner, stages))
 
 
-def check(sketch: Sketch, made: Cut, looped: bool) -> None:
+def check(sketch: Sketch, made: Cut, looped: bool, shared: bool = False) -> None:
     """P024 when a value goes from a unit to another stage by a way that is not what the unit returns.
 
-    `looped`: a rank has several stages, and so runs the code between units several times.
+    `looped`: a rank has several stages, and so runs the code between units several times. `shared`: ranks compute units together.
     """
     inside = lambda name: any(f"{name}.".startswith(f"{u.name}.") for u in sketch.units)  # noqa: E731
     for norm in sketch.batch_norms:
@@ -105,6 +112,10 @@ def check(sketch: Sketch, made: Cut, looped: bool) -> None:
     if sketch.differentiates:
         _refuse("the model takes derivatives in its forward pass", "they go back through units of other stages")
     check_calls(sketch.calls, made.owner)
+    beside = min(Course(sketch.calls, made).aside, default=None) if shared else None
+    if beside is not None:
+        why = "other stages would run it to know what it leaves in objects, and beside tp, cp or ep its ranks compute it together"
+        _refuse(f"unit {sketch.calls[beside].unit} hands on a value besides what it returns", why)
 
 
 def check_calls(calls: tuple[UnitCall, ...], owners: tuple[int, ...]) -> None:
@@ -114,17 +125,13 @@ def check_calls(calls: tuple[UnitCall, ...], owners: tuple[int, ...]) -> None:
         if call.writes:
             why = "what it writes is not what it returns, and only that travels between stages"
             _refuse(f"{unit} changes what it is given, in place", why)
-        far = [i for i in call.leaks if i < 0 or owners[i] != owner]
+        last = owner == max(owners)  # where the loss is computed
+        far = [i for i in call.leaks if (owners[i] != owner if i >= 0 else i == BETWEEN or not last)]
         if far:
-            if OUTPUT in far or KNOWN in far:
-                why = "the model's output holds a tensor of it, which the loss could look at; only what it returns travels"
-                _refuse(
-                    f"{unit} hands on a value besides what it returns",
-                    why,
-                    "use_cache=False, output_…=False (transformers)",
-                )
-            user = "code between units" if far[0] < 0 else f"unit {calls[far[0]].unit}"
-            why = f"{user} gets a tensor of it from an attribute, a hook or an object; only what it returns travels between stages"
+            user = f"unit {calls[far[0]].unit}" if far[0] >= 0 else "the loss"
+            why = f"{user} depends on a tensor of it in an attribute, a list or another object; only what it returns travels"
+            if far[0] == BETWEEN:
+                why = "code between units makes a number of a tensor of it in an attribute, a list or another object"
             _refuse(f"{unit} hands on a value besides what it returns", why)
         if call.template.varies:
             why = (

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from plait.errors import PlaitError, Problem
-from plait.metering import KNOWN, OUTPUT
+from plait.metering import OUTPUT
 from plait.mixtures import Mixture
 from plait.plan import Plan
 from plait.role import Role
@@ -100,9 +100,9 @@ def homes(sketch: Sketch, mixtures: Iterable[Mixture]) -> dict[str, list[Mixture
 
 def begins_once(sketch: Sketch) -> bool:
     """Whether the backward pass begins in one place. Where the model also returns what an earlier unit made (an encoder's
-    states, a router's choices), FSDP2 takes each gradient that comes to an output for the beginning, and would gather the
-    last group again."""
-    return len(sketch.needs) < 2 and not any({OUTPUT, KNOWN}.intersection(call.leaks) for call in sketch.calls)
+    states, a router's choices), FSDP2 takes each gradient that comes to it, also on its way through later units, for the
+    beginning, and would gather the last group again. So it matters what the model returns, not what its loss reads."""
+    return len(sketch.needs) < 2 and not any(OUTPUT in call.aside for call in sketch.calls)
 
 
 def gathers(plan: Plan, sketch: Sketch, role: Role) -> dict[str, int]:

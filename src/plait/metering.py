@@ -7,9 +7,12 @@ every operator. Three things are followed:
 - what autograd saves, through its own hooks, by storage, so that a tensor saved twice counts once;
 - dependencies: every tensor carries the set of unit calls it was computed from. Code between units passes the sets
   on from arguments to results; the output of a unit carries that call alone. This is how a skip connection is seen.
+  What a unit hands on past what it returns (in a list, a cache, an attribute) is followed in the same way: it matters where
+  something depends on its numbers, not where it lies.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +22,17 @@ from torch import Tensor, nn
 from plait.effort import Effort
 from plait.objects import carried, flat, learn, tensors_in
 from plait.templates import taken
-from plait.torchseam import leaves, storage_key, version
+from plait.torchseam import leaves, storage_key, tree_map, version
 
 NONE: frozenset[int] = frozenset()
 BETWEEN, OUTPUT, KNOWN = -1, -2, -3
 ROUTED = "routed_by_plait"
 """Attribute of values that units hand on past what they return, of which is known what is done with them: leaks of `KNOWN`."""
+SHAPES = frozenset({
+    "__get__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size",
+    "is_contiguous", "is_floating_point", "is_complex", "get_device", "type", "data_ptr",
+})  # fmt: skip
+"""Names of functions that give no numbers of a tensor, when what they give is no tensor."""
 
 
 @dataclass
@@ -47,8 +55,10 @@ class MeteredCall:
     back: int | str | None = None
     """Which of its arguments, changed, it returns."""
     leaks: set[int] = field(default_factory=set)
-    """Later calls (-1: code between units, -2: the model's output) that get what it computed by another way than through
-    its output."""
+    """Later calls (-1: numbers of Python in code between units, -2: the loss) that depend on what it computed by another way
+    than through its output."""
+    aside: set[int] = field(default_factory=set)
+    """Later calls (-1: code between units, -2: the model's output) that get hold of it, whatever they do with it."""
     returned: tuple[Any, tuple[Any, ...]] = (None, ())
     """The structure of its output: `templates.taken`."""
 
@@ -93,6 +103,8 @@ class Meter:
                 self.parameters.setdefault(id(parameter), set()).add(home)
         self.constants = {storage_key(t): name for name, t in constants}
         self.alive: list[Any] = [t for _, t in constants]  # ids and storages name tensors only as long as these live
+        self.looking = False
+        """The meter itself asks tensors for their sizes: not the model's code."""
         self.running: nn.Module | None = None
         self.depth = 0
         self.given: list[tuple[Tensor, int]] = []
@@ -100,12 +112,28 @@ class Meter:
         self.of: dict[int, frozenset[int]] = {}
         self.made: dict[int, int] = {}
         self.written: dict[int, frozenset[int]] = {}
+        self.past: dict[int, frozenset[tuple[int, int]]] = {}
+        """By tensor, and below by storage: (call, its leak when something depends on this) of what code between units made of
+        what calls did not return."""
+        self.past_written: dict[int, frozenset[tuple[int, int]]] = {}
         self.kept: dict[int, tuple[int | None, int]] = {}
 
     # — calls —
 
     def enter(self, name: str, module: nn.Module, given: Any) -> None:
         """A module is called with `given`."""
+        with self._look():
+            self._entered(name, module, given)
+
+    @contextmanager
+    def _look(self) -> Iterator[None]:
+        self.looking = True
+        try:
+            yield
+        finally:
+            self.looking = False
+
+    def _entered(self, name: str, module: nn.Module, given: Any) -> None:
         self.seen.entered.add(name)
         if self.running is not None:
             self.depth += module is self.running
@@ -122,15 +150,30 @@ class Meter:
         self.running, self.depth = module, 0
         self.given, self.asked = [(t, version(t)) for t in tensors], given
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """The module returns `output`."""
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """The module returns `output`; None, or the same with other tensors where it also leaves those in what it was given."""
         if module is not self.running:
-            return
+            return None
         if self.depth:
             self.depth -= 1
-            return
+            return None
+        with self._look():
+            return self._left(output)
+
+    def _left(self, output: Any) -> Any:
+        left = {id(t) for t in tensors_in(self.asked)} - {id(t) for t, _ in self.given}
+        twice = [t for t in leaves(output) if isinstance(t, Tensor) and id(t) in left]
+        if twice and not carried(output) and _place(self.asked, output) is None:
+            found = tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) and id(t) in left else t, output)
+            self._returned(found)
+            return found
+        self._returned(output)
+        return None
+
+    def _returned(self, output: Any) -> None:
         self.running = None
-        tensors, this = list(tensors_in(output)), frozenset((len(self.seen.calls) - 1,))
+        this_call = len(self.seen.calls) - 1
+        tensors, this = list(tensors_in(output)), frozenset((this_call,))
         call = self.seen.calls[-1]
         for tensor in tensors:
             self.made.pop(id(tensor), None)
@@ -143,12 +186,17 @@ class Meter:
         ]  # nobody who looks through its output would see these
         if any(t.requires_grad for t in hidden) or carried(output):  # hooks of sharding look through the output
             self.seen.opened.add(call.unit)
-        call.leaks |= {BETWEEN} if hidden else set()
+        if hidden:
+            call.leaks.add(BETWEEN)
+            call.aside.add(BETWEEN)
         call.returned = taken(output)
         same = {id(t) for t, _ in self.given}
         if {id(t) for t in tensors_in(self.asked)} & {id(t) for t in tensors if id(t) not in same}:
             call.back = _place(self.asked, output)
             call.writes = call.back is None
+        for i, _ in self._carried(t for t in tensors if id(t) in same):
+            self.seen.calls[i].leaks.add(this_call)
+            self.seen.calls[i].aside.add(this_call)
         for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
             self._mark(tensor, this | self.sources([tensor]) if id(tensor) in same else this)
         for tensor, before in self.given:
@@ -157,10 +205,13 @@ class Meter:
                 self._mark_storage(tensor, this)
         self.given, self.asked = [], ()
 
-    def finish(self, output: Any) -> Metered:
-        """The run is over and returned `output`."""
+    def finish(self, output: Any, loss: Any = None) -> Metered:
+        """The run is over and returned `output`, of which a loss was made, if it is given: else that may depend on all of it."""
         self.seen.needs = tuple(sorted(self.sources(tensors_in(output))))
-        self._leaked((leaf for leaf in leaves(output) if isinstance(leaf, Tensor)), OUTPUT)
+        for i, _ in self._carried(tensors_in(output)):
+            self.seen.calls[i].aside.add(OUTPUT)
+        for i, way in self._carried(tensors_in(output if loss is None else loss)):
+            self.seen.calls[i].leaks.add(way if way == KNOWN else OUTPUT)
         for call, size in self.kept.values():
             if call is None:
                 self.seen.saved += size
@@ -188,8 +239,12 @@ class Meter:
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A torch function was called by the model's own code."""
+        if self.looking:
+            return
         given = [*flat(args), *flat(kwargs)]
-        self._leaked(given)
+        carried = self._carried(given)
+        if carried:
+            self._passed(carried, func, given, result)
         if self.running is not None:
             old = {id(t) for t in given}
             for tensor in flat(result):
@@ -208,13 +263,38 @@ class Meter:
             if id(tensor) in inputs:  # in place, or out=
                 self._mark_storage(tensor, found)
 
-    def _leaked(self, tensors: Iterable[Tensor], outside: int = BETWEEN) -> None:
-        """Note of which calls something is used here that they did not return."""
-        here = outside if self.running is None else len(self.seen.calls) - 1
+    def _carried(self, tensors: Iterable[Tensor]) -> frozenset[tuple[int, int]]:
+        """What of these tensors calls other than the one that runs computed and did not return."""
+        here = BETWEEN if self.running is None else len(self.seen.calls) - 1
+        found: set[tuple[int, int]] = set()
         for tensor in tensors:
             call = self.made.get(id(tensor), here)
             if call != here and id(tensor) not in self.of:
-                self.seen.calls[call].leaks.add(here if here >= 0 or not hasattr(tensor, ROUTED) else KNOWN)
+                found.add((call, KNOWN if hasattr(tensor, ROUTED) else BETWEEN))
+            found |= self.past.get(id(tensor), frozenset())
+            if self.past_written:
+                found |= self.past_written.get(storage_key(tensor), frozenset())
+        return frozenset(found)
+
+    def _passed(self, carried: frozenset[tuple[int, int]], func: Any, given: list[Tensor], result: Any) -> None:
+        """A function is given what calls did not return: its results depend on them."""
+        name, results = getattr(func, "__name__", ""), list(flat(result))
+        here = BETWEEN if self.running is None else len(self.seen.calls) - 1
+        written = (
+            {id(t) for t in given[:1]} if name == "__setitem__" else {id(t) for t in given} & {id(t) for t in results}
+        )
+        numbers = bool(results or written) or name not in SHAPES
+        for i, way in carried:
+            self.seen.calls[i].aside.add(here if here != BETWEEN else way)
+            if numbers and (here != BETWEEN or not (results or written)):
+                self.seen.calls[i].leaks.add(here if here != BETWEEN else way)
+        for tensor in results if here == BETWEEN else ():
+            self.past[id(tensor)] = self.past.get(id(tensor), frozenset()) | carried
+            self.alive.append(tensor)
+        for tensor in (t for t in given if id(t) in written):
+            key = storage_key(tensor)
+            self.past_written[key] = self.past_written.get(key, frozenset()) | carried
+            self.alive.append(tensor)
 
     def _mark(self, tensor: Tensor, sources: frozenset[int]) -> None:
         self.of[id(tensor)] = sources

@@ -23,6 +23,7 @@ from plait.effort import Effort, line
 from plait.metering import MeteredCall
 from plait.mixtures import Mixture
 from plait.places import places_of
+from plait.scripted import is_scripted
 from plait.slices import Cut, Slices
 from plait.templates import template
 from plait.torchseam import fake_failures
@@ -83,6 +84,10 @@ class Sketch:
     """True when the forward pass asks for derivatives itself."""
     course: Any = None
     """Where the sequence is in the model (`course.py`), when it is cut."""
+    scripted: tuple[str, ...] = ()
+    """Modules that `torch.jit` has compiled."""
+    opaque: tuple[tuple[str, str], ...] = ()
+    """Operators of higher order that the forward pass calls: the module whose code does it, and the operator."""
     unmeasured: str = ""
     """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
     slices: Slices = field(default_factory=Slices)
@@ -112,10 +117,14 @@ class Sketch:
         return replace(self, parameters=parameters, frozen=frozen, units=units)
 
 
-def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None) -> Sketch:
+def sketch(
+    model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None,
+    loss: Callable[[int], Callable[[Any], Any]] | None = None,
+) -> Sketch:  # fmt: skip
     """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does.
 
-    `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called.
+    `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called. `loss(n)`
+    makes the loss of an output for n samples, asked what it depends on where units hand on more than they return.
     """
     state = randomness.host_state()
     probe = _Probe(model, inputs, call, units.choose(model) if wanted is None else units.named(model, wanted))
@@ -128,6 +137,8 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: t
     decides = probe.by_values and None in places_of([first], PROBES)[0].values()
     more = range(1, ROUNDS if host_random or decides else 1)  # branches taken at random: see most of them
     rounds = [first, *(probe.pair(number) for number in more)]
+    if loss is not None and any(call.aside for run in first for call in run.metered.calls):
+        probe.judge(loss, rounds)
     randomness.restore_host(state)
     if wanted is not None and probe.metering:
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
@@ -149,6 +160,8 @@ def sketch(model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: t
         host_random=host_random,
         decides=decides,
         by_values=probe.by_values,
+        scripted=tuple(name for name, module in model.named_modules() if is_scripted(module)),
+        opaque=tuple(dict.fromkeys(call for run in small for call in run.opaque)),
         unmeasured=probe.unmeasured,
         **_measures(model, probe.chosen, rounds),
     )
@@ -178,6 +191,21 @@ class _Probe:
                     raise
         self.metering = False
         return self.pair(0)
+
+    def judge(self, loss: Callable[[int], Callable[[Any], Any]], rounds: list[list[Watched]]) -> None:
+        """Let the calls of these runs leak what the loss depends on, and not all that is in the model's output."""
+        inputs, judge = self.inputs(PROBES[0]), loss(PROBES[0])
+        randomness.seed_host("sketch", 0)
+        model = copy.deepcopy(self.model) if self.by_values else self.model
+        try:
+            seen = watch(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
+        except Exception:  # it may look at numbers: then it may depend on anything
+            return
+        read = seen.metered.calls
+        for run in (run.metered.calls for pair in rounds for run in pair):
+            if [call.unit for call in run] == [call.unit for call in read]:
+                for call, judged in zip(run, read):
+                    call.leaks = judged.leaks
 
     def pair(self, number: int) -> list[Watched]:
         """The two runs, with the host generators in the same state, so that both take the same branches."""
@@ -244,6 +272,7 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
         "writes": small.writes,
         "back": small.back,
         "leaks": tuple(sorted(small.leaks)),
+        "aside": tuple(sorted(small.aside)),
     }
     return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **told)
 

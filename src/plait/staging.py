@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.courses import Courses
 from plait.cutting import Course
-from plait.errors import FAILED, PlaitError, Problem
+from plait.errors import PlaitError, Problem
 from plait.metering import tensors_in
 from plait.objects import refill
 from plait.templates import arguments, known
@@ -60,6 +60,8 @@ class Stages:
         """With what calls return as code between units sees it; `sketch` has it as it crosses."""
         self.unknown = _Unknown(self)
         self.inside = 0
+        self.elsewhere = ""
+        """The unit of another stage that runs on unknowns."""
         self.current: Run | None = None
         self.again: Run | None = None
         """During a backward pass: the forward pass it belongs to."""
@@ -97,29 +99,38 @@ class Stages:
         if run.number != len(course.calls):
             what = f"the forward pass called {run.number} units, the sketch {len(course.calls)}"
             why = "the model's code takes another course here than in the sketch; stages cannot follow it"
-            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1",)), FAILED)
-        self._checked(output if stage + 1 == self.cut.stages else None)
+            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1",)))
+        self._checked(output if stage + 1 == self.cut.stages else None, course)
         return output, run
 
-    def _checked(self, output: Any) -> None:
+    def _checked(self, output: Any, course: Course) -> None:
         """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
         what = "the model's output depends on a value that only another stage has"
-        if not any(map(is_unknown, leaves(output))):
+        if course.aside or not any(map(is_unknown, leaves(output))):  # what nobody looks at may be unknown
             replaced = (n for module in self.between for n, b in own_buffers(module).items() if is_unknown(b))
             name = next(replaced, None)
             if name is None:
                 return
             what = f"code between units writes a value that only another stage has into the buffer {name}"
-        raise PlaitError(Problem("P024", what, why="only what units return travels", fix=("pp=1",)), FAILED)
+        raise PlaitError(Problem("P024", what, why="only what units return travels", fix=("pp=1",)))
+
+    def look(self, made: Any, of: str) -> None:
+        """P024 when what the job's own code made of the model's output is unknown."""
+        if any(map(is_unknown, leaves(made))):
+            what = f"the job's {of} depends on a value that only another stage has"
+            why = "only what units return travels, not what they leave in lists, caches or attributes"
+            raise PlaitError(Problem("P024", what, why=why, fix=("let the unit return it", "pp=1")))
 
     def lose(self, tensor: Tensor) -> None:
         """A tensor was to be written with an unknown: it is unknown from now on. P024 when it outlives the forward pass."""
         run, key = self.current, storage_key(tensor)
         name = next((n for n, b in self.model.named_buffers() if b is tensor or storage_key(b) == key), None)
+        if name is not None and self.elsewhere and name.startswith(f"{self.elsewhere}."):
+            return  # its own stage has the buffer
         if name is not None:
             what = f"code between units writes a value that only another stage has into the buffer {name}"
             why = "each stage would keep another one"
-            raise PlaitError(Problem("P024", what, why=why, fix=("write it inside a unit", "pp=1")), FAILED)
+            raise PlaitError(Problem("P024", what, why=why, fix=("write it inside a unit", "pp=1")))
         if run is not None:
             run.lost[key] = tensor
 
@@ -175,19 +186,23 @@ class _Unit:
         calls = run.course.calls
         if number >= len(calls) or calls[number].unit != self.name:
             what = f"call {number + 1} of the forward pass is {self.name}, in the sketch it was another unit"
-            raise PlaitError(
-                Problem("P024", what, why="the model's course depends on its input", fix=("pp=1",)), FAILED
-            )
+            raise PlaitError(Problem("P024", what, why="the model's course depends on its input", fix=("pp=1",)))
         self.changed = None
         if run.course.cut.owner[number] != run.stage:
-            stages.skip(self.name)
+            if number in run.course.aside:
+                self._leave(args, kwargs)
+            else:
+                stages.skip(self.name)
             run.course.passed(number)
             back = calls[number].back
             if back is not None:
                 self.changed = args[back] if isinstance(back, int) else kwargs[back]
             self.number = number
             return copied(run.received[number]) if number in run.received else stages.outputs_of(run, number)
-        self.check(run, arguments(args, kwargs))
+        given = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
+        self.check(
+            run, given if not run.course.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        )
         stages.inside += 1
         try:
             output = self.own(*args, **kwargs)
@@ -197,12 +212,20 @@ class _Unit:
         self.number = number
         return output
 
+    def _leave(self, args: Any, kwargs: Any) -> None:
+        """Run a unit of another stage on unknowns: what it leaves in lists, caches and attributes is unknown here."""
+        self.stages.elsewhere = self.name
+        try:
+            self.own(*args, **kwargs)
+        finally:
+            self.stages.elsewhere = ""
+
     def check(self, run: Run, found: Iterable[Any]) -> None:
         """P024 when an unknown is among what the unit is given, or returns."""
         if any(map(is_unknown, found)):
             what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
             why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
-            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")), FAILED)
+            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
 
     def keep(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
@@ -294,4 +317,4 @@ class _Unknown(TorchFunctionMode):
         )
         told = str(error).partition("\n")[0]
         why = f"its course, or a shape, depends on values ({type(error).__name__}: {told})"
-        return PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")), FAILED)
+        return PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))

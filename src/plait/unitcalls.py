@@ -78,8 +78,10 @@ class UnitCall:
     back: int | str | None = None
     """Which of its arguments (by place or name), an object that it changed, it returns."""
     leaks: tuple[int, ...] = ()
-    """Later calls (-1: code between units, -2: the model's output, -3: either, and it is known what they do with it) that get
-    what it computed by another way than through its output."""
+    """Later calls (-1: numbers of Python in code between units, -2: the loss, -3: either, and it is known what they do with it)
+    that depend on what it computed by another way than through its output."""
+    aside: tuple[int, ...] = ()
+    """The same of all that get hold of such a thing (-2: the model's output), whatever they do with it."""
     given: int = 0
     """How many tensors it is given: another number is another course of the model's code."""
     template: Template = NOTHING

@@ -16,6 +16,7 @@ from torch import nn
 
 from plait.errors import PlaitError, Problem, did_you_mean
 from plait.metering import Metered, homes
+from plait.scripted import is_scripted
 from plait.torchseam import storage_key
 
 SMALL = 8
@@ -38,6 +39,8 @@ def choose(model: nn.Module, called: Set[str] | None = None, reused: Set[str] = 
 
     def visit(module: nn.Module, repeated: bool, alike: bool) -> None:
         name = names[id(module)]
+        if is_scripted(module):
+            return
         own = bool(name) and has_forward(module) and (called is None or name in called)
         if own and (not _opens(module, alike, most) or (name in reused and not _holds_blocks(module))):
             chosen[name] = repeated or name in reused
@@ -112,7 +115,7 @@ def named(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
     found = {
         name: False
         for name, module in model.named_modules()
-        if name and has_forward(module) and any(r.fullmatch(name) for r in wanted)
+        if name and has_forward(module) and not is_scripted(module) and any(r.fullmatch(name) for r in wanted)
     }
     for name in found:
         inner = next((other for other in found if other.startswith(f"{name}.")), None)

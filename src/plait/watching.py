@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait import draws, randomness
+from plait import draws, higher, randomness, scripted
 from plait.metering import Meter, Metered, homes
 from plait.ownstate import Writes
 from plait.partly import PartlyFake
@@ -50,6 +50,8 @@ class Watched:
     rewritten: dict[str, set[str]] = field(default_factory=dict)
     sampled: list[str] = field(default_factory=list)
     host_random: bool = False
+    opaque: list[tuple[str, str]] = field(default_factory=list)
+    """Operators of higher order, and the modules whose code calls them."""
     metered: Metered = field(default_factory=Metered)
 
 
@@ -71,12 +73,17 @@ def watch(
     call: Call,
     fake: bool,
     units: Iterable[str] | None = None,
-    keys: Keys | None = None,
-) -> Watched:
-    """Run the model once and return what it showed; with the names of units, also what their calls cost."""
-    fakes = _fakes(model) if fake else None
+    keys: Keys | None = None, *,
+    judge: Callable[[Any], Any] | None = None,
+) -> Watched:  # fmt: skip
+    """Run the model once and return what it showed; with the names of units, also what their calls cost.
+
+    `judge`: makes the loss of the model's output, when it is asked what that depends on.
+    """
+    fakes = fakes_of(model) if fake else None
     meter = None if units is None else _meter(model, units, fakes)
     before, weights = _state(model), [(p, p.data) for p in model.parameters()]
+    compiled = [(b, b.clone()) for _, b in scripted.buffers(model)]
     watcher = _Watcher(model, meter, keys)
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -84,6 +91,7 @@ def watch(
     try:
         with (
             warnings.catch_warnings(),
+            higher.apart(),
             _keeping(meter),
             nullcontext() if fakes is None else fakes if keys is None else PartlyFake(fakes),
         ):
@@ -94,13 +102,16 @@ def watch(
             writes = watcher.writes = Writes(model, given, fakes) if keys is None else None
             with watcher, watcher.operators:
                 output = call(model, given)
+                loss = None if judge is None else judge(output)
         if writes is not None:
             writes.tell(watcher.seen)
         if meter is not None:
-            watcher.seen.metered = meter.finish(output)
+            watcher.seen.metered = meter.finish(output, loss)
     finally:
         watcher.remove()
         watcher.seen.counting += _restore(model, before)
+        for buffer, value in compiled:
+            buffer.copy_(value)
         for parameter, data in weights:
             if storage_key(parameter) != storage_key(data):
                 parameter.data = data
@@ -108,7 +119,7 @@ def watch(
     return watcher.seen
 
 
-def _fakes(model: nn.Module) -> FakeTensorMode:
+def fakes_of(model: nn.Module) -> FakeTensorMode:
     """A mode for fake tensors: the one that the model itself was built in, if it was."""
     built = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
     return built or FakeTensorMode(allow_non_fake_inputs=True)
@@ -140,7 +151,8 @@ def _state(model: nn.Module) -> Kept:
     """What a forward pass may change on modules: attributes (caches), which tensors are buffers, their values, and hooks."""
     values = lambda m: {n: b.clone() for n, b in own_buffers(m).items() if b is not None}  # noqa: E731
     hooks = lambda m: [(kept, dict(kept)) for kept in vars(m).values() if type(kept) is OrderedDict]  # noqa: E731
-    return [(m, dict(m.__dict__), dict(own_buffers(m)), values(m), hooks(m)) for m in model.modules()]
+    plain = (m for _, m in scripted.plain(model))
+    return [(m, dict(m.__dict__), dict(own_buffers(m)), values(m), hooks(m)) for m in plain]
 
 
 def _restore(model: nn.Module, before: Kept) -> list[str]:
@@ -174,7 +186,7 @@ class _Watcher(TorchFunctionMode):
         self.operators = _Operators(self)
         self.handles: list[Any] = []
         self.writes: Writes | None = None
-        for name, module in model.named_modules():
+        for name, module in scripted.plain(model):
             self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
 
@@ -187,13 +199,15 @@ class _Watcher(TorchFunctionMode):
 
         return enter
 
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.owner.pop()
+        found = None
         if self.meter is not None:
-            self.meter.leave(module, output)
+            found = self.meter.leave(module, output)
             ended = len(self.meter.seen.calls) - (self.meter.running is not None)
             if self.keys is not None and self.keys.notes and len(self.keys.after) < ended:
                 self.keys.after.append((random.getstate(), np.random.get_state()))
+        return found
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -208,6 +222,8 @@ class _Watcher(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS:
             result = self._dropout(func, *args, **kwargs)
+        elif func is higher.whole:
+            result = self._whole(func, args, kwargs)
         else:
             result = self._other(func, args, kwargs)
         if self.meter is not None:
@@ -221,6 +237,19 @@ class _Watcher(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.operators.keyed = self.operators.per_sample = False
+
+    def _whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing looks into it: what it draws cannot be keyed, what it computes is not counted."""
+        name, _, module = self.owner[-1]
+        before, seen = torch.get_rng_state(), self.meter.seen if self.meter is not None else None
+        asked = seen is not None and seen.differentiates
+        result = func(*args, **kwargs)
+        if seen is not None:
+            seen.differentiates = asked  # how torch finds its backward is its own affair
+        if not torch.equal(before, torch.get_rng_state()):
+            self.seen.unkeyed.append(name or type(module).__name__)
+        self.seen.opaque.append((name, args[0]))
+        return result
 
     def _dropout(
         self,
