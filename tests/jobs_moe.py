@@ -18,7 +18,7 @@ def mixtral(**given: Any) -> plait.Job:
 
     config = MixtralConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=WORDS, max_position_embeddings=16, num_local_experts=4, use_cache=False, attention_dropout=0.1,
+        vocab_size=WORDS, max_position_embeddings=16, num_local_experts=4, attention_dropout=0.1,
         experts_implementation="eager", output_router_logits=True, **given,
     )  # fmt: skip
     return hugging(lambda: MixtralForCausalLM(config))
@@ -29,7 +29,7 @@ def qwen3(**given: Any) -> plait.Job:
 
     config = Qwen3MoeConfig(
         hidden_size=16, moe_intermediate_size=8, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, vocab_size=WORDS, num_experts=8, num_experts_per_tok=2, use_cache=False,
+        num_key_value_heads=1, head_dim=8, vocab_size=WORDS, num_experts=8, num_experts_per_tok=2,
         attention_dropout=0.1, experts_implementation="eager", output_router_logits=True, **given,
     )  # fmt: skip
     return hugging(lambda: Qwen3MoeForCausalLM(config))
@@ -41,7 +41,7 @@ def gpt_oss() -> plait.Job:
 
     config = GptOssConfig(
         hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        vocab_size=WORDS, num_local_experts=4, num_experts_per_tok=2, sliding_window=4, use_cache=False, pad_token_id=0,
+        vocab_size=WORDS, num_local_experts=4, num_experts_per_tok=2, sliding_window=4, pad_token_id=0,
     )  # fmt: skip
     return hugging(lambda: GptOssForCausalLM(config))
 

@@ -50,7 +50,7 @@ def gemma() -> plait.Job:
 
     config = GemmaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        vocab_size=WORDS, max_position_embeddings=16, use_cache=False, pad_token_id=0,
+        vocab_size=WORDS, max_position_embeddings=16, pad_token_id=0,
     )  # fmt: skip
     return hugging(lambda: GemmaForCausalLM(config))
 
@@ -62,7 +62,7 @@ def llama() -> plait.Job:
 def gpt2() -> plait.Job:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=WORDS, n_positions=16, use_cache=False)
+    config = GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=WORDS, n_positions=16)
     return hugging(lambda: GPT2LMHeadModel(config))
 
 
@@ -71,7 +71,7 @@ def mixtral() -> plait.Job:
 
     config = MixtralConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=WORDS, max_position_embeddings=16, num_local_experts=4, use_cache=False, experts_implementation="eager",
+        vocab_size=WORDS, max_position_embeddings=16, num_local_experts=4, experts_implementation="eager",
     )  # fmt: skip
     return hugging(lambda: MixtralForCausalLM(config))
 
@@ -118,7 +118,7 @@ def t5() -> plait.Job:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=16, d_kv=8, d_ff=24, num_layers=3, num_heads=2, vocab_size=WORDS, use_cache=False,
+        d_model=16, d_kv=8, d_ff=24, num_layers=3, num_heads=2, vocab_size=WORDS,
         decoder_start_token_id=0,
     )  # fmt: skip
     return hugging(lambda: T5ForConditionalGeneration(config), data=Pairs)
@@ -147,7 +147,7 @@ def swin() -> plait.Job:
 def mamba() -> plait.Job:
     from transformers import MambaConfig, MambaForCausalLM
 
-    config = MambaConfig(hidden_size=16, num_hidden_layers=3, state_size=4, vocab_size=WORDS, use_cache=False)
+    config = MambaConfig(hidden_size=16, num_hidden_layers=3, state_size=4, vocab_size=WORDS)
     return hugging(lambda: MambaForCausalLM(config))
 
 
@@ -177,7 +177,7 @@ def whisper() -> plait.Job:
     config = WhisperConfig(
         d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
         encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8, max_source_positions=6, max_target_positions=16,
-        vocab_size=WORDS, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, use_cache=False,
+        vocab_size=WORDS, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     return hugging(lambda: WhisperForConditionalGeneration(config), data=Sounds)
 

@@ -56,7 +56,7 @@ def llama(tied: bool = False) -> plait.Job:
 
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=31, max_position_embeddings=16, tie_word_embeddings=tied, attention_dropout=0.1, use_cache=False,
+        vocab_size=31, max_position_embeddings=16, tie_word_embeddings=tied, attention_dropout=0.1,
     )  # fmt: skip
     return hugging(lambda: LlamaForCausalLM(config))
 
@@ -64,7 +64,7 @@ def llama(tied: bool = False) -> plait.Job:
 def gpt2() -> plait.Job:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=16, use_cache=False)
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=16)
     return hugging(lambda: GPT2LMHeadModel(config))
 
 

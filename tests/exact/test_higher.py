@@ -1,0 +1,106 @@
+"""Operators of higher order, compiled modules and custom operators: opaque, and the same training under every plan."""
+
+from typing import Any
+
+import jobs_higher
+import pytest
+import torch
+from jobs import make
+from torch import nn
+
+from plait.blueprint import sketched
+from plait.dryrun import dry_run
+from plait.errors import PlaitError
+from plait.outline import outline, table
+from plait.plan import Plan
+from plait.planner.asking import Asked
+from plait.verify import verify
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # torch's own, while it compiles
+]
+PLANS = ("dp=2", "fsdp=2", "pp=2 microbatches=2")
+QUICK = [("cond", "fsdp=2"), ("scan", "pp=2 microbatches=2"), ("script", "dp=2")]
+ALL = [(kind, plan) for kind in jobs_higher.KINDS for plan in ("dp=1", *PLANS, "dp=1 recompute=full", "dp=1 recompute=selective")
+       if (kind, plan) not in QUICK and not (kind in ("script", "trace") and plan == "fsdp=2")]  # fmt: skip
+OPAQUE = ("cond", "while_loop", "scan")
+
+
+def equal(kind: str, plan: str) -> None:
+    verdict = verify(jobs_higher.job(kind), Plan.parse(plan))
+    assert verdict.equal and not verdict.inexact, verdict.cause
+
+
+@pytest.mark.parametrize("kind, plan", QUICK)
+def test_some_are_the_same_training(kind: str, plan: str) -> None:
+    equal(kind, plan)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind, plan", ALL)
+def test_all_are_the_same_training(kind: str, plan: str) -> None:
+    equal(kind, plan)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", jobs_higher.KINDS)
+@pytest.mark.parametrize("plan", ("tp=2", "cp=2"))
+def test_what_would_have_to_look_inside_is_exact_or_refused_by_name(kind: str, plan: str) -> None:
+    try:
+        equal(kind, plan)
+    except PlaitError as error:
+        assert error.codes[0] in ("P034", "P040", "P071") and error.exit_code == 2
+
+
+def test_a_sketch_says_what_it_does_not_count() -> None:
+    for kind in OPAQUE:
+        _, sketch = sketched(jobs_higher.job(kind))
+        assert not sketch.unmeasured and len(sketch.units) == 5 and not sketch.differentiates and not sketch.unkeyed
+        assert f"not counted: what {kind} computes, in 1, 2, 3" in table(outline(sketch, 1), "job.py")
+
+
+def test_a_dry_run_and_a_plan_of_one_work() -> None:
+    assert dry_run(jobs_higher.job("cond"), Plan.parse("fsdp=2")).fullest.peak.total > 0
+    found = Asked.of(jobs_higher.job("script"), "job.py", _machine())
+    refused = found.refused()
+    assert "cannot be taken apart" in refused(Plan.parse("fsdp=2")) and not refused(Plan.parse("dp=2"))
+
+
+def _machine() -> Any:
+    from plait.machine import Machine
+
+    return Machine.named("h100x2")
+
+
+@pytest.mark.parametrize("plan", ("fsdp=2", "tp=2"))
+def test_a_compiled_module_is_not_taken_apart(plan: str) -> None:
+    with pytest.raises(PlaitError, match="P071") as error:
+        verify(jobs_higher.job("trace"), Plan.parse(plan))
+    assert "1.part" in str(error.value) and plan in str(error.value)
+
+
+class Inside(jobs_higher.Block):
+    """Draws random numbers where no mode sees them."""
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x * torch.rand_like(x), lambda x: x.clone() * torch.rand_like(x), (x,))
+
+
+def test_random_numbers_inside_are_named() -> None:
+    _, sketch = sketched(make(lambda: nn.Sequential(nn.Linear(6, 8), Inside(), nn.Linear(8, 1))))
+    assert sketch.unkeyed == ("1",)
+
+
+def test_plain_pytorch_is_blamed_only_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = make(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(7, 1)))
+    with pytest.raises(PlaitError, match="J011"):
+        verify(broken, Plan.parse("dp=1"))
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the watcher has a defect")
+
+    monkeypatch.setattr("plait.reference.sketch", fails)
+    with pytest.raises(PlaitError, match="P072") as error:
+        verify(jobs_higher.job("function"), Plan.parse("dp=1"))
+    assert "in plain PyTorch works" in str(error.value)

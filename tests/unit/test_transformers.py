@@ -1,0 +1,69 @@
+"""Models of the Hugging Face library as they come: they train without a cache, and their configs stay what the user set."""
+
+from typing import Any
+
+import jobs_real
+import pytest
+import torch
+from torch import nn
+
+from plait.build import call
+from plait.engine import Engine
+
+
+def llama() -> Any:
+    return jobs_real.llama().model()
+
+
+class Wrapped(nn.Module):
+    """A user's own module around one of the library's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, **given: Any) -> Any:
+        return self.inner(**given)
+
+
+def test_training_keeps_no_cache_and_leaves_the_config_as_it_was() -> None:
+    with Engine(jobs_real.llama(), "dp=1", device="cpu") as engine:
+        seen: list[Any] = []
+        engine.model.register_forward_hook(lambda m, args, out: seen.append((m.config.use_cache, out.past_key_values)))
+        engine.step(next(engine.batches()))
+        assert seen == [(False, None)] and engine.model.config.use_cache is True
+        assert engine.model(torch.ones(1, 4, dtype=torch.long)).past_key_values is not None
+
+
+@pytest.mark.parametrize("made", [llama, Wrapped])
+def test_inputs_that_ask_for_the_cache_get_it(made: Any) -> None:
+    model, words = made(), {"input_ids": torch.ones(2, 4, dtype=torch.long)}
+    assert call(model, words).past_key_values is None
+    assert call(model, {**words, "use_cache": True}).past_key_values is not None
+
+
+def test_every_config_in_a_model_is_meant_and_restored() -> None:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "llama", "vocab_size": 31, "num_key_value_heads": 2, **small}
+    vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **small}
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=5))
+    words = torch.tensor([[5, 5, 5, 5, 1, 2]])
+    configs = model.config.text_config, model.model.language_model.config
+    assert call(model, {"input_ids": words, "pixel_values": torch.ones(1, 3, 8, 8)}).past_key_values is None
+    assert all(config.use_cache is True for config in configs)
+
+
+def test_a_model_that_fails_gets_its_config_back() -> None:
+    model = llama()
+    with pytest.raises(Exception):  # noqa: B017
+        call(model, {"input_ids": torch.full((1, 4), 99)})
+    assert model.config.use_cache is True
+
+
+def test_a_cache_that_was_turned_off_stays_off() -> None:
+    model = llama()
+    model.config.use_cache = False
+    call(model, {"input_ids": torch.ones(1, 4, dtype=torch.long)})
+    assert model.config.use_cache is False
