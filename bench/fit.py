@@ -34,7 +34,8 @@ from plait.planner.estimate import estimate
 from plait.planner.fitted import FITTED, Fitted
 
 BOUNDS = {
-    "top": (0.5, 1.05), "plain": (0.2, 1.0), "ramp": (2e-6, 5e-5), "flash": (0.3, 0.8), "portable": (0.1, 1.0), "tuned": (0.01, 0.5),
+    "top": (0.5, 1.05), "plain": (0.2, 1.0), "ramp": (2e-6, 5e-5), "flash": (0.3, 0.8), "portable": (0.1, 1.0), "filled": (0.0, 0.3),
+    "tuned": (0.01, 0.5),
     "stream": (0.5, 0.95), "moved": (0.7, 1.6), "scores": (0.1, 1.5), "cast": (0.1, 6.0), "back": (1.2, 2.5),
     "host": (4e-6, 3e-5), "sums": (0.4, 1.2), "tiled": (0.1, 1.0), "narrow": (0.1, 6.0),
     "apart": (1e-6, 5e-5), "overlap": (0.2, 1.0), "fixed": (5e-4, 0.05),

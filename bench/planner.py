@@ -38,7 +38,7 @@ FOUR = 4.0
 """What making a 4-bit number takes, over an 8-bit one."""
 ROWS = 2.0
 """What making an 8-bit number takes with a scale of its row, once more with one of its column, over one scale for all."""
-UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, tuned=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
+UNFITTED = Fitted(top=1, plain=1, ramp=0, flash=0.6, portable=0, filled=0, tuned=0, stream=1, moved=1, scores=1, cast=0, back=2, host=0, sums=1,
                   tiled=0, narrow=0, apart=0, overlap=1, fixed=0, slack=1)  # fmt: skip
 """The same model with nothing fitted: data sheets are believed, everything that can be hidden is."""
 

@@ -10,29 +10,32 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from plait.errors import PlaitError, Problem
+from plait.errors import PlaitError, Problem, too_small
 from plait.job import load_job
-from plait.launch import detect, here
+from plait.launch import detect, here, started
 from plait.launch.devices import kind_of
 from plait.launch.place import Place, current, joining
-from plait.launch.place import world as started
+from plait.launch.place import world as started_ranks
 from plait.machine import Collectives, Loader, Machine, Matmuls
 from plait.network import Link
+from plait.writing import check_writable, write
 
 PARTS = ("compute", "comm", "data")
 
 
 def run(options: Any) -> int:
     """The command."""
+    started.check()
     if options.nproc is not None and options.nproc < 1:
-        raise PlaitError(Problem("U002", f"--nproc {options.nproc} is not a whole number ≥ 1"))
+        raise PlaitError(too_small("--nproc", options.nproc))
     parts = PARTS if options.what == "all" else (options.what,)
     if options.what == "data" and not options.job:
         raise PlaitError(Problem("U001", "plait bench data needs a job", fix=("plait bench data job.py",)))
+    check_writable(options.out)
     job = load_job(options.job, options.arguments) if options.job and "data" in parts else None
     kind = kind_of(options.device)
     machine = Machine.load(options.out) if options.out.exists() else detect.found(options.device)
-    ranks = started() if joining() else options.nproc or machine.devices_per_node
+    ranks = started_ranks() if joining() else options.nproc or machine.devices_per_node
     machine = sized(machine, ranks, kind)
     from plait import gauging
 
@@ -46,7 +49,7 @@ def run(options: Any) -> int:
         rates = everywhere(lambda place: {"rate": gauging.load(place, job)}, ranks)
         machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
     if current().rank == 0:
-        options.out.write_text(header() + machine.to_toml(), encoding="utf-8")
+        write(options.out, header() + machine.to_toml())
         print(json.dumps(facts(machine, options.out)) if options.json else table(machine, ranks, options.out))
     return 0
 

@@ -6,33 +6,33 @@ no strategy charges. The fullest moment is found by going through the step. Rank
 stretches, experts) make that step in a dry run (`dryrun.py`).
 """
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from plait import data
-from plait.allocations import Allocations, Change, Tape
-from plait.blueprint import PartlyFake, sketched
-from plait.build import check_plan
+from plait.allocations import Change, Tape
+from plait.blueprint import sketched
+from plait.build import check_plan, with_open_head
 from plait.data import Share
 from plait.dryrun import DryRun, dry_run
 from plait.job import Job
-from plait.making import make_optimizer
-from plait.outline import short
+from plait.outline import aligned, size
 from plait.plan import Plan
 from plait.rehearsal import Rehearsal, rehearse
 from plait.sharded import divides
 from plait.sketch import Sketch
+from plait.stepping import kept_by, stepped
 from plait.strategies import Charge, Role
 from plait.strategies import charges as priced
+from plait.strategies.offload import on_host
 from plait.strategies.strategy import Moment, held
-from plait.torchseam import FakeTensorMode, tree_leaves
+from plait.torchseam import tree_leaves
+from plait.trial import WHERE
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "host copies", "buffers", "batch", "activations", "gathered", "exchange",
@@ -47,6 +47,8 @@ class Item:
     category: str
     bytes: int
     reason: str
+    host: bool = False
+    """In the host's memory, at its own fullest moment."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,24 @@ class Bill:
     items: tuple[Item, ...]
     notes: tuple[str, ...] = ()
     """What the plan does to memory that is not in the bill."""
+    hosted: int = 0
+    """Bytes that the host holds for the rank at its own fullest moment; `total` is of the device."""
+    together: int = 0
+    """Both at once, where device and host are one memory: that of processes."""
 
     @property
     def categories(self) -> dict[str, int]:
-        """Bytes by category, in a fixed order; what is not there is left out."""
-        sums = {c: sum(i.bytes for i in self.items if i.category == c) for c in CATEGORIES}
-        return {c: size for c, size in sums.items() if size}
+        """Bytes of the device by category, in a fixed order; what is not there is left out."""
+        return self.held(False)
+
+    def held(self, host: bool) -> dict[str, int]:
+        """Bytes of the device or of its host by category."""
+        sums = {c: sum(i.bytes for i in self.items if (i.category, i.host) == (c, host)) for c in CATEGORIES}
+        return {c: found for c, found in sums.items() if found}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return asdict(self) | {"categories": self.categories}
+        return asdict(self) | {"categories": self.categories, "host_categories": self.held(True)}
 
 
 @dataclass
@@ -88,12 +98,29 @@ class Costing:
     def of(job: Job, found: tuple[nn.Module, Sketch] | None = None) -> "Costing":
         """Sketch the job, unless `blueprint.sketched` did so already."""
         model, sketch = found or sketched(job)
-        samples = data.checked(job.data(), "Job(data=…)")
-        return Costing(job, model, sketch, samples)
+        samples = data.example(job.data, data.opened(job.data))
+        return Costing(job, model, with_open_head(sketch, job), samples)
 
     def batch(self, count: int) -> tuple[Any, Any]:
         """A micro-batch of so many samples."""
         return data.first_samples(self.samples, count)
+
+    def evaluation(self, plan: Plan, charges: list[Charge]) -> "Bill":
+        """The bill of an evaluation's largest forward pass, beside what a rank holds between steps."""
+        assert self.job.evaluate is not None
+        wanted, count = self.job.evaluate.data, data.largest(self.job.batch, plan.shares, plan.microbatches)
+        held_out = data.example(wanted, data.opened(wanted, WHERE), WHERE)
+        batch = data.first_samples(held_out, count)
+        key = ("evaluation", count, plan.precision, plan.recompute, plan.fsdp > 1)
+        if key not in self.done:
+            self.done[key] = rehearse(sketched(self.job)[0], self.sketch, self.job, plan, batch, evaluates=True)
+        size = sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor))
+        charges = [c for c in charges if not c.since[0].startswith(("gradient", "backward"))]
+        charges.append(held("batch", size, f"samples that are evaluated: {count}"))
+        found = _fullest(plan, count, _joined(self.done[key].tape, None), charges)
+        told = {"activations": "the outputs of an evaluation", "temporary": "inside an evaluation"}
+        items = tuple(replace(i, reason=told.get(i.category, i.reason)) for i in found.items)
+        return replace(found, moment="evaluation", items=items)
 
     def rehearsed(self, plan: Plan, count: int) -> Rehearsal:
         """One micro-batch under the plan."""
@@ -114,27 +141,37 @@ class Costing:
         role = Role(samples=tuple(counts), weighted=self.job.weight is not None)
         charges = [c for c in priced(plan, self.sketch, role) if c.kind == "memory"]
         taken = {c.op for c in charges}
-        size = sum(t.nbytes for t in tree_leaves(self.batch(1)) if isinstance(t, Tensor))
+        each = sum(t.nbytes for t in tree_leaves(self.batch(1)) if isinstance(t, Tensor))
         buffers = sum({id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values())
         own = [*_one_device(self.sketch), held("buffers", buffers, "of the model")]
-        own += [held("batch", size * sum(counts), f"samples: {sum(counts)}")]
+        own += [held("batch", each * sum(counts), f"samples: {sum(counts)}")]
         own += [held("optimizer", state, "what it keeps from step to step")]
         charges += [c for c in own if c.op not in taken]
         bills = []
         for (count, turns), last in _turns(counts).items():
             tape = _joined(self.rehearsed(plan, count).tape, step if last else None)
             bills.append(_fullest(plan, count, tape, [c for c in charges if c.turns <= turns]))
-        return max(bills, key=lambda b: b.total)
+        if self.job.evaluate is not None:
+            alone = frozenset({"first", "last"})
+            bills.append(self.evaluation(plan, [c for c in charges if c.turns <= alone]))
+        most, host = max(bills, key=lambda b: b.total), max(bills, key=lambda b: b.hosted)
+        items = (*(i for i in most.items if not i.host), *(i for i in host.items if i.host))
+        return replace(most, items=items, hosted=host.hosted, together=max(b.together for b in bills))
 
 
 def _of(found: DryRun) -> Bill:
     """The bill of a plan whose ranks are unlike, from a dry run: of the fullest."""
     most = found.fullest
     why = WHY | {"parameters": f"the parts that rank {most.rank} has", "batch": f"samples: {most.samples} at a time"}
-    items = (Item(category, size, why[category]) for category, size in most.peak.categories.items())
+    host = max((kind.peak.host for kind in found.kinds), key=lambda held: sum(held.values()))
+    items = [Item(category, n, why[category]) for category, n in most.peak.categories.items()]
+    there = why | {"temporary": "gradients that the optimizer reads, and what its step makes"}
+    items += [Item(category, n, there[category], True) for category, n in host.items()]
+    hosted = sum(host.values())
     return Bill(
-        found.plan, most.samples, most.peak.total, most.peak.moment, tuple(sorted(items, key=lambda i: -i.bytes))
-    )
+        found.plan, most.samples, most.peak.total, most.peak.moment, tuple(sorted(items, key=lambda i: -i.bytes)),
+        hosted=hosted, together=most.peak.total + hosted,
+    )  # fmt: skip
 
 
 WHY = MappingProxyType({
@@ -152,20 +189,34 @@ def _turns(counts: list[int]) -> dict[tuple[int, frozenset[str]], bool]:
 
 
 def table(found: Bill) -> str:
-    """What `plait sketch --plan` prints: bytes by category, and what they are."""
-    lines = [f"memory  {short(found.total)}B per rank under {found.plan}, at most; micro-batches of {found.samples}"]
-    lines.append(f"        fullest after: {MOMENTS.get(found.moment.strip(), found.moment)}")
-    for category, size in found.categories.items():
-        items = [i for i in found.items if i.category == category]
-        why = "; ".join(f"{i.reason} {short(i.bytes)}B" if len(items) > 1 else i.reason for i in items[:SHOWN])
+    """What `plait sketch --plan` prints: bytes by category, on the device and on its host, and what they are."""
+    beside = f", and {size(found.hosted)} of its host's memory" if found.hosted else ""
+    lines = [
+        f"memory  {size(found.total)} per rank under {found.plan}{beside}, at most; micro-batches of {found.samples}",
+        f"        fullest after: {MOMENTS.get(found.moment.strip(), found.moment)}",
+    ]
+    device, host = found.held(False), found.held(True)
+    rows: list[tuple[str, ...]] = [("", "device", "host", "")] if host else []
+    for category in (c for c in CATEGORIES if c in device or c in host):
+        items = sorted((i for i in found.items if i.category == category), key=lambda i: -i.bytes)
+        why = "; ".join(f"{i.reason} {size(i.bytes)}" if len(items) > 1 else i.reason for i in items[:SHOWN])
         more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-        lines.append(f"  {category:<12}{short(size) + 'B':>8}  {why}{more}")
+        sizes = [size(side[category]) if category in side else "" for side in (device, host)]
+        rows.append((f"  {category}", sizes[0], *sizes[1 : 1 + bool(host)], why + more))
+    lines += aligned(rows, right=(1, 2) if host else (1,))
     lines += [f"not in it: {note}" for note in found.notes]
     return "\n".join(lines)
 
 
 SHOWN = 3
-MOMENTS = MappingProxyType({"backward": "the loss", "end": "the end of backward", "forward": "start"})
+MOMENTS = MappingProxyType(
+    {
+        "backward": "the loss",
+        "end": "the end of backward",
+        "forward": "start",
+        "evaluation": "a forward pass of an evaluation",
+    }
+)
 """The model as a whole has no name of its own."""
 
 
@@ -176,10 +227,10 @@ def bill(job: Job, plan: Plan) -> Bill:
 
 def _one_device(sketch: Sketch) -> Iterable[Charge]:
     for name, shape, dtype in sketch.parameters:
-        size = prod(shape) * dtype.itemsize
-        yield held("parameters", size, "all of them")
-        yield held("gradients", size, "all of them", (f"gradient {name}", 0), turns="first")
-        yield held("gradients", size, "all of them", turns="later")
+        bytes_ = prod(shape) * dtype.itemsize
+        yield held("parameters", bytes_, "all of them")
+        yield held("gradients", bytes_, "all of them", (f"gradient {name}", 0), turns="first")
+        yield held("gradients", bytes_, "all of them", turns="later")
     yield held(
         "parameters", sum(prod(shape) * dtype.itemsize for _, shape, dtype in sketch.frozen), "those not trained"
     )
@@ -187,45 +238,8 @@ def _one_device(sketch: Sketch) -> Iterable[Charge]:
 
 def _optimizer(job: Job, plan: Plan, sketch: Sketch) -> tuple[int, Tape]:
     """(bytes the optimizer keeps, the tape of its step)."""
-    optimizer, tape = _stepped(job, {n: (_part(plan, shape), dtype) for n, shape, dtype in sketch.parameters})
-    return sum(map(_kept_by, optimizer.state.values())), tape
-
-
-def _stepped(job: Job, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.optim.Optimizer, Tape]:
-    """The job's optimizer after two steps on fake parts, and the tape of the second."""
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with fakes:
-        own = {n: nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, (shape, dtype) in parts.items()}
-        for parameter in own.values():
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer, meter = make_optimizer(job, own)[0], Allocations()
-    for _ in range(2):
-        meter = Allocations()
-        with PartlyFake(fakes), meter:
-            meter.hold("", own.values(), free=True)
-            meter.hold("", [p.grad for p in own.values()], free=True)
-            meter.hold("", _state(optimizer), free=True)
-            optimizer.step()
-    return optimizer, meter.tape
-
-
-def optimizer_state(job: Job, sketch: Sketch) -> int:
-    """Bytes that a job's optimizer keeps from step to step, on one device: found for one parameter of each shape and
-    format, since it keeps as much for the others."""
-    alike = Counter((shape, dtype) for _, shape, dtype in sketch.parameters)
-    first = {(shape, dtype): name for name, shape, dtype in reversed(sketch.parameters)}
-    optimizer, _ = _stepped(job, {name: form for form, name in first.items()})
-    return sum(alike[tuple(p.shape), p.dtype] * _kept_by(state) for p, state in optimizer.state.items())
-
-
-def _kept_by(state: Any) -> int:
-    """Bytes of one parameter's state."""
-    found = (t.untyped_storage() for t in tree_leaves(state) if isinstance(t, Tensor))
-    return sum({id(s): s.nbytes() for s in found}.values())
-
-
-def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [t for t in tree_leaves([list(s.values()) for s in optimizer.state.values()]) if isinstance(t, Tensor)]
+    optimizer, tape = stepped(job, {n: (_part(plan, shape), dtype) for n, shape, dtype in sketch.parameters})
+    return sum(map(kept_by, optimizer.state.values())), tape
 
 
 def _part(plan: Plan, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -250,7 +264,7 @@ def _kept(micro: Tape) -> set[int]:
         if change.moment == "loss":
             break
         there[change.storage] = there.get(change.storage, 0) + change.bytes
-    return {storage for storage, size in there.items() if size}
+    return {storage for storage, held_ in there.items() if held_}
 
 
 def _fullest(plan: Plan, count: int, tape: Tape, charges: list[Charge]) -> Bill:
@@ -260,28 +274,40 @@ def _fullest(plan: Plan, count: int, tape: Tape, charges: list[Charge]) -> Bill:
         if change.moment and (change.moment not in places or change.moment.startswith("backward end")):
             places[change.moment] = i
     reasons = {"activations": f"kept for backward, samples: {count}", "temporary": "inside forward and backward"}
-    steps: list[tuple[int, int, int, tuple[str, str]]] = []
+    late, steps = tape.updating(), list[Step]()
     for i, change in enumerate(tape.changes):
         if change.bytes:
-            category = tape.categories.get(change.storage, "temporary")
-            steps.append((i, 0, change.bytes, (category, reasons[category])))
+            category, updating = tape.categories.get(change.storage, "temporary"), change.storage in late
+            why = "inside the optimizer's step" if updating and category == "temporary" else reasons[category]
+            steps.append((i, 0, change.bytes, (category, why, on_host(plan, category, updating))))
     for charge in charges:
         since, until = _place(charge.since, places), _place(charge.until, places)
         if since is not None and until is not None and charge.bytes:
-            what = (charge.op, charge.reason)
+            what = (charge.op, charge.reason, on_host(plan, charge.op, False))
             steps += [(*since, charge.bytes, what), (*until, -charge.bytes, what)]
     steps.sort(key=lambda s: (s[0], s[1], s[2]))
+    total, at, held = _most([s for s in steps if not s[3][2]])
+    hosted, _, beside = _most([s for s in steps if s[3][2]])
+    items = sorted((Item(*what[:1], n, *what[1:]) for what, n in [*held, *beside]), key=lambda i: -i.bytes)
+    last = max((place, name) for name, place in places.items() if place <= at)[1]
+    return Bill(str(plan), count, total, last, tuple(items), tuple(_notes(plan)), hosted, _most(steps)[0])
+
+
+Step = tuple[int, int, int, tuple[str, str, bool]]
+"""A place in the tape, the order there, bytes more or fewer, and of what: category, reason, whether the host has them."""
+
+
+def _most(steps: list[Step]) -> tuple[int, int, list[tuple[tuple[str, str, bool], int]]]:
+    """(bytes at the fullest moment, its place in the tape, what they are)."""
     now = most = at = 0
-    for k, (_, _, size, _) in enumerate(steps):
-        now += size
+    for k, (_, _, number, _) in enumerate(steps, 1):
+        now += number
         if now > most:
             most, at = now, k
-    sums: dict[tuple[str, str], int] = {}
-    for _, _, size, what in steps[: at + 1]:
-        sums[what] = sums.get(what, 0) + size
-    items = sorted((Item(*what[:1], size, what[1]) for what, size in sums.items() if size), key=lambda i: -i.bytes)
-    last = max((place, name) for name, place in places.items() if place <= steps[at][0])[1]
-    return Bill(str(plan), count, most, last, tuple(items), tuple(_notes(plan)))
+    sums: dict[tuple[str, str, bool], int] = {}
+    for _, _, number, what in steps[:at]:
+        sums[what] = sums.get(what, 0) + number
+    return most, steps[at - 1][0] if at else 0, [(what, number) for what, number in sums.items() if number]
 
 
 def _notes(plan: Plan) -> Iterable[str]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from plait.course import opened_units
 from plait.data import Batch, weigh
 from plait.digest import digests
 from plait.engine import Engine
@@ -23,6 +24,7 @@ from plait.parts import Part
 from plait.plan import Plan
 from plait.probes import Trace
 from plait.role import Layout
+from plait.scattering import directly
 from plait.strategies import Charge, Role, charges
 
 GROUPS = ("initial", "gradients", "weights", "buffers")
@@ -32,7 +34,7 @@ GROUPS = ("initial", "gradients", "weights", "buffers")
 def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) -> dict[str, Any]:
     """Train one rank for (steps, device) = `how`; its parts go into files, the rest is returned as JSON values."""
     steps, device = how
-    engine = Engine(job, plan, device=device, place=place, cast=torch.float64)
+    engine = Engine(job, plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
     built = engine.built
     parts = built.parts()
     tensors = {"initial": {n: parts[n].tensor.clone() for n in built.own}}
@@ -65,6 +67,7 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
     return {
         "rows": rows, "ids": ids, "held": held, "seen": built.data.seen, "inexact": built.inexact,
+        "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
         "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role), held_experts],
@@ -86,7 +89,7 @@ def role_of(engine: Engine, batch: Batch) -> Role:
     trained = [(u.name, [built.own[n] for n in u.parameters if n in built.own]) for u in built.sketch.units]
     idle = (name for name, own in trained if any(p.requires_grad for p in own) and all(p.grad is None for p in own))
     courses = tuple(built.pipe.courses) if built.pipe else ()
-    return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle), courses)
+    return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle), courses, directly(built.device))
 
 
 def _crossings(role: Role) -> list[str]:

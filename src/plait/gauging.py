@@ -218,10 +218,10 @@ COLLECTIVES: dict[str, Make] = {
 
 def load(place: Place, job: Job, seconds: float = 1.0) -> float:
     """Samples/s that this rank reads of its share of the job's batches: the best of several stretches."""
-    from plait.data import Position, Share
+    from plait.data import Position, Share, opened
     from plait.loading import batches
 
-    source = batches(job.data(), job.batch, job.seed, Share(place.rank, place.world), Position())
+    source = batches(opened(job.data), job.batch, job.seed, Share(place.rank, place.world), Position())
     next(source)
     best, ends = 0.0, perf_counter() + seconds
     while perf_counter() < ends:

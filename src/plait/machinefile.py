@@ -15,7 +15,12 @@ from typing import Any
 from plait.errors import PlaitError, Problem, did_you_mean
 from plait.machine import Collectives, Device, Loader, Machine, Matmuls, Rates
 from plait.network import FITTED, HOPS, REACHED, Link
+from plait.plainfile import read_plain
 
+LEAST, MOST = 1e-12, 1e18
+"""Numbers of a machine lie between these: others overflow when they are multiplied."""
+FILE_BYTES = 4 << 20
+"""The largest file of a machine that is read: `plait bench` writes some kilobytes."""
 CATALOGUE = Path(__file__).parent / "machines"
 GIB, GB, TERA = 2**30, 1e9, 1e12
 
@@ -27,7 +32,7 @@ def _text(value: Any) -> bool:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and LEAST <= value <= MOST
 
 
 def _part(value: Any) -> bool:
@@ -47,8 +52,8 @@ def _numbers(value: Any) -> bool:
 
 
 EXPECTED: dict[Check, str] = {
-    _text: "a text", _positive: "a number above 0", _part: "a number from 0 to 1", _count: "a whole number from 1 to 1048576",
-    _texts: "a list of texts", _numbers: "a list of numbers above 0",
+    _text: "a text", _positive: "a number above 0 (1e-12 to 1e18)", _part: "a number from 0 to 1", _count: "a whole number from 1 to 1048576",
+    _texts: "a list of texts", _numbers: "a list of numbers above 0 (1e-12 to 1e18)",
 }  # fmt: skip
 RATES: dict[str, Check] = {f.name: _positive for f in fields(Rates)}
 KEYS: dict[str, dict[str, Check]] = {
@@ -210,11 +215,11 @@ def _rows(said: dict[str, Any]) -> list[str]:
 def _read(path: Path) -> dict[str, Any]:
     """What a file says, checked. All faults are raised together."""
     try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        said = tomllib.loads(read_plain(path, FILE_BYTES).decode("utf-8"))
     except OSError as error:
-        what = f"cannot read the machine {path}"
-        raise PlaitError(Problem("M012", what, error.strerror or "", fix=("--machine h100x8",))) from None
-    except ValueError as error:
+        what = f"cannot read the machine {str(path)[:300]}"
+        raise PlaitError(Problem("M012", what, error.strerror or str(error), fix=("--machine h100x8",))) from None
+    except (ValueError, RecursionError) as error:
         raise PlaitError(Problem("M012", f"{path} is not TOML", str(error)[:200], str(path))) from None
     problems = [problem for table, rows in _tables(said) for row in rows for problem in _faults(table, row, str(path))]
     problems += [Problem("M012", f"{path.name} has no {key}", where=str(path)) for key in _missing(said)]
@@ -253,13 +258,20 @@ def _faults(table: str, row: Any, where: str) -> list[Problem]:
             found.append(
                 Problem(
                     "M012",
-                    f"{head}{key} = {json.dumps(value, default=str)[:60]}        expected {EXPECTED[check]}",
+                    f"{head}{key[:60]} = {_shown(value)}        expected {EXPECTED[check]}",
                     where=where,
                 )
             )
     if found:
         return found
     return [Problem("M012", f"{head}{what}", where=where) for what in _disagreements(table, row)]
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)[:60]
+    except (ValueError, RecursionError):
+        return "a number of thousands of digits"
 
 
 def _disagreements(table: str, row: dict[str, Any]) -> list[str]:

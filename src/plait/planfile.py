@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, Problem, did_you_mean
+from plait.plainfile import loads, open_plain
 
 FILE_BYTES, LINE_LENGTH = 8192, 1000
 """The largest plan that is read, as a file and as a line: parsers take minutes over what no person wrote."""
@@ -30,6 +31,8 @@ class Key:
     help: str
     choices: tuple[str, ...] = ()
     wildcard: bool = False
+    also: tuple[str, ...] = ()
+    """What other frameworks call it; a plan that uses such a name is told ours."""
 
 
 Keys = dict[str, Key]
@@ -58,10 +61,10 @@ def from_line(text: str, keys: Keys) -> dict[str, Any]:
 def from_file(path: Path, keys: Keys) -> dict[str, Any]:
     """What a TOML file (or JSON when the name ends in .json) says. All faults are raised together."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size, content = os.fstat(file.fileno()).st_size, file.read(FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        why = error.strerror or str(error)
         what = f"cannot read the plan {_short(str(path), 300)}"
         raise PlaitError(Problem("T003", what, why, fix=('--plan "dp=2"',))) from None
     if len(content) > FILE_BYTES:
@@ -70,7 +73,7 @@ def from_file(path: Path, keys: Keys) -> dict[str, Any]:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = content.decode("utf-8")
-        data = json.loads(text, object_pairs_hook=_once) if kind == "JSON" else tomllib.loads(text)
+        data = loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         why = _short(str(error), 200)
         raise PlaitError(Problem("T003", f"{path} is not {kind}", why, str(path))) from None
@@ -101,13 +104,6 @@ def _toml(key: Key, value: Any) -> str:
 
 def _tables(keys: Keys) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.table for key in keys.values()))
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a key is given twice")
-    return values
 
 
 def _flatten(data: Any, keys: Keys, path: Path) -> tuple[dict[str, Any], list[Problem]]:
@@ -152,7 +148,7 @@ def _checked(values: dict[str, Any], keys: Keys, where: str, problems: list[Prob
             problem, good[name] = _value(name, keys[name], value, where)
             problems += problem
         else:
-            hint = did_you_mean(name, tuple(keys))
+            hint = _meant(name, keys)
             what = f"unknown key in the plan:  {_short(name)} = {_bare(value)}        {hint}"
             problems.append(Problem("T001", what, where=where))
     wild = [name for name, value in good.items() if keys[name].wildcard and value == 0]
@@ -165,6 +161,13 @@ def _checked(values: dict[str, Any], keys: Keys, where: str, problems: list[Prob
     if problems:
         raise PlaitError(problems)
     return good
+
+
+def _meant(name: str, keys: Keys) -> str:
+    """Which key a name that is none stands for: one of other frameworks', or one like it."""
+    word = name.lower().replace("-", "_")
+    ours = next((key for key in keys if word in keys[key].also), None)
+    return f"did you mean  {ours} ?" if ours else did_you_mean(name, tuple(keys))
 
 
 def _twice(key: str, where: str) -> Problem:

@@ -5,21 +5,20 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from plait.outline import aligned, short
+from plait.outline import aligned, short, size
 from plait.plan import Plan
 from plait.planner.anchors import PARTS, SPENT, Correction, Traits, correction
-from plait.planner.asking import Asked
+from plait.planner.asking import CONTEXT, Asked
 from plait.planner.branches import Question, branch_samples
 from plait.planner.estimate import estimate
 from plait.planner.search import ALIKE, Candidate, Found, search
 
-GIB = 2**30
 CLASSICAL = ("dp", "fsdp", "tp", "pp")
 """What everybody knows: all devices on one axis."""
 WORDS = {
     "bubble": "pipeline bubble", "tensor": "messages inside layers", "gradients": "messages of gradients and weights",
     "recompute": "computes activations again", "compute": "smaller matmuls", "optimizer": "the optimizer's step",
-    "data": "waits for data", "fixed": "",
+    "data": "waits for data", "host": "waits for weights from the host", "fixed": "",
 }  # fmt: skip
 """What a loser spends its time on."""
 
@@ -39,10 +38,36 @@ class Row:
         if found is not None:
             facts |= {
                 "seconds": found.seconds, "samples_per_s": samples / found.seconds, "bytes": round(found.reserved),
-                "spare_bytes": round(room - found.reserved), "parts": found.parts,
-                "memory": {name: round(size) for name, size in found.memory.items()},
+                "spare_bytes": round(room - found.reserved), "host_bytes": round(found.hosted), "parts": found.parts,
+                "memory": {name: round(held) for name, held in found.memory.items()},
             }  # fmt: skip
         return facts
+
+
+@dataclass(frozen=True)
+class One:
+    """What one device alone would do: the best plan that fits, or why none does."""
+
+    best: Candidate | None = None
+    why: str = ""
+
+    def told(self, chosen: Candidate, batch: int) -> str:
+        """Beside the choice."""
+        if self.best is not None and self.best.estimate is not None:
+            times = f"{self.best.seconds / chosen.seconds:.2f} × as fast"
+            here = (
+                "which is the choice"
+                if chosen.plan.devices == 1
+                else f"the choice, {chosen.plan.devices} devices, is {times}"
+            )
+            return f"one device alone: {short(batch / self.best.seconds)} samples/s; {here}"
+        return f"one device alone: nothing fits{self.why and f', {self.why}'}"
+
+    def to_dict(self, batch: int) -> dict[str, Any]:
+        """As JSON."""
+        if self.best is None or self.best.estimate is None:
+            return {"fits": False, "why": self.why}
+        return {"fits": True, "plan": str(self.best.plan), "samples_per_s": batch / self.best.seconds}
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,10 @@ class Answer:
     sure: Correction
     seconds: float
     """It took."""
+    one: One | None = None
+    """None where there is but one device, or nobody asked."""
+    fewest: float = 0.0
+    """The choice has fewer devices than there are: it is predicted within this part of the fastest."""
 
     @property
     def best(self) -> Row | None:
@@ -69,7 +98,7 @@ class Answer:
             "job": self.asked.name, "machine": str(self.asked.machine), "devices": self.question.devices, "batch": batch,
             "plans": [row.to_dict(batch, self.question.memory) for row in self.rows], "searched": self.found.counts,
             "confidence": {"low": self.sure.low, "high": self.sure.high, "measured": self.asked.machine.measured},
-            "took_seconds": round(self.seconds, 1),
+            "took_seconds": round(self.seconds, 1), "one_device": self.one.to_dict(batch) if self.one else None,
         }  # fmt: skip
 
 
@@ -84,13 +113,15 @@ def ask(asked: Asked, pins: dict[str, Any], memory: float | None = None, top: in
 def answer(asked: Asked, question: Question, found: Found, top: int, took: float) -> Answer:
     """The answer to a question that was searched."""
     best = found.best[0] if found.best else None
-    rows = [Row(c, True, _why(c, best)) for c in found.best[: max(1, top)]]
-    rows += [Row(c, False, _why(c, best, question)) for c in found.large[: top - len(rows) if top > 100 else 0]]
+    if best is None and not found.counts.get("do not fit"):
+        return Answer(asked, question, (), found, sureness(asked, best), took)
+    rows = [Row(c, True, why_not(c, best)) for c in found.best[: max(1, top)]]
+    rows += [Row(c, False, why_not(c, best, question)) for c in found.large[: top - len(rows) if top > 100 else 0]]
     shown = {row.candidate.mesh for row in rows}
     for candidate in classical(asked, question, found):
         if candidate.mesh not in shown and len(rows) < max(top + 3, 4):
             fits = question.holds(candidate.estimate)
-            rows.append(Row(candidate, fits and not candidate.why, candidate.why or _why(candidate, best, question)))
+            rows.append(Row(candidate, fits and not candidate.why, candidate.why or why_not(candidate, best, question)))
             shown.add(candidate.mesh)
     return Answer(asked, question, tuple(rows), found, sureness(asked, best), took)
 
@@ -131,26 +162,28 @@ def _alone(asked: Asked, question: Question, axis: str) -> Candidate:
     return Candidate(plan, priced, 1.0, why)
 
 
-def _why(candidate: Candidate, best: Candidate | None, question: Question | None = None) -> str:
+def why_not(candidate: Candidate, best: Candidate | None, question: Question | None = None) -> str:
     """Why a plan is not the choice: what it does not fit by, else the part of the step that takes longest beyond."""
     found = candidate.estimate
     if found is None:
         return candidate.why
     if question is not None and found.reserved > question.memory:
-        over = (found.reserved - question.memory) / GIB
+        over = size(found.reserved - question.memory)
         largest = max(found.memory, key=lambda name: found.memory[name])
         held = {"optimizer": "optimizer state is not sharded enough", "activations": "activations do not fit"}
-        return f"{over:.1f} GiB over: {held.get(largest, f'{largest} do not fit')}"
+        return f"{over} over: {held.get(largest, f'{largest} do not fit')}"
     if question is not None and found.hosted > question.host:
-        return f"{(found.hosted - question.host) / GIB:.1f} GiB of host memory over, a rank"
+        return f"{size(found.hosted - question.host)} of host memory over, a rank"
     if best is None or best.estimate is None or candidate is best:
         return "chosen"
+    devices = candidate.plan.devices
     more = {name: s - best.estimate.parts.get(name, 0.0) for name, s in found.parts.items()}
     worst = max(more, key=lambda name: more[name])
     slower = found.seconds / best.seconds - 1
-    if abs(slower) < ALIKE:
-        return "as fast, and less simple"
-    return f"{100 * slower:.0f} % slower: {WORDS[worst]}" if WORDS[worst] else f"{100 * slower:.0f} % slower"
+    if abs(slower) < ALIKE or slower < 0:
+        return f"as fast, with {devices} devices" if devices > best.plan.devices else "as fast, and less simple"
+    word = WORDS.get(worst, worst)
+    return f"{100 * slower:.0f} % slower: {word}" if word else f"{100 * slower:.0f} % slower"
 
 
 def text(found: Answer) -> str:
@@ -165,8 +198,11 @@ def text(found: Answer) -> str:
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
         f"{counts.get('slower', 0)} bounded to be slower · {counts.get('impossible', 0)} impossible · {found.seconds:.1f} s",
-        "",
     ]
+    if found.best is not None:
+        lines += [f"choice    {_headline(found)}", ""]
+    if not found.rows:
+        return "\n".join([*lines, *_notes(found)])
     head = ("plan", "fits", "memory", "step", "samples/s", "sent*", "bubble", "MFU", "why not first")
     cells = [head, *(_cells(row, found) for row in found.rows)]
     for k, row in enumerate(aligned(cells, right=range(1, len(head) - 1))):
@@ -175,12 +211,25 @@ def text(found: Answer) -> str:
     return "\n".join(lines)
 
 
+def _headline(found: Answer) -> str:
+    """The choice in one line, with what it changes of the job's own numbers."""
+    assert found.best is not None
+    plan, pinned = found.best.candidate.plan, found.question.pins
+    told = [str(plan)]
+    if found.fewest:
+        part = f"within {100 * found.fewest:.0f} % of the fastest"
+        told.append(f"the fewest devices {part}: {plan.devices} of {found.question.devices}")
+    if plan.precision != "fp32" and "precision" not in pinned:
+        told.append(f"in {plan.precision}, which rounds differently from fp32: --pin precision=fp32 keeps that")
+    return " · ".join(told)
+
+
 def _cells(row: Row, found: Answer) -> tuple[str, ...]:
     got = row.candidate.estimate
     plan = str(row.candidate.plan)
     if got is None:
         return plan, "✗", "–", "–", "–", "–", "–", "–", row.why
-    memory = _size(got.reserved)
+    memory = size(got.reserved)
     if not row.fits:
         return plan, "✗", memory, "–", "–", "–", "–", "–", row.why
     sent = got.share("tensor") + got.share("gradients")
@@ -188,10 +237,6 @@ def _cells(row: Row, found: Answer) -> tuple[str, ...]:
     peak = found.asked.pace().peak(row.candidate.plan.precision)
     return (plan, "✓", memory, _time(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
             f"{100 * got.flops / got.seconds / peak:.0f} %", row.why)  # fmt: skip
-
-
-def _size(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def _time(seconds: float) -> str:
@@ -205,17 +250,19 @@ def _notes(found: Answer) -> list[str]:
             kept = " ".join(f"{key}={value}" for key, value in question.pins.items()) or "the model"
             return [f"no plan for {question.devices} devices and a batch of {question.batch} goes with {kept}"]
         least = min((r.candidate for r in found.rows if r.candidate.estimate), key=_bytes, default=None)
-        told = f"the least is {_size(_bytes(least))} with {least.plan}" if least else "no plan is possible"
-        return [f"nothing fits into {_size(max(0.0, question.memory))}: {told}"]
+        told = f"the least is {size(_bytes(least))} with {least.plan}" if least else "no plan is possible"
+        if question.memory <= 0:
+            return [f"nothing fits: a device's own context ({size(CONTEXT)}) takes all of its memory; {told}"]
+        return [f"nothing fits into {size(question.memory)}, what a device's memory leaves to a plan: {told}"]
     got, plan = best.candidate.estimate, best.candidate.plan
     parts = " · ".join(
         f"{name} {100 * got.share(name):.0f} %" for name, s in got.parts.items() if s / got.seconds > 0.005
     )
-    memory = " · ".join(f"{name} {_size(size)}" for name, size in got.memory.items() if size)
+    memory = " · ".join(f"{name} {size(held)}" for name, held in got.memory.items() if held)
     lines = [
         f"step of #1: {parts}",
-        f"memory of #1 on the fullest rank: {memory} · allocator {_size(got.reserved - sum(got.memory.values()))} · "
-        f"spare {_size(question.memory - got.reserved)}",
+        f"memory of #1 on the fullest rank: {memory} · allocator {size(got.reserved - sum(got.memory.values()))} · "
+        f"spare {size(question.memory - got.reserved)}" + (f"; host {size(got.hosted)}" if got.hosted else ""),
         f"batch: {question.batch} samples a step = {question.batch // plan.shares} for each of {plan.shares} shares, in "
         f"{plan.microbatches} micro-batches; the learning rate stays the job's. A batch k times as large asks for one of "
         "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
@@ -223,11 +270,8 @@ def _notes(found: Answer) -> list[str]:
         + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it"),
         f'next: plait train {found.asked.name} --plan "{plan}"     plait plan {found.asked.name} --plan "{plan}" --dry-run',
     ]
-    if plan.precision != "fp32":
-        lines.insert(
-            2,
-            f"precision={plan.precision} rounds differently from the job's own numbers; --pin precision=fp32 keeps them",
-        )
+    if found.one is not None:
+        lines.insert(0, found.one.told(best.candidate, question.batch))
     return lines
 
 
@@ -242,7 +286,7 @@ def toml(found: Answer) -> str:
     got = best.candidate.estimate
     lines = [
         f"# {found.asked.name} on {found.asked.machine}, batch {found.question.batch}",
-        f"# predicted: {_time(got.seconds)} a step, {_size(got.reserved)} on the fullest rank",
+        f"# predicted: {_time(got.seconds)} a step, {size(got.reserved)} on the fullest rank",
     ]
     if len(found.rows) > 1:
         lines.append(f"# next best: {found.rows[1].candidate.plan} ({found.rows[1].why})")

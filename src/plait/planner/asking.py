@@ -6,11 +6,11 @@ from functools import cache, cached_property, partial
 from math import ceil, gcd, prod
 from typing import Any
 
-from plait import data, ownstate
+from plait import data, elementwise, ownstate, scripted
 from plait.blueprint import sketched
 from plait.build import check_plan
 from plait.cutting import check
-from plait.errors import PlaitError
+from plait.errors import PlaitError, Problem
 from plait.job import Job
 from plait.machine import Device, Machine, Rates
 from plait.network import Link
@@ -21,6 +21,7 @@ from plait.planner.cores import Cores
 from plait.planner.pace import Pace, Software
 from plait.role import Layout
 from plait.sketch import Sketch
+from plait.stepping import optimizer_state
 
 CONTEXT = 1 << 30
 """Bytes that a process on an accelerator takes before it has a tensor."""
@@ -55,8 +56,7 @@ class Asked:
 
         torch.set_num_threads(1)
         model, sketch = sketched(job)
-        samples = data.checked(job.data(), "Job(data=…)")
-        example = samples if data.is_map(samples) else job.data()
+        example = data.example(job.data, data.opened(job.data))
         inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
         cuts = cuts_of(sketch, model, inputs, job) if split else Cuts()
         known, guessed = sped(machine)
@@ -88,6 +88,20 @@ class Asked:
         calls = [c.work for c in self.sketch.calls if c.work.keys]
         return gcd(*(round(p.batch) for work in calls for p in work.products if not p.weight))
 
+    def unlike(self, plan: Plan) -> Problem | None:
+        """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
+        for axis, lots in elementwise.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
+            key = axis, plan.ep > 1
+            if key not in self._tried:
+                self._tried[key] = elementwise.differs(self.job, elementwise.trained(self.sketch), lots)
+            if found := self._tried[key]:
+                return elementwise.problem(found, axis, plan)
+        return None
+
+    @cached_property
+    def _tried(self) -> dict[tuple[str, bool], tuple[str, str] | None]:
+        return {}
+
     def pace(self) -> Pace:
         """Times of its blocks, which all searches of this job on this machine share."""
         return self._pace
@@ -100,8 +114,7 @@ class Asked:
 
     def room(self, memory: float | None = None) -> float:
         """Bytes of a device that a plan may take; `memory`: of the device, when the user says."""
-        size = memory or self.machine.device.memory
-        return size * ROOM - CONTEXT if self.accelerated else size * ROOM
+        return room(self.machine, memory)
 
     def beside(self) -> float:
         """Bytes of its host's memory that a device's rank may take: where it is not known, twice what the device has."""
@@ -137,11 +150,19 @@ class Asked:
                 return "the model has no sequence that is found"
             if problem := ownstate.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
                 return problem.what
+            if problem := scripted.refused(plan, self.sketch.scripted) or self.unlike(plan):
+                return problem.what
             if plan.tp > 1 and (reason := uneven(self.cuts, plan.tp)):
                 return reason
             return staged(plan.pp, plan.stages_per_rank, plan.schedule) if plan.pp > 1 else ""
 
         return why
+
+
+def room(machine: Machine, memory: float | None = None) -> float:
+    """Bytes of a machine's device that a plan may take; `memory`: of the device, when the user says."""
+    size = memory or machine.device.memory
+    return size * ROOM if machine.on_cores else size * ROOM - CONTEXT
 
 
 def uneven(cuts: Cuts, ranks: int) -> str:
@@ -165,8 +186,6 @@ def _staged(sketch: Sketch, job: Job, pp: int, per_rank: int, schedule: str) -> 
 
 def software(job: Job, sketch: Sketch) -> Software:
     """Bytes per weight of a job: of weights, gradients and of what its optimizer keeps."""
-    from plait.bill import optimizer_state
-
     rows = [(prod(shape), dtype.itemsize) for _, shape, dtype in (*sketch.parameters, *sketch.frozen)]
     count = max(1, sum(n for n, _ in rows))
     trained = max(1, sum(prod(shape) for _, shape, _ in sketch.parameters))

@@ -54,11 +54,15 @@ class Cuts:
         return found
 
     @cached_property
+    def dims(self) -> dict[str, int]:
+        """Parameters that tp cuts, and along which dim."""
+        tables = dict.fromkeys(_weights(self.slices.vocabulary), 0)
+        return {cut.parameter: cut.dim for group in self.slices.groups for cut in group.cuts} | tables
+
+    @property
     def names(self) -> frozenset[str]:
         """Parameters that tp cuts."""
-        return frozenset(cut.parameter for g in self.slices.groups for cut in g.cuts) | {
-            *_weights(self.slices.vocabulary)
-        }
+        return frozenset(self.dims)
 
     @cached_property
     def routed(self) -> dict[str, Mixture]:

@@ -54,9 +54,9 @@ def estimate(pace: Pace, plan: Plan, samples: float, within: float = inf) -> Est
     fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
     states = sum(weights[s] for s in fullest) / plan.fsdp * (1 - pace.work.frozen)
     software = pace.software
-    away = {"none": 0.0, "optimizer": software.state, "all": software.weights + software.gradients + software.state}
+    away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
     flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.tp * plan.cp * plan.pp)
-    found = Estimate(plan, inf, {}, memory, reserved, flops, states * away[plan.offload])
+    found = Estimate(plan, inf, {}, memory, reserved, flops, states * away)
     if reserved > within:
         return found
     own = [part for s in fullest for part in cut[s]]

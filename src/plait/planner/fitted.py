@@ -21,6 +21,8 @@ class Fitted:
     """Part of the peak that a fused attention kernel tuned for its device reaches."""
     portable: float = 0.875
     """How a portable one falls behind on devices faster than the one it was written for (A100), as a power."""
+    filled: float = 0.15
+    """What every doubling of the keys beyond `pace.KEYS` takes off that power: long sequences fill a fast device."""
     tuned: float = 0.1
     """How one tuned for its device gains on faster devices, as a power: newer ones skip what a causal mask hides."""
     stream: float = 0.824

@@ -8,10 +8,10 @@ from typing import Any
 
 from plait.errors import PlaitError, Problem
 from plait.launch.devices import kind_of
-from plait.machine import Machine
 from plait.outline import aligned, short
 from plait.planner.answer import WORDS, Answer, ask
 from plait.planner.asking import Asked, sized
+from plait.planner.fewer import halves
 
 HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
 
@@ -124,7 +124,7 @@ def at(asked: Asked, pins: dict[str, Any], memory: float | None, devices: int) -
     got = found.best.candidate.estimate
     lost = {name: s for name, s in got.parts.items() if name != "compute"}
     worst = max(lost, key=lambda name: lost[name])
-    slow = f"{100 * lost[worst] / got.seconds:.0f} % {WORDS[worst] or 'what no plan changes'}"
+    slow = f"{100 * lost[worst] / got.seconds:.0f} % {WORDS.get(worst) or 'what no plan changes'}"
     took = asked.job.steps * got.seconds / 3600 if asked.job.steps else 0.0
     each = asked.machine.price_per_hour
     price = each * devices * took if each is not None else None
@@ -157,13 +157,6 @@ def scale(asked: Asked, pins: dict[str, Any], memory: float | None, devices: lis
 
 
 HALF = 0.5
-
-
-def halves(machine: Machine) -> list[int]:
-    """Sizes to try: 1, 2, 4 … of a node, then 1, 2, 4 … nodes, up to the machine."""
-    node = [n for n in (1 << k for k in range(20)) if n < machine.devices_per_node]
-    nodes = [n for n in (1 << k for k in range(20)) if n < machine.nodes]
-    return [*node, *(machine.devices_per_node * n for n in nodes), machine.devices]
 
 
 def cheapest(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:

@@ -6,7 +6,7 @@ host needs to launch its operators, which is what small models spend their time 
 """
 
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, log2
 from typing import Any
 
 from plait.machine import Machine
@@ -19,6 +19,8 @@ REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
 
 
+KEYS = 8192
+"""Length of a sequence from which on portable attention kernels gain on devices faster than the A100."""
 TILE = 64
 """Columns that a device's kernel makes at once: a part of a tile takes as long as a whole one (NVIDIA's guide to matrix
 multiplication calls it tile quantization)."""
@@ -141,7 +143,8 @@ class Pace:
         if product.fused:
             reach = fitted.flash
             if self.software.portable:
-                reach *= min(1.0, (REFERENCE / self.peak("bf16")) ** fitted.portable)
+                behind = max(0.0, fitted.portable - fitted.filled * max(0.0, log2(max(product.inner, columns) / KEYS)))
+                reach *= min(1.0, (REFERENCE / self.peak("bf16")) ** behind)
             else:
                 reach *= max(1.0, self.peak("bf16") / REFERENCE) ** fitted.tuned
             return product.times * (flops / (peak * reach) + 2 * fitted.ramp)

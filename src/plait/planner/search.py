@@ -50,11 +50,13 @@ class Found:
     best: tuple[Candidate, ...]
     large: tuple[Candidate, ...]
     counts: dict[str, int]
+    whys: dict[str, int] = field(default_factory=dict)
+    """How many plans were impossible for which reason."""
 
 
-def search(pace: Pace, question: Question, refused: Callable[[Plan], str]) -> Found:
-    """Price what `refused` has no reason against."""
-    looking = _Looking(pace, question, refused)
+def search(pace: Pace, question: Question, refused: Callable[[Plan], str], within: float = inf) -> Found:
+    """Price what `refused` has no reason against, and what may take fewer seconds than `within`."""
+    looking = _Looking(pace, question, refused, within)
     least = str(question.pins.get("recompute", "none"))
     bounded = [
         (bound(pace, replace(b, recompute=least), branch_samples(b, question)), k, b)
@@ -71,7 +73,7 @@ def search(pace: Pace, question: Question, refused: Callable[[Plan], str]) -> Fo
     order.sort(key=lambda c: c is not simplest)
     over = sorted((c for mesh, c in looking.large.items() if mesh not in looking.best), key=_bytes)
     timed = (replace(c, estimate=estimate(pace, c.plan, c.samples)) for c in over)
-    return Found(tuple(order), tuple(timed), dict(looking.counts))
+    return Found(tuple(order), tuple(timed), dict(looking.counts), dict(looking.whys))
 
 
 @dataclass
@@ -81,15 +83,17 @@ class _Looking:
     pace: Pace
     question: Question
     refused: Callable[[Plan], str]
+    within: float = inf
     best: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
     large: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    whys: Counter[str] = field(default_factory=Counter)
     kept: list[float] = field(default_factory=list)
     bounds: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def limit(self) -> float:
         """Seconds of the last plan that would be shown."""
-        return self.kept[KEPT - 1] if len(self.kept) >= KEPT else inf
+        return min(self.within, self.kept[KEPT - 1] if len(self.kept) >= KEPT else inf)
 
     def bound(self, plan: Plan, samples: float) -> float:
         """As the function, once for all plans that have it in common."""
@@ -156,8 +160,9 @@ class _Looking:
         if self.bound(plan, samples) + self.waiting(plan) > self.limit():
             self.counts["slower"] += 1
             return True
-        if self.refused(plan):
+        if why := self.refused(plan):
             self.counts["impossible"] += 1
+            self.whys[why] += 1
             return False
         found = Candidate(plan, estimate(self.pace, plan, samples, self.question.memory), samples)
         fits = self.question.holds(found.estimate)

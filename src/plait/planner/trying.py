@@ -76,7 +76,7 @@ def _steps(place: Place, job: Job, plans: Sequence[Plan], rounds: int) -> dict[s
     refused: dict[str, str] = {}
     for k, plan in enumerate(plans):
         try:
-            engines[k] = Engine(job, plan, place=place, device="cpu")
+            engines[k] = Engine(job, plan, place=place, device="cpu", on_nan="ignore")
         except PlaitError as error:  # the same on all ranks
             refused[str(k)] = error.problems[0].what
             continue
