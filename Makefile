@@ -10,16 +10,20 @@ READY := .venv/.ready
 
 demo: $(READY)
 	$(BIN)/plait train examples/stdlib_gpt/job.py --nproc 2
+	$(BIN)/plait verify examples/stdlib_gpt/job.py --plan "dp=2"
+	$(BIN)/plait plan examples/stdlib_gpt/job.py --machine h100x8
+	$(BIN)/plait report --timeline
 	@echo "numbers of every step:  runs/latest/metrics.jsonl      where the time went:  runs/latest/events/"
 
 test: $(READY) lint
 	$(MAKE) --no-print-directory -k -j 2 lane-1 lane-2
 
+# Tests run on CPU processes that this one forks, which a process that has seen a GPU cannot.
 lane-1 lane-2: $(READY)
-	$(BIN)/python -m pytest --lane $(@:lane-%=%)/2
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --lane $(@:lane-%=%)/2
 
 prove: $(READY)
-	$(BIN)/python -m pytest tests -m "prove or not prove" --timeout 1800
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests -m "prove or not prove" --timeout 1800
 
 lint: $(READY)
 	$(BIN)/ruff check -q .

@@ -1,35 +1,94 @@
 """The command line. It imports torch only once a command needs it, so `plait --help` answers at once."""
 
 import argparse
+import ast
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
 from plait import __version__
-from plait.errors import FAILED, NO_ROOM, PlaitError, Problem, disk_full, explain, trace_of
+from plait.errors import (
+    FAILED,
+    NO_ROOM,
+    PlaitError,
+    Problem,
+    codes,
+    did_you_mean,
+    disk_full,
+    explain,
+    too_small,
+    trace_of,
+)
 from plait.plan import KEYS, Plan
 from plait.planner import options as plan_options
+
+TECHNIQUES = {
+    "pp": "pipeline", "schedule": "pipeline", "stages_per_rank": "pipeline", "dp": "copies", "fsdp": "shard", "zero": "shard",
+    "tp": "tensor", "sequence_parallel": "tensor", "cp": "context", "context": "context", "ep": "expert",
+    "microbatches": "accumulate", "recompute": "recompute", "offload": "offload", "precision": "precision",
+    "compile": "compiled", "processes": "threads",
+}  # fmt: skip
+"""Which file of `strategies/` explains a key of a plan."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise PlaitError(Problem("U001", message, fix=(f"{self.prog} --help",)))
 
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """As `argparse` does; and know its name."""
+        self.options = [*getattr(self, "options", []), *(name for name in names if name.startswith("--"))]
+        return super().add_argument(*names, **settings)
+
+
+def _parsed(words: list[str]) -> argparse.Namespace:
+    """The command and its options. U001, with the nearest name, for one that does not exist."""
+    parser, commands = _parser()
+    first = next((word for word in words if not word.startswith("-")), None)
+    if first is None and not {"-h", "--help", "--version"} & {*words}:
+        raise PlaitError(
+            Problem("U001", "no command was given", why=f"commands: {', '.join(commands)}", fix=("plait --help",))
+        )
+    if first is not None and first not in commands:
+        hint = did_you_mean(first, list(commands))
+        raise PlaitError(Problem("U001", f"there is no command `{first[:60]}`        {hint}", fix=("plait --help",)))
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        command = commands[first or ""]
+        hints = [
+            f"{word[:60]}        {did_you_mean(word.partition('=')[0], command.options)}"
+            for word in unknown
+            if word[:1] == "-"
+        ]
+        what = f"unknown option  {hints[0]}" if hints else f"unexpected word `{unknown[0][:60]}`"
+        raise PlaitError(Problem("U001", what, fix=(f"{command.prog} --help",)))
+    return options
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 ok, 1 run failed, 2 usage, 3 verify differs, 75 stopped but resumable."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a job or a path says may be no text in this encoding
     verbose, as_json = not {"-v", "--verbose"}.isdisjoint(argv), "--json" in argv
     try:
         arguments, rest = _job_arguments(argv)
-        options = _parser().parse_args(rest)
+        options = _parsed(rest)
         options.arguments = arguments
         return options.run(options)
     except PlaitError as error:
+        from plait.launch.started import says
+
+        if error.said or not says(str(error)):
+            return error.exit_code
         if verbose:
             print(error.trace or trace_of(error.__cause__), file=sys.stderr)
         if as_json:
@@ -42,9 +101,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left is flushed into it at the end
         return 0
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        from plait.launch.limits import refused
+
+        problem = disk_full(error) if error.errno in NO_ROOM else refused(error)
+        if problem is None:
             raise
-        print(disk_full(error), file=sys.stderr)
+        print(problem, file=sys.stderr)
         return FAILED
 
 
@@ -55,6 +117,8 @@ def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     words = iter(argv)
     for word in words:
         if not word.startswith("--job."):
+            if rest[-1:] == ["--resume"] and re.search(r"\.py(:\w+)?$", word):
+                rest[-1] = "--resume="  # what follows is the job, not the run
             rest.append(word)
             continue
         name, equals, value = word.removeprefix("--job.").partition("=")
@@ -66,7 +130,8 @@ def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return arguments, rest
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser of the command line, and those of its commands by name."""
     keys = "\n".join(
         f"  {name:<13} {key.help}" + (f" ({', '.join(key.choices)})" if key.choices else "")
         for name, key in KEYS.items()
@@ -88,13 +153,15 @@ def _parser() -> argparse.ArgumentParser:
     _sketch_options(commands.add_parser("sketch", help="show what a model costs, unit by unit, without running it"))
     _plan_options(commands.add_parser("plan", help="choose a plan: will it fit, how fast, why; or look at one"))
     _bench_options(commands.add_parser("bench", help="measure this machine: compute, communication, a job's loader"))
-    _report_options(commands.add_parser("report", help="draw a step of a run: what each rank did, and was to do"))
+    _report_options(
+        commands.add_parser("report", help="sum up a run; draw a step of it: what each rank did, and was to do")
+    )
     _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
-    helping = commands.add_parser("help", help="explain an error code, such as P012")
-    helping.add_argument("code", nargs="?")
+    helping = commands.add_parser("help", help="explain an error code, a plan key or a command: P012, fsdp, train")
+    helping.add_argument("word", metavar="CODE | KEY | COMMAND", nargs="?")
     helping.add_argument("--json", action="store_true")
     helping.set_defaults(run=_help)
-    return parser
+    return parser, commands.choices
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
@@ -129,17 +196,29 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         "--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue this job's newest run from its newest good checkpoint"
+        "--resume", nargs="?", const="", metavar="RUN", help="continue this job's newest run, or this run or checkpoint"
+    )
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="with --resume: also with other data or another seed (K010)"
     )
     parser.add_argument(
         "--weights", metavar="PATH", help="start from these: a safetensors file, a Hugging Face folder or a checkpoint"
     )
     parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
     parser.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (3)")
+    parser.add_argument(
+        "--on-nan", choices=("stop", "skip"), default="stop", help="a step with a loss or gradient that is not finite"
+    )
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
     parser.add_argument("--ranks", default="0", help="ranks whose output to show, such as 0,3 (0); logs/ has all")
     parser.add_argument("--to", action="append", choices=("tensorboard",), default=[], help="also write metrics there")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (runs)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        metavar="SECONDS",
+        help="end the run when a rank makes no progress for so long (by what it does, from 10 s to an hour)",
+    )
     parser.set_defaults(run=_train)
 
 
@@ -198,7 +277,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 def _sketch(options: Any) -> int:
     if options.batch < 1:
-        raise PlaitError(Problem("U002", f"--batch {options.batch} is not a whole number ≥ 1"))
+        raise PlaitError(too_small("--batch", options.batch))
     plan = Plan.read(options.plan).fill(None) if options.plan else None
     from plait.blueprint import sketched
     from plait.job import load_job
@@ -219,10 +298,13 @@ def _sketch(options: Any) -> int:
 
 def _train(options: Any) -> int:
     problems = [
-        Problem("U002", f"--{name.replace('_', '-')} {getattr(options, name)} is not a whole number ≥ {least}")
+        too_small(f"--{name.replace('_', '-')}", getattr(options, name), least)
         for name, least in (("nproc", 1), ("steps", 1), ("batch", 1), ("save_every", 1), ("keep", 1), ("workers", 0))
         if getattr(options, name) is not None and getattr(options, name) < least
     ]
+    if options.patience is not None and not 0 < options.patience < math.inf:
+        what = f"--patience {options.patience} is not a number of seconds > 0"
+        problems.append(Problem("U002", what, fix=("--patience 600",)))
     if options.scale_lr and not options.batch:
         why = "the rule compares it with the job's own batch"
         problems.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
@@ -232,6 +314,12 @@ def _train(options: Any) -> int:
         shown = ()
         problems.append(Problem("U002", f"--ranks {options.ranks} is not a list of ranks", fix=("--ranks 0,3",)))
     plan, job = _both(options, problems)
+    beyond = [rank for rank in shown if not 0 <= rank < plan.world]
+    if beyond:
+        last = "rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}"
+        raise PlaitError(
+            Problem("U002", f"--ranks {options.ranks}: there is no rank {beyond[0]}", why=f"the plan has {last}")
+        )
     from dataclasses import replace
 
     from plait import train
@@ -242,6 +330,7 @@ def _train(options: Any) -> int:
     request = train.Request(
         options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
         options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes, options.weights,
+        options.allow_changes, options.patience, options.on_nan,
     )  # fmt: skip
     code, summary = train.launch(request, sys.stderr if options.json else None)
     if options.json:
@@ -253,9 +342,12 @@ def _verify(options: Any) -> int:
     few = Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))
     problems = [few] if options.steps < 3 else []
     plan, job = _both(options, problems)
+    from plait.foresight import foresee
+    from plait.launch.devices import kind_of
     from plait.verdict import table
     from plait.verify import verify
 
+    foresee(job, plan, kind_of(options.device))
     verdict = verify(job, plan, options.steps, options.device)
     print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
     return verdict.exit_code
@@ -264,10 +356,13 @@ def _verify(options: Any) -> int:
 def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
     from plait.job import load_job
+    from plait.launch import started
     from plait.launch.place import joining, world
 
+    started.check()
     plan = job = None
-    auto, count = options.plan == "auto", world() if joining() else options.nproc
+    asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
+    auto, count = options.plan == "auto", world() if joining() else asked
     readers: tuple[Callable[[], Any], ...] = (
         lambda: None if auto else Plan.read(options.plan or "dp=*").fill(count),
         lambda: load_job(options.job, options.arguments),
@@ -289,11 +384,30 @@ def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
 
 
 def _help(options: Any) -> int:
-    if options.code is None:
-        _parser().print_help()
+    """Explain an error code, a key of a plan, or a command."""
+    word, (parser, commands) = options.word, _parser()
+    if word is None or word in commands:
+        (parser if word is None else commands[word]).print_help()
         return 0
-    text = explain(options.code.upper())
+    text = _key_help(word) if word in KEYS else explain(word.upper())
     if text is None:
-        raise PlaitError(Problem("U003", f"there is no error code {options.code}", fix=("docs/errors.md lists all",)))
-    print(json.dumps({"code": options.code.upper(), "text": text}) if options.json else text)
+        known = [*commands, *KEYS, *codes()]
+        hint = did_you_mean(word, known) if len(word) < 30 else ""
+        hint = hint if hint.startswith("did you mean") else "codes look like P012"
+        raise PlaitError(
+            Problem("U003", f"there is no help on `{word[:60]}`        {hint}", fix=("plait help fsdp", "plait --help"))
+        )
+    print(json.dumps({"code": word.upper() if word not in KEYS else word, "text": text}) if options.json else text)
     return 0
+
+
+def _key_help(name: str) -> str:
+    """What a key of a plan does; for a way to split, the text of its technique."""
+    key = KEYS[name]
+    choices = f" ({', '.join(key.choices)})" if key.choices else ""
+    module = TECHNIQUES.get(name)
+    text = f"{name}, in the table [{key.table}] of a plan: {key.help}{choices}"
+    if module is None:
+        return text
+    source = (Path(__file__).parent / "strategies" / f"{module}.py").read_text(encoding="utf-8")
+    return f"{text}\n\n{ast.get_docstring(ast.parse(source))}"

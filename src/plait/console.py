@@ -1,18 +1,27 @@
 """What a person sees while a run goes on: one live line on a terminal, a key=value line every 10 s elsewhere."""
 
 import codecs
+import os
 import sys
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as Rich
+from rich.control import strip_control_codes
 from rich.live import Live
 from rich.text import Text
 
+from plait.launch.hang import ranks_in_words
+
 EVERY = 10.0
 """Seconds between lines when the output is not a terminal."""
+MUCH = 4096
+"""Characters of text that are laid out around the live line; more are written as they are."""
+LONGEST = 10_000
+"""Characters of a rank's line that are shown; its log has the whole."""
 
 
 class Console:
@@ -30,13 +39,23 @@ class Console:
         self.started = time.monotonic()
         self.warnings: dict[str, dict[int, int]] = {}
         self.pending: dict[str, float] = {}
-        self.partial: dict[int, str] = {}
+        self.partial: dict[int, _Line] = {}
         self.decoders: dict[int, codecs.IncrementalDecoder] = {}
 
     def say(self, text: str) -> None:
         """One or more lines that stay."""
-        self.rich.print(Text(text), soft_wrap=True)
-        self.out.flush()
+        if self.live is not None and self.live.is_started:
+            if len(text) <= MUCH:
+                self.rich.print(Text(text), soft_wrap=True)
+                self.out.flush()
+                return
+            self.live.stop()  # the next status starts it again; much text is not worth laying out
+        try:
+            self.out.write(strip_control_codes(text) + "\n")
+            self.out.flush()
+        except BrokenPipeError:  # whoever read the output has enough; the run goes on, its files have everything
+            silent = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  what is left is flushed into it at the end
+            sys.stdout, self.out = silent if self.out is sys.stdout else sys.stdout, silent
 
     def status(self, status: dict[str, Any]) -> None:
         """What rank 0 reports: the numbers of the live line, or an evaluation."""
@@ -64,14 +83,15 @@ class Console:
         if rank not in self.shown:
             return
         decoder = self.decoders.setdefault(rank, codecs.getincrementaldecoder("utf-8")("replace"))
-        *lines, rest = (self.partial.get(rank, "") + decoder.decode(data)).split("\n")
-        self.partial[rank] = _last(rest)
-        for line in lines:
-            self._line(rank, line)
+        line = self.partial.setdefault(rank, _Line())
+        *ended, rest = decoder.decode(data).split("\n")
+        lines = [self._prefix(rank) + line.add(text).taken(rank) for text in ended]
+        line.add(rest)
+        if lines:
+            self.say("\n".join(lines))
 
-    def _line(self, rank: int, line: str) -> None:
-        prefix = "" if self.shown == (0,) else f"[rank {rank}] "
-        self.say(prefix + _last(line).rstrip("\r"))
+    def _prefix(self, rank: int) -> str:
+        return "" if self.shown == (0,) else f"[rank {rank}] "
 
     def warning(self, rank: int, text: str) -> None:
         """Count a warning; it is shown once, a second later, with all ranks that had it by then."""
@@ -88,7 +108,7 @@ class Console:
             counts = self.warnings[text]
             times = sum(counts.values())
             more = f" ({times}×, full text in logs/)" if times > 1 else " (full text in logs/)"
-            self.say(f"[{_ranks(sorted(counts))}] {text}{more}")
+            self.say(f"[{ranks_in_words(sorted(counts))}] {text}{more}")
 
     def close(self) -> None:
         """Show what is pending and take the live line away."""
@@ -96,9 +116,9 @@ class Console:
         if self.live is not None and self.live.is_started:
             self.live.stop()
         for rank, decoder in self.decoders.items():
-            rest = self.partial[rank] + decoder.decode(b"", final=True)
+            rest = self.partial[rank].add(decoder.decode(b"", final=True)).taken(rank)
             if rest:
-                self._line(rank, rest)
+                self.say(self._prefix(rank) + rest)
         self.partial, self.decoders = {}, {}
 
     def done(self, path: Path, checkpoint: str | None) -> str:
@@ -125,7 +145,7 @@ def live_line(s: dict[str, Any], width: int) -> str:
         "share": f"  ({s['share']:.0%} of {s['devices']} × one)",
         "memory": f"  mem {s['memory'] / 2**30:.1f} GiB",
         "comm": f"  comm {s['comm']:.0%}",
-        "data": f"  data {s['data']:.0%}",
+        "data": f"  data {s['data']:.0%}" + ("" if s["data_rank"] is None else f" (rank {s['data_rank']})"),
         "eta": f"  ETA {_clock(s['eta'])}",
     }
     parts = {name: text.replace("%", " %") for name, text in parts.items()}
@@ -144,8 +164,33 @@ def plain_line(s: dict[str, Any]) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return (
         f"{now} step={s['step']}/{s['steps']} loss={s['loss']:.4f} {s['unit']}={s['rate']:.0f} share={s['share']:.3f}"
-        f" mem_gib={s['memory'] / 2**30:.2f} comm={s['comm']:.3f} data={s['data']:.3f} eta_s={s['eta']:.0f}"
+        f" mem_gib={s['memory'] / 2**30:.2f} comm={s['comm']:.3f} data={s['data']:.3f}"
+        + ("" if s["data_rank"] is None else f" data_rank={s['data_rank']}")
+        + f" eta_s={s['eta']:.0f}"
     )
+
+
+@dataclass
+class _Line:
+    """A line of a rank's output as far as it has come; of a very long one, the beginning."""
+
+    text: str = ""
+    lost: int = 0
+
+    def add(self, more: str) -> "_Line":
+        if self.lost and "\r" not in more:
+            self.lost += len(more)
+            return self
+        whole = _last(self.text + more)
+        self.text, self.lost = whole[:LONGEST], max(0, len(whole) - LONGEST)
+        return self
+
+    def taken(self, rank: int) -> str:
+        """What is shown of the line, which is over."""
+        more = f"… ({self.lost:,} characters more in logs/rank{rank}.log)".replace(",", " ") if self.lost else ""
+        shown = self.text.rstrip("\r") + more
+        self.text, self.lost = "", 0
+        return shown
 
 
 def _last(line: str) -> str:
@@ -157,11 +202,3 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return "ranks " + ",".join(map(str, ranks))

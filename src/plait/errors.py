@@ -37,13 +37,16 @@ class Problem:
 class PlaitError(Exception):
     """One or more problems, shown together. `exit_code` is what the command line returns.
 
-    `trace` is the traceback of the rank that failed, for `-v`.
+    `trace` is the traceback of the rank that failed, for `-v`. `said`: another process has shown it already.
     """
 
-    def __init__(self, problems: Problem | Iterable[Problem], exit_code: int = USAGE, trace: str = ""):
+    def __init__(
+        self, problems: Problem | Iterable[Problem], exit_code: int = USAGE, trace: str = "", *, said: bool = False
+    ):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.exit_code = exit_code
         self.trace = trace
+        self.said = said
         super().__init__("\n\n".join(str(p) for p in self.problems))
 
     def __reduce__(self):
@@ -56,6 +59,11 @@ class PlaitError(Exception):
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the operating system's errors when something cannot be written for want of room."""
+
+
+def too_small(option: str, value: int, least: int = 1) -> Problem:
+    """U002: an option counts something, and its value is no such number."""
+    return Problem("U002", f"{option} {value} is not a whole number ≥ {least}", fix=(f"{option} {max(least, 1)}",))
 
 
 def disk_full(error: OSError) -> Problem:
@@ -77,6 +85,12 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     """The end of a sentence: `did you mean X ?`, or what is known when nothing is close."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean  {close[0]} ?" if close else f"known: {', '.join(known)}"
+
+
+def codes() -> list[str]:
+    """All error codes."""
+    text = (Path(__file__).parent / "errors.md").read_text(encoding="utf-8")
+    return [section.split()[0] for section in text.split("\n## ")[1:]]
 
 
 def explain(code: str) -> str | None:

@@ -4,6 +4,7 @@ A job is named ``path/to/job.py`` or ``path/to/job.py:name``: a function (defaul
 become ``--job.depth 8`` and that returns a `Job`. Loading it runs the file: a job is Python, and Python is code.
 """
 
+import difflib
 import importlib.util
 import inspect
 import os
@@ -28,6 +29,9 @@ LIBRARIES = (
     *(*site.getsitepackages(), site.getusersitepackages()),
 )
 """Folders of code that is not the user's own."""
+MAKERS = {"model": "forward", "data": "__getitem__", "optimizer": "param_groups"}
+"""Fields of `Job` that make something, and what the thing itself has: an object in place of what makes it."""
+RESULTS = {"loss": "a loss", "metrics": "metrics", "weight": "a weight", "schedule": "a factor"}
 BUILTINS = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
@@ -99,8 +103,12 @@ def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
         optional = field.default is None
         expected = None
         if field.name in ("model", "loss", "data", "optimizer", "weight", "schedule", "metrics"):
-            if not callable(value) and not (optional and value is None):
+            if field.name in MAKERS and hasattr(value, MAKERS[field.name]) and not isinstance(value, type):
+                expected = f"a function that makes one: lambda{' parameters' * (field.name == 'optimizer')}: …"
+            elif not callable(value) and not (optional and value is None):
                 expected = "a function, for example a lambda"
+            elif field.name in ("loss", "metrics", "weight", "schedule") and _of_torch(value):
+                expected = f"a function; it is a class, and calling it makes an object instead of {RESULTS[field.name]}"
         elif field.name in ("batch", "steps"):
             if type(value) is not int or value < 1:
                 expected = "a whole number ≥ 1"
@@ -126,8 +134,15 @@ def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
         elif value is not None and not isinstance(value, Evaluate):
             expected = "a plait.Evaluate, or None"
         if expected:
-            what = f"{type(made).__name__}({field.name}={reprlib.repr(value)}) is not {expected}"
+            plain = value is None or isinstance(value, (bool, int, float, str, tuple, list, dict))
+            shown = reprlib.repr(value) if plain else getattr(value, "__name__", f"{type(value).__name__}(…)")
+            what = f"{type(made).__name__}({field.name}={shown}) is not {expected}"
             yield Problem("J004", what, fix=(f"{field.name}={expected}",))
+
+
+def _of_torch(value: Any) -> bool:
+    """Whether it is a class of modules or of schedulers, and no function."""
+    return isinstance(value, type) and (hasattr(value, "forward") or hasattr(value, "step"))
 
 
 def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
@@ -139,8 +154,9 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
     function = function or "job"
     file = Path(path)
     if not os.path.isfile(file):
-        near = sorted(str(p) for p in (file.parent if os.path.isdir(file.parent) else Path()).glob("*.py"))[:3]
-        fixes = tuple(near) or ("path/to/job.py",)
+        there = sorted(str(p) for p in (file.parent if os.path.isdir(file.parent) else Path()).glob("*.py"))
+        near = difflib.get_close_matches(str(file), there, n=3, cutoff=0.5)
+        fixes = tuple(near or there[:3]) or ("path/to/job.py",)
         raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
     module = _execute(file.resolve())
     make = getattr(module, function, None)
@@ -175,8 +191,9 @@ def _execute(file: Path) -> Any:
         sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        fix = (str(file.with_suffix(".py")),)
-        raise PlaitError(Problem("J001", f"{file} is not a Python file: its name does not end in .py", fix=fix))
+        raise PlaitError(
+            Problem("J001", f"{file} is not a Python file: its name does not end in .py", fix=("path/to/job.py",))
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:

@@ -16,29 +16,103 @@ from plait.schedules import SCHEDULES
 __all__ = ["AXES", "KEYS", "Key", "Plan"]
 
 KEYS: dict[str, Key] = {
-    "pp": Key("mesh", int, "pipeline stages: each process holds some of the model's units", wildcard=True),
-    "dp": Key("mesh", int, "copies of the model, each on its share of the batch; * fills the processes", wildcard=True),
-    "fsdp": Key("mesh", int, "processes that share one sharded copy, each on its share of the batch", wildcard=True),
-    "cp": Key("mesh", int, "processes that compute stretches of the same sequences", wildcard=True),
-    "tp": Key("mesh", int, "processes that compute slices of the same layers", wildcard=True),
-    "ep": Key("mesh", int, "processes, among those with other samples, that share out the experts"),
-    "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last"),
+    "pp": Key(
+        "mesh",
+        int,
+        "pipeline stages: each process holds some of the model's units",
+        wildcard=True,
+        also=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size", "stages"),
+    ),
+    "dp": Key(
+        "mesh",
+        int,
+        "copies of the model, each on its share of the batch; * fills the processes",
+        wildcard=True,
+        also=("ddp", "data_parallel", "data_parallel_size", "num_gpus", "replicas", "world_size"),
+    ),
+    "fsdp": Key(
+        "mesh",
+        int,
+        "processes that share one sharded copy, each on its share of the batch",
+        wildcard=True,
+        also=("shard", "sharding", "fully_shard", "fsdp2", "data_parallel_shard_degree"),
+    ),
+    "cp": Key(
+        "mesh",
+        int,
+        "processes that compute stretches of the same sequences",
+        wildcard=True,
+        also=("context_parallel", "sp", "ring_attention", "context_parallel_size", "sequence"),
+    ),
+    "tp": Key(
+        "mesh",
+        int,
+        "processes that compute slices of the same layers",
+        wildcard=True,
+        also=("mp", "tensor_parallel", "model_parallel", "tensor_model_parallel_size"),
+    ),
+    "ep": Key(
+        "mesh",
+        int,
+        "processes, among those with other samples, that share out the experts",
+        also=("expert_parallel", "expert_model_parallel_size", "moe"),
+    ),
+    "microbatches": Key(
+        "step",
+        int,
+        "parts each share is computed in; gradients are summed once, in the last",
+        also=(
+            "grad_accum",
+            "gradient_accumulation",
+            "gradient_accumulation_steps",
+            "accumulate",
+            "accumulate_grad_batches",
+            "num_microbatches",
+            "accum",
+        ),
+    ),
     "schedule": Key("step", str, "order of the stages' forwards and backwards", SCHEDULES),
     "stages_per_rank": Key("step", int, "stages each process holds, for interleaved schedules"),
     "zero": Key(
-        "memory", int, "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters", ("1", "2", "3")
+        "memory",
+        int,
+        "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters",
+        ("1", "2", "3"),
+        also=("zero_stage", "zero_optimization", "sharding_strategy"),
     ),
     "recompute": Key(
-        "memory", str, "activations computed again in backward instead of kept", ("none", "selective", "full")
+        "memory",
+        str,
+        "activations computed again in backward instead of kept",
+        ("none", "selective", "full"),
+        also=("activation_checkpointing", "gradient_checkpointing", "checkpointing", "checkpoint", "remat", "ac"),
     ),
-    "offload": Key("memory", str, "what is kept in host memory", ("none", "optimizer", "all")),
-    "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16")),
-    "compile": Key("compute", bool, "torch.compile the model"),
+    "offload": Key(
+        "memory",
+        str,
+        "what is kept in host memory",
+        ("none", "optimizer", "all"),
+        also=("cpu_offload", "offload_optimizer", "offload_param"),
+    ),
+    "precision": Key(
+        "compute",
+        str,
+        "number format of the forward pass",
+        ("fp32", "bf16", "fp16"),
+        also=("dtype", "mixed_precision", "amp", "autocast", "param_dtype", "bf16", "fp16"),
+    ),
+    "compile": Key("compute", bool, "torch.compile the model", also=("torch_compile", "jit", "inductor")),
     "processes": Key(
         "compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")
     ),
     "sequence_parallel": Key("split", bool, "tp computes norms and dropout between its slices on stretches too"),
-    "context": Key("split", str, "how attention sees the other stretches under cp", ("ring", "ulysses")),
+    "context": Key(
+        "split",
+        str,
+        "how attention sees the other stretches under cp",
+        ("ring", "ulysses"),
+        also=("cp_method", "context_parallel_rotate_method", "attention"),
+    ),
 }
 
 AXES = tuple(name for name, key in KEYS.items() if key.wildcard)

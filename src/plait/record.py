@@ -7,8 +7,11 @@ clock for all ranks of a host. Under `pp` the spans are those of actions: `recei
 """
 
 import json
+import math
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -19,10 +22,27 @@ import torch
 from plait.data import Batch
 from plait.engine import Engine, Step
 from plait.errors import PlaitError, Problem
+from plait.finite import number
 from plait.run import Run
 from plait.steps import sort_of
 
 COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a step tells of waiting."""
+
+    data: list[float]
+    """Seconds that each rank waited for samples."""
+    others: float
+    """Seconds that rank 0 was ready earlier than the slowest rank: in its sums it waits for that one, it does not send."""
+
+    @staticmethod
+    def of(step: Step, share: Callable[[int], int]) -> "Waits":
+        """`share`: which share of the batch a rank has."""
+        ready = [data + step.by_rank[share(rank)][1] for rank, data in enumerate(step.data_by_rank)]
+        return Waits(step.data_by_rank, max(ready) - ready[0])
 
 
 class Recorder:
@@ -36,9 +56,10 @@ class Recorder:
         self.metrics = open(run.metrics, "a", buffering=1, encoding="utf-8") if rank == 0 else None  # noqa: SIM115
         self.mirror = _mirror(mirrors, run.path) if rank == 0 else None
         self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
+        self.waits: deque[Waits] = deque(maxlen=50)
         self.last = time.perf_counter()
         self.device_bytes: list[int] = []
-        self.slow = Counter[int]()
+        self.slow = Counter[tuple[str, int]]()
         self.process = psutil.Process()
 
     def step(self, batch: Batch, step: Step) -> None:
@@ -59,7 +80,8 @@ class Recorder:
             "seconds": round(seconds, 6), "samples_per_s": round(step.size / seconds, 2),
             "tokens_per_s": round(tokens / seconds, 1) if tokens else None,
             "ranks": len(step.by_rank), "samples_by_rank": [n for n, _ in step.by_rank],
-            "busy_by_rank": [round(s, 6) for _, s in step.by_rank], "skipped": step.skipped,
+            "busy_by_rank": [round(s, 6) for _, s in step.by_rank],
+            "data_by_rank": [round(s, 6) for s in step.data_by_rank], "skipped": step.skipped,
             "spans": {k: round(v, 6) for k, v in spent.items()},
         }  # fmt: skip
         if self.engine.built.replicas is not None:
@@ -67,31 +89,38 @@ class Recorder:
             row["device_bytes"] = self.device_bytes = replicas.device_bytes(self.engine.optimizer, outputs)
         if self.engine.built.scaler is not None:
             row["loss_scale"] = self.engine.built.scaler.value
-        self.metrics.write(json.dumps(row) + "\n")
+        self.metrics.write(_json(row))
         if self.mirror is not None:
             for name in ("loss", "norm", "lr", "samples_per_s", "tokens_per_s"):
                 if row[name] is not None:
                     self.mirror.add_scalar(name, row[name], step.step)
-        self._straggler(step)
+        busy = [seconds for _, seconds in step.by_rank]
+        self._straggler("is {}× slower than the median rank", busy, 0.0)
+        self._straggler("waits {}× as long for its samples as the median rank", step.data_by_rank, 0.1 * seconds)
+        self.waits.append(Waits.of(step, self.engine.plan.share))
         if now - self.told > 0.1 or step.step == self.engine.job.steps:
             self.told = now
             self.status(self._status(step))
 
-    def _straggler(self, step: Step) -> None:
-        """Say once when a rank computes 1.4 times as long as the median rank for 50 steps on end."""
-        busy = [seconds for _, seconds in step.by_rank]
-        median = median_low(busy)
-        for rank, seconds in enumerate(busy):
-            self.slow[rank] = self.slow[rank] + 1 if seconds > 1.4 * median > 0 else min(self.slow[rank], 0)
-            if self.slow[rank] == 50:
-                self.slow[rank] = -(10**9)
-                self.note(f"note  rank {rank} is {seconds / median:.1f}× slower than the median rank for 50 steps")
+    def _straggler(self, does: str, spent: list[float], least: float) -> None:
+        """Say once when a rank takes 1.4 times as long as the median rank, and `least` seconds more, for 50 steps on end."""
+        median = median_low(spent)
+        for rank, seconds in enumerate(spent):
+            slow = seconds > 1.4 * median > 0 and seconds >= median + least
+            key = does, rank
+            self.slow[key] = self.slow[key] + 1 if slow else min(self.slow[key], 0)
+            if self.slow[key] == 50:
+                self.slow[key] = -(10**9)
+                self.note(f"note  rank {rank} {does.format(f'{seconds / median:.1f}')} for 50 steps")
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
         """Record an evaluation."""
         if self.metrics is None or not values:
             return
-        self.metrics.write(json.dumps({"step": step, "evaluation": values}) + "\n")
+        self.metrics.write(_json({"step": step, "evaluation": values}))
+        wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if wrong:
+            self.note(f"note  evaluation at step {step}: {', '.join(wrong)}")
         if self.mirror is not None:
             for name, value in values.items():
                 self.mirror.add_scalar(f"evaluation/{name}", value, step)
@@ -113,17 +142,19 @@ class Recorder:
 
     def _status(self, step: Step) -> dict[str, Any]:
         total = sum(r[0] for r in self.recent)
-        spent = {
-            name: sum(r[1].get(name, 0.0) for r in self.recent) for name in ("data", "reduce", "optimizer", *COMPUTE)
-        }
+        spent = {name: sum(r[1].get(name, 0.0) for r in self.recent) for name in ("reduce", "optimizer", *COMPUTE)}
+        data = [sum(each) for each in zip(*(w.data for w in self.waits))]
+        slowest = max(range(len(data)), key=data.__getitem__)
+        alike = data[slowest] - min(data) < 0.05 * total
+        comm = max(0.0, spent["reduce"] - sum(w.others for w in self.waits))
         samples, tokens = sum(r[2] for r in self.recent), sum(r[3] for r in self.recent)
         useful = sum(spent[name] for name in COMPUTE) + spent["optimizer"] / self.world
         left = self.engine.job.steps - step.step
         return {
             "step": step.step, "steps": self.engine.job.steps, "loss": step.loss, "rate": (tokens or samples) / total,
             "unit": "tok/s" if tokens else "samples/s", "share": useful / total, "devices": self.world,
-            "memory": self._memory(), "comm": spent["reduce"] / total, "data": spent["data"] / total,
-            "eta": left * total / len(self.recent),
+            "memory": self._memory(), "comm": comm / total, "data": data[slowest] / total,
+            "data_rank": None if alike else slowest, "eta": left * total / len(self.recent),
         }  # fmt: skip
 
     def _memory(self) -> int:
@@ -141,6 +172,17 @@ class Recorder:
         for file in (self.events, self.metrics, self.mirror):
             if file is not None:
                 file.close()
+
+
+def _json(row: dict[str, Any]) -> str:
+    """A line of metrics; a number that is not finite is null there."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return number(value) if isinstance(value, float) else value
+
+    return json.dumps(plain(row), allow_nan=False) + "\n"
 
 
 def _mirror(names: list[str], path: Path) -> Any:

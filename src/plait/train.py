@@ -7,20 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait import __version__, chosen
-from plait.build import broadcast_text, check_plan, pick_device
+from plait import __version__, chosen, joined, optstate
+from plait.build import broadcast_text, pick_device
 from plait.checkpoint import Checkpoints
 from plait.console import Console
-from plait.data import split
+from plait.course import opened_units
+from plait.data import Batch, split
 from plait.engine import Engine
-from plait.errors import RESUMABLE
+from plait.errors import FAILED, RESUMABLE, PlaitError
+from plait.finite import number
+from plait.foresight import foresee
 from plait.job import Job
 from plait.launch import here
-from plait.launch.devices import kind_of
+from plait.launch.devices import check, cuda_names, kind_of
+from plait.launch.failing import short
 from plait.launch.place import Place, current, joining
 from plait.plan import Plan
 from plait.record import Recorder
+from plait.resuming import Start, writing
 from plait.run import Run
+from plait.steps import Step
 from plait.weights import open_weights
 
 
@@ -34,7 +40,8 @@ class Request:
     plan: Plan
     arguments: dict[str, str]
     runs: Path = Path("runs")
-    resume: bool = False
+    resume: str | None = None
+    """The run or checkpoint to continue; empty: the job's newest run."""
     device: str = "auto"
     workers: int = 0
     save_every: int = 100
@@ -45,6 +52,12 @@ class Request:
     notes: tuple[str, ...] = ()
     weights: str | None = None
     """What to start from instead of the job's own initial weights."""
+    allow_changes: bool = False
+    """Continue although the job changed such that its place in the data means something else."""
+    patience: float | None = None
+    """Seconds without progress after which a rank is ended; None: chosen by what it does (see `launch/hang.py`)."""
+    on_nan: str = "stop"
+    """What to do in a step whose loss or gradient norm is not finite: stop, or skip it."""
 
 
 def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
@@ -52,15 +65,18 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
     console = Console(request.shown, request.verbose, out)
     if joining():
         return _joined(request, console)
-    check_plan(request.job, request.plan, kind_of(request.device))
+    check(kind_of(request.device), request.plan.world)
+    foresee(request.job, request.plan, kind_of(request.device))
     if request.weights:
         open_weights(Path(request.weights))  # what cannot be read is said before a start
-    run = _directory(request)
-    lock = run.lock()
+    start = _started(request)
+    run = start.run
+    with writing(run.path):
+        lock = run.lock()
+        logs = [open(run.log(rank), "ab", buffering=0) for rank in range(request.plan.world)]  # noqa: SIM115
     console.say(headline(request))
-    for note in (*request.notes, *_notes(request)):
+    for note in (*request.notes, *_notes(request), *([start.note] if start.note else [])):
         console.say(note)
-    logs = [open(run.log(rank), "ab", buffering=0) for rank in range(request.plan.world)]  # noqa: SIM115
 
     def text(rank: int, data: bytes) -> None:
         logs[rank].write(data)
@@ -70,15 +86,21 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
         if message["kind"] == "status":
             console.status(message["value"])
         elif message["kind"] in ("log", "warning"):
-            logs[rank].write(message["text"].encode())
+            logs[rank].write(message["text"].encode("utf-8", "backslashreplace"))
             if message["kind"] == "warning":
                 console.warning(rank, message["short"])
         else:
             console.say(message["text"])
 
     try:
-        listener = here.Listener(message, text, console.tick)
-        results = here.run(lambda place: train(request, run, place), request.plan.world, listener)
+        listener = here.Listener(message, text, console.tick, console.say)
+        results = here.run(
+            lambda place: train(request, run, place), request.plan.world, listener, patience=request.patience,
+            alike=request.plan.pp == 1,
+        )  # fmt: skip
+    except BaseException as error:
+        _failed(start, error, console)
+        raise
     finally:
         console.close()
         for log in logs:
@@ -88,35 +110,46 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
 
 
 def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
-    place = current()
-    group = place.connect(pick_device(request.device, place))
-    run, lock = None, None
-    if place.rank == 0:
-        run = _directory(request)
-        lock = run.lock()
-        console.say(headline(request))
-        place.report = lambda message: (
-            console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
-        )
-    path = broadcast_text(str(run.path) if run else "", place.rank, group, pick_device(request.device, place))
+    place, run = current(), None
+    starts, locks = list[Start](), list[Any]()
+
+    def make() -> Run:
+        starts.append(_started(request))
+        with writing(starts[0].run.path):
+            locks.append(starts[0].run.lock())
+        return starts[0].run
+
     try:
-        result = train(request, Run(Path(path)), place)
+        with joined.telling(place, lambda: run.log(place.rank) if run is not None else None):
+            device = pick_device(request.device, place)
+            run = joined.meet(place, place.connect(device), device, make)
+            if place.rank == 0:
+                console.say(headline(request))
+                place.report = lambda message: (
+                    console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
+                )
+            result = train(request, run, place)
+    except BaseException as error:
+        for start in starts:
+            _failed(start, error, console)
+        raise
     finally:
         console.close()
-        if lock is not None:
+        for lock in locks:
             lock.close()
     if place.rank == 0:
-        return _finish(console, Run(Path(path)), result)
+        return _finish(console, run, result)
     return (RESUMABLE if result["stopped"] else 0), result
 
 
-def _directory(request: Request) -> Run:
-    if not request.resume:
-        return Run.create(request.name, request.plan, request.arguments, request.runs)
-    run = Run.latest(request.name, request.runs)
-    run.point()
-    run.describe(request.name, request.plan, request.arguments)
-    return run
+def _started(request: Request) -> Start:
+    return Start.of(request.name, request.plan, request.arguments, request.runs, request.resume)
+
+
+def _failed(start: Start, error: BaseException, console: Console) -> None:
+    said = start.failed(error)
+    if said:
+        console.say(said)
 
 
 def _finish(console: Console, run: Run, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -129,14 +162,23 @@ def _finish(console: Console, run: Run, result: dict[str, Any]) -> tuple[int, di
     if result["device_bytes"]:
         each = " · ".join(f"{n / 2**20:.1f}" for n in result["device_bytes"])
         console.say(f"memory per device (MiB): {each}   device 0 also holds the optimizer state and all outputs")
+    if not result["made"]:
+        console.say(f"complete at step {result['step']}: nothing was left to do · go on with --resume --steps {2 * result['step']}")
+        return 0, summary
+    if result["skipped"]:
+        console.say(f"{result['skipped']} steps were left out: nothing was updated in them")
     console.say(console.done(run.path, result["checkpoint"]))
     return 0, summary
 
 
 def _notes(request: Request) -> list[str]:
-    if request.plan.precision == "fp16" and kind_of(request.device) == "cpu":
-        return ["note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU"]
-    return []
+    kind, notes = kind_of(request.device), list[str]()
+    if request.plan.precision == "fp16" and kind == "cpu":
+        notes.append("note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU")
+    count = len(cuda_names()) if kind == "cuda" else 0
+    if count > request.plan.devices == 1:
+        notes.append(f"note  one of {count} devices is used; --nproc {count} uses all, --plan auto chooses a plan for them")
+    return notes
 
 
 def headline(request: Request) -> str:
@@ -158,13 +200,11 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
     report = place.report or (lambda message: None)
     if place.report is not None and not place.joined:
         warnings.showwarning = _reporter(report)
-    engine = Engine(request.job, request.plan, device=request.device, workers=request.workers, place=place)
-    engine.checkpoints = Checkpoints(run.checkpoints)
+    engine = _engine(request, run, place)
     named: set[str] = set()
     _inexact(engine, report, named)
-    if request.plan.tp > 1 and place.rank == 0:
-        report({"kind": "note", "text": f"note  {chosen.told(engine.built.whole)}"})
-    resumed = _resume(engine, run, report) if request.resume else None
+    _whole(engine, report)
+    resumed = _resume(engine, request, run, report) if request.resume is not None else None
     if request.weights and resumed is None:
         engine.load_weights(request.weights)
     recorder = Recorder(
@@ -174,26 +214,82 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
         list(request.mirrors),
         lambda text: report({"kind": "note", "text": text}),
     )
-    saved, stopped, loss = None, False, None
+    saved, stopped, loss, skipped, made = resumed, False, None, 0, 0
     try:
+        if resumed is not None and _owed(engine, run):
+            _evaluate(engine, recorder, engine.position.step)
         for batch in engine.batches():
-            step = engine.step(batch)
+            step = _step(engine, batch, recorder, request.keep)
             recorder.step(batch, step)
+            skipped, made = skipped + step.skipped, made + 1
+            _sound(engine, step, report)
             if loss is None:
                 _inexact(engine, report, named)
             loss = step.loss
-            _evaluate(engine, recorder, step.step)
             last = step.stop or step.step == engine.job.steps
             if last or step.step % request.save_every == 0:
                 recorder.flush()
                 saved = engine.save(request.keep, wait=last)
+            _evaluate(engine, recorder, step.step)
             stopped = step.stop and step.step < engine.job.steps
+        poisoned = engine.guard.poisoned(engine, engine.position.step, "found at the end of the run")
+        if poisoned is not None:
+            raise PlaitError(poisoned, FAILED)
     finally:
         recorder.close()
     return {
-        "step": engine.position.step, "loss": loss, "stopped": stopped, "checkpoint": str(saved) if saved else None,
+        "step": engine.position.step, "loss": None if loss is None else number(loss), "skipped": skipped, "made": made, "stopped": stopped,
+        "checkpoint": str(saved) if saved else None,
         "device_bytes": recorder.device_bytes,
     }  # fmt: skip
+
+
+def _engine(request: Request, run: Run, place: Place) -> Engine:
+    """The engine of the request. What checkpoints will say of the job is found out here, not beside a step."""
+    engine = Engine(
+        request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan
+    )
+    engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), request.arguments
+    optstate.check(engine)
+    place.beat(engine.position.step, "data")
+    engine.fingerprint.get("data")
+    return engine
+
+
+def _step(engine: Engine, batch: Batch, recorder: Recorder, keep: int) -> Step:
+    """One step. If it is not finite and the run stops, the state before it, which is good, is saved first."""
+    try:
+        return engine.step(batch)
+    except PlaitError as error:
+        if error.codes[0] not in ("N001", "N002") or not engine.position.step:
+            raise
+        recorder.flush()
+        first, *rest = error.problems
+        fix = (f"the state before it is saved in {engine.save(keep)}", *first.fix)
+        raise PlaitError([dataclasses.replace(first, fix=fix), *rest], error.exit_code) from None
+
+
+def _sound(engine: Engine, step: Step, report: Callable[[dict[str, Any]], None]) -> None:
+    """Tell of a step that was left out, and of checkpoints whose numbers are not finite."""
+    if engine.place.rank:
+        return
+    if step.trouble is not None:
+        report(
+            {
+                "kind": "note",
+                "text": "note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "),
+            }
+        )
+    while engine.checkpoints.marked:
+        problem = engine.checkpoints.marked.pop(0)
+        report({"kind": "note", "text": f"note  {problem.what}: {problem.why}"})
+
+
+def _whole(engine: Engine, report: Callable[[dict[str, Any]], None]) -> None:
+    """Say what of the model ranks hold, or compute, whole under tp and cp."""
+    lines = [chosen.told(engine.built.whole)] if engine.built.plan.tp > 1 else []
+    for line in (*lines, *opened_units(engine.built.whole)) if engine.place.rank == 0 else ():
+        report({"kind": "note", "text": f"note  {line}"})
 
 
 def _inexact(engine: Engine, report: Callable[[dict[str, Any]], None], named: set[str]) -> None:
@@ -204,8 +300,8 @@ def _inexact(engine: Engine, report: Callable[[dict[str, Any]], None], named: se
             named.add(line)
 
 
-def _resume(engine: Engine, run: Run, report: Callable[[dict[str, Any]], None]) -> Path | None:
-    path = engine.resume(missing_ok=True)
+def _resume(engine: Engine, request: Request, run: Run, report: Callable[[dict[str, Any]], None]) -> Path | None:
+    path = engine.resume(missing_ok=not request.resume, allow_changes=request.allow_changes)
     if engine.place.rank == 0:
         for problem in engine.checkpoints.refused:
             report({"kind": "note", "text": f"refused {problem.what}: {problem.why}"})
@@ -217,7 +313,11 @@ def _resume(engine: Engine, run: Run, report: Callable[[dict[str, Any]], None]) 
                 else "nothing saved yet: starting from step 0",
             }
         )
-        run.cut(engine.position.step)
+        for line in engine.checkpoints.changed:
+            report({"kind": "note", "text": f"changed  {line}"})
+        with writing(run.path):
+            run.describe(request.name, request.plan, request.arguments)
+            run.cut(engine.position.step)
     if engine.built.group is not None:
         broadcast_text("cut", engine.place.rank, engine.built.group, engine.built.device)  # nobody appends before
     return path
@@ -230,13 +330,19 @@ def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
     recorder.evaluated(step, engine.evaluate())
 
 
+def _owed(engine: Engine, run: Run) -> bool:
+    """Whether the run had ended before the evaluation of the step that it goes on from was done. All ranks call it."""
+    rank = engine.place.rank
+    word = "" if rank else "done" if run.evaluated(engine.position.step) else "owed"
+    return broadcast_text(word, rank, engine.built.group, engine.built.device) == "owed"
+
+
 def _reporter(report: Callable[[dict[str, Any]], None]):
     def show(
         message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
     ) -> None:
         text = warnings.formatwarning(message, category, filename, lineno, line)
-        lines = str(message).splitlines() or [""]
-        report({"kind": "warning", "text": text, "short": f"{category.__name__}: {lines[0]}"})
+        report({"kind": "warning", "text": text, "short": f"{category.__name__}: {short(str(message))}"})
 
     return show
 

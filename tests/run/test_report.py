@@ -18,6 +18,7 @@ from plait.errors import PlaitError
 from plait.plan import Plan
 from plait.report.drawing import drawn, page
 from plait.report.spans import Span, flat
+from plait.report.summary import curve, summary, text
 from plait.report.timeline import Block, Row, Timeline, predict, timeline
 from plait.report.trace import trace
 from plait.run import Run
@@ -80,6 +81,35 @@ def test_what_is_drawn_is_what_was_run(run: Path, capsys: pytest.CaptureFixture[
     names = [name for g in pictures[0].findall("g") if g.get("data-rank") == "1" for name, *_ in boxes(g)]
     assert {"data", "reduce", "optimizer", "receive F1.0", "send I1.0"} <= set(names)
     assert sum(name.startswith("receive") for name in names) == 3
+
+
+def test_a_summary_says_how_the_run_went(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert main(["report", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], found["samples"]) == (8, rows[-1]["samples"]) and found["curve"] == losses
+    assert found["loss"] == {"first": losses[0], "last": losses[-1], "lowest": min(losses)}
+    assert main(["report", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["steps", "8", "·", str(rows[-1]["samples"]), "samples"] and curve(losses) in "\n".join(lines)
+
+
+def test_a_curve_is_as_wide_as_a_terminal() -> None:
+    assert curve([1.0]) == "▁" and curve([2.0, 2.0]) == "▁▁"
+    assert len(curve([float(i) for i in range(1000)])) == 60 and curve([0.0, 7.0]) == "▁█"
+
+
+def test_a_torn_run_is_summed_up_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("")
+    with pytest.raises(PlaitError) as none:
+        summary(tmp_path)
+    assert none.value.codes == ["R004"]
+    row = {"step": 1, "loss": None, "samples": 4, "seconds": 0.5, "samples_per_s": 8.0, "skipped": True}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 2, "lo')
+    found = summary(tmp_path)
+    assert (found["steps"], found["loss"], found["skipped"]) == (1, None, 1)
+    assert "skipped     1 steps" in text(found)
 
 
 def test_the_page_fetches_nothing(run: Path) -> None:
@@ -149,7 +179,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path, run: Path) -> None:
     with pytest.raises(PlaitError) as error:
         timeline(empty.path)
     assert error.value.codes == ["R004"]
-    assert main(["report", str(run)]) == 2
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
 
 
 GOLDEN = """\

@@ -133,3 +133,49 @@ def test_joins_torchrun(tmp_path: Path, script: str) -> None:
         assert "done  5 steps" in done.stdout and rows(tmp_path)[-1]["ranks"] == 2
     else:
         assert "step 100" in done.stdout and "ranks 2" in done.stdout
+
+
+SLOW = """
+import time, torch, torch.distributed as dist, plait
+from torch.nn import functional as F
+
+class Data:
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            time.sleep(0.01)
+        return torch.ones(4), torch.ones(1)
+
+def job():
+    return plait.Job(model=lambda: torch.nn.Linear(4, 1), loss=F.mse_loss, data=Data, batch=4, steps=60,
+                     optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+"""
+
+
+def test_a_slow_loader_is_named_and_not_taken_for_communication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.console.EVERY", 0.0)
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = Command("train", "slow.py", "--nproc", "2", folder=tmp_path)
+    assert command.wait() == 0, command.output
+    assert (
+        "note  rank 1 waits " in command.output
+        and "as long for its samples as the median rank for 50 steps" in command.output
+    )
+    assert all(row["data_by_rank"][1] >= 0.02 > row["data_by_rank"][0] for row in rows(tmp_path)[5:10])
+    last = [line for line in command.output.splitlines() if " step=" in line][-1]
+    told = dict(word.split("=") for word in last.split()[1:])
+    assert told["data_rank"] == "1" and float(told["data"]) > 0.3 and float(told["comm"]) < float(told["data"]), last
+
+
+def test_a_complete_run_has_nothing_to_resume(tmp_path: Path) -> None:
+    argv = ("train", TEST_JOB, "--job.steps", "3")
+    first = Command(*argv, folder=tmp_path)
+    assert first.wait() == 0, first.output
+    again = Command(*argv, "--resume", "--json", folder=tmp_path)
+    assert again.wait() == 0, again.output
+    assert "complete at step 3: nothing was left to do · go on with --resume --steps 6" in again.output
+    assert "none" not in again.output and "done" not in again.output
+    assert json.loads(again.output.splitlines()[-1])["checkpoint"].endswith("step-000003")

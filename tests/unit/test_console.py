@@ -12,7 +12,7 @@ from plait.console import Console, live_line, plain_line
 
 STATUS: dict[str, Any] = {
     "step": 187, "steps": 300, "loss": 2.2049, "rate": 23400.4, "unit": "tok/s", "share": 0.853, "devices": 2,
-    "memory": 0.3 * 2**30, "comm": 0.061, "data": 0.0, "eta": 21.4,
+    "memory": 0.3 * 2**30, "comm": 0.061, "data": 0.0, "data_rank": None, "eta": 21.4,
 }  # fmt: skip
 
 
@@ -64,6 +64,12 @@ def test_the_bar_grows_with_the_steps() -> None:
 )
 def test_the_time_that_is_left(seconds: float, text: str) -> None:
     assert live_line(STATUS | {"eta": seconds}, 200).endswith(f"ETA {text}")
+
+
+def test_the_rank_that_waits_longest_for_its_samples_is_named() -> None:
+    slow = STATUS | {"data": 0.42, "data_rank": 1}
+    assert "comm 6 %  data 42 % (rank 1)  ETA" in live_line(slow, 160)
+    assert "data=0.420 data_rank=1 eta_s=21" in plain_line(slow)
 
 
 def test_a_loss_that_is_no_number() -> None:

@@ -1,5 +1,6 @@
 """How an error is said: what, why, where, fix, one code; several at once; and a page for every code."""
 
+import ast
 import pickle
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 import plait
 from plait.errors import FAILED, USAGE, PlaitError, Problem, did_you_mean, explain
+from plait.launch import failing
 
 SOURCE = Path(plait.__file__).parent
 CODE = re.compile(r'"([A-Z]\d{3})"')
@@ -84,3 +86,20 @@ def test_explain() -> None:
 
 def test_an_empty_fix_does_not_hide_the_problem() -> None:
     assert "error[A001] a" in str(Problem("A001", "a", fix=("",)))
+
+
+def test_refusals_exit_with_2_wherever_they_are_found() -> None:
+    used: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for call in (c for c in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(c, ast.Call)):
+            if ast.unparse(call.func) == "PlaitError" and "FAILED" in map(ast.unparse, call.args[1:]):
+                used |= set(re.findall(r"'(P\d{3})'", ast.unparse(call.args[0])))
+    assert used == {"P026"}, "these say that the run failed, not that the plan does not fit"
+
+
+def test_a_file_of_a_library_is_named_as_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from a virtual environment in the folder of the job."""
+    monkeypatch.setattr("sys.path", ["", "/home/job", "/home/job/.venv/lib", "/home"])
+    assert failing._library("/home/job/.venv/lib/torch/nn/functional.py") == "torch/nn/functional.py"
+    assert failing._library("/home/job/train.py") == "train.py"
+    assert failing._library("/elsewhere/x.py") == "/elsewhere/x.py"

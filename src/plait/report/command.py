@@ -1,4 +1,4 @@
-"""`plait report [RUN] --timeline`: the picture of a step of a run, and the same as a trace."""
+"""`plait report [RUN]`: a summary of a run; with `--timeline` the picture of a step of it, and the same as a trace."""
 
 import json
 import os
@@ -7,25 +7,26 @@ from typing import Any
 
 from plait.errors import PlaitError, Problem
 from plait.report.drawing import drawn, ms, page, percent
+from plait.report.summary import summary, text
 from plait.report.timeline import Timeline, timeline
 from plait.report.trace import trace
 
 
 def run(options: Any) -> int:
-    """Write the files and say where they are; the exit code."""
-    if not options.timeline:
-        raise PlaitError(
-            Problem("U002", "report draws one thing so far", fix=(f"plait report {options.path} --timeline",))
-        )
+    """Print the summary, or write the timeline's files and say where they are; the exit code."""
     folder = Path(options.path)
     if folder.is_symlink():  # runs/latest
         folder = folder.parent / folder.readlink()
+    if not options.timeline:
+        told = summary(folder)
+        print(json.dumps(told) if options.json else text(told))
+        return 0
     found = timeline(folder, options.step)
     picture, traced = folder / "timeline.html", folder / "trace.json"
-    for path, text in ((picture, page(found)), (traced, trace(found))):
+    for path, content in ((picture, page(found)), (traced, trace(found))):
         try:
             beside = path.with_name(path.name + ".tmp")
-            beside.write_text(text, encoding="utf-8")
+            beside.write_text(content, encoding="utf-8")
             os.replace(beside, path)
         except OSError as error:
             raise PlaitError(Problem("R005", f"{path} cannot be written", why=str(error))) from None
