@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.plan import Plan
 from plait.reducer import Reducer
-from plait.sharded import Shards, divides, padded
+from plait.sharded import Shards, divides, padded, square
 
 
 def added_up(formats: list[tuple[tuple[int, ...], torch.dtype]], plan: Plan) -> list[tuple[int, int]]:
@@ -68,7 +68,7 @@ class Across:
 
     def finish(self) -> Tensor:
         """Sum gradients over copies, shards and whoever has a part of the sum; the summed rider, whose numbers are
-        there once `norm` was asked for: its sum is on its way while parameters are updated, if nothing is to be clipped."""
+        there once `norm` was asked for."""
         if isinstance(self.inner, Shards):
             self.inner.settle(self.peers)
         elif self.inner is not None:
@@ -100,7 +100,7 @@ class Across:
             gradient = self.own[name].grad if name in self.own else None
             if gradient is not None:
                 alike.setdefault(self._copies(name), []).append(gradient)
-        return sum(float(torch.nn.utils.get_total_norm(found)) ** 2 / count for count, found in alike.items())
+        return sum(square(float(torch.nn.utils.get_total_norm(found))) / count for count, found in alike.items())
 
     def _copies(self, name: str) -> int:
         plan, cut = self.plan, isinstance(self.inner, Shards) and name in self.inner.sharded

@@ -31,6 +31,11 @@ def parted(plan: Plan, shape: tuple[int, ...]) -> bool:
     return plan.ep > 1 and plan.expert_shards > 1 and divides(shape)
 
 
+def known() -> bool:
+    """Whether the installed torch lets parameters of a sharded unit lie on a mesh of their own."""
+    return ShardPlacementResult is not None
+
+
 def lying(built: Any) -> dict[str, Where]:
     """Which ranks hold the parts of each parameter of this rank's experts that is cut, and along which dim."""
     if built.apart is None:
@@ -65,7 +70,7 @@ def price(plan: Plan, sketch: Sketch, role: Role, mixtures: list[Mixture]) -> It
         all_bytes = sum(n * width(plan, d) for n, d, _ in sizes)
         bytes_ = sum(n * d.itemsize for n, d, t in sizes if t)
         trained += bytes_
-        for op, calls, size, what in messages(ranks, (often[group], all_bytes), (sums, bytes_)):
+        for op, calls, size, what in messages(ranks, (often[group], all_bytes), (sums, bytes_), role.direct):
             yield Charge("traffic", "ep", op, calls, size, f"{what} experts in {group or 'the root'}")
         if bytes_ and copies > 1 and sums == 1:
             yield Charge("traffic", "ep", "allreduce_", 1, bytes_, f"copies' gradients of experts in {group}")

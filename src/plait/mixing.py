@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.dispatch import Serve, Way, through, tied
-from plait.errors import FAILED, PlaitError, Problem
+from plait.errors import PlaitError, Problem
 from plait.torchseam import leaves, own_buffers, tree_leaves, tree_map_only
 from plait.wholebatch import Sharers
 
@@ -231,4 +231,4 @@ class Listed:
 
     def _refused(self, why: str) -> PlaitError:
         what = f"the experts of a {type(self.layer).__name__} cannot be called from other ranks"
-        return PlaitError(Problem("P051", what, why=why, fix=("ep=1",)), FAILED)
+        return PlaitError(Problem("P051", what, why=why, fix=("ep=1",)))

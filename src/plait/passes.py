@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait import higher
 from plait.build import Built, call, check_loss, move
 from plait.data import Batch
 from plait.pipe import Piece
@@ -26,6 +27,9 @@ class Passes:
         self.built, self.spans = built, spans
         self.output_bytes = 0
         """Of the outputs that processes=one gathers on its first device."""
+        self.losses: list[tuple[int, Tensor]] = []
+        """Of the last step: number of a micro-batch, its loss; where losses are computed."""
+        self.number = 0
 
     def pieces(self, batch: Batch, runs: dict[int, float]) -> list[Piece]:
         """The micro-batches to run, on the device. `runs`: number -> its weight over the global batch's."""
@@ -36,7 +40,7 @@ class Passes:
             inputs, targets = move(pair, built.device, built.cast)
             samples = micro.count or int(built.together == "sample")
             scale = weight * (built.scaler.value if built.scaler else 1.0)
-            found.append(Piece(inputs, targets, micro.first, samples, weight, scale, micro.count == 0))
+            found.append(Piece(inputs, targets, micro.first, samples, weight, scale, micro.count == 0, i))
         idle = bool(found) and all(piece.idle for piece in found)
         for sums in (built.reducer, getattr(built.reducer, "inner", None)):
             if sums is not None:
@@ -45,19 +49,27 @@ class Passes:
 
     def run(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Forward and backward of all. `arm` is given the weighted losses when the last backward is about to begin."""
-        with self.built.sharers.here():
-            return self._all(pieces, step, arm)
+        with self.built.sharers.here(), higher.apart():
+            rider = self._all(pieces, step, arm)
+        self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
+        return rider
+
+    @property
+    def at(self) -> int:
+        """Number of the micro-batch whose forward or backward runs."""
+        return self.number if self.built.pipe is None else self.built.pipe.at
 
     def _all(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         built, losses, rider = self.built, list[Tensor](), torch.empty(0)
         if built.pipe is not None:
             return self._pipelined(pieces, step, arm)
         for piece in pieces:
-            last = piece is pieces[-1]
+            last, self.number = piece is pieces[-1], piece.number
             if built.reducer is not None:
                 built.reducer.before(last)
             loss, backward = self.forward(piece, step) if built.replicas is None else self._in_threads(piece, step)
             if piece.weight:
+                piece.loss = loss
                 losses.append(loss.double() * piece.weight)
             if last:
                 rider = arm(losses)
@@ -110,7 +122,7 @@ class Passes:
     def _pipelined(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         built = self.built
         built.pipe.number = step
-        self.spans.beat("forward")
+        built.pipe.clock.beat = self.spans.beat
         built.reducer.before(False)
         losses = built.pipe.step(pieces, self._model, self._loss)
         self.spans.open += built.pipe.clock.spans

@@ -1,10 +1,9 @@
 """Executing a pipeline table on one rank: forwards, backwards, and the tensors that cross between stages.
 
 A rank goes through its row of the table in order. Before an action it waits for what the neighbours send for it; after
-it, it sends on without waiting, so a table without a deadlock has none here. From one rank to another messages go and
-are received in one order, that of the sender's row, which both read off the table: so it is right on NCCL too, which
-knows no tags. Receives are posted ahead of time, on the CPU, and what was sent is let go as soon as the table says it has arrived;
-`plait.post` does both.
+it, it sends on without waiting, so a table without a deadlock has none here. Messages go and are received in one order,
+which both ends read off the table: so it is right on NCCL too, which knows no tags. Receives are posted ahead of time, and
+what was sent is let go as soon as the table says it has arrived; `plait.post` does both.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,6 +40,10 @@ class Piece:
     """Factor on its loss before backward."""
     idle: bool = False
     """Its sample is another rank's: it only makes up the number."""
+    number: int = 0
+    """Which micro-batch of this rank's share it is."""
+    loss: Tensor | None = None
+    """Once it was computed, where it is."""
 
 
 @dataclass
@@ -67,9 +70,12 @@ class Clock:
         self.spans: list[tuple[str, float, float]] = []
         self.now = perf_counter
         self.name, self.open, self.last = "", False, 0.0
+        self.beat: Callable[[str], None] = lambda phase: None
+        """Told whether an action that begins belongs to the forward or the backward pass."""
 
     def begin(self, action: Action) -> None:
         """An action begins; it may receive first."""
+        self.beat("forward" if action.kind == "F" else "backward")
         self.name, self.open, self.last = str(action), True, self.now()
 
     def lap(self, what: str) -> None:
@@ -100,6 +106,8 @@ class Pipe:
         """The step, which random numbers are keyed by."""
         self.clock = Clock()
         """What took time in the last step."""
+        self.at = 0
+        """Number of the micro-batch of the action that runs."""
 
     def step(
         self, pieces: list[Piece], forward: Callable[[Piece], Any], loss: Callable[[Any, Piece], Tensor]
@@ -122,6 +130,7 @@ class Pipe:
         for action in table.rows[self.rank]:
             self.clock.begin(action)
             piece = pieces[action.micro]
+            self.at = piece.number
             if action.kind == "F":
                 self._forward(action, piece, forward, loss)
             else:
@@ -161,8 +170,10 @@ class Pipe:
             course = self.courses[micro]
             output, run = self.stages.forward(stage, piece.samples, course, received, lambda: forward(piece))
             loss = loss_of(output, piece) if last else None
+        self.stages.look(loss, "loss")
         if loss is not None and piece.weight:
-            self.losses.append(loss.detach().double() * piece.weight)
+            piece.loss = loss.detach()
+            self.losses.append(piece.loss.double() * piece.weight)
         outputs = self._pass_on(stage, micro, run.kept)
         self.open[stage, micro] = _Open(leaves, outputs, None if loss is None else loss * piece.scale, run)
 

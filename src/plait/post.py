@@ -6,9 +6,12 @@ order alone says which message is which. gloo also matches tags, and here a wron
 mix-up; NCCL ignores tags and knows only the order.
 
 A receive is posted while earlier actions compute: a message that finds it posted arrives at once, and one that does not
-must first ask for it and be answered. At most `AHEAD` of a sender wait for their turn, which bounds the memory. Not on
-NCCL: there a group runs what it is asked for in order, and a receive posted early would hold up the sends behind it. It
-takes a group of its own for every ordered pair of ranks to post early there.
+must first ask for it and be answered. At most `AHEAD` of a sender wait for their turn, which bounds the memory.
+
+Not on NCCL: there a pair of ranks, or a whole group, runs messages of both directions one after another, in the order in
+which each end asked for them, and a send may wait for its receive. Two ranks that both send first, as neighbours do under
+1f1b, would wait for each other. So all ranks ask in one order, in which the table can be played (`Route.turns`): before a
+rank asks for a message, it asks for the earlier ones that it is sent, which may be a little before it needs them.
 
 A sent tensor is kept until its receiver has it. Nobody asks: each message that comes back says, by its place in the
 table, how many of ours its sender had taken by then.
@@ -21,7 +24,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.actions import Action
+from plait.actions import Action, Row, made
+from plait.simulate import simulate
 
 AHEAD = 2
 """Receives posted beyond the one that is waited for, of each sender."""
@@ -41,6 +45,8 @@ class Route(NamedTuple):
     letters: tuple[Letter, ...]
     taken: tuple[int, ...]
     """For each: how many of the messages the other way, from the first on, its sender has taken before it sends."""
+    turns: tuple[int, ...]
+    """For each: its place among all messages of the step, in the order in which they are made when stages are equal."""
 
 
 Routes = dict[tuple[int, int], Route]
@@ -49,9 +55,10 @@ Routes = dict[tuple[int, int], Route]
 
 def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Callable[[Letter], bool]) -> Routes:
     """What these rows send. `crosses` says whether there is anything in a message."""
+    played: list[Row] = [tuple(row) for row in rows]
     order: dict[tuple[int, int], list[Letter]] = {}
     needs: list[list[tuple[Letter | None, tuple[int, Letter] | None]]] = []
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(played):
         needs.append([])
         for action in row:
             need, gives = _ends(action, owner)
@@ -60,6 +67,7 @@ def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Ca
             if gives and to != rank:
                 order.setdefault((rank, to), []).append(gives[1])
     found: Routes = {}
+    turns = _turns(played, owner)
     for (rank, to), letters in order.items():
         back, had, first, taken = order.get((to, rank), []), set[Letter](), 0, list[int]()
         for need, gives in needs[rank]:
@@ -69,8 +77,18 @@ def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Ca
                 first += 1
             if gives and gives[0] == to:
                 taken.append(first)
-        found[rank, to] = Route(tuple(letters), tuple(taken))
+        found[rank, to] = Route(tuple(letters), tuple(taken), tuple(turns[letter] for letter in letters))
     return found
+
+
+def _turns(rows: list[Row], owner: tuple[int, ...]) -> dict[Letter, int]:
+    """The order in which messages are made when all actions take the same time and messages none: as every action takes
+    time, whatever a rank sends comes after what it needed for it."""
+    ones = [1.0] * len(owner)
+    run = simulate(made("", 1 + max((a.micro for row in rows for a in row), default=0), owner, rows), ones, ones, ones)
+    ends = ((event.end, _ends(event.action, owner)[1]) for event in run.events)
+    order = sorted((end, gives[1]) for end, gives in ends if gives)
+    return {letter: turn for turn, (_, letter) in enumerate(order)}
 
 
 def _ends(action: Action, owner: tuple[int, ...]) -> tuple[Letter | None, tuple[int, Letter] | None]:
@@ -84,7 +102,10 @@ def _ends(action: Action, owner: tuple[int, ...]) -> tuple[Letter | None, tuple[
 
 
 class Post:
-    """One step's messages of this rank. `make` gives the empty tensors that a message is received into."""
+    """One step's messages of this rank. `make` gives the empty tensors that a message is received into.
+
+    `ahead`: receives posted before they are waited for, of each sender; 0 where messages run in the order of asking.
+    """
 
     def __init__(self, group: Any, routes: Routes, make: Callable[[Letter], list[Tensor]], ahead: int = AHEAD):
         self.group, self.routes, self.make, self.ahead = group, routes, make, ahead
@@ -94,6 +115,10 @@ class Post:
         }
         self.senders = sorted({a for a, b in routes if b == rank})
         self.posted = dict.fromkeys(self.senders, 0)
+        mine = [route for ends, route in routes.items() if rank in ends and not ahead]
+        self.turns = {letter: turn for route in mine for letter, turn in zip(route.letters, route.turns)}
+        self.coming = deque(sorted(self.turns.keys() & self.places, key=self.turns.__getitem__))
+        """What no receive is posted for, in the order of the step."""
         self.waiting: dict[Letter, tuple[list[Tensor], list[Any]]] = {}
         self.taken = dict.fromkeys(self.senders, 0)
         self.sent: dict[int, deque[tuple[list[Any], list[Tensor]]]] = {b: deque() for a, b in routes if a == rank}
@@ -104,6 +129,8 @@ class Post:
 
     def send(self, letter: Letter, to: int, values: list[Tensor]) -> None:
         """Hand a message over, without waiting."""
+        if not self.ahead:
+            self._post_before(self.turns[letter])
         values = [t.contiguous() for t in values]
         works = [dist.isend(t, group=self.group, group_dst=to, tag=_tag(letter) + k) for k, t in enumerate(values)]
         self.sent[to].append((works, values))
@@ -111,7 +138,10 @@ class Post:
     def receive(self, letter: Letter) -> list[Tensor]:
         """Wait for a message."""
         sender, place = self.places[letter]
-        self._post(sender, max(place + 1, self.taken[sender] + 1 + self.ahead))
+        if self.ahead:
+            self._post(sender, max(place + 1, self.taken[sender] + 1 + self.ahead))
+        else:
+            self._post_before(self.turns[letter] + 1)
         tensors, works = self.waiting.pop(letter)
         for work in works:
             work.wait()
@@ -127,14 +157,20 @@ class Post:
 
     def _post(self, sender: int, until: int) -> None:
         """Post receives in the sender's order: the first `until` of its messages."""
-        letters = self.routes[sender, self.rank].letters
-        for letter in letters[self.posted[sender] : until]:
-            tensors = self.make(letter)
-            works = [
-                dist.irecv(t, group=self.group, group_src=sender, tag=_tag(letter) + k) for k, t in enumerate(tensors)
-            ]
-            self.waiting[letter] = tensors, works
+        for letter in self.routes[sender, self.rank].letters[self.posted[sender] : until]:
+            self._ask(letter, sender)
             self.posted[sender] += 1
+
+    def _post_before(self, turn: int) -> None:
+        """Post receives in the order of the step: of all messages, whoever sends them, that come before this turn."""
+        while self.coming and self.turns[self.coming[0]] < turn:
+            letter = self.coming.popleft()
+            self._ask(letter, self.places[letter][0])
+
+    def _ask(self, letter: Letter, sender: int) -> None:
+        tensors = self.make(letter)
+        works = [dist.irecv(t, group=self.group, group_src=sender, tag=_tag(letter) + k) for k, t in enumerate(tensors)]
+        self.waiting[letter] = tensors, works
 
     def _release(self, to: int, known: int) -> None:
         while self.gone[to] < known:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.ranges import Rows
+from plait.scattering import directly
 from plait.torchseam import Facade, storage_key
 
 TAG = 2**16
@@ -209,9 +210,11 @@ def gathered(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
         into = whole.narrow(dim, ranges[0][0], size) if len(ranges) == 1 else None
         straight = into is not None and into.is_contiguous()
         parts.append(into if straight else x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]))
-    if x.device.type == "cpu":
+    if directly(x.device):
         _exchange([x] * len(parts), parts, group)
         parts[rank].copy_(x)
+    elif isinstance(group, Absent):
+        group.note("allgather_", x)
     else:
         dist.all_gather(parts, x, group=group)
     for ranges, size, given in zip(rows.ranks, rows.sizes, parts):
@@ -231,9 +234,12 @@ def sum_part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     """
     ranks, rank = group.size(), group.rank()
     parts = [rows.take(x, dim, r).contiguous() for r in range(ranks)]
-    if x.device.type != "cpu":
+    if not directly(x.device):
         result = torch.empty_like(parts[rank])
-        dist.reduce_scatter(result, parts, group=group)
+        if isinstance(group, Absent):
+            group.note("reduce_scatter_", result)
+        else:
+            dist.reduce_scatter(result, parts, group=group)
         return result
     received = [torch.empty_like(parts[rank]) for _ in range(ranks)]
     _exchange(parts, received, group)

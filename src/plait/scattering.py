@@ -18,13 +18,32 @@ TAGS = 2**14
 """Messages that carry gradients have tags above this, those that carry parameters below."""
 
 
-def messages(ranks: int, gathered: tuple[int, int], summed: tuple[int, int]) -> Iterator[tuple[str, int, int, str]]:
+SUM_PARTS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The library's reduce-scatter, under the name that the installed torch does not warn of."""
+
+
+DIRECT = ("cpu",)
+"""Kinds of devices between which parts are exchanged by sends and receives, and not by the library's collectives."""
+
+
+def directly(device: torch.device) -> bool:
+    """Whether ranks on such devices exchange parts by sends and receives."""
+    return device.type in DIRECT
+
+
+def messages(
+    ranks: int, gathered: tuple[int, int], summed: tuple[int, int], direct: bool
+) -> Iterator[tuple[str, int, int, str]]:
     """(operator, calls, bytes, what) that a group of parameters sends and receives in a step between so many ranks.
 
-    `gathered`: how often, and bytes of this rank's parts; `summed`: the same of gradients.
+    `gathered`: how often, and bytes of this rank's parts; `summed`: the same of gradients. `direct`: see `directly`.
     """
-    for op in ("send", "recv_") if ranks > 1 else ():
-        for (times, size), what in ((gathered, "gather"), (summed, "gradients of")):
+    both = ((gathered, "gather", "_allgather_base_"), (summed, "gradients of", "_reduce_scatter_base_"))
+    for (times, size), what, op in both if ranks > 1 and not direct else ():
+        if size:
+            yield op, times, times * size, what
+    for op in ("send", "recv_") if ranks > 1 and direct else ():
+        for (times, size), what, _ in both:
             if size:
                 yield op, times * (ranks - 1), times * (ranks - 1) * size, what
 
@@ -128,7 +147,7 @@ class DeviceScatter(Scatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+        SUM_PARTS(output_tensor, input_tensor, group=group)
         if self.of(group) is not None and self.last:
             dist.all_reduce(output_tensor, group=self.of(group))
 

@@ -30,6 +30,11 @@ def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
     return -(-shape[dim] // ranks) * math.prod(n for d, n in enumerate(shape) if d != dim)
 
 
+def square(value: float) -> float:
+    """Its square, infinity where it is too large (which `**` refuses)."""
+    return value * value
+
+
 def along(shape: Sequence[int], ranks: int) -> int:
     """The dim of an expert's tensor that is cut: the first that divides, else the first, with parts of unequal size.
 
@@ -147,7 +152,7 @@ class Shards:
         self.scatter.finish()
         self._give()
         parts = [self.own[n].grad for n in self.trained]
-        squares = float(torch.nn.utils.get_total_norm([g for g in parts if g is not None])) ** 2
+        squares = square(float(torch.nn.utils.get_total_norm([g for g in parts if g is not None])))
         flags = [float(n in self.used) for n in self.trained] + [float(p.grad is not None) for p in self.scalars]
         scalars = [0.0 if p.grad is None else float(p.grad.sum()) for p in self.scalars]
         row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.rider.device)
@@ -161,7 +166,7 @@ class Shards:
                 self.own[name].grad = None
         for parameter, times, value in zip(self.scalars, used[len(self.trained) :], scalars):
             parameter.grad = torch.full_like(parameter, value) if times else None
-            self.squares += value**2 if times else 0.0
+            self.squares += square(value) if times else 0.0
         self.used.clear()
         return rider
 
@@ -180,7 +185,7 @@ class Shards:
         self.scatter.finish()
         self._give()
         for parameter in self.scalars:
-            flat = torch.zeros(2, dtype=torch.float64)
+            flat = torch.zeros(2, dtype=torch.float64, device=parameter.device)
             if parameter.grad is not None:
                 flat[0], flat[1] = float(parameter.grad.sum()), 1.0  # an empty one has no item
             dist.all_reduce(flat, group=peers)

@@ -5,22 +5,27 @@ When a torch release moves one of these, one test fails here and one file change
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from torch.distributed import _functional_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FsdpReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import (
     keystr,
     register_dataclass,
@@ -34,13 +39,16 @@ from torch.utils._pytree import (
 )
 
 GraphExecGroup = checkpoint.GraphExecGroup
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+"""What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
 __all__ = [
     "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "FSDPMeshInfo", "Facade", "FakeTensor", "FakeTensorMode",
     "FsdpAllGather", "FsdpReduceScatter", "GraphExecGroup", "ShardPlacementResult", "TorchDispatchMode", "Unknowns", "alias",
-    "check_dims", "checkpoint_frame", "convert", "emptied", "exchange_by", "fake_failures", "fake_world", "fakes_around",
+    "all_gather_tensor", "all_reduce",
+    "check_dims", "checkpoint_frame", "compiled_by", "convert", "copy_", "emptied", "exchange_by", "fake_failures", "fake_world", "fakes_around",
     "flash_cpu", "flash_cpu_backward", "group_in", "held_on_meta", "in_backward", "is_unknown", "is_view",
-    "leaves", "local_of", "materialise", "named_leaves", "own_buffers", "parts_as_they_are", "plainly", "recompute_once",
-    "register_pytree_node", "scalar_of", "scale_", "schema", "storage_key", "tree_flatten", "tree_leaves", "tree_map",
+    "leaves", "local_of", "materialise", "named_leaves", "no_modes", "own_buffers", "parts_as_they_are", "plainly", "recompute_once",
+    "register_pytree_node", "scalar_of", "scale_", "schema", "storage_key", "sum_unused", "tree_flatten", "tree_leaves", "tree_map",
     "tree_map_only", "tree_unflatten", "version", "warm_dynamo",
 ]  # fmt: skip
 
@@ -48,8 +56,24 @@ RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_re
 """What recurrent layers call."""
 scalar_of = torch.ops.aten._local_scalar_dense.default
 """The operator behind `.item()`, `.tolist()` and `float(…)` of a tensor."""
+all_reduce = _functional_collectives.all_reduce
+"""(tensor, "sum", group) -> a new tensor, also in a compiled graph."""
+all_gather_tensor = getattr(_functional_collectives, "all_gather_single", _functional_collectives.all_gather_tensor)
+"""(tensor, 0, group) -> those of all ranks, one after the other, also in a compiled graph. In torch 2.11 by its older name."""
+copy_ = torch._foreach_copy_
+"""(tensors, others) -> every tensor written with another's values, in one call."""
 scale_ = torch._foreach_mul_
 """(tensors, number or tensor) -> every tensor multiplied in place, in one call."""
+
+
+def devices_by_driver() -> int | None:
+    """How many devices torch would number, asked of the driver's library so that forking stays possible; None: it does not say."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.device_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a library that cannot be used says so
+        count = torch.cuda._device_count_amdsmi() if torch.version.hip else torch.cuda._device_count_nvml()
+    return count if count >= 0 else None
 
 
 def schema(op: Any) -> Any:
@@ -166,9 +190,39 @@ def local_of(t: Tensor) -> Tensor:
 def exchange_by(module: Any, scatter: Any, gather: Any) -> None:
     """How FSDP2 sums the gradients of a module's parameters, on every mesh they lie on; and, unless `gather` is None, how it
     gathers them: without waiting for it."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in _param_groups(module._get_fsdp_state()):
         group._reduce_scatter_comm, group._all_gather_comm = scatter, gather or group._all_gather_comm
         group.unshard_async_op = gather is not None
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """The groups of parameters of a sharded module: one for each mesh they lie on. (torch 2.11 knows one mesh.)"""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def sum_unused(module: Any) -> None:
+    """A parameter of this sharded module that a rank's backward did not come to counts as zeros there, so that all ranks
+    sum the same. Its modules inside are left as they are."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in _param_groups(module._get_fsdp_state()):
+        group.post_backward = _zeros_first(group, group.post_backward)
+
+
+def _zeros_first(group: Any, reduce: Callable[[], None]) -> Callable[..., None]:
+    """torch 2.11 sums the gradients there are: here there is one of every parameter that is trained and was gathered."""
+
+    def post_backward(*unused: Any) -> None:
+        for p in group.fsdp_params if group.reduce_grads else ():
+            held = getattr(p, "_unsharded_param", None)
+            if held is not None and held.requires_grad and held.grad is None and p.unsharded_accumulated_grad is None:
+                held.grad = torch.zeros_like(held)
+        reduce()
+
+    return post_backward
 
 
 @contextmanager
@@ -186,7 +240,7 @@ def end_backward(root: Any) -> None:
     """Tell a sharded model that the step's backward passes are over: what still has to be reduced is reduced now."""
     state = root._get_fsdp_state()
     for inner in state._state_ctx.all_states:
-        for group in inner._fsdp_param_groups:
+        for group in _param_groups(inner):
             group.post_backward()
     state._root_post_backward_final_callback()
 
@@ -256,6 +310,47 @@ def flash_cpu(
     return op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
 
+class TorchDispatchMode(_TorchDispatchMode):
+    """torch's, which lets operators of higher order pass (those of a backward pass, for example)."""
+
+    supports_higher_order_operators = True
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        own = cls.__dict__.get("__torch_dispatch__")
+        if own is not None:
+
+            def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if isinstance(func, HigherOrderOperator):
+                    return self.passed(func, args, kwargs or {})
+                return own(self, func, types, args, kwargs)
+
+            cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+        super().__init_subclass__(**given)
+
+    def passed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of higher order, without a look into it."""
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def compiled_by(run: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
+    """While it is on, `run(name, compiled, args, kwargs)` calls what an operator of higher order compiles for itself."""
+    before = torch.compile
+
+    def compile(model: Any = None, **how: Any) -> Any:
+        made = before(model, **how)
+        if not str(getattr(model, "__module__", "")).startswith(("torch._higher_order_ops", "torch.nn.attention")):
+            return made
+        name = model.__qualname__.partition(".")[0].strip("_")
+        return lambda *args, **kwargs: run(name, made, args, kwargs)
+
+    torch.compile = compile  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = before  # type: ignore[assignment]
+
+
 def flash_cpu_backward(
     grad: Tensor, qkv: tuple[Tensor, ...], made: tuple[Tensor, Tensor], causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,6 +359,8 @@ def flash_cpu_backward(
     return op(grad, *qkv, *made, 0.0, causal, attn_mask=mask, scale=scale)
 
 
+no_modes = _disable_current_modes
+"""A context in which no mode that sees operators is active: tensors that are made there are real."""
 plainly = torch._C.DisableTorchFunctionSubclass
 """A context in which functions of tensors of a class of one's own are torch's."""
 

@@ -5,6 +5,7 @@ reads the source, so a name that comes new needs its test.
 """
 
 import dataclasses
+import types
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from plait import torchseam
 from plait.draws import mask_op
+from plait.launch.here import run
 from plait.torchseam import SEEDED, GraphExecGroup, checkpoint_frame, fake_failures, leaves, recompute_once
 
 from .test_house import FILES, at, private_torch_names
@@ -302,6 +304,13 @@ def test_many_tensors_are_scaled_in_place_by_a_number_or_a_tensor() -> None:
     assert gradients[0].tolist() == [0.25, 0.25] and gradients[1].tolist() == [[0.5, 0.5, 0.5]]
 
 
+@contract("torch._foreach_copy_")
+def test_many_tensors_are_written_in_place() -> None:
+    kept = [torch.zeros(2), torch.zeros((), dtype=torch.int64)]
+    torch._foreach_copy_(kept, [torch.tensor([1.0, 2.0]), torch.tensor(3)])
+    assert [t.tolist() for t in kept] == [[1.0, 2.0], 3]
+
+
 @contract("torch._dynamo")
 def test_dynamo_can_be_imported_before_a_fork() -> None:
     """The launcher imports it once, so that not every rank does; it must not touch CUDA."""
@@ -363,6 +372,21 @@ def test_a_write_in_place_moves_the_version() -> None:
         assert torchseam.version(torch.ones(3)) == 0
 
 
+# — collectives in a compiled graph —
+
+
+@contract("torch.distributed._functional_collectives")
+def test_collectives_that_give_a_new_tensor() -> None:
+    def rank(place: Any) -> dict[str, Any]:
+        group, mine = place.connect(torch.device("cpu")), torch.tensor([1.0, 10.0]) * (place.rank + 1)
+        rows = torchseam.all_gather_tensor(mine[None], 0, group)
+        return {"rows": rows.tolist(), "sum": torchseam.all_reduce(mine, "sum", group).tolist(), "mine": mine.tolist()}
+
+    found = run(rank, 2)
+    assert all(f["rows"] == [[1.0, 10.0], [2.0, 20.0]] and f["sum"] == [3.0, 30.0] for f in found)
+    assert found[1]["mine"] == [2.0, 20.0]
+
+
 # — sharding: FSDP2's collectives, its parameters, and what runs in backward —
 
 
@@ -370,8 +394,9 @@ def test_a_write_in_place_moves_the_version() -> None:
     "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather",
     "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter",
     "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo",
-    "torch.distributed.fsdp._fully_shard._fsdp_common.ShardPlacementResult",
+    "torch.distributed.fsdp._fully_shard._fsdp_common",
 )
+@pytest.mark.skipif(torchseam.ShardPlacementResult is None, reason="torch 2.11: one mesh for all parameters (H010)")
 def test_fsdp_takes_collectives_and_meshes_of_ours() -> None:
     """A parameter may lie on a mesh of its own; each mesh of a module has collectives of its own."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -411,8 +436,59 @@ def test_what_ends_the_backward_of_a_sharded_model_is_there() -> None:
 
     state = FSDPState()
     assert callable(FSDPModule._get_fsdp_state) and callable(FSDPParamGroup.post_backward)
-    assert state._state_ctx.all_states == [] and state._fsdp_param_groups == []
+    assert state._state_ctx.all_states == [] and torchseam._param_groups(state) == []
     assert callable(state._root_post_backward_final_callback)
+
+
+@contract("…._fsdp_param_group")
+def test_a_sharded_module_has_groups_of_parameters_or_one() -> None:
+    """torch 2.11 holds at most one, under the name of one; later ones hold a list."""
+    several = types.SimpleNamespace(_fsdp_param_groups=["a", "b"])
+    assert torchseam._param_groups(several) == ["a", "b"]
+    assert torchseam._param_groups(types.SimpleNamespace(_fsdp_param_group="a")) == ["a"]
+    assert torchseam._param_groups(types.SimpleNamespace(_fsdp_param_group=None)) == []
+
+
+class Apart(nn.Module):
+    """Two layers, of which a caller names those that it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        for name in names:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+@pytest.mark.parametrize("built_in", [True, False], ids=["as torch is", "as torch 2.11 is"])
+def test_a_parameter_that_one_rank_left_out_is_summed(built_in: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not built_in:
+        monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+
+    def target(place: Any) -> dict[str, Any]:
+        place.connect(torch.device("cpu"))
+        torch.manual_seed(0)
+        alone, model = Apart(), Apart()
+        model.load_state_dict(alone.state_dict())
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (place.world,)))
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+        torchseam.sum_unused(model)
+        for names in ("a", "ab"):
+            alone(torch.ones(2, 3), names).sum().backward()
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 3), "ab"[: place.rank + 1]).sum().backward()
+        apart = {n: p.grad.full_tensor() - alone.get_parameter(n).grad for n, p in model.named_parameters()}
+        return {name: float(d.abs().max()) for name, d in apart.items()}
+
+    for found in run(target, 2):
+        assert len(found) == 4 and max(found.values()) < 1e-6
 
 
 @contract("torch._C.DisableTorchFunction")
@@ -585,3 +661,46 @@ def test_the_mode_for_fake_tensors_comes_after_others_and_is_known() -> None:
     with Watch(), fakes:
         made = torch.empty(3)
     assert seen == [fakes] and made.fake_mode is fakes and torchseam.fakes_around() is None
+
+
+@contract("torch._ops.HigherOrderOperator")
+def test_operators_of_higher_order_are_told_and_pass_modes() -> None:
+    class Seeing(torchseam.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    names, x = [], torch.ones(3, requires_grad=True)
+
+    def run(name, made, args, kwargs):
+        names.append(name)
+        return made(*args, **kwargs)
+
+    with torchseam.compiled_by(run):
+        found = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
+    with Seeing():
+        found.sum().backward()
+    assert names == ["cond"] and x.grad is not None and x.grad.tolist() == [2.0, 2.0, 2.0]
+    before = torch.compile
+    with torchseam.compiled_by(run):
+        assert torch.compile(torch.sin, backend="eager")(torch.zeros(1)).item() == 0.0
+    assert names == ["cond"] and torch.compile is before
+
+
+@contract("torch.utils._python_dispatch._disable_current_modes")
+def test_a_tensor_made_without_modes_is_real() -> None:
+    with torchseam.FakeTensorMode():
+        with torchseam.no_modes():
+            assert torch.ones(2).tolist() == [1.0, 1.0]
+        assert isinstance(torch.ones(2), torchseam.FakeTensor)
+
+
+@contract("torch.cuda._device_count_nvml", "torch.cuda._device_count_amdsmi")
+def test_devices_by_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's library is asked, never CUDA: None where there is no such library."""
+    assert torchseam.devices_by_driver() is None or not torch.cuda.is_initialized()
+    for name in ("_device_count_nvml", "_device_count_amdsmi"):
+        assert hasattr(torch.cuda, name)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 3)
+    assert torchseam.devices_by_driver() == 3
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1)
+    assert torchseam.devices_by_driver() is None
