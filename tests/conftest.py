@@ -10,6 +10,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Autograd decides at the first backward pass which devices get threads, and a process with such threads cannot fork. A torch
+# with CUDA counts devices from the first fake tensor on, also where there is none: so the first pass is now.
+torch.ones(1, requires_grad=True).backward()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

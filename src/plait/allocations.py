@@ -12,8 +12,8 @@ predicted (`rehearsal.py`) and what is measured are the same quantity.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class Peak:
     total: int
     categories: dict[str, int]
     moment: str
+    host: dict[str, int] = field(default_factory=dict)
+    """What the host holds at its own fullest moment, where that is told apart."""
 
 
 @dataclass
@@ -54,14 +56,32 @@ class Tape:
     categories: dict[int, str] = field(default_factory=dict)
     """Of storages that are not just temporary."""
 
-    def peak(self) -> Peak:
-        """The fullest moment of the tape."""
+    def peak(self, among: Container[int] | None = None) -> Peak:
+        """The fullest moment of the tape; `among`: counting these storages only."""
         now = most = at = 0
         for i, change in enumerate(self.changes, 1):
-            now += change.bytes
+            now += change.bytes if among is None or change.storage in among else 0
             if now > most:
                 most, at = now, i
-        return Peak(most, self.level(at), next((c.moment for c in reversed(self.changes[:at]) if c.moment), ""))
+        last = next((c.moment for c in reversed(self.changes[:at]) if c.moment), "")
+        return Peak(most, self.level(at, among), last)
+
+    def apart(self, on_host: Callable[[str, bool], bool]) -> Peak:
+        """The fullest moment of a device, and what its host holds at the fullest of its own: `on_host(category, updating)`
+        tells which is which; updating: it was made by the optimizer's step."""
+        late = self.updating()
+        storages = {change.storage for change in self.changes}
+        hosts = {n for n in storages if on_host(self.categories.get(n, MADE), n in late)}
+        return replace(self.peak(storages - hosts), host=self.peak(hosts).categories)
+
+    def updating(self) -> set[int]:
+        """Storages that were made by the optimizer's step."""
+        began, before, found = False, set[int](), set[int]()
+        for change in self.changes:
+            began = began or change.moment == "optimizer"
+            if change.bytes > 0 and change.storage not in before:
+                (found if began else before).add(change.storage)
+        return found
 
     def keep(self) -> None:
         """Name as activations what was made in a forward pass and is there when something else begins."""
@@ -77,11 +97,11 @@ class Tape:
             elif forward:
                 made.add(change.storage)
 
-    def level(self, at: int) -> dict[str, int]:
-        """Bytes by category after so many entries."""
+    def level(self, at: int, among: Container[int] | None = None) -> dict[str, int]:
+        """Bytes by category after so many entries; `among`: of these storages only."""
         found: dict[str, int] = {}
         for change in self.changes[:at]:
-            if change.bytes:
+            if change.bytes and (among is None or change.storage in among):
                 category = self.categories.get(change.storage, MADE)
                 found[category] = found.get(category, 0) + change.bytes
         return {name: size for name, size in found.items() if size}
@@ -137,6 +157,13 @@ class Allocations(TorchDispatchMode):
         category = "exchange" if func.namespace == "c10d" else MADE
         for tensor in given_to((args, tuple(kwargs.values()), result)):
             self._meet(tensor, category)
+        return result
+
+    def passed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator of higher order returns counts; what it needs inside does not."""
+        result = func(*args, **kwargs)
+        for tensor in given_to(result if isinstance(result, (tuple, list)) else (result,)):
+            self._meet(tensor)
         return result
 
     def _meet(self, tensor: Tensor, category: str = MADE, free: bool = False) -> None:

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait import elementwise
 from plait.across import Across
 from plait.allocations import Peak
 from plait.blueprint import HOLDS, sketched
@@ -30,13 +32,16 @@ from plait.job import Job, load_job, user_line
 from plait.kinds import Kinds
 from plait.launch.place import Place
 from plait.making import Made, make_model
-from plait.measuring import measure
+from plait.measuring import measure, measure_evaluation
 from plait.messages import Mail, agree
-from plait.outline import short
+from plait.outline import size
 from plait.partly import PartlyFake
 from plait.plan import Plan
 from plait.pretending import Pretending, faked, process_group
+from plait.shares import whole
 from plait.sketch import Sketch
+from plait.stepping import read
+from plait.strategies.offload import on_host
 from plait.torchseam import FakeTensorMode, fake_failures, tree_map_only
 
 CPU = torch.device("cpu")
@@ -82,24 +87,36 @@ class DryRun:
         """What `plait plan --dry-run` prints."""
         most, kinds = self.fullest, sorted(self.kinds, key=lambda k: -k.peak.total)
         lines = [f"dry run  {self.plan}: one rank of each of {len(self.kinds)} kinds, of {self.world} ranks, {self.seconds:.0f} s",
-                 f"memory   {short(most.peak.total)}B on rank {most.rank}, the fullest, after {most.peak.moment}"]  # fmt: skip
-        lines += [
-            f"  {c:<12}{short(b) + 'B':>8}" for c, b in sorted(most.peak.categories.items(), key=lambda cb: -cb[1])
-        ]
+                 f"memory   {size(most.peak.total)} on rank {most.rank}, the fullest, after {most.peak.moment}"]  # fmt: skip
+        lines += _categories(most.peak.categories)
+        if host := max((kind.peak.host for kind in self.kinds), key=lambda held: sum(held.values())):
+            lines += [f"host     {size(sum(host.values()))} beside it", *_categories(host)]
         lines.append("    rank  ranks like it    memory  sends in a step")
         for kind in kinds[:SHOWN]:
-            sent = "  ".join(f"{axes} {n}× {short(size)}B" for axes, (n, size) in kind.traffic.items()) or "nothing"
-            lines.append(f"{kind.rank:>8}{kind.ranks:>15}{short(kind.peak.total) + 'B':>10}  {sent}")
+            sent = "  ".join(f"{axes} {n}× {size(sent)}" for axes, (n, sent) in kind.traffic.items()) or "nothing"
+            lines.append(f"{kind.rank:>8}{kind.ranks:>15}{size(kind.peak.total):>10}  {sent}")
         if len(kinds) > SHOWN:
             lines.append(f"and {len(kinds) - SHOWN} more kinds")
         return "\n".join([*lines, "every rank sends what the others of its groups wait for, in the same order"])
 
 
-def run(options: Any) -> int:
-    """`plait plan JOB --plan P --dry-run`."""
+def _categories(held: dict[str, int]) -> list[str]:
+    return [f"  {c:<12}{size(b):>10}" for c, b in sorted(held.items(), key=lambda cb: -cb[1])]
+
+
+def run(options: Any, room: float | None = None) -> int:
+    """`plait plan JOB --plan P --dry-run`; 1 when a rank needs more than `room`, what a device's memory leaves to a plan."""
     found = dry_run(load_job(options.job, options.arguments), Plan.read(options.plan or "dp=1").fill(None))
-    print(json.dumps(found.to_dict()) if options.json else found.table())
-    return 0
+    need = found.fullest.peak.total
+    fits = room is None or need <= room
+    facts, text = found.to_dict(), found.table()
+    if room is not None:
+        facts |= {"fits": fits, "room": round(room)}
+        left = f"{size(abs(room - need))} {'to spare' if fits else 'too much'}"
+        told = f"of {options.machine}'s memory a plan may take {size(max(0.0, room))} on each device"
+        text += f"\n{'fits' if fits else 'does not fit'}: {told}, {left}"
+    print(json.dumps(facts) if options.json else text)
+    return 0 if fits else 1
 
 
 def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
@@ -110,12 +127,13 @@ def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
         raise PlaitError(Problem("D002", f"{key} cannot run dry", why="torch.compile and threads need numbers",
                                  fix=(f"leave out {key}",)))  # fmt: skip
     began, job = time.perf_counter(), replace(job, steps=max(job.steps, steps + 1))
-    sketch, size = known(job, plan)
+    sketch, weights = known(job, plan)
+    elementwise.check(job, plan, sketch)
     kinds = Kinds.of(plan, sketch, job.batch)
     try:
         found = list(_each(job, plan, (sketch, sketch.by_values), kinds, steps))
     except fake_failures() as error:  # the job's loss looks at values, for example
-        if sketch.by_values or size > HOLDS:
+        if sketch.by_values or weights > HOLDS:
             why = f"on tensors without numbers it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise PlaitError(Problem("D002", "this job cannot run dry", why=why, where=user_line(error))) from error
         found = list(_each(job, plan, (sketch, True), kinds, steps))
@@ -128,7 +146,10 @@ def _each(job: Job, plan: Plan, how: tuple[Sketch, bool], kinds: Kinds, steps: i
     for rank, ranks in kinds.counts().items():
         mail = Mail(rank, plan)
         with alone(job, mail, how) as (engine, given):
-            peak = measure(engine, steps, given)
+            peak = measure(engine, steps, given, partial(on_host, plan))
+            if job.evaluate is not None:
+                other = measure_evaluation(engine, engine.ready, partial(on_host, plan))
+                peak = replace(other, host=peak.host) if other.total > peak.total else peak
             samples = max(n for _, n in engine.share.parts(job.batch))
         yield Kind(rank, ranks, plan.at(rank), samples, peak, mail.traffic()), mail
 
@@ -142,7 +163,7 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if plan.cp > 1 or plan.ep > 1:
         if weights > HOLDS:
-            why = f"how sequences and experts are shared out is proved on numbers; the weights are {short(weights)}B"
+            why = f"how sequences and experts are shared out is proved on numbers; the weights are {size(weights)}"
             raise PlaitError(
                 Problem("D002", f"{plan} cannot run dry", why=why, fix=("a smaller model of the same kind",))
             )
@@ -153,8 +174,10 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
 
 
 @contextmanager
-def alone(job: Job, mail: Mail, how: tuple[Sketch, bool]) -> Iterator[tuple[Engine, Callable[[Batch, bool], Batch]]]:
+def alone(job: Job, mail: Mail, how: tuple[Sketch, bool]) -> Iterator[tuple["_Alone", Callable[[Batch, bool], Batch]]]:
     """The engine of the rank that `mail` is of, and what makes of a batch one that it can be given. It runs inside only."""
+    data = job.data
+    job = replace(job, data=lambda: whole(data()))
     fakes, (sketch, real), plan, rank = FakeTensorMode(allow_non_fake_inputs=True), how, mail.plan, mail.rank
     with nullcontext() if real else PartlyFake(fakes):  # a constructor may look at what it makes
         model = make_model(job) if real else faked(make_model(job), fakes)
@@ -163,16 +186,39 @@ def alone(job: Job, mail: Mail, how: tuple[Sketch, bool]) -> Iterator[tuple[Engi
         if isinstance(engine.built.reducer, Across):  # another rank may have the gradient of a parameter they share
             engine.built.reducer.told = lambda flags: [1.0] * len(flags)
 
+        _followed(engine, pretending)
+        hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
+
+        def ready(pair: Any) -> Any:
+            pretending.mail = None  # of the messages of a step alone
+            return pair if real else tree_map_only(Tensor, hide, pair)
+
         def given(batch: Batch, last: bool) -> Batch:
             pretending.mail = mail if last else None
             if real:
                 return batch
-            hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
             trees = ("inputs", "targets", "spare")
             hidden = (replace(m, **{k: tree_map_only(Tensor, hide, getattr(m, k)) for k in trees}) for m in batch.micro)
             return replace(batch, micro=tuple(hidden)[: None if last else 1])  # what lasts is there after one
 
+        engine.ready = ready
         yield engine, given
+
+
+def _followed(engine: Engine, pretending: Pretending) -> None:
+    """What the optimizer's steps read is what they would read of small tensors."""
+    built = engine.built
+    numbers = read(engine.job, dict(built.model.named_parameters()), set(built.own))
+
+    def begins(*_: Any) -> None:
+        numbers.begin()
+        pretending.numbers = numbers
+
+    def ends(*_: Any) -> None:
+        pretending.numbers = None
+
+    engine.optimizer.register_step_pre_hook(begins)
+    engine.optimizer.register_step_post_hook(ends)
 
 
 class _Alone(Engine):
@@ -180,7 +226,9 @@ class _Alone(Engine):
 
     def __init__(self, job: Job, plan: Plan, place: Place, known: tuple[Made, Sketch]):
         self.known = known
-        super().__init__(job, plan, place=place, device="cpu")
+        self.ready: Callable[[Any], Any] = lambda pair: pair
+        """Makes of samples what its model can be given."""
+        super().__init__(job, plan, place=place, device="cpu", on_nan="ignore")
 
     def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
         return build(job, plan, self.place, device, cast, self.known)

@@ -30,6 +30,12 @@ class Ledger:
         return _Watch(self)
 
 
+def _same(name: str) -> str:
+    """What the operator of a compiled graph is called outside of one."""
+    compiled = {"all_gather_into_tensor": "allgather_", "all_reduce": "allreduce_"}
+    return next((usual for start, usual in compiled.items() if name.startswith(start)), "")
+
+
 def given(name: str, args: tuple[Any, ...]) -> list[Tensor]:
     """The tensors that a rank gives to a collective (or a message is received into)."""
     tree = args[1] if name in ("allgather_", "_allgather_base_") else args[0]
@@ -50,6 +56,8 @@ class _Watch(TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         if namespace == "c10d":
             self._note(name.partition(".")[0], args)
+        elif namespace == "_c10d_functional" and (same := _same(name)):
+            self._note(same, (*args[:1], *args[:1]))
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: tuple[Any, ...]) -> None:

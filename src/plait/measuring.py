@@ -11,16 +11,24 @@ from plait.actions import Action
 from plait.allocations import Allocations, Peak
 from plait.data import Batch
 from plait.engine import Engine
+from plait.errors import PlaitError
+from plait.evaluation import first_forward
 from plait.metering import tensors_in
 from plait.pipe import Clock
 from plait.reducer import Reducer
 from plait.torchseam import tree_leaves
 
 
-def measure(engine: Engine, steps: int = 2, given: Callable[[Batch, bool], Batch] = lambda batch, _: batch) -> Peak:
+def measure(
+    engine: Engine,
+    steps: int = 2,
+    given: Callable[[Batch, bool], Batch] = lambda batch, _: batch,
+    on_host: Callable[[str, bool], bool] | None = None,
+) -> Peak:
     """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it.
 
-    `given` makes of a batch what a step is given, and is told whether it is the one that is measured.
+    `given` makes of a batch what a step is given, and is told whether it is the one that is measured. `on_host`, as in
+    `Tape.apart`, tells the host's memory from the device's; without it all is one.
     """
     source = engine.batches()
     for _ in range(steps):
@@ -38,7 +46,30 @@ def measure(engine: Engine, steps: int = 2, given: Callable[[Batch, bool], Batch
         meter.moment("optimizer")
         engine.update(batch, rider)
     meter.tape.keep()
-    return meter.tape.peak()
+    return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
+
+
+def measure_evaluation(
+    engine: Engine,
+    ready: Callable[[Any], Any] = lambda pair: pair,
+    on_host: Callable[[str, bool], bool] | None = None,
+) -> Peak:
+    """The fullest moment of an evaluation's largest forward pass, between two steps. All ranks call it.
+
+    `ready` makes of (inputs, targets) what the model is given. Metrics that look at values which are not there stop;
+    what they had made until then is counted. `on_host`: as for `measure`.
+    """
+    gc.collect()
+    with Allocations() as meter:
+        hold(meter, engine, None)
+        meter.moment("evaluation")
+        try:
+            first_forward(engine.built, ready)
+        except PlaitError:
+            raise
+        except Exception:
+            meter.moment("evaluation")
+    return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
 
 
 def hold(meter: Allocations, engine: Engine, batch: Any) -> None:
@@ -48,7 +79,8 @@ def hold(meter: Allocations, engine: Engine, batch: Any) -> None:
     meter.hold("buffers", built.model.buffers())
     meter.hold("host copies", (built.masters or {}).values())
     meter.hold("optimizer", _tensors([list(state.values()) for state in engine.optimizer.state.values()]))
-    meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in batch.micro]))
+    micros = batch.micro if batch is not None else ()
+    meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in micros]))
     if isinstance(built.reducer, Reducer):
         meter.hold("gradients", [bucket.flat for bucket in built.reducer.buckets])
 

@@ -49,6 +49,8 @@ class Outline:
     flops_between: float
     saved_between: float
     unmeasured: str
+    opaque: tuple[tuple[str, str], ...] = ()
+    """Modules that call operators of higher order, and these: what they compute is not counted."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -82,6 +84,7 @@ def outline(sketch: Sketch, batch: int) -> Outline:
         between,
         kept,
         sketch.unmeasured,
+        sketch.opaque,
     )
 
 
@@ -143,13 +146,13 @@ def table(found: Outline, job: str) -> str:
     lines = [COLUMNS]
     for row in found.rows:
         name = row.unit if row.closed else f"{row.unit} *"
-        lines.append((name, row.kind, str(row.calls), short(row.parameters), short(row.flops), f"{short(row.saved)}B",
-                      f"{short(row.output)}B", ", ".join(row.needs) or "the input"))  # fmt: skip
+        lines.append((name, row.kind, str(row.calls), short(row.parameters), short(row.flops), size(row.saved),
+                      size(row.output), ", ".join(row.needs) or "the input"))  # fmt: skip
     if found.rest or found.flops_between or found.saved_between:
         lines.append(("between units", "", "", short(found.rest_parameters), short(found.flops_between),
-                      f"{short(found.saved_between)}B", "", ", ".join(found.rest[:3])))  # fmt: skip
+                      size(found.saved_between), "", ", ".join(found.rest[:3])))  # fmt: skip
     calls = str(sum(row.calls for row in found.rows))
-    total = (short(found.parameters), short(found.flops), f"{short(found.saved)}B", "", ", ".join(found.output_needs))
+    total = (short(found.parameters), short(found.flops), size(found.saved), "", ", ".join(found.output_needs))
     lines.append(("together", "", calls, *total))
     samples = "one sample" if found.batch == 1 else f"a batch of {found.batch}"
     text = [f"job     {job}, the forward pass of {samples}"]
@@ -158,6 +161,10 @@ def table(found: Outline, job: str) -> str:
         text.append("* its parameters are also used outside of its own calls; shared ones count once in the total")
     if found.unmeasured:
         text.append(f"units could not be measured: {found.unmeasured}")
+    if found.opaque:
+        names = ", ".join(dict.fromkeys(name for _, name in found.opaque))
+        inside = ", ".join(dict.fromkeys(module or "the model" for module, _ in found.opaque))
+        text.append(f"not counted: what {names} computes, in {inside}")
     return "\n".join(text)
 
 
@@ -174,3 +181,11 @@ def short(number: float) -> str:
         if number >= scale * 0.9995:
             return f"{number / scale:.3g}{letter}" if number < scale * 999.5 else f"{number / scale:.0f}{letter}"
     return f"{number:.3g}"
+
+
+def size(number: float) -> str:
+    """So many bytes, with three digits: 1.23 GiB."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= scale * 0.9995:
+            return f"{number / scale:.3g} {unit}" if number < scale * 999.5 else f"{number / scale:.0f} {unit}"
+    return f"{number:.0f} B"

@@ -6,7 +6,7 @@ real tensors, because code that makes masks at need makes others on fake ones.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from plait.attending import Asked
 from plait.blockwise import wide
 from plait.course import SAMPLES, Course, Talk, refused, short
-from plait.proving import Layout
+from plait.opened import Layout, reached
 from plait.ranges import Rows
 from plait.regions import Absent
 from plait.spread import Spread
@@ -49,14 +49,15 @@ class Deaf(Held):
         return self.stretching.sketched(self)
 
     def _note(self, kind: str, local: Tensor, dim: int) -> Tensor:
-        rows = local.shape[dim]
-        each = (local.numel() // max(rows * SAMPLES, 1),)
+        rows, dim = local.shape[dim], dim % local.dim()
         twice = checkpoint_frame() is not None
         lengths = (self.length, self.length)
+        squares = sum(n == self.cut.length for d, n in enumerate(local.shape) if d != dim)
+        each = local.numel() // max(rows, 1) * self.length**squares // self.cut.length**squares
         shape = list(local.shape)
         shape[dim] = self.cut.length - rows
-        whole = torch.cat([local, local.new_empty(shape)], dim)
-        talk = Talk(kind, self.stretching.unit, each, (0, 0), local.dtype, local.requires_grad, twice, lengths)
+        whole = torch.cat([local, local.new_zeros(shape)], dim)
+        talk = Talk(kind, self.stretching.unit, (each,), (0, 0), local.dtype, local.requires_grad, twice, lengths)
         self.notes.append((talk, whole))
         return whole
 
@@ -78,7 +79,17 @@ def overhear(
     """The course with what is told in it. `batch(n)`: inputs and targets; `stretching` has wrapped the model."""
     some, more = (_heard(model, batch(n), call, loss, (stretching, layout, n)) for n in (SAMPLES - 1, SAMPLES))
     asked = [(op, size, other) for (op, size), (_, other) in zip(some[1], more[1])]
-    return replace(stretching.course, talks=tuple(more[0]), asked=tuple(asked))
+    alike = len(some[0]) == len(more[0])
+    talks = [_of_a_sample(talk, other) for talk, other in zip(some[0] if alike else more[0], more[0])]
+    return replace(stretching.course, talks=tuple(talks), asked=tuple(asked))
+
+
+def _of_a_sample(some: Talk, more: Talk) -> Talk:
+    """What is gathered, from batches of `SAMPLES` - 1 and of `SAMPLES`: of a sample, and whatever their number."""
+    if more.kind not in ("gather", "fetch"):
+        return more
+    each = more.each[0] // SAMPLES if some is more else more.each[0] - some.each[0]
+    return replace(more, each=(each,), fixed=0 if some is more else more.each[0] - SAMPLES * each)
 
 
 def _heard(
@@ -95,9 +106,13 @@ def _heard(
         notes.extend(_noted(asked, out, (queries, keys), (stretching, samples)))
         return out
 
+    keeping = _Keeping(stretching, notes)
+
     def run(module: nn.Module, given: Any) -> Any:
         with torch.enable_grad():
-            made = loss(call(module, given), targets[-1])
+            with keeping:
+                outputs = call(module, given)
+            made = loss(outputs, targets[-1])
             learned = [(end, seen) for end, seen in ends if seen.requires_grad]
             if learned and made.requires_grad:
                 found = torch.autograd.grad(made, [seen for _, seen in learned], retain_graph=True, allow_unused=True)
@@ -123,19 +138,28 @@ def _heard(
             handle.remove()
         stretching.held = {}
     passed = reached(starts)
-    return [replace(talk, grad=talk.grad and made.grad_fn in passed) for talk, made in notes], absent.calls
+    return [
+        replace(talk, grad=talk.grad and made.grad_fn in passed, again=_again(talk, number, keeping.last))
+        for number, (talk, made) in enumerate(notes)
+    ], absent.calls
 
 
-def reached(starts: Iterable[Tensor]) -> set[Any]:
-    """The nodes of autograd's graph that a backward pass from these tensors goes through."""
-    found: set[Any] = set()
-    left = [t.grad_fn for t in starts]
-    while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            left += [following for following, _ in node.next_functions]
-    return found
+class _Keeping(torch.autograd.graph.saved_tensors_hooks):
+    """Notes, of each unit, how much was told when something was last kept for backward in it."""
+
+    def __init__(self, stretching: Stretching, notes: Notes):
+        self.last: dict[str, int] = {}
+
+        def kept(x: Tensor) -> Tensor:
+            self.last[stretching.unit] = len(notes)
+            return x
+
+        super().__init__(kept, lambda x: x)
+
+
+def _again(talk: Talk, number: int, last: dict[str, int]) -> bool:
+    """Whether a recomputation comes to a message: attention keeps something for backward itself."""
+    return talk.twice or talk.kind not in ("gather", "fetch") or number < last.get(talk.unit, 0)
 
 
 def _noted(
@@ -162,21 +186,21 @@ def _noted(
 
 
 def messages(
-    talk: Talk, layout: Callable[[int], Rows], rank: int, how: tuple[str, int], again: bool
+    talk: Talk, layout: Callable[[int], Rows], rank: int, how: tuple[str, int], again: bool, *, direct: bool
 ) -> Iterator[tuple[str, int, int]]:
     """(operator, calls, bytes) of a rank in one pass forward and backward. `layout`: how a sequence of a length is cut.
 
-    `how`: ring or ulysses, and the samples. `again`: the forward pass is made twice.
+    `how`: ring or ulysses, and the samples. `again`: the forward pass is made twice. `direct`: see `scattering.directly`.
     """
     context, samples = how
-    forward = 1 + again
+    forward = 1 + (again and talk.again)
     queries, keys = map(layout, talk.lengths)
     if talk.kind == "attention" and context == "ring":
         yield from _ring(talk, keys, rank, samples, forward)
     elif talk.kind == "attention":
         yield from _swaps(talk, (queries, keys), rank, samples, forward)
     elif talk.kind != "rows" or context == "ulysses":
-        yield from _gathers(talk, queries, rank, samples, forward)
+        yield from _gathers(talk, queries, rank, (samples, forward), direct)
 
 
 def _ring(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
@@ -207,19 +231,28 @@ def _swaps(
     yield "alltoall_base_", 4 * (forward + talk.grad), size * samples * talk.dtype.itemsize
 
 
-def _gathers(talk: Talk, cut: Rows, rank: int, samples: int, forward: int) -> Iterator[tuple[str, int, int]]:
-    """Messages of `regions.gathered`, and of `regions.sum_part` in backward; on a CPU."""
-    row = talk.each[0] * samples * talk.dtype.itemsize
+def _gathers(talk: Talk, cut: Rows, rank: int, how: tuple[int, int], direct: bool) -> Iterator[tuple[str, int, int]]:
+    """Messages of `regions.gathered`, and of `regions.sum_part` in backward. `how`: samples, forward passes."""
+    samples, forward = how
+    row = (talk.each[0] * samples + talk.fixed) * talk.dtype.itemsize
     mine, others = cut.sizes[rank], cut.length - cut.sizes[rank]
     peers = len(cut.ranks) - 1
     back = int(talk.kind == "gather" and talk.grad)
-    if row:
+    if row and not direct:
+        yield "allgather_", forward, row * forward * mine
+        yield "reduce_scatter_", back, row * back * mine
+    elif row:
         yield "send", peers * (forward + back), row * (forward * mine * peers + back * others)
         yield "recv_", peers * (forward + back), row * (forward * others + back * mine * peers)
 
 
 def total(
-    course: Course, layout: Callable[[int], Rows], rank: int, how: tuple[str, list[int]], twice: Callable[[str], bool]
+    course: Course,
+    layout: Callable[[int], Rows],
+    rank: int,
+    how: tuple[str, list[int]],
+    twice: Callable[[str], bool],
+    direct: bool = True,
 ) -> Counter[tuple[str, str]]:
     """(operator, what) -> of a step's micro-batches: calls under ("op", "calls"), bytes under ("op", "bytes")."""
     found: Counter[tuple[str, str]] = Counter()
@@ -227,7 +260,7 @@ def total(
     for n in samples:
         for talk in course.talks:
             for op, calls, size in messages(
-                talk, layout, rank, (context, n), talk.twice or (bool(talk.unit) and twice(talk.unit))
+                talk, layout, rank, (context, n), talk.twice or (bool(talk.unit) and twice(talk.unit)), direct=direct
             ):
                 found[op, "calls"] += calls
                 found[op, "bytes"] += size

@@ -6,6 +6,7 @@ and that list decides everything.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from plait.errors import PlaitError, Problem
 from plait.reducer import numel
@@ -16,6 +17,8 @@ a reader that needs a part of it need not hash all of it."""
 
 Rect = tuple[tuple[int, ...], tuple[int, ...]]
 """(start, size)."""
+MOST_PAIRS = 1 << 18
+"""Pairs of pieces of one tensor that are compared at most. Those in rows need no comparing, and plans make rows."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,35 @@ def without(a: Rect, b: Rect) -> list[Rect]:
 def wrong_tiling(shape: Sequence[int], rects: Iterable[Rect]) -> str | None:
     """None when the rectangles cover the shape exactly once, else what is wrong."""
     ordered = sorted(rects)
-    covered = 0
-    active: list[Rect] = []
+    for start, size in ordered:
+        if any(s < 0 or n <= 0 or s + n > whole for s, n, whole in zip(start, size, shape)):
+            return f"a piece at {list(start)} of size {list(size)} leaves the shape {list(shape)}"
+    wrong = _overlapping(ordered, 0, len(shape))
+    covered = sum(numel(size) for _, size in ordered)
+    return wrong or (None if covered == numel(shape) else f"its pieces cover {covered} of {numel(shape)} elements")
+
+
+def _overlapping(ordered: list[Rect], dim: int, dims: int) -> str | None:
+    """What overlaps. Pieces that plans make stand in rows: each row is looked at by itself, from dim to dim."""
+    if dim == dims:
+        return None if len(ordered) < 2 else f"two pieces overlap at {list(ordered[1][0])}"
+    rows: dict[tuple[int, int], list[Rect]] = {}
     for rect in ordered:
-        if any(s < 0 or n <= 0 or s + n > whole for s, n, whole in zip(*rect, shape)):
-            return f"a piece at {list(rect[0])} of size {list(rect[1])} leaves the shape {list(shape)}"
-        active = [other for other in active if not shape or other[0][0] + other[1][0] > rect[0][0]]
+        rows.setdefault((rect[0][dim], rect[1][dim]), []).append(rect)
+    bounds = sorted(rows)
+    if all(start + size <= after for (start, size), (after, _) in pairwise(bounds)):
+        return next((wrong for row in rows.values() if (wrong := _overlapping(row, dim + 1, dims))), None)
+    active: list[Rect] = []
+    pairs = 0
+    for rect in sorted(ordered, key=lambda r: r[0][dim]):
+        active = [other for other in active if other[0][dim] + other[1][dim] > rect[0][dim]]
+        pairs += len(active)
+        if pairs > MOST_PAIRS:
+            return f"it has {len(ordered)} pieces, too many of them side by side"
         if any(overlap(rect, other) for other in active):
             return f"two pieces overlap at {list(rect[0])}"
         active.append(rect)
-        covered += numel(rect[1])
-    return None if covered == numel(shape) else f"its pieces cover {covered} of {numel(shape)} elements"
+    return None
 
 
 def assign(held: list[list[Held]]) -> list[list[Held]]:

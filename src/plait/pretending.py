@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from plait.messages import Mail
 from plait.partly import PartlyFake, given_to
+from plait.stepping import Numbers, reads
 from plait.torchseam import (
     FakeTensor,
     FakeTensorMode,
@@ -39,6 +40,8 @@ class Pretending(PartlyFake):
         self.real = real
         self.mail: Mail | None = None
         """What is told of messages."""
+        self.numbers: Numbers | None = None
+        """What the step of an optimizer reads, while it goes on."""
         self.nothing = torch.zeros(1)
 
     def hides(self, made: Tensor) -> bool:
@@ -46,6 +49,10 @@ class Pretending(PartlyFake):
         return not self.real and (super().hides(made) or made.dtype in (torch.float32, torch.float16, torch.bfloat16))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.numbers is not None and reads(func):
+            number = self.numbers.told(func, args)
+            if _hollow(args):
+                return number
         if func is scalar_of and isinstance(args[0], FakeTensor):
             return stand_in(args[0].dtype)
         if func.namespace == "c10d":

@@ -110,6 +110,8 @@ class Randomness:
         self.windows: Windows | None = None
         """What this rank holds of tensors that are cut otherwise than by samples. May change from pass to pass: a
         recomputation draws by those of its forward pass. Not for compiled models."""
+        self.whose: Any = None
+        """A part under the shape of the whole (`Facade`), while something is drawn for it."""
         self.shared = False
         """Threads draw from one generator of torch's: a recomputation cannot find its place by it."""
         self.where = torch.zeros(4, dtype=torch.int64)  # seed, step, first sample, samples
@@ -286,7 +288,11 @@ class _Keyed(TorchFunctionMode):
         if not (training and train) or p == 0.0:
             return input
         if isinstance(input, Facade) and input.inside:
-            return input.like(self._dropout(func, input.local, p, training, inplace, train))
+            before, self.randomness.whose = self.randomness.whose, input
+            try:
+                return input.like(self._dropout(func, input.local, p, training, inplace, train))
+            finally:
+                self.randomness.whose = before
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         mask = self.randomness.keep(input, p, mask_shape(func, input))

@@ -1,7 +1,7 @@
 """Which rows of a dim each rank of a group holds: in order or not, in one stretch or several, equally many or not."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -51,7 +51,7 @@ class Rows:
     def sliced(self, first: int, end: int) -> "Rows":
         """Of the dim [first:end] of this one."""
         kept = [[(max(f, first), min(f + n, end)) for f, n in ranges] for ranges in self.ranks]
-        return Rows(tuple(tuple((a - first, b - a) for a, b in ranges if b > a) for ranges in kept))
+        return replace(self, ranks=tuple(tuple((a - first, b - a) for a, b in ranges if b > a) for ranges in kept))
 
     def held(self, rank: int, first: int, end: int) -> Ranges:
         """Where in the part of a rank the rows first … end − 1 of the whole are."""
@@ -64,21 +64,33 @@ class Rows:
 
     def merged(self, outer: int, inner: int) -> "Rows":
         """Of the one dim that [outer, this dim, inner] is as."""
-        return Rows(
-            tuple(
-                _joined([((o * self.length + f) * inner, n * inner) for o in range(outer) for f, n in ranges])
-                for ranges in self.ranks
-            )
+        parts = (
+            _joined([((o * self.length + f) * inner, n * inner) for o in range(outer) for f, n in ranges])
+            for ranges in self.ranks
         )
+        return replace(self, ranks=tuple(parts))
 
     def parted(self, outer: int, length: int, inner: int) -> "Rows | None":
         """Of the middle one of the dims [outer, length, inner] that this dim is as; None when the others are cut too."""
         first = self.sliced(0, length * inner)
         if any(f % inner or n % inner for ranges in first.ranks for f, n in ranges):
             return None
-        found = Rows(tuple(tuple((f // inner, n // inner) for f, n in ranges) for ranges in first.ranks))
+        found = replace(self, ranks=tuple(tuple((f // inner, n // inner) for f, n in ranges) for ranges in first.ranks))
         alike = found.length == length and found.merged(outer, inner) == self.merged(1, 1)
         return found if alike else None
+
+
+class AndAll(Rows):
+    """The rows of ranks, and one rank more that has all of them: a dim is followed through views as that of the others is."""
+
+    @classmethod
+    def beside(cls, rows: Rows) -> "AndAll":
+        """The last rank has all."""
+        return cls((*rows.ranks, ((0, rows.length),)))
+
+    @cached_property
+    def length(self) -> int:
+        return self.sizes[-1]
 
 
 def within(ranges: Ranges, first: int, count: int) -> Ranges:

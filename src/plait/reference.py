@@ -6,14 +6,15 @@ engine and these lines agree to rounding, the engine trains what the job says.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from plait.data import is_map
+from plait.data import example, is_map
+from plait.errors import FAILED, PlaitError, Problem
 from plait.job import Job
 from plait.randomness import Randomness, permutation, seed_host
 from plait.sketch import sketch
@@ -23,8 +24,11 @@ from plait.wide import Wide
 Samples = tuple[int, int, list[Any]]
 
 
-def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
+def train(
+    job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu", *, moves: Callable[[], None] = lambda: None
+) -> dict[str, Any]:  # fmt: skip
     """Train `steps` steps. `clip` is a share of the first gradient norm, so that clipping is always active.
+    `moves` is called at each step, and before its backward pass.
 
     Returns `rows` (per step: loss, norm, lr, samples), `ids` (per step), `clip` (the norm used), and by name the
     tensors `initial`, `gradients` (of step 1, before clipping), `weights` and `buffers` (at the end).
@@ -32,7 +36,7 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
     model = _model(job, dtype, device)
     data = job.data()
     state = torch.get_rng_state()
-    sample = data[0] if is_map(data) else next(iter(job.data()))
+    sample = example(job.data, data)[0]
     torch.set_rng_state(state)
     sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call)
     keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
@@ -42,21 +46,24 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
     out: dict[str, Any] = {"initial": _copy(model.named_parameters()), "rows": [], "ids": []}
     seen, stream = 0, _samples(job, data)
     for step in range(steps):
+        moves()
         epoch, ids, samples = next(stream)
         inputs, targets = _ready(_collate(data, samples), dtype, device)
         with Wide(), keyed.at(step, 0, len(ids)):
             outputs = _call(model, inputs)
             loss = job.loss(outputs, targets)
+        moves()
         with keyed.replay():
             loss.backward()
         if step == 0:
             out["gradients"] = _copy((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-            out["clip"] = clip * float(
-                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            )
+            first = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            out["clip"] = clip * first or clip  # a first gradient of zero: any limit is as good
             with Wide():
                 out["mean"] = _is_mean(job, outputs, targets, len(ids))
         norm = torch.nn.utils.clip_grad_norm_(parameters, out["clip"])
+        if not (torch.isfinite(loss).all() and torch.isfinite(norm)):
+            raise _nonfinite(step + 1, float(loss.detach()), float(norm), ids)
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * job.schedule(seen) if job.schedule else rate
         lr = float(optimizer.param_groups[0]["lr"])
@@ -66,6 +73,25 @@ def train(job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "
         out["rows"].append({"loss": float(loss.detach()), "norm": float(norm), "lr": lr, "samples": seen})
         out["ids"].append([epoch, ids])
     return out | {"weights": _copy(model.named_parameters()), "buffers": _copy(model.named_buffers())}
+
+
+def _nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitError:
+    what = (
+        f"the job's numbers are not finite on one device: in step {step} the loss is {loss}, the gradient norm {norm}"
+    )
+    why = f"it was trained in plain PyTorch in float64, on samples {', '.join(map(str, ids))}: there is nothing to compare"
+    fix = ("look at what the job's data gives for these samples", "a lower learning rate")
+    return PlaitError(Problem("J011", what, why=why, fix=fix), FAILED)
+
+
+def plain(job: Job, dtype: torch.dtype, device: str = "cpu") -> None:
+    """One step of the job with nothing of plait's around it: whatever fails here fails in plain PyTorch."""
+    model, data = _model(job, dtype, device), job.data()
+    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    _, _, samples = next(_samples(job, data))
+    inputs, targets = _ready(_collate(data, samples), dtype, device)
+    job.loss(_call(model, inputs), targets).backward()
+    optimizer.step()
 
 
 def _model(job: Job, dtype: torch.dtype, device: str) -> torch.nn.Module:
@@ -93,6 +119,7 @@ def _samples(job: Job, data: Any) -> Iterator[tuple[int, list[int], list[Any]]]:
                 ids = order[start : start + job.batch]
                 yield epoch, ids, [_seeded(job, epoch, i, lambda i=i: data[i]) for i in ids]
         else:
+            seed_host(job.seed, "epoch", epoch)
             source, position, ended = iter(data), 0, False
             while not ended:
                 samples: list[Any] = []

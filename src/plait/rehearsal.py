@@ -9,7 +9,7 @@ gradient of its inputs is), "gradient p", "end".
 """
 
 import gc
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ from plait.torchseam import (
     tree_map_only,
 )
 from plait.unithooks import without_views
+from plait.watching import fakes_of
 from plait.workspaces import Workspaces
 
 
@@ -47,8 +48,13 @@ class Rehearsal:
     gradients: dict[str, int] = field(default_factory=dict)
 
 
-def rehearse(model: nn.Module, sketch: Sketch, job: Job, plan: Plan, batch: tuple[Any, Any]) -> Rehearsal:
-    """Run one micro-batch (inputs, targets) of `job` through `model`, which is of no use afterwards."""
+def rehearse(
+    model: nn.Module, sketch: Sketch, job: Job, plan: Plan, batch: tuple[Any, Any], evaluates: bool = False
+) -> Rehearsal:
+    """Run one micro-batch (inputs, targets) of `job` through `model`, which is of no use afterwards.
+
+    `evaluates`: of an evaluation, with the job's metrics, without backward.
+    """
     fakes = None if sketch.by_values else fakes_of(model)
     if fakes is not None:
         fake(model, fakes, plan_format(plan) if plan.fsdp > 1 else None)
@@ -69,10 +75,13 @@ def rehearse(model: nn.Module, sketch: Sketch, job: Job, plan: Plan, batch: tupl
         meter.hold("", [*names.values(), *model.buffers()], free=True)
         meter.hold("", (t for t in tree_leaves(batch) if isinstance(t, Tensor)), free=True)
         meter.moment("start")
-        keyed = _Dropouts() if sketch.places else nullcontext()  # as in training, where it prolongs a few lives
-        scaled = _forward(model, job, plan, keyed, batch) * 0.5
-        meter.moment("loss")
-        scaled.backward()
+        if evaluates:
+            _evaluated(model, job, plan, batch, meter)
+        else:
+            keyed = _Dropouts() if sketch.places else nullcontext()  # as in training, where it prolongs a few lives
+            scaled = _forward(model, job, plan, keyed, batch) * 0.5
+            meter.moment("loss")
+            scaled.backward()
         meter.moment("end")
     randomness.restore_host(state)
     return Rehearsal(meter.tape, gradients)
@@ -84,6 +93,18 @@ def _forward(model: nn.Module, job: Job, plan: Plan, keyed: Any, batch: tuple[An
         return _loss(_outputs(model, plan, batch[0]), job, plan, batch[1])
 
 
+def _evaluated(model: nn.Module, job: Job, plan: Plan, batch: tuple[Any, Any], meter: Allocations) -> None:
+    """As `evaluation.py`. Metrics that look at values stop there: what they had made until then is counted."""
+    assert job.evaluate is not None
+    model.eval()
+    with torch.no_grad(), autocast("cpu", plan_format(plan)):
+        outputs = call(model, batch[0])
+        meter.moment("loss")
+        with suppress(Exception):
+            for values in job.evaluate.metrics(outputs, batch[1]).values():
+                torch.as_tensor(values).double().sum()
+
+
 def _outputs(model: nn.Module, plan: Plan, inputs: Any) -> Any:
     with autocast("cpu", plan_format(plan)):
         return call(model, inputs)
@@ -92,12 +113,6 @@ def _outputs(model: nn.Module, plan: Plan, inputs: Any) -> Any:
 def _loss(outputs: Any, job: Job, plan: Plan, targets: Any) -> Tensor:
     with autocast("cpu", plan_format(plan)):
         return job.loss(outputs, targets)
-
-
-def fakes_of(model: nn.Module) -> FakeTensorMode:
-    """A mode for fake tensors: the one that the model itself was built in, if it was."""
-    built = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
-    return built or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake(model: nn.Module, fakes: FakeTensorMode, half: torch.dtype | None) -> None:

@@ -81,6 +81,8 @@ class Role:
     """Units that no gradient comes to (one ends before them). The sketch cannot tell: seen in a run, else unknown."""
     courses: tuple[Course, ...] = ()
     """Of each micro-batch, when they were seen in a run: not all need be the sketch's."""
+    direct: bool = True
+    """Parts are exchanged by sends and receives, as on CPU processes (`scattering.directly`)."""
 
     @staticmethod
     def of(plan: Plan, batch: int, rank: int = 0, weighted: bool = False, layout: Layout | None = None) -> "Role":

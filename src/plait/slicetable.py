@@ -100,8 +100,7 @@ def shown(job: Job, plan: Plan) -> Shown:
     """What a plan with `tp` cuts of a job's model. Nothing of it is trained, and no process is started."""
     check_plan(job, plan)
     model, sketch = sketched(job)
-    samples = data.checked(job.data(), "Job(data=…)")
-    example = samples if data.is_map(samples) else job.data()
+    example = data.example(job.data, data.opened(job.data))
     inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
     found = chosen.slices_of(sketch, model, inputs, call, job, plan)
     return summary(model, found, plan.tp)

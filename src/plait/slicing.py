@@ -85,7 +85,8 @@ class _Finder:
         self.maps = {k: v for k, v in find_maps(model).items() if not inner or not k.startswith(inner)}
         opaque = {name: m.module for name, m in self.maps.items()} | dict[str, nn.Module](self.packed)
         self.wanted = _wanted(tensor, [*opaque, *(k for k, m in model.named_modules() if isinstance(m, nn.Embedding))])
-        example = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, given[0])
+        wide = lambda t: t.to("cpu", torch.float64 if t.is_floating_point() else t.dtype)  # noqa: E731
+        example = tree_map_only(Tensor, wide, given[0])
         self.follow = self._followed(opaque, example, call, given[1])
         self.holders: dict[int, list[str]] = {}
         for name, module in model.named_modules():

@@ -7,6 +7,7 @@ the row is given is the rank's slice of what it is given in the whole, what any 
 what the container returns, as far as anything looks at it.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -179,7 +180,8 @@ def check(containers: Iterable[Container], groups: tuple[Group, ...], seed: int 
 
 @contextmanager
 def kept(root: nn.Module) -> Iterator[None]:
-    """What a call changes on modules is put back: attributes (numbers, caches) and buffers, of which it gets copies."""
+    """What a call changes on modules is put back: attributes (numbers, caches), hooks, and buffers, of which it gets copies."""
+    hooks = [(some, dict(some)) for m in root.modules() for some in vars(m).values() if type(some) is OrderedDict]
     before = [(m, dict(vars(m)), dict(own_buffers(m))) for m in root.modules()]
     copies = {id(b): b.detach().clone() for _, _, buffers in before for b in buffers.values() if b is not None}
     try:
@@ -192,6 +194,9 @@ def kept(root: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
             own_buffers(module).clear()
             own_buffers(module).update(buffers)
+        for some, content in hooks:
+            some.clear()
+            some.update(content)
 
 
 def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:

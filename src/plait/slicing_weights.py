@@ -22,7 +22,8 @@ LARGE_MODEL = 1 << 26
 
 @contextmanager
 def random_weights(model: nn.Module) -> Iterator[None]:
-    """Random numbers in float64 in the place of weights: zeros that a constructor chose would prove nothing.
+    """Random numbers in float64, on the host, in the place of weights: zeros that a constructor chose would prove nothing,
+    and a device may have no room for them. Buffers are on the host too.
 
     Of a large table all rows are alike, and so they are of matrices of maps in a large model: nothing looks at them.
     """
@@ -42,8 +43,8 @@ def random_weights(model: nn.Module) -> Iterator[None]:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta or isinstance(buffer, FakeTensor):
                     setattr(module, name, torch.rand(buffer.shape, generator=g).to(buffer.dtype))
-                if buffer.is_floating_point():
-                    setattr(module, name, getattr(module, name).double())
+                wide = torch.float64 if buffer.is_floating_point() else buffer.dtype
+                setattr(module, name, getattr(module, name).to("cpu", wide))
         yield
     finally:
         for module, name, p, data in before:
@@ -55,7 +56,7 @@ def random_weights(model: nn.Module) -> Iterator[None]:
 
 def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
     if not p.is_floating_point():
-        return p
+        return nn.Parameter(p.detach().cpu(), False)
     drawn = torch.randn(p.shape[-1:] if alike else p.shape, generator=g, dtype=torch.float64)
     drawn = drawn / max(1, p.numel() // max(1, len(p))) ** 0.5 if p.dim() > 1 else 1 + drawn / 10
     return nn.Parameter(drawn.expand(p.shape), p.requires_grad)

@@ -96,6 +96,10 @@ def indexed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     takes[at : at + 1] = [1] * (len(x.shape) - sum(takes))
     place = next(k for k in range(len(index)) if sum(takes[:k]) <= x.cut < sum(takes[: k + 1]))
     mine = index[place]
+    if len(advanced) == 1 and mine == slice(None) and not any(type(i) is int for i in index):
+        later = next(k for k, i in enumerate(index) if i is advanced[0]) > place
+        if later:
+            return x.like(x.local[tuple(index)], sum(i is None or isinstance(i, slice) for i in index[:place]))
     if advanced:
         if mine != slice(None) or any(i != slice(None) for i in index[place:]):
             return NotImplemented
@@ -153,7 +157,7 @@ RULES = {
         moved,
     ),
     **dict.fromkeys(("flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"), reshaped),
-    **dict.fromkeys(("chunk", "narrow", "select", "split"), narrowed),
+    **dict.fromkeys(("chunk", "narrow", "select", "split", "tensor_split"), narrowed),
     "__getitem__": indexed,
 }
 """Name of a function -> its rule."""

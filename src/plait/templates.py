@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.errors import FAILED, PlaitError, Problem
+from plait.errors import PlaitError, Problem
 from plait.torchseam import leaves, tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -99,11 +99,11 @@ def known(output: Any, expected: Template, samples: int, unit: str) -> None:
     if found == wanted and changed is not None:
         what = f"unit {unit} returns a number or a word that changes: {changed}"
         why = "only tensors travel between stages"
-        raise PlaitError(Problem("P025", what, why=why, fix=("return a tensor", "pp=1")), FAILED)
+        raise PlaitError(Problem("P025", what, why=why, fix=("return a tensor", "pp=1")))
     if found != wanted:
         what = f"unit {unit} returns {_told(found)}, the other stages wait for {_told(wanted)}"
         why = "shapes and formats are those of the first sample, shapes linear in the number of samples"
-        raise PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length",)), FAILED)
+        raise PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length",)))
 
 
 def _told(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> str:

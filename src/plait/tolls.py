@@ -6,7 +6,7 @@ ranks are absent, so that the model's own code and the job's loss show what they
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -266,9 +266,11 @@ class Toll:
     rows: int = 0
     call: int = -1
 
-    def messages(self, samples: list[int], place: tuple[int, int], held: Fraction) -> list[tuple[str, int, int]]:
+    def messages(
+        self, samples: Sequence[int], place: tuple[int, int], held: Fraction, direct: bool
+    ) -> list[tuple[str, int, int]]:
         """(operator, calls, bytes) of a rank for micro-batches of so many samples. `place`: rank, ranks; `held`: how
-        much of a sequence they have. On a CPU."""
+        much of a sequence they have; `direct`: parts are exchanged by sends and receives."""
         size = sum(round(round(self.bytes.of(n)) * held) for n in samples)
         if not self.rows:
             return [(self.op, len(samples), size)]
@@ -278,6 +280,8 @@ class Toll:
         mine = [sizes[rank]] * (ranks - 1) if sizes[rank] else []
         sent, taken = (mine, others) if self.op == "gather" else (others, mine)
         count, row = len(samples), size // self.rows
+        if not direct:
+            return [("allgather_" if self.op == "gather" else "reduce_scatter_", count, row * sizes[rank])]
         return [("send", count * len(sent), row * sum(sent)), ("recv_", count * len(taken), row * sum(taken))]
 
 

@@ -20,6 +20,8 @@ class Verdict:
     inexact: tuple[str, ...] = ()
     world: int = 1
     forced: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What the split run does that costs more than its plan says by itself."""
 
     @property
     def equal(self) -> bool:
@@ -47,7 +49,7 @@ class Verdict:
             "equal": self.equal, "plan": self.plan, "worst": {"probe": worst.code, "name": worst.name, "relative": worst.worst},
             "first_wrong": {"probe": wrong.code, "name": wrong.name, "parameter": self.parameter, "detail": wrong.detail} if wrong else None,
             "cause": {"code": self.code, "text": self.cause} if self.cause else None, "inexact": list(self.inexact),
-            "forced": self.forced,
+            "notes": list(self.notes), "forced": self.forced,
             "probes": {p.code: {"title": p.title, "worst": p.worst, "tolerance": p.tolerance, "equal": p.equal, "name": p.name,
                                 "detail": p.detail} for p in self.probes},
         }  # fmt: skip
@@ -101,6 +103,7 @@ def table(verdict: Verdict, job: str) -> str:
         lines.append(
             f"  {p.title:<30}{shown:>16}   {f'{p.tolerance:.0e}' if p.tolerance else '0':<9}  {'✓' if p.equal else '✗'}{where}{detail}"
         )
+    lines += [f"note  {line}" for line in verdict.notes]
     lines += [f"not exact by nature: {line}" for line in verdict.inexact]
     if verdict.equal:
         lines.append("EQUAL  the split run computes what the single-device job computes")

@@ -30,11 +30,12 @@ from plait import candidate, reference
 from plait.build import check_plan
 from plait.candidate import GROUPS
 from plait.causes import WEIGHTS
-from plait.data import checked, first_samples, is_map
+from plait.data import checked, first_samples, is_map, opened
 from plait.errors import PlaitError
 from plait.job import Job
 from plait.launch import here
-from plait.launch.devices import kind_of
+from plait.launch.devices import check, kind_of
+from plait.launch.place import Place
 from plait.making import make_model, make_optimizer
 from plait.plan import Plan
 from plait.probes import Trace
@@ -52,18 +53,24 @@ def verify(job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bo
     When random numbers may be the cause of a difference, it compares again with the model in eval mode (`quiet`).
     """
     kind = kind_of(device)
+    check(kind, plan.world)
     check_plan(job, plan, kind)
     logic = dataclasses.replace(plan, precision="fp32")
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         hard, expected = _reference(job, logic, steps, kind, Path(folder))
         hard = dataclasses.replace(hard, clip=expected.facts["clip"])
-        results = here.run(lambda place: candidate.run(hard, logic, (steps, kind), place, Path(folder)), logic.world)
+        results = here.run(
+            lambda place: candidate.run(hard, logic, (steps, kind), place, Path(folder)),
+            logic.world,
+            alike=logic.pp == 1,
+        )
         actual = candidate.whole(Path(folder), results)
     verdict = judge(expected, actual, results, logic)
     if verdict.code == "V005" and not quiet and not verify(_silent(job), plan, 3, device, quiet=True).equal:
         verdict = dataclasses.replace(verdict, code="V014", cause=WEIGHTS)
     named = precision.inexact(plan) if precision.wanted(plan) else ()
-    return dataclasses.replace(verdict, plan=str(plan), inexact=(*actual.facts["inexact"], *named))
+    inexact, notes = (*actual.facts["inexact"], *named), tuple(results[0]["notes"])
+    return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
 
 
 def _reference(job: Job, plan: Plan, steps: int, device: str, folder: Path) -> tuple[Job, Trace]:
@@ -72,23 +79,31 @@ def _reference(job: Job, plan: Plan, steps: int, device: str, folder: Path) -> t
     for short in (1, enough):
         hard = harden(job, plan, short)
         try:
-            (result,) = here.run(lambda place, hard=hard: _one_device(hard, steps, device, folder), 1)
+            (result,) = here.run(lambda place, hard=hard: _one_device(hard, steps, device, folder, place), 1)
         except PlaitError as error:
             if short == enough:
-                raise _on_one_device(error) from None
+                raise _on_one_device(error, hard, device) from None
             continue
         return hard, _trace(folder / "reference", result)
     raise AssertionError("unreachable")
 
 
-def _on_one_device(error: PlaitError) -> PlaitError:
-    """The job fails without plait: say so."""
+def _on_one_device(error: PlaitError, job: Job, device: str) -> PlaitError:
+    """The reference failed: whether plain PyTorch fails too, or only when plait looks on."""
     problem = error.problems[0]
     if problem.code != "C005":
         return error
-    what = "the job fails on one device, in plain PyTorch: " + problem.what.removeprefix("rank 0 raised ")
-    why = "it was trained in float64, as proofs are"
-    return PlaitError(dataclasses.replace(problem, code="J011", what=what, why=why), error.exit_code, error.trace)
+    raised, told = problem.what.removeprefix("rank 0 raised "), "it was trained in float64, as proofs are"
+    try:
+        here.run(lambda _: reference.plain(job, torch.float64, device) or {}, 1)
+    except PlaitError:
+        found = dataclasses.replace(
+            problem, code="J011", what=f"the job fails on one device, in plain PyTorch: {raised}", why=told
+        )
+    else:
+        what, why = f"plait cannot follow the job's forward pass: {raised}", "a step of it in plain PyTorch works"
+        found = dataclasses.replace(problem, code="P072", what=what, why=why)
+    return PlaitError(found, error.exit_code, error.trace)
 
 
 def _silent(job: Job) -> Job:
@@ -123,7 +138,7 @@ def harden(job: Job, plan: Plan, short: int) -> Job:
         batch=batch,
         schedule=schedule,
         optimizer=optimizer,
-        data=lambda: limited(job.data(), 2 * batch + short),
+        data=lambda: limited(opened(job.data), 2 * batch + short),
         evaluate=None,
         steps=10**9,
     )
@@ -173,7 +188,7 @@ def sample_digest(sample: Any) -> float:
     return total
 
 
-def _one_device(job: Job, steps: int, device: str, folder: Path) -> dict[str, Any]:
+def _one_device(job: Job, steps: int, device: str, folder: Path, place: Place) -> dict[str, Any]:
     holder: list[Any] = []
 
     def data() -> Any:
@@ -185,7 +200,9 @@ def _one_device(job: Job, steps: int, device: str, folder: Path) -> dict[str, An
     make_optimizer(
         job, dict(make_model(job).named_parameters())
     )  # raises when the job cannot be trained by plait at all
-    out = reference.train(dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device)
+    out = reference.train(
+        dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward")
+    )
     _save(folder / "reference", {k: out.pop(k) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import plait
+from plait import expertshards
 from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.launch import here
@@ -140,6 +141,13 @@ def test_what_cannot_be_shared_out_is_refused(job: Any, plan: str, code: str) ->
     with pytest.raises(PlaitError) as caught:
         verify(dataclasses.replace(job(), batch=24), Plan.parse(plan))
     assert caught.value.problems[0].code == code
+
+
+def test_a_torch_that_knows_one_mesh_cannot_shard_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expertshards, "ShardPlacementResult", None)
+    with pytest.raises(PlaitError, match="a mesh of their own") as caught:
+        verify(dataclasses.replace(jobs_moe.gpt(), batch=24), Plan.parse("fsdp=4 ep=2"))
+    assert caught.value.codes == ["H010"]
 
 
 def losses(job: plait.Job, plan: str, steps: int, folder: Path, resume: bool = False) -> list[float]:

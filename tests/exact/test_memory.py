@@ -118,4 +118,4 @@ def test_the_bill_is_what_is_measured(name: str) -> None:
         found = costing.bill(plan)
         measured = here.run(partial(run, name=name, plan=plan), plan.world)
         most = max(rank["total"] for rank in measured)
-        assert found.total == pytest.approx(most, rel=ERROR), (str(plan), found.categories, measured)
+        assert found.together == pytest.approx(most, rel=ERROR), (str(plan), found.categories, measured)

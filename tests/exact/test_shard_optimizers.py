@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from plait.dryrun import dry_run
+from plait.elementwise import differs
 from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.launch import here
@@ -74,18 +76,93 @@ def test_element_wise_optimizers_are_exact(name: str) -> None:
     assert verdict.equal, verdict.cause
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_optimizers_of_whole_tensors_are_refused(name: str) -> None:
+class Clipped(torch.optim.Optimizer):
+    """Clips by the norm of all gradients itself."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([p.grad.flatten() for p in mine]).norm()
+        for p in mine:
+            p.sub_(p.grad / norm.clamp_min(1e-6), alpha=0.01)
+
+
+class Rowwise(torch.optim.Optimizer):
+    """Scales each row by its own norm: a rank may have some of the rows, but not a part of each."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            norm = p.grad.norm(dim=-1, keepdim=True) if p.dim() > 1 else torch.ones(())
+            p.sub_(p.grad / norm.clamp_min(1e-6), alpha=0.01)
+
+
+def matrices(params: Any) -> torch.optim.Optimizer:
+    """Lamb for weights that are chosen by their size, which no small stand-in has."""
+    return Lamb([p for p in params if p.dim() == 2 and p.shape[0] > 200])
+
+
+REFUSED = [
+    *((name, make, "fsdp=2") for name, make in WHOLE.items()),
+    *((name, make, "tp=2") for name, make in WHOLE.items()),
+    ("Lamb", Lamb, "fsdp=2 zero=1"),
+    ("Clipped", Clipped, "pp=2 microbatches=2"),
+    ("Clipped", Clipped, "tp=2"),
+    ("Rowwise", Rowwise, "tp=2"),
+]
+KEPT = [
+    ("Lamb", Lamb, "dp=2"),
+    ("Lars", Lars, "pp=2 microbatches=2"),
+    ("Adafactor", WHOLE["Adafactor"], "pp=2 microbatches=2"),
+    ("Clipped", Clipped, "dp=2"),
+    ("Rowwise", Rowwise, "fsdp=2"),
+    ("adamw", PARTS["adamw"], "tp=2"),
+]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("name, made, plan", REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+def test_optimizers_of_whole_tensors_are_refused(name: str, made: Any, plan: str) -> None:
     """By trying them. LARS takes the norm of two matrices among vectors, which it leaves alone."""
-    job = jobs.make(lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1)), optimizer=WHOLE[name])
     with pytest.raises(PlaitError, match="P022") as error:
-        _build(job)
-    assert name in str(error.value) and "fsdp=2" in str(error.value)
+        _build(jobs.make(mlp, optimizer=made), plan)
+    assert name in str(error.value) and plan.split()[0] in str(error.value)
+    assert error.value.exit_code == 2
 
 
-def _build(job: Any) -> list[dict[str, bool]]:
+@pytest.mark.parametrize("name, made, plan", KEPT, ids=lambda v: v if isinstance(v, str) else "")
+def test_what_a_plan_does_not_cut_is_not_refused(name: str, made: Any, plan: str) -> None:
+    verdict = verify(jobs.make(mlp, optimizer=made), Plan.parse(plan))
+    assert verdict.equal, verdict.cause
+
+
+def test_an_optimizer_that_chooses_by_size_is_tried_on_the_sizes_there_are() -> None:
+    shapes = {"weight": (300, 6), "bias": (300,)}
+    job = jobs.make(mlp, optimizer=matrices)
+    assert (differs(job, shapes, {"weight": 0, "bias": 0}) or ("",))[0] == "Lamb"
+    assert differs(job, shapes, {"bias": 0}) is None
+
+
+def test_verify_and_a_dry_run_refuse_as_training_does() -> None:
+    job = jobs.make(mlp, optimizer=WHOLE["Muon"])
+    with pytest.raises(PlaitError, match="P022"):
+        verify(job, Plan.parse("tp=2"))
+    with pytest.raises(PlaitError, match="P022"):
+        dry_run(job, Plan.parse("tp=2"))
+
+
+def _build(job: Any, plan: str) -> list[dict[str, bool]]:
     def run(place: Any) -> dict[str, bool]:
-        Engine(job, "fsdp=2", place=place)
+        Engine(job, plan, place=place)
         return {}
 
     made: Callable[[Any], dict[str, bool]] = run

@@ -10,6 +10,7 @@ import jobs_uncut
 import jobs_unlike
 import pytest
 
+from plait import scattering
 from plait.blueprint import sketched
 from plait.errors import DIFFERENT
 from plait.plan import Plan
@@ -79,3 +80,11 @@ def test_a_plan_is_priced_without_processes() -> None:
         found.append({op: sum(c.bytes for c in rows if c.op == op) for op in ("send", "recv_")})
     assert found[0]["send"] == found[2]["recv_"] and found[2]["send"] == found[0]["recv_"]
     assert found[0]["send"] > found[1]["send"] > 0
+
+
+@pytest.mark.parametrize("plan", ("fsdp=2", "dp=2 fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=true", "cp=2"))
+def test_the_collectives_of_devices_are_priced(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device parts travel by the library's own collectives: here over gloo."""
+    monkeypatch.setattr(scattering, "DIRECT", ())
+    verdict = verify(jobs_pipeline.HARD["gpt"](), Plan.parse(plan))
+    assert verdict.equal, verdict

@@ -3,16 +3,22 @@
 Each job is tried under every other plan, so that every plan meets half of the jobs; `prove` tries all.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jobs
 import jobs_unlike
 import pytest
 import torch
+from torch import nn
 
+from plait import Job
 from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.launch import here
 from plait.launch.place import Place
 from plait.plan import Plan
+from plait.strategies.batchnorm import synchronise
 from plait.verify import verify
 
 PLANS = ("dp=2", "dp=3", "dp=4", "dp=2 microbatches=3", "dp=3 microbatches=2", "microbatches=4", "dp=2 processes=one",
@@ -86,9 +92,53 @@ def test_low_precision_is_named_and_its_logic_proved() -> None:
 
 @pytest.mark.prove
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
-@pytest.mark.parametrize("text", ("dp=2 compile=true", "compile=true microbatches=2"))
-def test_compiled_equal(text: str) -> None:
-    assert verify(jobs.mlp(), Plan.parse(text)).equal
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        (jobs.mlp, "dp=2 compile=true"),
+        (jobs.mlp, "compile=true microbatches=2"),
+        (jobs.batch_norm, "dp=2 compile=true"),
+    ],
+)
+def test_compiled_equal(job: Callable[[], Job], text: str) -> None:
+    assert verify(job(), Plan.parse(text)).equal
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+def test_a_compiled_model_with_batch_norms_is_one_graph() -> None:
+    """Whatever the shares: one graph for the first size, one for all others, and the numbers of the uncompiled model."""
+
+    def rank(place: Place) -> dict[str, Any]:
+        import torch._dynamo.utils as dynamo
+
+        dynamo.counters.clear()  # those of tests that ran before in the process that was forked
+        group = place.connect(torch.device("cpu"))
+        plain, compiled = (_strided() for _ in range(2))
+        for model in (plain, compiled):
+            synchronise(model, ["1", "4"], group)
+        run = torch.compile(lambda x: compiled(x), backend="eager", fullgraph=True)
+        for step, size in enumerate((4, 3, 5)):
+            x = torch.randn(
+                size + place.rank, 2, 8, 8, generator=torch.Generator().manual_seed(2 * step + place.rank)
+            ).double()
+            for forward in (plain, run):
+                forward(x).square().sum().backward()
+        pairs = list(
+            zip([*plain.parameters(), *plain.buffers()], [*compiled.parameters(), *compiled.buffers()], strict=True)
+        )
+        same = all(torch.equal(a, b) and (a.grad is None or torch.equal(a.grad, b.grad)) for a, b in pairs)
+        return {"same": same, "graphs": dynamo.counters["stats"]["unique_graphs"]}
+
+    assert here.run(rank, 2) == [{"same": True, "graphs": 2}] * 2
+
+
+def _strided() -> nn.Module:
+    torch.manual_seed(0)
+    conv = lambda i, o: nn.Conv2d(i, o, 3, 2, 1)  # noqa: E731
+    head = nn.Sequential(nn.Flatten(), nn.Linear(16, 1))
+    return nn.Sequential(
+        conv(2, 3), nn.BatchNorm2d(3), nn.ReLU(), conv(3, 4), nn.BatchNorm2d(4, momentum=None), head
+    ).double()
 
 
 def test_batch_norm_with_a_micro_batch_that_is_empty_everywhere() -> None:
@@ -113,6 +163,7 @@ def test_what_is_verified_compiled_is_compiled() -> None:
     def compiled(place: Place) -> dict:
         import torch._dynamo.utils as dynamo
 
+        dynamo.counters.clear()  # those of tests that ran before in the process that was forked
         from plait.ledger import Ledger
 
         engine = Engine(jobs.mlp(), "compile=true", place=place)

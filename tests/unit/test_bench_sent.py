@@ -64,7 +64,7 @@ def test_every_collective_is_counted(body: Any) -> None:
         place.connect(torch.device("cpu"))
         mesh = init_device_mesh("cpu", (RANKS,))
         body(place.rank, mesh)  # the first time groups are made
-        with profile(activities=[ProfilerActivity.CPU]) as seen, Sent(RANKS) as counter:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen, Sent(RANKS) as counter:
             expected = body(place.rank, mesh)
         names = [event.name for event in seen.events()]
         return {"expected": [list(m) for m in expected], "messages": counter.messages, "names": names}

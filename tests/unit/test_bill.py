@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plait import Job, Plan
+from plait import Job, PlaitError, Plan
 from plait.allocations import Allocations
-from plait.bill import Costing, bill
+from plait.bill import Costing, bill, table
 from plait.cli import main
+from plait.dryrun import dry_run
 from plait.reducer import fill
 
 WIDTH, BATCH = 100, 60
@@ -119,7 +120,7 @@ def test_the_optimizers_state_is_found_by_running_it() -> None:
 
 def test_copies_hold_gradients_in_buckets_with_a_flag_for_each_and_the_rider() -> None:
     assert len(fill([((10,), torch.float32)])) == 1
-    assert of("dp=2")["gradients"] == PARAMETERS + 4 * (4 + 3 + 2 * 2)
+    assert of("dp=2")["gradients"] == PARAMETERS + 4 * (4 + 3 + 3 * 2)
     assert of("dp=2")["parameters"] == PARAMETERS
 
 
@@ -133,9 +134,57 @@ def test_shards_hold_parts_padded_to_the_largest() -> None:
 
 
 def test_host_copies_count_where_the_host_is() -> None:
-    found = of("dp=2 offload=optimizer")
-    assert found["host copies"] in (PARAMETERS, 2 * PARAMETERS)  # with gradients when the fullest moment is the update
-    assert "host copies" not in of("fsdp=2 offload=all")
+    found = bill(job(torch.optim.AdamW), Plan.parse("dp=2 offload=optimizer"))
+    assert found.held(True)["host copies"] == 2 * PARAMETERS  # with gradients: the fullest moment is the update
+    assert found.held(True)["optimizer"] == 2 * PARAMETERS + 4 * 4
+    assert not {"host copies", "optimizer"} & found.categories.keys() and found.total == sum(found.categories.values())
+    assert found.hosted == sum(found.held(True).values()) and found.together <= found.total + found.hosted
+    assert "device" in table(found) and "of its host's memory" in table(found)
+    everything = bill(job(torch.optim.AdamW), Plan.parse("fsdp=2 offload=all"))
+    assert "parameters" in everything.held(True) and "parameters" not in everything.categories
+    staged = bill(job(torch.optim.AdamW), Plan.parse("pp=2 microbatches=2 offload=optimizer"))
+    assert {"host copies", "optimizer"} <= staged.held(True).keys() and "optimizer" not in staged.categories
+
+
+class Reading(torch.optim.Optimizer):
+    """Reads norms, and a truth value, from its tensors."""
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if torch.isnan(p.grad).any():
+                raise ValueError("NaN")
+            self.state[p].setdefault("m", torch.zeros_like(p)).add_(
+                p.grad, alpha=float(p.norm()) / p.grad.norm().item()
+            )
+            p.sub_(self.state[p]["m"])
+
+
+class Choosing(Reading):
+    """How much it allocates depends on numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p].setdefault("m", torch.zeros_like(p))[p.grad.abs() > 0.1] += len(p.grad[p.grad.abs() > 0.1])
+            p.sub_(self.state[p]["m"])
+
+
+@pytest.mark.parametrize("optimizer", [Reading, Choosing, torch.optim.Adafactor])
+def test_optimizers_that_read_their_tensors_are_followed(optimizer: Any) -> None:
+    kept = {Reading: PARAMETERS, Choosing: PARAMETERS, torch.optim.Adafactor: 4 * (20 + 100 + 100 + 100 + 10 + 10) + 16}
+    assert of("dp=2", optimizer=optimizer)["optimizer"] == kept[optimizer]
+    for plan in ("dp=2", "pp=2 microbatches=2"):
+        dry_run(job(optimizer), Plan.parse(plan))
+
+
+def test_an_optimizer_that_is_too_large_to_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.stepping.HOLDS", 100)
+    with pytest.raises(PlaitError, match="M015"):
+        of("dp=2", optimizer=Choosing)
 
 
 def test_micro_batches_hold_the_activations_of_one() -> None:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait import Engine, Evaluate, Job
-from plait.cli import _job_arguments, _parser
+from plait.cli import _job_arguments, _parsed
 from plait.errors import PlaitError, explain
 from plait.job import load_job
 from plait.plan import KEYS, Plan
@@ -25,7 +25,7 @@ WALK = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
 ERRORS = (SOURCE / "errors.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 TECHNIQUES = [p for p in sorted((SOURCE / "strategies").glob("*.py")) if p.stem not in ("__init__", "strategy")]
-README_LINES, WALK_LINES = 25, 171
+README_LINES, WALK_LINES = 25, 180
 
 
 def generator() -> ModuleType:
@@ -107,7 +107,7 @@ def test_commands_parse(text: str) -> None:
     assert len(found) >= 2
     for words in found:
         _, rest = _job_arguments(words)
-        options = _parser().parse_args(rest)
+        options = _parsed(rest)
         if not hasattr(options, "job"):
             assert explain(getattr(options, "code", "P001"))  # report and checkpoint take no job
             continue
@@ -164,6 +164,6 @@ def test_files_the_source_speaks_of_exist() -> None:
 def test_a_slip_in_a_document_is_seen() -> None:
     """The tests above can fail: a wrong command does not parse."""
     with pytest.raises(PlaitError, match="U001"):
-        _parser().parse_args(["train", "job.py", "--plam", "dp=2"])
+        _parsed(["train", "job.py", "--plam", "dp=2"])
     assert commands("    plait train x.py --nproc 2   # two\n") == ["plait train x.py --nproc 2   # two"]
     assert run_by("`torchrun --nproc-per-node 2 -m plait train x.py`", "plait") == [["train", "x.py"]]

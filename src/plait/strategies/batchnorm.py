@@ -17,7 +17,8 @@ Avoid when
 
 How it stays exact
     Ranks exchange (mean, sum of squared deviations, count) and merge them, which loses no digits where E[x²] − mean²
-    would. A rank whose share of a short batch is empty takes part with a count of zero.
+    would. A rank whose share of a short batch is empty takes part with a count of zero. Under `compile` the exchange is
+    part of the graph, which keeps the order of such operators, so that a model with many layers stays one graph.
 
 Paper
     Ioffe and Szegedy 2015, Batch Normalization (ICML); Chan, Golub and LeVeque 1983, Algorithms for Computing the
@@ -37,7 +38,7 @@ from plait.plan import Plan
 from plait.sketch import Sketch
 from plait.strategies.recompute import again
 from plait.strategies.strategy import Charge
-from plait.torchseam import BatchNormBase, check_dims
+from plait.torchseam import BatchNormBase, all_gather_tensor, all_reduce, check_dims
 
 
 def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
@@ -79,11 +80,13 @@ class _Synchronised(BatchNormBase):
         if self.training and self.track_running_stats and self.running_mean is not None:
             assert self.num_batches_tracked is not None and self.running_var is not None
             self.num_batches_tracked.add_(1)
-            rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             with torch.no_grad():
                 unbiased = var * (count / (count - 1))
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+                for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                    if self.momentum is None:
+                        running.lerp_(new.to(running.dtype), self.num_batches_tracked.to(running.dtype).reciprocal())
+                    else:
+                        running.lerp_(new.to(running.dtype), self.momentum)
         return out
 
 
@@ -101,7 +104,7 @@ class _BatchStatistics(torch.autograd.Function):
             var = mean = wide.new_zeros(x.shape[1])
         mine = torch.cat([mean, var * count, mean.new_tensor([count])])
         mean, squares, total = _merge(_everyone(mine, group), x.shape[1])
-        if not isinstance(group, Pretended) and int(total) == 1:
+        if not (torch.compiler.is_compiling() or isinstance(group, Pretended)) and int(total) == 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
         var = squares / total
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -120,7 +123,9 @@ class _BatchStatistics(torch.autograd.Function):
         grad = upstream[0].to(normal.dtype)
         sum_grad, sum_product = grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)
         both = torch.cat([sum_grad, sum_product])
-        if not isinstance(ctx.group, Pretended):
+        if torch.compiler.is_compiling():
+            both = all_reduce(both, "sum", ctx.group)
+        elif not isinstance(ctx.group, Pretended):
             dist.all_reduce(both, group=ctx.group)
         all_grad, all_product = both.chunk(2)
         scale = inverse if weight is None else inverse * weight
@@ -139,6 +144,8 @@ def _everyone(mine: Tensor, group: Any) -> Tensor:
     """The rows of all ranks: [ranks, 2 * channels + 1]."""
     if isinstance(group, Pretended):
         return torch.stack([mine] * group.ranks)
+    if torch.compiler.is_compiling():
+        return all_gather_tensor(mine[None], 0, group)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return torch.stack(everyone)

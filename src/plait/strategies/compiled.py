@@ -60,7 +60,8 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Any) -> None:
-    from plait.build import call
+    from plait.adapters.transformers import without_cache
+    from plait.build import called
     from plait.randomness import drawn_in_composites
 
     inside = drawn_in_composites(built.sketch.places, built.model)
@@ -73,7 +74,13 @@ def apply(built: Any) -> None:
                 fix=("compile=false", "use nn.Dropout there"),
             )
         )
-    built.run = torch.compile(call)  # a function of ours: torch.compile skips a root that is itself a torch module
+    compiled = torch.compile(called)  # a function of ours: torch.compile skips a root that is itself a torch module
+
+    def run(model: Any, inputs: Any) -> Any:
+        with without_cache(model):
+            return compiled(model, inputs)
+
+    built.run = run
 
 
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:

@@ -108,5 +108,6 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
 
 
 def rider_of(plan: Plan) -> int:
-    """Numbers all ranks must know after a step: loss, wish to stop, each rank's samples and busy time, how a save goes."""
-    return 3 + 2 * plan.ranks
+    """Numbers all ranks must know after a step: loss, wish to stop, how a save goes, samples and busy time of each share
+    of the batch, each rank's time waiting for data."""
+    return 3 + 2 * plan.ranks + plan.world

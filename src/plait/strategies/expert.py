@@ -52,7 +52,6 @@ from typing import Any
 
 from plait import expertshards
 from plait.dispatch import Way
-from plait.elementwise import check
 from plait.errors import PlaitError, Problem
 from plait.mesh import experts_of
 from plait.mixing import Listed, Stacked, travelling
@@ -90,6 +89,11 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
         why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} neighbours would be incomplete"
         yield Problem("P050", what, why=why, fix=(f'--plan "ep={plan.shares}"', f'--plan "dp={plan.ep} ep={plan.ep}"'))
+    elif plan.expert_shards > 1 and not expertshards.known():
+        what = f"fsdp={plan.fsdp} ep={plan.ep} needs a torch newer than 2.11"
+        why = f"{plan.expert_shards} ranks of an fsdp group would share experts, on a mesh of their own: torch 2.11 has one mesh"
+        fix = ("pip install 'torch>=2.13'", f'--plan "dp={plan.dp * plan.fsdp} ep={plan.ep}"')
+        yield Problem("H010", what, why=why, fix=fix)
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
@@ -102,8 +106,6 @@ def apply(built: Any) -> None:
     plan, model = built.plan, built.model
     holders = experts_of(plan, built.place.rank)
     here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
-    if any(m.stacked for m in here):
-        check(built.job, model, plan)
     frozen = {name for name, p in built.own.items() if not p.requires_grad}
     for mixture in here:
         mine = mixture.mine(plan.ep, holders.sharing.rank())

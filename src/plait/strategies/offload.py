@@ -87,6 +87,14 @@ def _host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
     return copied.pin_memory() if pin else copied
 
 
+def on_host(plan: Plan, category: str, updating: bool) -> bool:
+    """Whether tensors of a category of memory lie on the host. `updating`: made by the optimizer's step."""
+    if plan.offload == "none":
+        return False
+    there = ("optimizer", "host copies", *(("parameters", "gradients") if plan.offload == "all" else ()))
+    return category in there or (updating and category == "temporary")
+
+
 def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
     """The copies the optimizer updates, and their gradients during its step. With `all`, the shards are the copies."""
     if plan.offload == "all":

@@ -94,7 +94,7 @@ def apply(built: Any) -> None:
     if plan.cp > 1:
         sketch = as_held(sketch, context.rows(plan, sketch, built.place.rank))
     layout = Layout.of(plan, sketch, built.job.stages)
-    check(sketch, layout.cut, plan.stages_per_rank > 1)
+    check(sketch, layout.cut, plan.stages_per_rank > 1, plan.tp * plan.cp * plan.ep > 1)
     index, homes = built.at["pp"], layout.homes
     if plan.schedule in SPLIT:
         recompute_once()

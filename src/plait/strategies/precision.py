@@ -5,7 +5,7 @@ What it does
     norms and losses in 32. Weights (the master copy), gradients, their sum over ranks and the optimizer stay fp32.
     fp16 has 5 exponent bits, so small gradients would vanish: the loss is multiplied by a scale before backward and
     gradients are divided by it after. When they overflow, the step is skipped and the scale halved; it doubles after
-    2,000 good steps.
+    2,000 good steps. An overflow at a scale of 1, or a loss that is not finite, is no matter of scale: `--on-nan` decides.
 
 Costs
     Memory: activations halve; weights, gradients and optimizer state do not. Compute: faster matrix products
@@ -40,6 +40,8 @@ from plait.wide import Wide
 
 AXIS = None
 EXACT = False
+SMALLEST = 1.0
+"""The loss scale below which there is no use in lowering it."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -90,9 +92,14 @@ class LossScale:
     good_steps: int = 0
     growth_interval: int = 2000
 
+    @property
+    def lowers(self) -> bool:
+        """Whether an overflow can be answered by a smaller scale: at 1 the gradients themselves overflow."""
+        return self.value > SMALLEST
+
     def update(self, finite: bool) -> None:
         if not finite:
-            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            self.value, self.good_steps = max(self.value / 2, SMALLEST), 0
             return
         self.good_steps += 1
         if self.good_steps == self.growth_interval:

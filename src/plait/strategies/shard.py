@@ -42,19 +42,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait import expertshards, gathered
-from plait.elementwise import check
 from plait.errors import Problem
 from plait.gathering import begins_once, check_formats, differentiated, gathers, groups, members
 from plait.ownstate import apart
 from plait.plan import AXES, Plan
-from plait.scattering import DeviceScatter, Gather, Scatter, messages
+from plait.scattering import DeviceScatter, Gather, Scatter, directly, messages
 from plait.sharded import Shards, divides, padded, stretch
 from plait.sketch import Sketch
 from plait.strategies import batchnorm
 from plait.strategies.copies import rider_of
 from plait.strategies.precision import plan_format
 from plait.strategies.strategy import Charge, Role
-from plait.torchseam import exchange_by, in_backward, materialise
+from plait.torchseam import exchange_by, in_backward, materialise, sum_unused
 from plait.unithooks import keep_one, without_views
 
 AXIS = "fsdp"
@@ -83,7 +82,6 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Any) -> None:
     plan, model, device = built.plan, built.model, built.device
-    check(built.job, model, plan)
     where = expertshards.lying(built)
     check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
     batchnorm.synchronise(model, built.sketch.batch_norms, built.peers)
@@ -109,12 +107,12 @@ def apply(built: Any) -> None:
             keep_one(module)
     _ahead(model, built, units)
     copies = built.copies
-    scatter = (Scatter if device.type == "cpu" else DeviceScatter)(copies)
+    scatter = (Scatter if directly(device) else DeviceScatter)(copies)
     for module in (*(modules[0] for modules in units), model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_reduce_scatter_unused_params(True)
-        exchange_by(module, scatter, Gather() if device.type == "cpu" else None)
+        sum_unused(module)
+        exchange_by(module, scatter, Gather() if directly(device) else None)
     if built.shares:
         materialise(model, device)
     built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter, mine)
@@ -171,7 +169,7 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         all_bytes = sum(padded(rows[p][0], n) * gathered.width(plan, rows[p][1]) for p in names if p in rows)
         bytes_ = sum(padded(rows[p][0], n) * rows[p][1].itemsize for p in names if p in rows and rows[p][2])
         trained += bytes_
-        for op, calls, size, what in messages(n, (often[group], all_bytes), (sums, bytes_)):
+        for op, calls, size, what in messages(n, (often[group], all_bytes), (sums, bytes_), role.direct):
             yield Charge("traffic", "fsdp", op, calls, size, f"{what} {group}")
         if bytes_ and plan.dp * plan.cp > 1 and sums == 1:
             yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")

@@ -41,7 +41,9 @@ How it stays exact
     processes once; so are those of whole parameters used inside one (norms on heads). A row's bias is added by the
     first process alone. What all processes compute alike (norms between, the loss) is the same bit by bit on all, and
     counts once in the norm. Dropout inside a slice draws that slice of the whole mask, on a stretch that stretch. A
-    parameter used on stretches has a share of its gradient on each process; they are added up once.
+    parameter used on stretches has a share of its gradient on each process; they are added up once. An optimizer must
+    be element-wise (SGD, Adam, …): one that looks at whole tensors (LAMB, LARS, Adafactor, Muon) is found by trying it, and
+    refused (P022).
 
 Paper
     Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation, for stretches between.
@@ -139,7 +141,7 @@ def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
         runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
         held = context.share(plan, sketch, role.rank, toll)
         told = f"{toll.when} pass of {toll.module}" if toll.module else "the loss, of logits that no rank has whole"
-        for op, calls, size in toll.messages(role.samples, (plan.at(role.rank)["tp"], plan.tp), held):
+        for op, calls, size in toll.messages(role.samples, (plan.at(role.rank)["tp"], plan.tp), held, role.direct):
             yield Charge("traffic", "tp", op, runs * calls, runs * size, told)
     formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
     for calls, size in added_up([formats[n] for n in sketch.shares if n in formats], plan):
