@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NoReturn
 
 from plait import __version__
@@ -161,7 +162,34 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     helping.add_argument("word", metavar="CODE | KEY | COMMAND", nargs="?")
     helping.add_argument("--json", action="store_true")
     helping.set_defaults(run=_help)
+    for name, command in commands.choices.items():
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.epilog = "\n".join(["examples:", *(f"  plait {name} {words}".rstrip() for words in EXAMPLES[name])])
+        if "--plan" in command.options:
+            names = fill(", ".join(KEYS), 76, initial_indent="  ", subsequent_indent="  ")
+            command.epilog += f"\n\nplan keys, which plait help KEY explains:\n{names}"
     return parser, commands.choices
+
+
+EXAMPLES = {
+    "train": (
+        "job.py --nproc 2",
+        'job.py --plan "fsdp=4 microbatches=2" --save-every 50',
+        "job.py --resume --job.lr 1e-4",
+    ),
+    "verify": ('job.py --plan "dp=2"', 'job.py --plan "pp=2 tp=2" --steps 8'),
+    "sketch": ("job.py", 'job.py --plan "fsdp=8 recompute=full"'),
+    "plan": (
+        "job.py --machine h100x8",
+        "job.py --machine a100x8 --objective cheapest",
+        'job.py --plan "tp=2" --show tensor',
+    ),
+    "bench": ("compute", "data job.py"),
+    "report": ("", "--timeline", "runs/gpt-3 --timeline --json"),
+    "checkpoint": ("list runs/gpt-3", "verify runs/gpt-3", "export runs/gpt-3 --to weights.safetensors"),
+    "help": ("P012", "fsdp", "train"),
+}
+"""What people type after each command; its `--help` ends with them."""
 
 
 def _output(parser: argparse.ArgumentParser) -> None:

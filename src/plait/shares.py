@@ -97,7 +97,9 @@ class OfShare(IterableDataset):
                 self.last = samples[-1] if samples else self.last
                 if self.last is None:
                     raise empty(f"share {self.share.rank} of {self.share.ranks} ended without a sample")
-                idle = tuple(part(self.data, [self.last], 0, []) for _ in range(self.share.microbatches)) if ended else ()
+                idle = (
+                    tuple(part(self.data, [self.last], 0, []) for _ in range(self.share.microbatches)) if ended else ()
+                )
                 micro = self._parts(samples, read)
                 after = Position(0, epoch + ended)
                 yield Batch(Position(0, epoch), len(samples), micro, after, digest(samples), idle=idle)

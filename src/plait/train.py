@@ -163,7 +163,9 @@ def _finish(console: Console, run: Run, result: dict[str, Any]) -> tuple[int, di
         each = " · ".join(f"{n / 2**20:.1f}" for n in result["device_bytes"])
         console.say(f"memory per device (MiB): {each}   device 0 also holds the optimizer state and all outputs")
     if not result["made"]:
-        console.say(f"complete at step {result['step']}: nothing was left to do · go on with --resume --steps {2 * result['step']}")
+        console.say(
+            f"complete at step {result['step']}: nothing was left to do · go on with --resume --steps {2 * result['step']}"
+        )
         return 0, summary
     if result["skipped"]:
         console.say(f"{result['skipped']} steps were left out: nothing was updated in them")
@@ -177,7 +179,9 @@ def _notes(request: Request) -> list[str]:
         notes.append("note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU")
     count = len(cuda_names()) if kind == "cuda" else 0
     if count > request.plan.devices == 1:
-        notes.append(f"note  one of {count} devices is used; --nproc {count} uses all, --plan auto chooses a plan for them")
+        notes.append(
+            f"note  one of {count} devices is used; --nproc {count} uses all, --plan auto chooses a plan for them"
+        )
     return notes
 
 

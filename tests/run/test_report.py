@@ -92,7 +92,9 @@ def test_a_summary_says_how_the_run_went(run: Path, capsys: pytest.CaptureFixtur
     assert found["loss"] == {"first": losses[0], "last": losses[-1], "lowest": min(losses)}
     assert main(["report", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["steps", "8", "·", str(rows[-1]["samples"]), "samples"] and curve(losses) in "\n".join(lines)
+    assert lines[1].split() == ["steps", "8", "·", str(rows[-1]["samples"]), "samples"] and curve(losses) in "\n".join(
+        lines
+    )
 
 
 def test_a_curve_is_as_wide_as_a_terminal() -> None:

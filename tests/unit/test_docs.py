@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait import Engine, Evaluate, Job
-from plait.cli import _job_arguments, _parsed
+from plait.cli import EXAMPLES, _job_arguments, _parsed, _parser
 from plait.errors import PlaitError, explain
 from plait.job import load_job
 from plait.plan import KEYS, Plan
@@ -159,6 +159,15 @@ def test_files_the_source_speaks_of_exist() -> None:
             if not (ROOT / name).exists():
                 lost.append(f"{path.relative_to(ROOT)}: {name}")
     assert not lost, "\n".join(lost)
+
+
+def test_every_commands_help_ends_with_examples_that_parse() -> None:
+    assert EXAMPLES.keys() == _parser()[1].keys()
+    for name, lines in EXAMPLES.items():
+        for line in lines:
+            assert f"  plait {name} {line}".rstrip() in _parser()[1][name].format_help()
+            options = _parsed(_job_arguments([name, *shlex.split(line)])[1])
+            assert Plan.parse(getattr(options, "plan", None) or "dp=1")
 
 
 def test_a_slip_in_a_document_is_seen() -> None:
