@@ -23,7 +23,7 @@ CASES = {
     "child": ("dp=2", "step 1, forward"), "socket": ("dp=2", "step 1, forward"), "pipe": ("dp=2", "step 1, forward"),
     "compiled": ("dp=2", "step 1, forward"), "join": ("dp=2", "step 1, forward"), "product": ("fsdp=2", "step 1, forward"),
     "loss": ("dp=2", "step 1, forward"), "metrics": ("dp=2", "step 5, evaluate"), "schedule": ("dp=2", "step 1, optimizer"),
-    "optimizer": ("dp=2", "step 1, optimizer"), "backward": ("dp=2", "step 1, backward"), "hook": ("dp=2", "step 1, forward"),
+    "optimizer": ("dp=2", "during build"), "backward": ("dp=2", "step 1, backward"), "hook": ("dp=2", "step 1, forward"),
     "late": ("dp=3", "step 7, forward"), "collective": ("dp=2", "step 1, forward"), "recv": ("dp=2", "step 1, forward"),
     "read": ("dp=2", ", data"), "read loop": ("dp=2", ", data"), "collate": ("dp=2", ", data"),
     "evaluation data": ("dp=2", "step 5, evaluation data"), "sleep under pp": ("pp=2", "step 1, forward"),

@@ -217,7 +217,10 @@ def checked(name: str, plan: str) -> dict[str, Any]:
     except PlaitError as error:
         problem = error.problems[0]
         said = "refused" if problem.code[0] == "P" and error.exit_code == 2 else "failed"
-        return {"said": "one device" if problem.code == "J011" else said, "why": f"{problem.code} {problem.what}: {problem.why}"}
+        return {
+            "said": "one device" if problem.code == "J011" else said,
+            "why": f"{problem.code} {problem.what}: {problem.why}",
+        }
     except BaseException as error:
         return {"said": "failed", "why": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     if not verdict.equal:

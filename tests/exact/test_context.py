@@ -8,6 +8,7 @@ import jobs_unlike
 import pytest
 import torch
 from jobs import Tokens
+from rarely import every
 from torch import Tensor
 
 from plait import attending
@@ -77,7 +78,7 @@ def equal(name: str, text: str) -> None:
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
 
-@pytest.mark.parametrize("name, text", SPREAD)
+@pytest.mark.parametrize("name, text", every(3, SPREAD))
 def test_equal(name: str, text: str) -> None:
     equal(name, text)
 
@@ -89,7 +90,7 @@ def test_every_model_under_every_plan(name: str, text: str) -> None:
     equal(name, text)
 
 
-@pytest.mark.parametrize("name, text", BESIDE)
+@pytest.mark.parametrize("name, text", every(2, BESIDE))
 def test_beside_other_strategies(name: str, text: str) -> None:
     equal(name, text)
 

@@ -11,6 +11,7 @@ import jobs_pipeline
 import jobs_uncut
 import jobs_unlike
 import pytest
+from rarely import every
 
 from plait.errors import PlaitError
 from plait.plan import Plan
@@ -68,17 +69,17 @@ def spread(names: list[str], each: int, step: int = 5) -> list[tuple[str, str]]:
     return [(name, PLANS[(k + step * i) % len(PLANS)]) for k, name in enumerate(names) for i in range(each)]
 
 
-@pytest.mark.parametrize("name, text", spread([n for n in JOBS if n not in jobs_pipeline.HUGGING], 1))
+@pytest.mark.parametrize("name, text", every(2, spread([n for n in JOBS if n not in jobs_pipeline.HUGGING], 1)))
 def test_models(name: str, text: str) -> None:
     equal_or_named(JOBS[name], name, text)
 
 
-@pytest.mark.parametrize("name, text", spread(["llama", "t5", "whisper", "swin", "mamba", "mixtral"], 1))
+@pytest.mark.parametrize("name, text", every(2, spread(["llama", "t5", "whisper", "swin", "mamba", "mixtral"], 1)))
 def test_hugging_face(name: str, text: str) -> None:
     equal_or_named(JOBS[name], name, text)
 
 
-@pytest.mark.parametrize("name, text", spread([n for n in OTHERS if n not in UNCUT], 1))
+@pytest.mark.parametrize("name, text", every(2, spread([n for n in OTHERS if n not in UNCUT], 1)))
 def test_unlike_jobs(name: str, text: str) -> None:
     equal_or_named(OTHERS[name], name, text)
 

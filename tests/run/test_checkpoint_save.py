@@ -188,6 +188,11 @@ def killed(folder: Path, kills: int) -> set[str]:
 
 
 def test_killed_in_the_middle_of_saves(tmp_path: Path) -> None:
+    killed(tmp_path, 15)
+
+
+@pytest.mark.prove
+def test_killed_often_in_the_middle_of_saves(tmp_path: Path) -> None:
     left = killed(tmp_path, 100)
     assert "tmp" in left, "no kill met a save"
 

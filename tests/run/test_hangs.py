@@ -198,7 +198,7 @@ HANGS = {
     "collective": ("dp=2", "at step 1, forward", "in forward"),
 }
 MORE = {
-    "optimizer": ("dp=2", "at step 1, optimizer", "in step"),
+    "optimizer": ("dp=2", "during build", "in step"),
     "backward": ("dp=2", "at step 1, backward", "in backward"),
     "schedule": ("dp=2", "at step 1, optimizer", "in schedule"),
     "hook": ("dp=2", "at step 1, forward", "in hook"),

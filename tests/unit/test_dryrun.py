@@ -215,7 +215,7 @@ def test_nothing_of_a_dry_run_stays() -> None:
 
 
 def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["plan", "examples/digits/job.py", "--plan", "pp=2 dp=2 microbatches=2", "--dry-run"]
+    line = ["plan", "tests/training.py", "--plan", "pp=2 dp=2 microbatches=2", "--dry-run"]
     assert main(line) == 0
     shown = capsys.readouterr().out
     assert "one rank of each of 2 kinds, of 4 ranks" in shown and "  parameters" in shown and "pp×dp 1×" in shown

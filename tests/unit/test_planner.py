@@ -275,6 +275,9 @@ def test_pins_that_no_plan_keeps_are_said(asked: Asked) -> None:
     said = impossible(found)
     assert said.code == "P070" and "tp=3 does not divide 8 devices" in said.why and "--gpus 3" in said.fix
     assert "no 8 stages" in impossible(ask(asked, {"pp": 8})).why
+    plain = replace(job(), model=lambda: nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)))
+    found = ask(Asked.of(plain, "plain.py", Machine.named("h100x8")), {"cp": 2})
+    assert "only for models that call scaled_dot_product_attention" in impossible(found).why
 
 
 def test_the_fewest_devices_that_are_as_fast_are_chosen_and_one_alone_is_told(asked: Asked) -> None:

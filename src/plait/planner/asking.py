@@ -29,6 +29,10 @@ ROOM = 0.95
 """Part of a device's memory that is really there."""
 CORE = (1e11, 2e10)
 """flop/s and bytes/s of a processor's core of which nothing was measured: of a present server's."""
+UNPRICED_CP = (
+    "cp has a price only for models that call scaled_dot_product_attention; train --plan cp=… tells whether others can"
+)
+"""Why no plan with cp is offered."""
 BETWEEN = Link("memory", None, 2e9, 110e-6, "pcie")
 """Between processes of one host of which nothing was measured."""
 
@@ -79,7 +83,7 @@ class Asked:
 
     @property
     def attends(self) -> bool:
-        """Whether it has attention, whose sequence cp can cut."""
+        """Whether it calls torch's attention, for whose sequence cut by cp there is a price."""
         return any(c.work.keys for c in self.sketch.calls)
 
     @property
@@ -147,7 +151,7 @@ class Asked:
             if plan.tp > 1 and not (parted if plan.pp * plan.cp > 1 else self.sliceable):
                 return "no layer of the model can be cut"
             if plan.cp > 1 and not self.attends:
-                return "the model has no sequence that is found"
+                return UNPRICED_CP
             if problem := ownstate.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
                 return problem.what
             if problem := scripted.refused(plan, self.sketch.scripted) or self.unlike(plan):

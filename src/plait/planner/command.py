@@ -14,7 +14,7 @@ from plait.outline import size as sized_up
 from plait.plan import AXES, Plan
 from plait.planner import goals
 from plait.planner.answer import Answer, ask, text, toml
-from plait.planner.asking import Asked, room, sized
+from plait.planner.asking import UNPRICED_CP, Asked, room, sized
 from plait.planner.branches import divisors
 from plait.planner.fewer import compared
 from plait.writing import check_writable, write
@@ -97,7 +97,7 @@ def unsearched(found: Answer) -> Iterator[str]:
     if tp > 1 and not question.sliceable:
         yield "no layer of the model can be cut"
     if cp > 1 and not question.stretchable:
-        yield "the model has no sequence that is found"
+        yield UNPRICED_CP
     if question.devices // (pp * tp * cp) > question.batch:
         yield f"{question.devices // (pp * tp * cp)} copies would share {question.batch} samples"
 
