@@ -139,7 +139,7 @@ def found(name: str, plan: str = "tp=2") -> Slices:
     return chosen.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
 
 
-@pytest.mark.parametrize("name, text", every(2, PLANS))
+@pytest.mark.parametrize("name, text", every(3, PLANS))
 def test_equal(name: str, text: str) -> None:
     verdict = verify(JOBS[name](), Plan.parse(text), steps=3)
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())

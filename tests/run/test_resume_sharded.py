@@ -122,7 +122,7 @@ SHARED = ("tp=4", "dp=1", "tp=2", "fsdp=2", "tp=4 fsdp=2")
         pytest.param(jobs_pipeline.gpt2, FUSED, marks=pytest.mark.prove),
         pytest.param(jobs_real.llama, SHARED, marks=pytest.mark.prove),
     ),
-    ids=("fused", "shared", "fused-more", "shared-more"),
+    ids=("shared", "fused", "fused-more", "shared-more"),
 )  # fmt: skip
 def test_slices_of_several_ranges_are_resumed(job: Any, plans: tuple[str, ...], tmp_path: Path) -> None:
     """Query, key and value in one matrix: a rank's slice is three ranges of it. Heads that two ranks share."""

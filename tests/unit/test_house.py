@@ -6,9 +6,9 @@ which. Limits and lists stand at the top, so that changing a rule is one visible
 
 import ast
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -245,9 +245,11 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_help_answers_at_once() -> None:
+    """In processor time, which others that use the machine hardly change."""
     seconds = []
     for _ in range(5):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "plait", "--help"], capture_output=True, check=True, timeout=60)
-        seconds.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) <= HELP_SECONDS, f"best of five: {min(seconds):.3f} s"
