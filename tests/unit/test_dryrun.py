@@ -214,7 +214,9 @@ def test_nothing_of_a_dry_run_stays() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, when it makes a fake tensor of a view
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # torch's own, when it makes a fake tensor of a view
 def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", "tests/training.py", "--plan", "pp=2 dp=2 microbatches=2", "--dry-run"]
     assert main(line) == 0

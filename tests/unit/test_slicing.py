@@ -22,6 +22,7 @@ from plait.errors import PlaitError
 from plait.resizing import resized
 from plait.slices import Cut, Group, Slices
 from plait.slicing import find
+from plait.slicing_calls import Still
 from plait.slicing_check import kept, set_integer, taken
 from plait.slicing_maps import find_maps
 
@@ -527,6 +528,14 @@ def test_hugging_face(name: str) -> None:
             model, found = of_job(jobs_pipeline.HUGGING[name], n)
             assert share(model, found) >= least - 0.005
             assert found.vocabulary or name in ("gemma", "vit", "swin", "convnext")
+
+
+@pytest.mark.parametrize("named", (False, True))
+def test_a_trial_without_heads_of_keys_fails_and_does_not_end_the_process(named: bool) -> None:
+    query, key = torch.ones(1, 4, 3, 8), torch.ones(1, 0, 3, 8)
+    given = ((query,), {"key": key, "value": key}) if named else ((query, key, key), {})
+    with Still(), pytest.raises(ValueError, match="without a head"):
+        nn.functional.scaled_dot_product_attention(*given[0], **given[1], enable_gqa=True)
 
 
 @pytest.mark.parametrize("name, least", [("Phi3", 0.88), ("Olmo2", 0.50), ("Qwen3", 0.88)])
