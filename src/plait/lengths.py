@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from plait.course import At, Call, Course, Pair, refused, shortened
 from plait.errors import PlaitError
 from plait.metering import KNOWN, OUTPUT
+from plait.randomness import host_state, restore_host, seed_host
 from plait.sketch import Sketch
 from plait.torchseam import named_leaves, tree_flatten, tree_unflatten
 from plait.unitcalls import UnitCall
@@ -64,7 +65,7 @@ class Finder:
 
     def __init__(self, model: nn.Module, inputs: Any, call: Run, sketch: Sketch):
         self.model, self.inputs, self.call, self.fake = model, inputs, call, not sketch.by_values
-        self.names = list(dict.fromkeys(c.unit for c in sketch.calls))
+        self.names = list(dict.fromkeys([*(c.unit for c in sketch.calls), *(u.name for u in sketch.units)]))
         self.whole, self.drawn = self.record(inputs)
         self.found: list[Shorter] = []
         self.failed = ""
@@ -291,13 +292,18 @@ def record(
                 given = (args, kwargs) if narrow is None else narrow(len(found), (args, kwargs))
                 attention.running = Seen(name, _shapes(given))
                 found.append(attention.running)
+                seed_host("course", len(found))  # layers dropped at random are the same ones, whatever dropout drew before
                 return None if narrow is None else given
 
             def leave(_: nn.Module, args: Any, output: Any) -> None:
                 attention.running, found[-1].returned = None, _shapes(output)
+                seed_host("course", len(found), "left")
 
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
+        state = host_state()
+        stack.callback(restore_host, state)
+        seed_host("course")
         with attention:
             watched = watch(model, inputs, call, fake)
     if attention.between:

@@ -65,9 +65,9 @@ class Still(TorchFunctionMode):
         if func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS:
             return _kept(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
-            key = args[1] if len(args) > 1 else kwargs["key"]
-            if key.dim() > 2 and not key.shape[-3]:  # torch 2.11 divides by their number, which ends the process
-                raise ValueError("attention without a head of keys")
+            keys = (*args[1:3], *(kwargs[name] for name in ("key", "value") if name in kwargs))
+            if any(t.dim() > 2 and not t.shape[-3] for t in keys):  # torch 2.11 divides by their number: the process ends
+                raise ValueError("attention without a head of keys or values")
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         return func(*args, **kwargs)

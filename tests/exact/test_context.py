@@ -9,15 +9,18 @@ import pytest
 import torch
 from jobs import Tokens
 from rarely import every
-from torch import Tensor
+from torch import Tensor, nn
 
-from plait import attending
+from plait import attending, lengths
+from plait.build import call
+from plait.data import first_samples
 from plait.engine import Engine
 from plait.errors import PlaitError
 from plait.job import Evaluate
 from plait.launch import here
 from plait.launch.place import Place
 from plait.plan import Plan
+from plait.sketch import sketch
 from plait.verify import verify
 
 PLANS = (
@@ -127,6 +130,28 @@ def test_attention_between_units_is_refused() -> None:
         verify(job, Plan.parse("cp=2"))
     assert caught.value.codes == ["P040"] and "between units" in caught.value.problems[0].what, caught.value
     assert verify(dataclasses.replace(job, units=("blocks.*",)), Plan.parse("cp=2"), steps=2).equal
+
+
+class Dropping(jobs_context.Model):
+    """Leaves out blocks by torch's generator, which dropout in the blocks before has used: as the library's M2M100 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            if not self.training or torch.rand([]) > 0.4:
+                x = block(nn.functional.dropout(x, 0.1, self.training))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_that_are_left_out_at_random_do_not_depend_on_the_length(seed: int) -> None:
+    job = jobs_context.OWN["plain"]()
+    torch.manual_seed(seed)
+    model, inputs = Dropping(jobs_context.Attention, blocks=6), first_samples(job.data(), 2)[0]
+    found = lengths.find(
+        model, inputs, call, sketch(model, lambda n: first_samples(job.data(), n)[0], call, ("blocks.*",))
+    )
+    assert sum(c.sees for c in found.calls) >= 1
 
 
 def test_a_model_without_a_sequence_is_refused() -> None:

@@ -532,8 +532,8 @@ def test_hugging_face(name: str) -> None:
 
 @pytest.mark.parametrize("named", (False, True))
 def test_a_trial_without_heads_of_keys_fails_and_does_not_end_the_process(named: bool) -> None:
-    query, key = torch.ones(1, 4, 3, 8), torch.ones(1, 0, 3, 8)
-    given = ((query,), {"key": key, "value": key}) if named else ((query, key, key), {})
+    query, key, value = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), torch.ones(1, 0, 3, 8)
+    given = ((query,), {"key": key, "value": value}) if named else ((query, key, value), {})
     with Still(), pytest.raises(ValueError, match="without a head"):
         nn.functional.scaled_dot_product_attention(*given[0], **given[1], enable_gqa=True)
 
