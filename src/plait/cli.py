@@ -38,6 +38,8 @@ TECHNIQUES = {
 }  # fmt: skip
 """Which file of `strategies/` explains a key of a plan."""
 
+CHECKS = ("none", "quick", "full")
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -146,11 +148,12 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser.add_argument("--version", action="version", version=f"plait {__version__}")
     commands = parser.add_subparsers(
         required=True,
-        metavar="train | verify | sketch | plan | bench | report | checkpoint | help",
+        metavar="train | verify | check | sketch | plan | bench | report | checkpoint | help",
         parser_class=_Parser,
     )
     _train_options(commands.add_parser("train", help="train a job under a plan"))
     _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
+    _check_options(commands.add_parser("check", help="see in seconds whether a plan can cut the job's batches"))
     _sketch_options(commands.add_parser("sketch", help="show what a model costs, unit by unit, without running it"))
     _plan_options(commands.add_parser("plan", help="choose a plan: will it fit, how fast, why; or look at one"))
     _bench_options(commands.add_parser("bench", help="measure this machine: compute, communication, a job's loader"))
@@ -177,6 +180,7 @@ EXAMPLES = {
         'job.py --plan "fsdp=4 microbatches=2" --save-every 50',
         "job.py --resume --job.lr 1e-4",
     ),
+    "check": ('job.py --plan "dp=2"', 'job.py --plan "dp=8 microbatches=4" --full'),
     "verify": ('job.py --plan "dp=2"', 'job.py --plan "pp=2 tp=2" --steps 8'),
     "sketch": ("job.py", 'job.py --plan "fsdp=8 recompute=full"'),
     "plan": (
@@ -237,6 +241,12 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-nan", choices=("stop", "skip"), default="stop", help="a step with a loss or gradient that is not finite"
     )
+    parser.add_argument(
+        "--check", choices=CHECKS, default="quick", help="how to check that the plan can cut the job's batches (quick)"
+    )
+    parser.add_argument(
+        "--allow-inexact", action="store_true", help="train although the check found that the plan is another training"
+    )
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
     parser.add_argument("--ranks", default="0", help="ranks whose output to show, such as 0,3 (0); logs/ has all")
     parser.add_argument("--to", action="append", choices=("tensorboard",), default=[], help="also write metrics there")
@@ -267,6 +277,12 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps to compare, at least 3 (4)")
     parser.set_defaults(run=_verify)
+
+
+def _check_options(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--full", action="store_true", help="more batches and points, for up to some minutes")
+    parser.set_defaults(run=_elsewhere("plait.jobcheck_cli"))
 
 
 def _sketch_options(parser: argparse.ArgumentParser) -> None:
@@ -341,7 +357,7 @@ def _train(options: Any) -> int:
     except ValueError:
         shown = ()
         problems.append(Problem("U002", f"--ranks {options.ranks} is not a list of ranks", fix=("--ranks 0,3",)))
-    plan, job = _both(options, problems)
+    plan, job = both(options, problems)
     beyond = [rank for rank in shown if not 0 <= rank < plan.world]
     if beyond:
         last = "rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}"
@@ -358,7 +374,7 @@ def _train(options: Any) -> int:
     request = train.Request(
         options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
         options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes, options.weights,
-        options.allow_changes, options.patience, options.on_nan,
+        options.allow_changes, options.patience, options.on_nan, options.check, options.allow_inexact,
     )  # fmt: skip
     code, summary = train.launch(request, sys.stderr if options.json else None)
     if options.json:
@@ -369,7 +385,7 @@ def _train(options: Any) -> int:
 def _verify(options: Any) -> int:
     few = Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))
     problems = [few] if options.steps < 3 else []
-    plan, job = _both(options, problems)
+    plan, job = both(options, problems)
     from plait.foresight import foresee
     from plait.launch.devices import kind_of
     from plait.verdict import table
@@ -381,7 +397,7 @@ def _verify(options: Any) -> int:
     return verdict.exit_code
 
 
-def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
+def both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
     from plait.job import load_job
     from plait.launch import started

@@ -67,17 +67,20 @@ class Run:
     @staticmethod
     def latest(job: str, root: Path) -> "Run":
         """The newest run of this job that has a checkpoint, else its newest. K001 when there is none."""
-        name = job_name(job)
-        runs = sorted(
-            (p for p in root.glob(f"{glob.escape(name)}-*") if _number(p.name, name)),
-            key=lambda p: -_number(p.name, name),
-        )
+        name, runs = job_name(job), Run.all(job, root)
         saved = [p for p in runs if any(_number(c.name, "step") for c in (p / "checkpoints").glob("step-*"))]
         if not runs:
             raise PlaitError(
                 Problem("K001", f"there is no run of {name} in {root}/ to resume", fix=("start without --resume",))
             )
         return Run((saved or runs)[0])
+
+    @staticmethod
+    def all(job: str, root: Path) -> list[Path]:
+        """The directories of this job's runs, the newest first."""
+        name = job_name(job)
+        found = (p for p in root.glob(f"{glob.escape(name)}-*") if _number(p.name, name))
+        return sorted(found, key=lambda p: -_number(p.name, name))
 
     def describe(self, job: str, plan: Plan, arguments: dict[str, str]) -> None:
         """Write down what is known before the start; a resumed run does it again, its plan may be another."""

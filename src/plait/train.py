@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait import __version__, chosen, joined, optstate
+from plait import __version__, chosen, jobcheck, joined, optstate
 from plait.build import broadcast_text, pick_device
 from plait.checkpoint import Checkpoints
 from plait.console import Console
@@ -28,6 +28,9 @@ from plait.resuming import Start, writing
 from plait.run import Run
 from plait.steps import Step
 from plait.weights import open_weights
+
+LOOKED_AT = 8
+"""Of so many runs of a job the result of the job check is taken again."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Request:
     """Seconds without progress after which a rank is ended; None: chosen by what it does (see `launch/hang.py`)."""
     on_nan: str = "stop"
     """What to do in a step whose loss or gradient norm is not finite: stop, or skip it."""
+    check: str = "quick"
+    """How the job is checked before the first step: none, quick, full (see `jobcheck.py`)."""
+    allow_inexact: bool = False
+    """Train although the job check found that the plan makes another training of the job."""
 
 
 def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
@@ -69,13 +76,16 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
     foresee(request.job, request.plan, kind_of(request.device))
     if request.weights:
         open_weights(Path(request.weights))  # what cannot be read is said before a start
+    checked = _checked(request)
+    _refuse(request, checked)
     start = _started(request)
     run = start.run
     with writing(run.path):
         lock = run.lock()
+        jobcheck.store(run.path, checked)
         logs = [open(run.log(rank), "ab", buffering=0) for rank in range(request.plan.world)]  # noqa: SIM115
     console.say(headline(request))
-    for note in (*request.notes, *_notes(request), *([start.note] if start.note else [])):
+    for note in (*request.notes, *_notes(request), *([start.note] if start.note else []), *_told(checked)):
         console.say(note)
 
     def text(rank: int, data: bytes) -> None:
@@ -112,11 +122,14 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
 def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
     place, run = current(), None
     starts, locks = list[Start](), list[Any]()
+    checked = _checked(request) if place.rank == 0 else jobcheck.Checked("none")  # before there are connections to fork
 
     def make() -> Run:
+        _refuse(request, checked)
         starts.append(_started(request))
         with writing(starts[0].run.path):
             locks.append(starts[0].run.lock())
+            jobcheck.store(starts[0].run.path, checked)
         return starts[0].run
 
     try:
@@ -124,7 +137,8 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
             device = pick_device(request.device, place)
             run = joined.meet(place, place.connect(device), device, make)
             if place.rank == 0:
-                console.say(headline(request))
+                for line in (headline(request), *_told(checked)):
+                    console.say(line)
                 place.report = lambda message: (
                     console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
                 )
@@ -140,6 +154,27 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
     if place.rank == 0:
         return _finish(console, run, result)
     return (RESUMABLE if result["stopped"] else 0), result
+
+
+def _checked(request: Request) -> jobcheck.Checked:
+    """What the job check says, or said in one of the job's last runs."""
+    before = tuple(Run.all(request.name, request.runs)[:LOOKED_AT])
+    words = {"name": request.name, "arguments": request.arguments, "before": before}
+    return jobcheck.check(request.job, request.plan, request.check, **words)
+
+
+def _refuse(request: Request, checked: jobcheck.Checked) -> None:
+    if checked.problems and not request.allow_inexact:
+        first, *rest = checked.problems
+        anyway = "--allow-inexact    trains all the same, and the run says so"
+        raise PlaitError([dataclasses.replace(first, fix=(*first.fix, anyway)), *rest])
+
+
+def _told(checked: jobcheck.Checked) -> list[str]:
+    """What of the job check is said beside the headline: what is not exact, and what was not looked at."""
+    return [f"note  not exact: {line}" for line in checked.inexact] + [
+        f"note  job check: {line}" for line in checked.unchecked
+    ]
 
 
 def _started(request: Request) -> Start:

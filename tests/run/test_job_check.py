@@ -1,0 +1,146 @@
+"""The job check: what a plan changes is said before the first step, and of ordinary jobs nothing is said.
+
+Whether a plan changes a job's training is decided by training it, on one device and under the plan, in float64.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jobs_treacherous
+import pytest
+import torch
+from launched import Command
+
+from plait import jobcheck
+from plait.engine import Engine
+from plait.errors import PlaitError
+from plait.launch import here
+from plait.launch.supervise import Listener
+from plait.plan import Plan
+
+JOBS = Path(jobs_treacherous.__file__)
+PLANS = ("dp=2", "microbatches=2", "dp=2 microbatches=2", "fsdp=2", "dp=3", "tp=2", "pp=2 microbatches=2")
+STEPS, SAME = 4, 1e-6
+TREACHEROUS, ORDINARY = jobs_treacherous.TREACHEROUS, jobs_treacherous.ORDINARY
+SOME = (
+    ("root", "dp=2", "J030"), ("tokens_without_weight", "microbatches=2", "J030"), ("flooding", "dp=2", "J030"),
+    ("normalised_by_its_past", "dp=2", "J030"), ("last_step_of_padded", "dp=2", "J031"), ("early_exit", "dp=2", "J031"),
+    ("noise_without_a_seed", "dp=2", "J033"), ("data_with_a_generator", "dp=2", "J032"), ("mixup", "dp=2", "J034"),
+    ("stateful", "dp=2", "J035"),
+)  # fmt: skip
+
+
+@cache
+def trained(name: str, plan: str) -> dict[str, Any]:
+    """Losses, weights and what is named as inexact, of a few steps in float64; of rank 0."""
+
+    def run(place: Any) -> dict[str, Any]:
+        engine = Engine(job(name), Plan.parse(plan), device="cpu", place=place, cast=torch.float64)
+        losses = [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(STEPS))]
+        return {"losses": losses, "inexact": engine.built.inexact}
+
+    return here.run(run, Plan.parse(plan).world, Listener(note=lambda text: None))[0]
+
+
+def job(name: str) -> Any:
+    return getattr(jobs_treacherous, name)()
+
+
+def differs(name: str, plan: str) -> bool:
+    pairs = zip(trained(name, "dp=1")["losses"], trained(name, plan)["losses"])
+    return max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs) > SAME
+
+
+def codes(name: str, plan: str) -> list[str]:
+    found = jobcheck.check(job(name), Plan.parse(plan))
+    assert found.compared, found.unchecked
+    return [problem.code for problem in found.problems]
+
+
+@pytest.mark.parametrize(("name", "plan", "code"), SOME)
+def test_what_a_plan_changes_is_said(name: str, plan: str, code: str) -> None:
+    assert differs(name, plan)
+    assert codes(name, plan) == [code]
+
+
+@pytest.mark.parametrize("name", ["contrastive_of_all", "transformer", "augmented", "classes_with_weight", "guarded"])
+def test_of_an_ordinary_job_nothing_is_said(name: str) -> None:
+    assert not codes(name, "dp=2")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", TREACHEROUS)
+def test_treacherous_jobs(name: str, plan: str) -> None:
+    """Said exactly where the training differs, unless that is refused, or named by the strategies."""
+    try:
+        named = bool(trained(name, plan)["inexact"])
+    except PlaitError as error:
+        assert error.codes[0][0] in "PJ", error
+        return
+    if not (named and differs(name, plan)):
+        assert bool(codes(name, plan)) == differs(name, plan)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_jobs(name: str, plan: str) -> None:
+    assert not codes(name, plan)
+
+
+def test_training_is_refused_and_allowed(tmp_path: Path) -> None:
+    words = (f"{JOBS}:root", "--plan", "dp=2", "--steps", "2")
+    refused = Command("train", *words, folder=tmp_path)
+    assert refused.wait() == 2, refused.output
+    assert refused.output.startswith("error[J030]") and "plait.global_mean" in refused.output
+    assert "--allow-inexact" in refused.output and not (tmp_path / "runs").exists()
+    allowed = Command("train", *words, "--allow-inexact", folder=tmp_path)
+    assert allowed.wait() == 0, allowed.output
+    assert "note  not exact: the loss of a batch is not the mean" in allowed.output
+    kept = json.loads((tmp_path / "runs" / "latest" / "check.json").read_text())
+    assert kept["problems"][0]["code"] == "J030" and kept["compared"]
+
+
+def test_a_result_is_taken_again_while_nothing_changed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from jobs_treacherous import plain as job\n")
+    name, plan = str(file), Plan.parse("dp=2")
+    first = jobcheck.check(job("plain"), plan, name=name)
+    jobcheck.store(tmp_path, first)
+    assert not first.reused and first.key
+    again = jobcheck.check(job("plain"), plan, name=name, before=(tmp_path,))
+    assert again.reused and again == first
+    for other in (
+        jobcheck.check(job("plain"), Plan.parse("dp=3"), name=name, before=(tmp_path,)),
+        jobcheck.check(job("plain"), plan, name=name, arguments={"width": "8"}, before=(tmp_path,)),
+        jobcheck.check(job("images"), plan, "full", name=name, before=(tmp_path,)),
+    ):
+        assert not other.reused and other.key != first.key
+
+
+def test_nothing_is_asked_where_nothing_is_split() -> None:
+    for found in (jobcheck.check(job("root"), Plan()), jobcheck.check(job("root"), Plan(dp=2), "none")):
+        assert found.equal and not found.compared and not found.seconds
+
+
+def test_the_command_checks_without_training(tmp_path: Path) -> None:
+    sound = Command("check", f"{JOBS}:plain", "--plan", "dp=2", folder=tmp_path)
+    assert sound.wait() == 0 and "nothing found" in sound.output, sound.output
+    unsound = Command("check", f"{JOBS}:dice", "--plan", "microbatches=2", "--json", folder=tmp_path)
+    assert unsound.wait() == 2 and "error[J030]" in unsound.output, unsound.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_not_compared_is_said() -> None:
+    class Large(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no such kernel")
+
+    found = jobcheck.check(jobs_treacherous.made(model=Large), Plan(dp=2))
+    assert found.equal and not found.compared and "no such kernel" in found.unchecked[0]
