@@ -90,6 +90,23 @@ class Clipped(torch.optim.Optimizer):
             p.sub_(p.grad / norm.clamp_min(1e-6), alpha=0.01)
 
 
+class Rarely(Clipped):
+    """Clips when the norm is beyond a limit, or from some step on."""
+
+    def __init__(self, params: Any, least: float = 0.0, most: float = float("inf"), after: int = 0):
+        super().__init__(params)
+        self.least, self.most, self.after, self.steps = least, most, after, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([p.grad.flatten() for p in mine]).norm()
+        acts = self.least < norm < self.most and self.steps > self.after
+        for p in mine:
+            p.sub_(p.grad / norm if acts else p.grad, alpha=0.01)
+
+
 class Rowwise(torch.optim.Optimizer):
     """Scales each row by its own norm: a rank may have some of the rows, but not a part of each."""
 
@@ -115,12 +132,17 @@ REFUSED = [
     ("Clipped", Clipped, "pp=2 microbatches=2"),
     ("Clipped", Clipped, "tp=2"),
     ("Rowwise", Rowwise, "tp=2"),
+    ("Rarely", lambda p: Rarely(p, least=1e4), "fsdp=2"),
+    ("Rarely", lambda p: Rarely(p, least=1e4), "tp=2"),
+    ("Rarely", lambda p: Rarely(p, most=1e-2), "fsdp=2"),
+    ("Rarely", lambda p: Rarely(p, after=9), "pp=2 microbatches=2"),
 ]
 KEPT = [
     ("Lamb", Lamb, "dp=2"),
     ("Lars", Lars, "pp=2 microbatches=2"),
     ("Adafactor", WHOLE["Adafactor"], "pp=2 microbatches=2"),
     ("Clipped", Clipped, "dp=2"),
+    ("Rarely", lambda p: Rarely(p, least=1e4), "dp=2"),
     ("Rowwise", Rowwise, "fsdp=2"),
     ("adamw", PARTS["adamw"], "tp=2"),
 ]
