@@ -20,6 +20,8 @@ updates before. `gpt` and `cnn` are the jobs in examples/. In `cnn` a GroupNorm 
 because torch's SyncBatchNorm does not run on CPUs; `cnn-bn` keeps them and gives all variants plait's own.
 `cnn-augment` is `cnn` with its augmentation, for which only plait seeds the generators sample by sample, so
 losses may differ there. Data sets are cut to whole global batches.
+
+``--start`` measures another thing: a run of one step from start to end, with the job check and without, in turn.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from io import StringIO
 from itertools import chain, product, repeat
 from pathlib import Path
 from time import perf_counter
@@ -60,6 +63,7 @@ from plait.randomness import permutation
 from plait.record import Recorder
 from plait.run import Run
 from plait.strategies import batchnorm
+from plait.train import Request, launch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 DDP = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
@@ -277,6 +281,39 @@ def show(s: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def first_step(path: str, plan: Plan, check: str, folder: Path) -> float:
+    """Seconds of a run of one step, from its start in a warm process to its end, with its job check."""
+    job = replace(load_job(path), steps=1, evaluate=None)
+    request = Request(path, job, plan, {}, folder, device="cpu", check=check)
+    began = perf_counter()
+    launch(request, StringIO())
+    return perf_counter() - began
+
+
+def starts(plan: Plan, rounds: int) -> list[dict[str, Any]]:
+    """Time to the first step of every example, with and without the job check, in turn."""
+    tables = []
+    for path in sorted(map(str, EXAMPLES.glob("*/job.py"))):
+        seconds: dict[str, list[float]] = {"none": [], "quick": []}
+        for i, check in product(range(rounds + 1), seconds):
+            with tempfile.TemporaryDirectory() as folder:
+                took = first_step(path, plan, check, Path(folder))  # a new folder: no result is taken again
+            seconds[check] += [took] if i else []  # the first imports what it needs
+        middle = {check: statistics.median(row) for check, row in seconds.items()}
+        paired = statistics.median(b - a for a, b in zip(*seconds.values()))
+        tables.append({"example": Path(path).parent.name, "plan": str(plan), **middle, "check": paired})
+    return tables
+
+
+def show_starts(tables: list[dict[str, Any]]) -> str:
+    lines = [
+        f"time to first step, s · {tables[0]['plan']}",
+        f"  {'':<14}{'--check none':>14}{'quick':>10}{'the check':>12}",
+    ]
+    lines += [f"  {t['example']:<14}{t['none']:>14.2f}{t['quick']:>10.2f}{t['check']:>12.2f}" for t in tables]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", choices=("gpt", "cnn", "all"), default="all")
@@ -284,9 +321,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="of gpt; gpt-large a third, cnn five times")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--control", action="store_true", help="a second hand-written loop, for the noise")
+    parser.add_argument(
+        "--start", action="store_true", help="only the time to the first step, with and without the job check"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per table")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # a forked copy of a thread pool is dead; workers choose for themselves
+    if asked.start:
+        for world in map(int, asked.nproc.split(",")):
+            found_starts = starts(Plan(dp=world, microbatches=1 if world > 1 else 2), max(2, asked.rounds // 6))
+            print(json.dumps(found_starts) if asked.json else show_starts(found_starts), flush=True)
+        return 0
     for module in filter(find_spec, LIBRARIES.values()):
         import_module(module)
     with redirect_stdout(sys.stderr):  # the jobs say what they read
