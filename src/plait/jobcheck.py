@@ -31,10 +31,10 @@ from plait.build import begun, call, move, understood
 from plait.data import is_map, opened
 from plait.errors import PlaitError, Problem
 from plait.job import LIBRARIES, Job
-from plait.jobcheck_causes import problems_of
+from plait.jobcheck_causes import problems_of, unlike_readers
 from plait.jobcheck_trial import WIDE, Known, Point, measure, noted, one_device
 from plait.launch import here
-from plait.launch.place import Place, cores
+from plait.launch.place import Place, cores, pose
 from plait.launch.supervise import Listener
 from plait.making import make
 from plait.plan import Plan
@@ -50,6 +50,8 @@ LIMIT = {"quick": 60.0, "full": 1800.0}
 """Seconds after which the check is given up."""
 RANKS = {"quick": 4, "full": 16}
 """As many shares are compared at most; more of them are shares of the same sizes."""
+FEW = 4
+"""Samples that two ranks read, where ranks share them."""
 CPU = torch.device("cpu")
 
 
@@ -199,6 +201,9 @@ def _compared(job: Job, plan: Plan, level: str, place: Place, length: int | None
             f"of the {limit} samples of a batch {points[0].size} are compared: all would take longer than two steps"
         )
     problems, more = problems_of(job, cut, known, points, sides, named)
+    if not problems and plan.world > 1 and length is not None and (cut.shares == 1 or level == "full"):
+        count = FEW if level == "quick" else sum(point.size for point in points)
+        problems = unlike_readers(job, count, plan.pp == plan.world)
     compared = tuple(f"step {p.step + 1}: {p.size} samples in {cut.shares * cut.microbatches} parts" for p in points)
     return Checked(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
 
@@ -276,6 +281,7 @@ def _sides(
     """What the ranks of the cut measured, and last one device."""
 
     def side(place: Place) -> dict[str, Any]:
+        pose(None if place.rank == cut.world else place.rank, cut.world)
         if place.rank == cut.world:
             return one_device(job, known, points, (cut, *loss), replace(place, rank=0, world=1, store=None))
         return measure(job, cut, known, points, replace(place, world=cut.world))

@@ -4,9 +4,10 @@ import math
 from typing import Any
 
 from plait import jobcheck_branches as branches
+from plait.data import is_map, opened
 from plait.errors import PlaitError, Problem
 from plait.job import LIBRARIES, Job
-from plait.jobcheck_look import look, read_again
+from plait.jobcheck_look import look, read_again, read_as
 from plait.jobcheck_trial import Known, Point
 from plait.launch import here
 from plait.launch.supervise import Listener
@@ -29,8 +30,13 @@ def problems_of(
     if alone["untried"]:
         told.append(f"the loss was compared at {len(points)} points only: {alone['untried']}")
     sample = unlike_sample(sides)
+    if sample is not None and not is_map(opened(job.data)):
+        return [], [
+            *told,
+            "gradients were not compared: processes read different samples of the iterable, as they will say",
+        ]
     if sample is not None:
-        return [_of_sample(job, sample)], told
+        return [_of_sample(job, sample[0], f"differs between one device and share {sample[1]} of the plan")], told
     if alone["asks"] and cut.microbatches > 1:
         named = ("what the job asks of the global batch is of one micro-batch",)
     if named:
@@ -57,14 +63,13 @@ def problems_of(
     return found, told
 
 
-def unlike_sample(sides: Sides) -> tuple[int, int, int] | None:
-    """(sample, rank, which of its leaves) that a rank read otherwise than one device."""
+def unlike_sample(sides: Sides) -> tuple[int, int] | None:
+    """(sample, rank) that a rank read otherwise than one device."""
     expected = sides[-1]["seen"]
     for rank, side in enumerate(sides[:-1]):
         for i, row in side["seen"].items():
             if i in expected and expected[i] != row:
-                leaf = next((k for k, pair in enumerate(zip(row, expected[i])) if pair[0] != pair[1]), 0)
-                return int(i), rank, leaf
+                return int(i), rank
     return None
 
 
@@ -98,16 +103,33 @@ def _how(cut: Plan) -> str:
     return " ".join(keys) or "another process"
 
 
-def _of_sample(job: Job, sample: tuple[int, int, int]) -> Problem:
-    i, rank, leaf = sample
+def unlike_readers(job: Job, count: int, staged: bool) -> list[Problem]:
+    """J032 when one of the first `count` samples differs between two ranks, or read twice in a row by one.
+
+    `staged`: the ranks are stages, of which only the first needs the inputs and the last the targets.
+    """
+    try:
+        rows = here.run(lambda place: read_as(job, count, place), 2, Listener(note=lambda text: None))
+    except PlaitError:  # training will say it
+        return []
+    for first, second in zip(rows[0]["read"], rows[1]["read"]):
+        if first[3] != second[3] or (first[1] != second[1] and not staged):
+            return [_of_sample(job, first[0], "differs between ranks 0 and 1 of the plan")]
+        if first[1] != first[2]:
+            return [_of_sample(job, first[0], "is another when it is read again")]
+    return []
+
+
+def _of_sample(job: Job, i: int, told: str) -> Problem:
     try:
         (seen,) = here.run(lambda place: read_again(job, i), 1, Listener(note=lambda text: None))
     except PlaitError:
         seen = {"again": False, "source": ""}
     what = f"sample {i} of the data is not the same in every process"
-    why = f"its tensor {leaf + 1} differs between one device and share {rank} of the plan"
-    why += "; read twice in a row it differs too" if seen["again"] else "; read twice in a row it is the same"
-    why += f": {seen['source']}" if seen["source"] else ""
+    source = seen["source"] or "a generator of its own, a counter or the clock"
+    why = f"it {told}; read twice in a row by one process it " + (
+        f"differs too: {source}" if seen["again"] else "is the same: it goes by the rank, or by what the process is"
+    )
     fix = (
         "draw with Python's random, numpy.random or torch's own generator: plait seeds them by (seed, epoch, sample)",
         "or make a generator from the sample's number in __getitem__: torch.Generator().manual_seed(i)",

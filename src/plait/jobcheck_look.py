@@ -16,10 +16,10 @@ from plait.build import call, move
 from plait.data import Micro, Position, Share, is_map, opened, weigh
 from plait.job import Job
 from plait.jobcheck_trial import WIDE, Known, Noted, Point, Rehearsed, digests, move_weights, read
-from plait.launch.place import Place
+from plait.launch.place import Place, pose
 from plait.loading import batches
 from plait.plan import Plan
-from plait.randomness import seed_host
+from plait.randomness import permutation, seed_host
 from plait.strategies.precision import forward_format
 from plait.torchseam import leaves, tree_flatten, tree_leaves, tree_map_only
 
@@ -196,6 +196,17 @@ def _counts(job: Job) -> list[tuple[str, Callable[[Any], float]]]:
             text_ = f"lambda targets: class_weights[{text}].sum()    class_weights: those of the loss"
             found.append((text_, lambda t, of=of, table=table: float(table[of(t)].sum())))
     return found
+
+
+def read_as(job: Job, count: int, place: Place) -> dict[str, Any]:
+    """Digests of the first `count` samples of the order, read twice each, and of its targets, on a rank that knows who it is."""
+    pose(place.rank, place.world)
+    place.connect(torch.device("cpu"))
+    data, rows = opened(job.data), []
+    for i in permutation(job.seed, 0, len(data))[:count].tolist():
+        samples = [(seed_host(job.seed, "sample", 0, i), data[i])[1] for _ in range(2)]
+        rows.append([i, *map(digests, samples), digests(samples[0][1])])
+    return {"read": rows}
 
 
 def read_again(job: Job, i: int) -> dict[str, Any]:

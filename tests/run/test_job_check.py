@@ -24,11 +24,13 @@ JOBS = Path(jobs_treacherous.__file__)
 PLANS = ("dp=2", "microbatches=2", "dp=2 microbatches=2", "fsdp=2", "dp=3", "tp=2", "pp=2 microbatches=2")
 STEPS, SAME = 4, 1e-6
 TREACHEROUS, ORDINARY = jobs_treacherous.TREACHEROUS, jobs_treacherous.ORDINARY
+BEYOND = {("nearest_sample", "tp=2")}
+"""What slices of a layer change is not looked at here."""
 SOME = (
     ("root", "dp=2", "J030"), ("tokens_without_weight", "microbatches=2", "J030"), ("flooding", "dp=2", "J030"),
     ("normalised_by_its_past", "dp=2", "J030"), ("last_step_of_padded", "dp=2", "J031"), ("early_exit", "dp=2", "J031"),
     ("noise_without_a_seed", "dp=2", "J033"), ("data_with_a_generator", "dp=2", "J032"), ("mixup", "dp=2", "J034"),
-    ("stateful", "dp=2", "J035"),
+    ("stateful", "dp=2", "J035"), ("data_by_rank", "tp=2", "J032"), ("data_that_counts", "pp=2 microbatches=2", "J032"),
 )  # fmt: skip
 
 
@@ -78,9 +80,9 @@ def test_treacherous_jobs(name: str, plan: str) -> None:
     try:
         named = bool(trained(name, plan)["inexact"])
     except PlaitError as error:
-        assert error.codes[0][0] in "PJ", error
+        assert error.codes[0][0] in "PJC", error  # refused, or it fails aloud
         return
-    if not (named and differs(name, plan)):
+    if (name, plan) not in BEYOND and not (named and differs(name, plan)):
         assert bool(codes(name, plan)) == differs(name, plan)
 
 

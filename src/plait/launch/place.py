@@ -75,6 +75,20 @@ def current() -> Place:
     return Place(rank, world, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
 
 
+def pose(rank: int | None, world: int) -> None:
+    """Where a launcher set RANK: set it as for this rank of `world` on one machine, or, for a process alone, not at all.
+
+    For processes of plait's own that do beforehand what ranks will do; a job may ask who it is.
+    """
+    if not joining():
+        return
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if rank is not None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+
+
 def joining() -> bool:
     """Whether another launcher started this process."""
     return "RANK" in os.environ
