@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from plait import higher
 from plait.build import call, move
-from plait.data import Micro, Position, Share, is_map, opened, weigh
+from plait.data import Micro, is_map, opened, weigh
 from plait.job import Job
 from plait.jobcheck_trial import WIDE, Known, Noted, Point, Rehearsed, digests, move_weights, read
 from plait.launch.place import Place, pose
-from plait.loading import batches
 from plait.plan import Plan
 from plait.randomness import permutation, seed_host
 from plait.strategies.precision import forward_format
@@ -56,18 +55,11 @@ def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[
 
 
 def parts_of_point(engine: Rehearsed, cut: Plan, point: Point) -> list[Micro]:
-    """The micro-batches of a point's batch on all ranks of the plan."""
-    data, seed = engine.built.data, engine.job.seed
-    found = []
-    for rank in range(cut.shares):
-        share = Share(rank, cut.shares, cut.microbatches)
-        if is_map(data):
-            batch = next(batches(data, point.size, seed, share, Position(point.step, 0, point.start)))
-        else:
-            stream = batches(data, point.size, seed, share, Position())
-            batch = [next(stream) for _ in range(point.step + 1)][-1]
-        found += [micro for micro in batch.micro if micro.count]
-    return found
+    """The parts of a point's batch that the plan cuts it in, as micro-batches of one process."""
+    engine.plan = Plan(microbatches=cut.shares * cut.microbatches)
+    (batch,) = read(engine, [point])
+    engine.plan = Plan()
+    return [micro for micro in batch.micro if micro.count]
 
 
 def _forward(engine: Rehearsed, micro: Micro, step: int) -> tuple[Any, Seen]:

@@ -5,6 +5,7 @@ ragged weights, random numbers) is exact here too: what differs then is the job'
 tensor, the product with random signs and sizes, which is linear: it differs when any element does.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from plait.data import Batch, Position, Share, is_map
 from plait.engine import Engine
 from plait.job import Job
 from plait.launch.place import Place
-from plait.loading import batches
 from plait.making import Made
 from plait.plan import Plan
 from plait.randomness import key
@@ -104,14 +104,17 @@ def _digest(leaf: Any) -> int:
 
 
 def read(engine: Engine, points: list[Point]) -> Iterator[Batch]:
-    """This rank's share of each point's batch."""
-    data, seed, share = engine.built.data, engine.job.seed, engine.share
-    if is_map(data):
-        for point in points:
-            yield next(batches(data, point.size, seed, share, Position(point.step, 0, point.start)))
-    else:
-        stream = batches(data, points[0].size, seed, share, Position())
-        yield from (next(stream) for _ in points)
+    """This rank's share of each point's batch, as training reads it."""
+    job, first = engine.job, points[0]
+    if not is_map(engine.built.data):
+        engine.job = replace(job, batch=first.size, steps=sys.maxsize)
+        stream = engine.batches()
+        yield from [next(stream) for _ in range(points[-1].step + 1)][first.step :]
+        return
+    for point in points:
+        engine.job = replace(job, batch=point.size, steps=sys.maxsize)
+        engine.position = Position(point.step, 0, point.start)
+        yield next(engine.batches())
 
 
 def measure(job: Job, cut: Plan, known: Known, points: list[Point], place: Place) -> dict[str, Any]:
