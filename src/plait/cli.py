@@ -282,7 +282,7 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 def _check_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.add_argument("--full", action="store_true", help="more batches and points, for up to some minutes")
-    parser.set_defaults(run=_elsewhere("plait.jobcheck_cli"))
+    parser.set_defaults(run=_check)
 
 
 def _sketch_options(parser: argparse.ArgumentParser) -> None:
@@ -357,7 +357,7 @@ def _train(options: Any) -> int:
     except ValueError:
         shown = ()
         problems.append(Problem("U002", f"--ranks {options.ranks} is not a list of ranks", fix=("--ranks 0,3",)))
-    plan, job = both(options, problems)
+    plan, job = _both(options, problems)
     beyond = [rank for rank in shown if not 0 <= rank < plan.world]
     if beyond:
         last = "rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}"
@@ -385,7 +385,7 @@ def _train(options: Any) -> int:
 def _verify(options: Any) -> int:
     few = Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))
     problems = [few] if options.steps < 3 else []
-    plan, job = both(options, problems)
+    plan, job = _both(options, problems)
     from plait.foresight import foresee
     from plait.launch.devices import kind_of
     from plait.verdict import table
@@ -397,7 +397,7 @@ def _verify(options: Any) -> int:
     return verdict.exit_code
 
 
-def both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
+def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
     from plait.job import load_job
     from plait.launch import started
@@ -425,6 +425,13 @@ def both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     if problems or plan is None:
         raise PlaitError(problems)
     return plan, job
+
+
+def _check(options: Any) -> int:
+    plan, job = _both(options, list[Problem]())
+    from plait.jobcheck_cli import run
+
+    return run(options, plan, job)
 
 
 def _help(options: Any) -> int:

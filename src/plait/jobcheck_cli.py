@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 from plait import jobcheck
-from plait.cli import both
-from plait.errors import PlaitError, Problem
+from plait.errors import PlaitError
+from plait.job import Job
+from plait.plan import Plan
 
 
-def run(options: Any) -> int:
+def run(options: Any, plan: Plan, job: Job) -> int:
     """Check the job under the plan; raises what was found."""
-    plan, job = both(options, list[Problem]())
     found = jobcheck.check(
         job, plan, "full" if options.full else "quick", name=options.job, arguments=options.arguments
     )
