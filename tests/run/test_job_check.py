@@ -28,7 +28,7 @@ BEYOND = {("nearest_sample", "tp=2")}
 """What slices of a layer change is not looked at here."""
 SOME = (
     ("root", "dp=2", "J030"), ("tokens_without_weight", "microbatches=2", "J030"), ("flooding", "dp=2", "J030"),
-    ("normalised_by_its_past", "dp=2", "J030"), ("last_step_of_padded", "dp=2", "J031"), ("early_exit", "dp=2", "J031"),
+    ("normalised_by_its_past", "dp=2", "J030"), ("standardised", "dp=2", "J031"), ("early_exit", "dp=2", "J031"),
     ("noise_without_a_seed", "dp=2", "J033"), ("data_with_a_generator", "dp=2", "J032"), ("mixup", "dp=2", "J034"),
     ("stateful", "dp=2", "J035"), ("data_by_rank", "tp=2", "J032"), ("data_that_counts", "pp=2 microbatches=2", "J032"),
 )  # fmt: skip
