@@ -37,6 +37,10 @@ TECHNIQUES = {
     "compile": "compiled", "processes": "threads",
 }  # fmt: skip
 """Which file of `strategies/` explains a key of a plan."""
+FIRST = "dp=2"
+"""What `plait verify` tries when no plan is given: one process alone would prove nothing."""
+OTHERS = ("dp=2 microbatches=2", "fsdp=2", "pp=2 microbatches=2", "tp=2")
+"""What it names then."""
 
 CHECKS = ("none", "quick", "full")
 
@@ -385,7 +389,16 @@ def _train(options: Any) -> int:
 def _verify(options: Any) -> int:
     few = Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))
     problems = [few] if options.steps < 3 else []
+    from plait.launch.place import joining
+
+    asked = options.plan is not None or options.nproc is not None or joining()
+    if not asked:
+        options.plan = FIRST
     plan, job = _both(options, problems)
+    if not (asked or options.json):
+        print(
+            f"plan        none was given: {FIRST} is tried, two copies of the model with half of each batch", flush=True
+        )
     from plait.foresight import foresee
     from plait.launch.devices import kind_of
     from plait.verdict import table
@@ -394,6 +407,10 @@ def _verify(options: Any) -> int:
     foresee(job, plan, kind_of(options.device))
     verdict = verify(job, plan, options.steps, options.device)
     print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
+    if not (asked or options.json):
+        print(
+            "other plans  " + "\n             ".join(f'plait verify {options.job} --plan "{text}"' for text in OTHERS)
+        )
     return verdict.exit_code
 
 

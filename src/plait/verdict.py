@@ -22,6 +22,8 @@ class Verdict:
     forced: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What the split run does that costs more than its plan says by itself."""
+    split: bool = True
+    """Whether anything is split: a plan of one process and one micro-batch proves nothing of a split."""
 
     @property
     def equal(self) -> bool:
@@ -46,7 +48,8 @@ class Verdict:
         worst = max(measured, key=lambda p: p.worst if p.worst == p.worst else float("inf"))
         wrong = self.first_wrong
         return {
-            "equal": self.equal, "plan": self.plan, "worst": {"probe": worst.code, "name": worst.name, "relative": worst.worst},
+            "equal": self.equal if self.split or not self.equal else None, "split": self.split, "plan": self.plan,
+            "worst": {"probe": worst.code, "name": worst.name, "relative": worst.worst},
             "first_wrong": {"probe": wrong.code, "name": wrong.name, "parameter": self.parameter, "detail": wrong.detail} if wrong else None,
             "cause": {"code": self.code, "text": self.cause} if self.cause else None, "inexact": list(self.inexact),
             "notes": list(self.notes), "forced": self.forced,
@@ -82,7 +85,8 @@ def judge(expected: Trace, actual: Trace, ranks: list[dict[str, Any]], plan: Pla
         "clip": expected.facts["clip"], "clipped": all(r["norm"] > expected.facts["clip"] for r in expected.facts["rows"]),
         "batch": first["samples"], "sizes": [len(ids) for _, ids in expected.facts["ids"]], "steps": len(expected.facts["rows"]),
     }  # fmt: skip
-    return Verdict(str(plan), probes, code, cause, world=plan.world, forced=forced)
+    split = plan.world * plan.shares * plan.microbatches > 1
+    return Verdict(str(plan), probes, code, cause, world=plan.world, forced=forced, split=split)
 
 
 def table(verdict: Verdict, job: str) -> str:
@@ -105,7 +109,10 @@ def table(verdict: Verdict, job: str) -> str:
         )
     lines += [f"note  {line}" for line in verdict.notes]
     lines += [f"not exact by nature: {line}" for line in verdict.inexact]
-    if verdict.equal:
+    if verdict.equal and not verdict.split:
+        told = f"under {verdict.plan} one process computes what plain PyTorch computes; nothing is split"
+        lines.append(f'NOT SPLIT  {told}, so no split is proved. Next: plait verify {job} --plan "dp=2"')
+    elif verdict.equal:
         lines.append("EQUAL  the split run computes what the single-device job computes")
     else:
         wrong = verdict.first_wrong
