@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from plait.batchrows import Rows
 from plait.errors import PlaitError, Problem
 from plait.randomness import host_state, restore_host
 from plait.torchseam import tree_map_only
@@ -47,6 +48,8 @@ class Micro:
     ids: tuple[int, ...]
     spare: tuple[Any, Any] | None = None
     """(inputs, targets) of one sample beside an empty micro-batch, for a forward pass that every rank must make."""
+    samples: tuple[Any, ...] = ()
+    """What was collated, where the data set has a `collate` of its own (see `padding.py`)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Batch:
     """Of an iterable: a digest of all samples of the batch, on every rank."""
     idle: tuple[Micro, ...] = ()
     """What a rank runs along with when its share of an iterable has ended."""
+    around: tuple[Any, ...] = ()
+    """Of an iterable with a `collate` of its own: all samples of the batch."""
     most: int = 0
     """Samples of the rank that has most of them, where a rank's share is not its part of the batch by number."""
 
@@ -136,8 +141,9 @@ class _First:
         restore_host(state)
         if self.sample is None:
             raise empty("it ended without a sample")
-        if hasattr(data, "collate"):
-            self.collate = data.collate
+        for name in ("collate", "sketched_beside"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
 
     def __len__(self) -> int:
         return 1
@@ -226,20 +232,44 @@ def _told(value: Any) -> str:
 
 
 def first_samples(data: Any, count: int) -> tuple[Any, Any]:
-    """A collated batch of `count` samples for the sketch: the first sample, repeated. Leaves the generators as they were."""
+    """A collated batch of `count` samples for the sketch: the first sample, repeated. Leaves the generators as they were.
+
+    `data.sketched_beside()`, where there is one, gives samples: the batch has the first of them, and the lengths of all.
+    """
     state = host_state()
-    sample = data[0] if is_map(data) else next(iter(data))
+    company = data.sketched_beside() if hasattr(data, "sketched_beside") else []
+    sample = company[0] if company else data[0] if is_map(data) else next(iter(data))
     restore_host(state)
-    return collate(data, [tree_map_only(Tensor, lambda t: t, sample) for _ in range(count)])
+    samples = [tree_map_only(Tensor, lambda t: t, sample) for _ in range(count)]
+    return beside(data, samples, company) if company else collate(data, samples)
+
+
+def rows_of(data: Any, sample: Any) -> Rows:
+    """Where the samples are in what the data set's `collate` returns. The generators stay as they were."""
+    state = host_state()
+    try:
+        return Rows(collate(data, [sample]), collate(data, [sample, sample]))
+    finally:
+        restore_host(state)
+
+
+def beside(data: Any, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:
+    """The samples collated beside others, without the rows of these: with the shapes of the whole."""
+    rows, alone = rows_of(data, samples[0]), collate(data, samples)
+    together = collate(data, [*samples, *company])
+    pair = rows.first(together, len(samples), len(samples) + len(company))
+    return pair if rows.holds(pair, alone) else alone
 
 
 def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
     """The micro-batch of these samples. Without ids it is empty, and one of `samples` is beside it."""
-    inputs, targets = collate(data, samples[: len(ids) or 1])
+    samples = samples[: len(ids) or 1]
+    inputs, targets = collate(data, samples)
     spare = None if ids else (inputs, targets)
     if not ids:
         inputs, targets = tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, (inputs, targets))
-    return Micro(first, len(ids), inputs, targets, tuple(ids), spare)
+    kept = tuple(samples) if hasattr(data, "collate") else ()
+    return Micro(first, len(ids), inputs, targets, tuple(ids), spare, kept)
 
 
 def largest(batch: int, shares: int, microbatches: int) -> int:

@@ -30,6 +30,7 @@ from plait.job import Job
 from plait.launch.place import Place, current
 from plait.loading import batches
 from plait.nonfinite import Guard
+from plait.padding import LOOSE, Padding, fetching
 from plait.passes import Passes
 from plait.plan import Plan
 from plait.shares import Merge, every_nth, known_by
@@ -114,10 +115,14 @@ class Engine:
         )
         if known_by(self.built.data, self.share.ranks):
             source = self._merged(source)
+        padding = self._padding()
         while self.position.step < job.steps and not self._stop:
             self._spans.begin("data")
             batch = next(source)
             self._compare(batch)
+            if padding is not None:
+                batch = padding.batch(batch, fetching(self.built.data, job.seed, batch, self.share.ranks))
+                self._name_padding(padding)
             self._spans.end("data")
             yield batch
 
@@ -131,6 +136,16 @@ class Engine:
             built.unlike = (f"random numbers of a forward pass go by a sample's place in {share.ranks} shares",)
         length = len(built.data) if hasattr(built.data, "__len__") else None
         return Merge(share, job.batch, built.group, nth, length).batches(source, self.position)
+
+    def _padding(self) -> Padding | None:
+        """What pads micro-batches alike. A data set without a `collate` has samples of one shape only."""
+        parts = self.plan.ranks * self.plan.microbatches
+        data, built = self.built.data, self.built
+        return Padding(data, built.group, built.device) if parts > 1 and hasattr(data, "collate") else None
+
+    def _name_padding(self, padding: Padding) -> None:
+        if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
+            self.built.unlike = (*self.built.unlike, LOOSE)
 
     def _compare(self, batch: Batch) -> None:
         """What ranks read of an iterable is the same; what only some of it is has a name."""

@@ -8,6 +8,7 @@ A forward pass has as many samples as the largest micro-batch of training, so wh
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from plait import higher, trial
 from plait.build import Built, call, move
-from plait.data import collate, empty, example, first_samples, is_map, largest, opened, split
+from plait.data import Share, collate, empty, example, first_samples, is_map, largest, opened, part, split
 from plait.exchange import exchange
+from plait.padding import Padding
 from plait.randomness import seed_host
 from plait.sharded import Shards
 from plait.strategies.precision import autocast
@@ -36,7 +38,12 @@ def evaluate(built: Built) -> dict[str, float]:
     reads = lambda: place.within("evaluation data")  # noqa: E731
     with _evaluating(built):
         data = opened(job.evaluate.data, trial.WHERE)
-        for pair, count in _share(data, size, job.seed, rank, ranks, built.group, reads=reads):
+        if hasattr(data, "collate"):
+            parts = Share(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
+            shares = _alike(data, job.batch, job.seed, parts, Padding(data, built.group, built.device), reads=reads)
+        else:
+            shares = _share(data, size, job.seed, rank, ranks, built.group, reads=reads)
+        for pair, count in shares:
             place.within("evaluate")
             if not count and not together:
                 continue
@@ -123,6 +130,42 @@ def _share(
         yield collate(data, samples or [everyone[0][0]]), len(samples)
     if not read:
         raise empty("the iterable ended without a sample", trial.WHERE)
+
+
+def _alike(
+    data: Any, batch: int, seed: int, share: Share, padding: Padding, *, reads: Callable[[], None]
+) -> Iterator[tuple[tuple[Any, Any], int]]:
+    """As `_share`, of data with a `collate`: batches of as many samples as a step has, each shared out as in training and
+    padded to the longest sample of the batch."""
+
+    def read(i: int) -> Any:
+        reads()
+        seed_host(seed, "evaluate", i)
+        return data[i]
+
+    source, start = None if is_map(data) else enumerate(_keyed(data, seed, reads)), 0
+    while True:
+        if source is None:
+            around, size = {}, min(batch, len(data) - start)
+        else:
+            around = dict(zip(range(start, start + batch), (s for _, s in islice(source, batch))))
+            size = len(around)
+            if padding.group is not None:
+                agree(start + size, digest(list(around.values())), padding.group, trial.WHERE)
+        if size == 0 and start == 0:
+            raise empty("the iterable ended without a sample", trial.WHERE)
+        if size == 0:
+            return
+        fetch = read if source is None else around.__getitem__
+        micros = [
+            part(data, [fetch(i) for i in ids] or [fetch(start)], first, ids)
+            for first, ids in ((f, list(range(start + f, start + f + n))) for f, n in share.parts(size))
+        ]
+        most = Share(0, share.ranks, share.microbatches).parts(size)  # rank 0's parts are the largest
+        for micro, (_, largest_) in zip(padding.alike(micros, fetch), most):
+            if largest_:
+                yield micro.spare or (micro.inputs, micro.targets), micro.count
+        start += size
 
 
 def _keyed(data: Any, seed: int, reads: Callable[[], None]) -> Iterator[Any]:

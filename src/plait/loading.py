@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from plait.data import Batch, Micro, Position, Share, empty, is_map, part
 from plait.errors import PlaitError, Problem
 from plait.launch.failing import LoaderError, described
+from plait.padding import packed
 from plait.randomness import first_draws, permutation, seed_host
 from plait.shares import OfShare, known_by, read_before
 from plait.streams import digest
@@ -100,7 +101,8 @@ def _failed(error: BaseException) -> _Failed:
 def _shared(batch: Batch) -> Batch:
     """A batch whose tensors are in shared memory: what has no room raises here, and not in a thread that nobody hears."""
     tree_map_only(Tensor, Tensor.share_memory_, [(m.inputs, m.targets, m.spare) for m in batch.micro])
-    return batch
+    micro = tuple(replace(m, samples=packed(m.samples)) if m.samples else m for m in batch.micro)
+    return replace(batch, micro=micro, around=packed(batch.around))
 
 
 def _shorter(at: Position, length: int) -> PlaitError:
@@ -184,7 +186,8 @@ class _Streamed(IterableDataset):
             if samples:
                 state = self.data.state_dict() if hasattr(self.data, "state_dict") else None
                 after = replace(_advance(at, len(samples), ended), state=state)
-                yield Batch(at, len(samples), self._share(at, samples), after, digest(samples))
+                around = tuple(samples) if hasattr(self.data, "collate") else ()
+                yield Batch(at, len(samples), self._share(at, samples), after, digest(samples), around=around)
                 at = after
             else:  # the epoch ended exactly at a batch's end
                 at = Position(at.step, at.epoch + 1, 0, at.samples)

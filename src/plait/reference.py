@@ -21,7 +21,7 @@ from plait.sketch import sketch
 from plait.torchseam import tree_map_only
 from plait.wide import Wide
 
-Samples = tuple[int, int, list[Any]]
+Samples = tuple[int, list[int], list[Any]]
 
 
 def train(
@@ -44,11 +44,11 @@ def train(
     optimizer = job.optimizer(parameters)
     rates = [group["lr"] for group in optimizer.param_groups]
     out: dict[str, Any] = {"initial": _copy(model.named_parameters()), "rows": [], "ids": []}
-    seen, stream = 0, _samples(job, data)
+    seen, stream = 0, samples(job, data)
     for step in range(steps):
         moves()
-        epoch, ids, samples = next(stream)
-        inputs, targets = _ready(_collate(data, samples), dtype, device)
+        epoch, ids, read = next(stream)
+        inputs, targets = _ready(_collate(data, read), dtype, device)
         with Wide(), keyed.at(step, 0, len(ids)):
             outputs = _call(model, inputs)
             loss = job.loss(outputs, targets)
@@ -88,8 +88,7 @@ def plain(job: Job, dtype: torch.dtype, device: str = "cpu") -> None:
     """One step of the job with nothing of plait's around it: whatever fails here fails in plain PyTorch."""
     model, data = _model(job, dtype, device), job.data()
     optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
-    _, _, samples = next(_samples(job, data))
-    inputs, targets = _ready(_collate(data, samples), dtype, device)
+    inputs, targets = _ready(_collate(data, next(samples(job, data))[2]), dtype, device)
     job.loss(_call(model, inputs), targets).backward()
     optimizer.step()
 
@@ -109,12 +108,13 @@ def _model(job: Job, dtype: torch.dtype, device: str) -> torch.nn.Module:
     return model
 
 
-def _samples(job: Job, data: Any) -> Iterator[tuple[int, list[int], list[Any]]]:
-    """(epoch, sample ids, samples) of each step, epoch after epoch, the last batch of an epoch short."""
+def samples(job: Job, data: Any, length: int | None = None) -> Iterator[Samples]:
+    """(epoch, sample ids, samples) of each step, epoch after epoch, the last batch of an epoch short. `length`: of the
+    data that are read, instead of all."""
     epoch = 0
     while True:
         if is_map(data):
-            order = permutation(job.seed, epoch, len(data)).tolist()
+            order = permutation(job.seed, epoch, len(data) if length is None else length).tolist()
             for start in range(0, len(order), job.batch):
                 ids = order[start : start + job.batch]
                 yield epoch, ids, [_seeded(job, epoch, i, lambda i=i: data[i]) for i in ids]
@@ -122,14 +122,14 @@ def _samples(job: Job, data: Any) -> Iterator[tuple[int, list[int], list[Any]]]:
             seed_host(job.seed, "epoch", epoch)
             source, position, ended = iter(data), 0, False
             while not ended:
-                samples: list[Any] = []
-                while len(samples) < job.batch and not ended:
-                    sample = _seeded(job, epoch, position + len(samples), lambda source=source: next(source, None))
+                found: list[Any] = []
+                while len(found) < job.batch and not ended:
+                    sample = _seeded(job, epoch, position + len(found), lambda source=source: next(source, None))
                     ended = sample is None
-                    samples += [] if ended else [sample]
-                if samples:
-                    yield epoch, list(range(position, position + len(samples))), samples
-                position += len(samples)
+                    found += [] if ended else [sample]
+                if found:
+                    yield epoch, list(range(position, position + len(found))), found
+                position += len(found)
         epoch += 1
 
 

@@ -18,7 +18,7 @@ tolerance of 1e-9, which is never loosened.
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,24 +138,34 @@ def harden(job: Job, plan: Plan, short: int) -> Job:
         batch=batch,
         schedule=schedule,
         optimizer=optimizer,
-        data=lambda: limited(opened(job.data), 2 * batch + short),
+        data=lambda: limited(opened(job.data), 2 * batch + short, lambda: first_batch(job, 2 * batch + short, batch)),
         evaluate=None,
         steps=10**9,
     )
 
 
-def limited(data: Any, length: int) -> Any:
-    """The first `length` samples of a data set, each noted as it is read."""
-    if is_map(data):
-        return _FirstOf(data, min(length, len(data)))
-    return _FirstOfStream(data, length)
+def limited(data: Any, length: int, begins: Callable[[], list[Any]]) -> Any:
+    """The first `length` samples of a data set, each noted as it is read. `begins` gives those of the first step, whose
+    length is priced."""
+    return _FirstOf(data, min(length, len(data)), begins) if is_map(data) else _FirstOfStream(data, length, begins)
+
+
+def first_batch(job: Job, length: int, batch: int) -> list[Any]:
+    """The samples of the first step, of the first `length` of the job's data."""
+    data = opened(job.data)
+    if not is_map(data):
+        data = limited(data, batch, list)
+        length = batch
+    else:
+        length = min(length, len(data))
+    return next(reference.samples(dataclasses.replace(job, batch=batch), data, length))[2]
 
 
 class _FirstOf:
-    def __init__(self, data: Any, length: int):
+    def __init__(self, data: Any, length: int, begins: Callable[[], list[Any]]):
         self.data, self.length, self.seen = data, length, {}
         if hasattr(data, "collate"):
-            self.collate = data.collate
+            self.collate, self.sketched_beside = data.collate, begins
 
     def __len__(self) -> int:
         return self.length
@@ -167,11 +177,13 @@ class _FirstOf:
 
 
 class _FirstOfStream:
-    def __init__(self, data: Any, length: int):
+    def __init__(self, data: Any, length: int, begins: Callable[[], list[Any]]):
         self.data, self.length, self.seen = data, length, {}
         for name in ("collate", "set_epoch"):
             if hasattr(data, name):
                 setattr(self, name, getattr(data, name))
+        if hasattr(data, "collate"):
+            self.sketched_beside = begins
 
     def __iter__(self) -> Iterator[Any]:
         for i, sample in zip(range(self.length), iter(self.data)):

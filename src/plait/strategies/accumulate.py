@@ -22,6 +22,9 @@ How it stays exact
     A micro-batch's loss is a mean over its own weight; it enters with that weight over the weight of the global
     batch. Averaging the parts' means instead is wrong whenever the parts are unequal (a ragged batch, masked tokens).
     Batch statistics are the exception: a layer that normalises over the batch sees one micro-batch at a time.
+    Dynamic padding is that of the global batch: a part with shorter samples is collated beside the batch's longest, whose
+    row is dropped (`padding.py`), so dropout and whatever looks at padded places are one device's; it computes their
+    padding too. A `collate` that sorts, packs, crops or draws numbers is left alone, and named where the model draws any.
 
 Paper
     Ott et al. 2018, Scaling Neural Machine Translation.

@@ -1,0 +1,81 @@
+"""Dynamic padding: a part of a batch is padded as the whole batch is, so every plan trains what one device trains."""
+
+import dataclasses
+
+import jobs_padded
+import pytest
+from jobs_padded import Pairs, Sentences, Streamed, each, tagger
+
+import plait
+from plait.engine import Engine
+from plait.launch import here
+from plait.launch.place import Place
+from plait.plan import Plan
+from plait.verify import verify
+
+PLANS = (
+    "dp=2",
+    "dp=2 microbatches=2",
+    "fsdp=2",
+    "tp=2",
+    "pp=2 microbatches=2",
+    "cp=2",
+    "dp=3 microbatches=2",
+    "dp=2 tp=2",
+)
+LIGHT = ("dp=2 microbatches=2", "cp=2")
+JOBS = {
+    "right": lambda: tagger(),
+    "left": lambda: tagger(lambda: Sentences(side="left")),
+    "eights": lambda: tagger(lambda: Sentences(multiple=8)),
+    "pairs": lambda: dataclasses.replace(tagger(Pairs), weight=None, loss=_square),
+    "stream": lambda: tagger(Streamed),
+    "pooled": jobs_padded.pooled,
+}
+
+
+def _square(out, labels):
+    return (out.square().mean((1, 2)) * (labels + 101).float().mean(1)).mean()
+
+
+def skipped(name: str, text: str) -> bool:
+    """The pool has nothing to cut, and no blocks."""
+    return name == "pooled" and ("cp" in text or "pp" in text or "tp" in text)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        pytest.param(n, t, marks=() if t in LIGHT[:1] or (n, t) == ("right", "cp=2") else pytest.mark.prove)
+        for n in JOBS
+        for t in PLANS
+        if not skipped(n, t)
+    ],
+)
+def test_padded_jobs_are_equal(name: str, text: str) -> None:
+    verdict = verify(JOBS[name](), Plan.parse(text))
+    assert verdict.equal and not verdict.inexact, verdict.to_dict()
+
+
+def evaluated(plan: str, data: type) -> list[dict[str, float]]:
+    job = dataclasses.replace(tagger(masked=False), evaluate=plait.Evaluate(data, each))
+
+    def run(place: Place) -> dict[str, float]:
+        return Engine(job, plan, place=place, cast=None).evaluate()
+
+    return here.run(run, Plan.parse(plan).world)
+
+
+@pytest.mark.parametrize("data", (Sentences, Streamed))
+def test_evaluation_pads_as_one_device_does(data: type) -> None:
+    """Attention sees the padding, so what a sample is padded to changes its metric."""
+    (expected,) = evaluated("dp=1", data)
+    for means in evaluated("dp=2 microbatches=2", data):
+        assert means == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_part_padded_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dynamic padding would be without the rule."""
+    monkeypatch.setattr(Engine, "_padding", lambda self: None)
+    assert verify(tagger(), Plan.parse("dp=2")).code == "V005"
+    assert not verify(jobs_padded.pooled(), Plan.parse("dp=2")).equal

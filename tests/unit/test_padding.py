@@ -1,0 +1,126 @@
+"""Padding pinned to the global batch's longest: which collate functions it follows, and what it leaves alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from jobs_padded import Pairs, Sentences, Streamed, tagger
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from plait.data import Position, Share, beside, collate, rows_of
+from plait.engine import Engine
+from plait.loading import batches
+from plait.padding import Padding, fetching, packed, unpacked
+
+CPU = torch.device("cpu")
+
+
+class Lengths:
+    """Sample i has i + 1 tokens. `how` the batch is made of them."""
+
+    def __init__(self, how: str, n: int = 12):
+        self.how, self.n = how, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.arange(1, i + 2)
+
+    def collate(self, samples: list[Tensor]) -> tuple[Any, Any]:
+        if self.how == "sorts":
+            samples = sorted(samples, key=len, reverse=True)
+        sizes = [len(s) for s in samples]
+        padded = pad_sequence(samples, batch_first=self.how != "time first")
+        if self.how == "flat":
+            padded = padded.flatten()
+        if self.how == "packs":
+            padded = torch.cat(samples)
+        if self.how == "draws":
+            padded = padded * torch.randint(1, 10**6, padded.shape)
+        if self.how == "crops":
+            padded = padded[:, : min(sizes)]
+        if self.how == "square":
+            padded = padded[:, :, None] * padded[:, None, :]
+        return {"x": padded, "longest": max(sizes), "names": [str(n) for n in sizes]}, torch.tensor(sizes)
+
+
+def micros(how: str, parts: int = 3) -> tuple[Padding, list[Any], Any]:
+    data = Lengths(how)
+    padding = Padding(data, None, CPU)
+    share = Share(0, 1, parts)
+    source = batches(data, len(data), 0, share, Position())
+    batch = next(source)
+    pinned = padding.batch(batch, fetching(data, 0, batch, 1))
+    whole = collate(data, [data[i] for micro in batch.micro for i in micro.ids])
+    return padding, list(pinned.micro), whole
+
+
+@pytest.mark.parametrize("how", ("pads", "time first", "square"))
+def test_parts_have_the_rows_of_the_whole(how: str) -> None:
+    padding, parts, (inputs, targets) = micros(how)
+    dim = 1 if how == "time first" else 0
+    assert torch.equal(torch.cat([m.inputs["x"] for m in parts], dim), inputs["x"]) and not padding.loose
+    assert torch.equal(torch.cat([m.targets for m in parts]), targets)
+    assert all(m.inputs["longest"] == 12 for m in parts)
+    assert [name for m in parts for name in m.inputs["names"]] == inputs["names"]
+
+
+@pytest.mark.parametrize("how", ("sorts", "packs", "draws", "crops", "flat"))
+def test_what_does_not_pad_is_left_alone(how: str) -> None:
+    """A flat batch of padded rows has no sizes that a dim tells; the others have other rows beside other samples."""
+    padding, parts, _ = micros(how)
+    assert padding.loose
+    for micro in parts:
+        torch.manual_seed(0)
+        assert sorted(micro.inputs["names"]) == sorted(str(len(s)) for s in micro.samples)
+
+
+def test_samples_of_one_shape_are_not_touched() -> None:
+    class Alike(Lengths):
+        def __getitem__(self, i: int) -> Tensor:
+            return torch.full((4,), i)
+
+    data = Alike("pads")
+    batch = next(batches(data, 12, 0, Share(0, 1, 3), Position()))
+    padding = Padding(data, None, CPU)
+    found = padding.batch(batch, fetching(data, 0, batch, 1))
+    assert all(a.inputs["x"] is b.inputs["x"] for a, b in zip(found.micro, batch.micro)) and not padding.loose
+
+
+def test_rows_tell_where_samples_are() -> None:
+    data = Pairs()
+    rows, pair = rows_of(data, data[0]), collate(data, [data[i] for i in range(5)])
+    assert rows.form(pair, 5) == (pair[0]["ids"].shape[1], pair[0]["mask"].shape[1], pair[1].shape[1]) or rows.form(
+        pair, 5
+    ) == (1, pair[0]["ids"].shape[1], 1, pair[0]["mask"].shape[1], 1, pair[1].shape[1])
+    assert rows.first(pair, 2, 5)[1].shape[0] == 2
+
+
+def test_beside_has_the_lengths_of_the_company() -> None:
+    data = Sentences()
+    inputs, _ = beside(data, [data[0]], [data[i] for i in range(20)])
+    assert inputs["ids"].shape == (1, max(len(data.rows[i]) for i in range(20)))
+
+
+@pytest.mark.parametrize("data", (Sentences, Streamed))
+def test_loader_processes_change_nothing(data: type) -> None:
+    def shapes(workers: int) -> list[Any]:
+        with Engine(tagger(data), "microbatches=3", workers=workers) as engine:
+            found = []
+            for batch in engine.batches():
+                found.append([(m.inputs["ids"].tolist(), m.targets.tolist()) for m in batch.micro])
+                engine.position = batch.after
+            return found
+
+    alone = shapes(0)
+    assert alone == shapes(1) and all(len({len(m[0][0]) for m in step if m[0]}) == 1 for step in alone)
+
+
+def test_samples_travel_as_bytes() -> None:
+    sample = {"x": torch.randn(3, 2).bfloat16().t(), "y": torch.tensor(3), "z": torch.empty(0), "w": "text"}
+    back = unpacked(packed(sample))
+    assert (
+        all(torch.equal(back[k], sample[k]) and back[k].dtype == sample[k].dtype for k in "xyz") and back["w"] == "text"
+    )
