@@ -5,6 +5,7 @@ tensors, and where ranks hold the same rectangle they must hold the same bits.
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from plait import ownbatch
 from plait.course import opened_units
 from plait.data import Batch, weigh
 from plait.digest import digests
@@ -26,20 +28,45 @@ from plait.probes import Trace
 from plait.role import Layout
 from plait.scattering import directly
 from plait.strategies import Charge, Role, charges
+from plait.strategies.precision import forward_format
 
-GROUPS = ("initial", "gradients", "weights", "buffers")
+GROUPS = ("initial", "gradients", "weights", "buffers", "own_gradients", "own_weights")
 """What is compared tensor by tensor."""
 
 
-def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) -> dict[str, Any]:
-    """Train one rank for (steps, device) = `how`; its parts go into files, the rest is returned as JSON values."""
-    steps, device = how
-    engine = Engine(job, plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
+@dataclass
+class Noted:
+    """What a rank notes of its steps."""
+
+    engine: Engine
+    rows: list[dict[str, float]] = field(default_factory=list)
+    ids: list[list[Any]] = field(default_factory=list)
+    held: list[list[Any]] = field(default_factory=list)
+
+    def update(self, batch: Batch, rider: Tensor) -> None:
+        """Take the optimizer's step, with what is held before and after it noted."""
+        engine, parts = self.engine, self.engine.built.parts()
+        self.held.append(["gradient", _held(self.gradients(), parts)])
+        told = engine.update(batch, rider)
+        self.held.append(["weight", _held(_weights(engine), parts)])
+        self.rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
+        self.ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of the gradients that are there."""
+        return {n: p.grad for n, p in self.engine.built.own.items() if p.grad is not None}
+
+
+def run(
+    jobs: tuple[Job, Job], plan: Plan, how: tuple[int, str, dict[str, Any]], place: Place, folder: Path
+) -> dict[str, Any]:
+    """Train one rank for (steps, device, facts of the reference) = `how`; its parts go into files, the rest is returned
+    as JSON values. `jobs`: the hard one that is trained, and the user's."""
+    steps, device, facts = how
+    engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
     built = engine.built
-    parts = built.parts()
-    tensors = {"initial": {n: parts[n].tensor.clone() for n in built.own}}
-    rows, ids, held, ledger, priced = [], [], [], Ledger(), list[Charge]()
-    role = Role()
+    noted, ledger, priced, role = Noted(engine), Ledger(), list[Charge](), Role()
+    tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
     source = engine.batches()
     for step in range(steps):
         batch = next(source, None)
@@ -51,22 +78,22 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         if step == 0:
             role = role_of(engine, batch)
             priced = charges(plan, built.whole, role)
-        gradients = {n: p.grad for n, p in built.own.items() if p.grad is not None}
-        if step == 0:
-            tensors["gradients"] = {n: g.clone() for n, g in gradients.items()}
-        held.append(["gradient", _held(gradients, parts)])
-        told = engine.update(batch, rider)
-        held.append(["weight", _held(_weights(engine), parts)])
-        rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
-        ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
-    tensors["weights"] = dict(built.own)
-    tensors["buffers"] = {n: p.tensor for n, p in built.parts().items() if n not in built.own}
+            tensors["gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
+        noted.update(batch, rider)
+    tensors["weights"] = {n: p.detach().clone() for n, p in built.own.items()}
+    tensors["buffers"] = {n: p.tensor.clone() for n, p in built.parts().items() if n not in built.own}
+    seen = built.data.seen
+    with forward_format(plan, torch.float64, built.device.type):
+        metrics = engine.evaluate()
+    own, made = _of_own_size(engine, jobs[1], facts)
+    tensors |= made
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
     return {
-        "rows": rows, "ids": ids, "held": held, "seen": built.data.seen, "inexact": built.inexact,
+        "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": built.inexact,
+        "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
         "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
@@ -75,8 +102,25 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
         "varies": built.sketch.host_random and bool(built.sketch.tolls),
         "idle": sorted(role.idle), "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
-        "parts": {name: [part.shape, part.ranges] for name, part in parts.items()},
+        "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
     }  # fmt: skip
+
+
+def _of_own_size(engine: Engine, job: Job, facts: dict[str, Any]) -> tuple[Noted, dict[str, dict[str, Tensor]]]:
+    """The steps of the job's own size (`ownbatch.py`): what is noted, and the tensors."""
+    noted, made = Noted(engine), dict[str, dict[str, Tensor]](own_gradients={}, own_weights={})
+    course = ownbatch.Course(engine, job, facts)
+    for batch, far in course.steps():
+        rider = engine.backward(batch)
+        if not noted.rows:
+            made["own_gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
+        norm = engine.norm(rider)[0]
+        course.prepare(len(noted.rows), far)
+        noted.update(batch, rider)
+        noted.rows[-1]["norm"] = norm
+    if noted.rows:
+        made["own_weights"] = dict(engine.built.own)
+    return noted, made
 
 
 def role_of(engine: Engine, batch: Batch) -> Role:

@@ -98,6 +98,7 @@ def table(verdict: Verdict, job: str) -> str:
         "reference   1 process, plain PyTorch, float64",
         f"candidate   {processes}, {verdict.plan}, float64 · clipping {'active in every step' if forced['clipped'] else 'NOT active in every step'}"
         f" · batches of {', '.join(map(str, forced['sizes']))} · warm-up running",
+        *(f"            {line}" for line in forced.get("then", [])),
         f"{'':32}{'worst relative':>16}   tolerance",
     ]
     for p in verdict.probes:

@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait import candidate, reference
+from plait import candidate, ownbatch, reference
 from plait.build import check_plan
 from plait.candidate import GROUPS
 from plait.causes import WEIGHTS
-from plait.data import checked, first_samples, is_map, opened
+from plait.data import checked, first_samples, is_map, largest, opened
 from plait.errors import PlaitError
 from plait.job import Job
 from plait.launch import here
@@ -47,39 +47,60 @@ CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
 
 
-def verify(job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bool = False) -> Verdict:
+def verify(
+    job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bool = False, seconds: float = ownbatch.SECONDS
+) -> Verdict:
     """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
 
-    When random numbers may be the cause of a difference, it compares again with the model in eval mode (`quiet`).
+    `seconds` is what batches of the job's own size may take on one device; 0 leaves them out. When random numbers may be
+    the cause of a difference, it compares again with the model in eval mode (`quiet`).
     """
     kind = kind_of(device)
     check(kind, plan.world)
     check_plan(job, plan, kind)
     logic = dataclasses.replace(plan, precision="fp32")
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        hard, expected = _reference(job, logic, steps, kind, Path(folder))
+        hard, expected = _reference(job, logic, (steps, seconds), kind, Path(folder))
         hard = dataclasses.replace(hard, clip=expected.facts["clip"])
+        facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
         results = here.run(
-            lambda place: candidate.run(hard, logic, (steps, kind), place, Path(folder)),
+            lambda place: candidate.run((hard, job), logic, (steps, kind, facts), place, Path(folder)),
             logic.world,
             alike=logic.pp == 1,
         )
         actual = candidate.whole(Path(folder), results)
     verdict = judge(expected, actual, results, logic)
-    if verdict.code == "V005" and not quiet and not verify(_silent(job), plan, 3, device, quiet=True).equal:
+    if verdict.code == "V005" and not quiet and not verify(_silent(job), plan, 3, device, True, 0.0).equal:
         verdict = dataclasses.replace(verdict, code="V014", cause=WEIGHTS)
+    verdict = _with_own_batch(verdict, expected, actual, results)
     named = precision.inexact(plan) if precision.wanted(plan) else ()
     inexact, notes = (*actual.facts["inexact"], *named), tuple(results[0]["notes"])
     return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
 
 
-def _reference(job: Job, plan: Plan, steps: int, device: str, folder: Path) -> tuple[Job, Trace]:
-    """Train the reference. A model that cannot train on one sample gets a short batch with two for each part."""
+def _with_own_batch(verdict: Verdict, expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> Verdict:
+    """The verdict with what batches of the job's own size and the held-out metrics tell."""
+    probes, own = ownbatch.judged(expected, actual, ranks), expected.facts["own"]
+    lines = [ownbatch.Own(**own).told] if own else []
+    found = dataclasses.replace(
+        verdict, probes=(*verdict.probes, *probes), forced=verdict.forced | {"own": own, "then": lines}
+    )
+    if not verdict.equal or found.equal:
+        return found
+    if actual.facts["inexact"]:
+        return dataclasses.replace(found, code="V010", cause=actual.facts["inexact"][0])
+    code, cause = ownbatch.cause(probes, own, str(verdict.plan))
+    return dataclasses.replace(found, code=code, cause=cause)
+
+
+def _reference(job: Job, plan: Plan, how: tuple[int, float], device: str, folder: Path) -> tuple[Job, Trace]:
+    """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
+    and seconds for batches of the job's own size."""
     enough = 2 * plan.shares * plan.microbatches
     for short in (1, enough):
         hard = harden(job, plan, short)
         try:
-            (result,) = here.run(lambda place, hard=hard: _one_device(hard, steps, device, folder, place), 1)
+            (result,) = here.run(lambda place, hard=hard: _one_device((hard, job), how, device, folder, place), 1)
         except PlaitError as error:
             if short == enough:
                 raise _on_one_device(error, hard, device) from None
@@ -139,7 +160,7 @@ def harden(job: Job, plan: Plan, short: int) -> Job:
         schedule=schedule,
         optimizer=optimizer,
         data=lambda: limited(opened(job.data), 2 * batch + short, lambda: first_batch(job, 2 * batch + short, batch)),
-        evaluate=None,
+        evaluate=ownbatch.held_out(job.evaluate, 2 * largest(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
         steps=10**9,
     )
 
@@ -200,7 +221,11 @@ def sample_digest(sample: Any) -> float:
     return total
 
 
-def _one_device(job: Job, steps: int, device: str, folder: Path, place: Place) -> dict[str, Any]:
+def _one_device(
+    jobs: tuple[Job, Job], how: tuple[int, float], device: str, folder: Path, place: Place
+) -> dict[str, Any]:
+    """`jobs`: the hard one, and the user's."""
+    job, (steps, seconds) = jobs[0], how
     holder: list[Any] = []
 
     def data() -> Any:
@@ -213,8 +238,9 @@ def _one_device(job: Job, steps: int, device: str, folder: Path, place: Place) -
         job, dict(make_model(job).named_parameters())
     )  # raises when the job cannot be trained by plait at all
     out = reference.train(
-        dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward")
-    )
+        dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward"),
+        then=lambda one: ownbatch.on_one_device(jobs[1], one, seconds),
+    )  # fmt: skip
     _save(folder / "reference", {k: out.pop(k) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
 
