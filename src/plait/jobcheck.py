@@ -44,12 +44,14 @@ from plait.wide import Widest
 
 LEVELS = ("none", "quick", "full")
 FILE = "check.json"
-SECONDS = {"quick": 0.8, "full": 60.0}
+SECONDS = {"quick": 0.5, "full": 60.0}
 """Of comparing, on the processors there are; a job whose steps take longer gets as long as two of them."""
 LIMIT = {"quick": 60.0, "full": 1800.0}
 """Seconds after which the check is given up."""
 RANKS = {"quick": 4, "full": 16}
 """As many shares are compared at most; more of them are shares of the same sizes."""
+DEAR = 0.2
+"""Seconds of processor time beyond which data is opened once for all processes of the check."""
 FEW = 4
 """Samples that two ranks read, where ranks share them."""
 CPU = torch.device("cpu")
@@ -138,20 +140,34 @@ def _side(job: Job, plan: Plan, level: str, again: tuple[list[Any], tuple[Path, 
     timer.start()
     torch.set_num_threads(1)  # a forked copy of a pool of threads is dead
     place.beat(-1, "build")
-    length = _length(job)
+    length, here_, compared, once = _opened(job)
     key = _key([*again[0], length])
     for folder in again[1]:
         found = stored(folder)
         if found is not None and found.key == key:
             return replace(found, reused=True).to_dict()
-    return replace(_compared(job, plan, level, place, length), key=key).to_dict()
+    found = _compared((here_, compared), plan, level, place, length)
+    told = ("opening the data takes long and was done once: that every rank's is the same was not looked at",)
+    return replace(found, key=key, unchecked=found.unchecked + told * once).to_dict()
 
 
-def _length(job: Job) -> int | None:
-    state = host_state()
+def _opened(job: Job) -> tuple[int | None, Job, Job, bool]:
+    """(length of the data, the job to look at here, the job to compare, whether its data was opened for all of them).
+
+    Data that takes long to open is opened once: those that compare get it unread, and here a copy is read.
+    """
+    state, began = host_state(), time.process_time()
     data = opened(job.data)
     restore_host(state)
-    return len(data) if is_map(data) else None
+    if not is_map(data):
+        return None, job, job, False
+    if time.process_time() - began > DEAR:
+        try:
+            copied = copy.deepcopy(data)
+        except Exception:  # an open file, say
+            return len(data), job, job, False
+        return len(data), replace(job, data=lambda: copied), replace(job, data=lambda: data), True
+    return len(data), job, job, False
 
 
 def _key(words: list[Any]) -> str:
@@ -175,18 +191,19 @@ def _cut(plan: Plan, most: int) -> Plan:
     return Plan(dp=min(plan.shares, most), microbatches=plan.microbatches, processes=plan.processes)
 
 
-def _compared(job: Job, plan: Plan, level: str, place: Place, length: int | None) -> Checked:
-    cut, unchecked = _cut(plan, RANKS[level]), list[str]()
+def _compared(jobs: tuple[Job, Job], plan: Plan, level: str, place: Place, length: int | None) -> Checked:
+    """`jobs`: the one to look at here, and the one to compare, which is the same (see `_opened`)."""
+    (looked_at, job), cut, unchecked = jobs, _cut(plan, RANKS[level]), list[str]()
     if cut.shares < plan.shares:
         unchecked.append(f"shares are compared as {cut.shares} of {plan.shares}, of the same size")
-    known, cut, named = _known(job, cut, place)
+    known, cut, named = _known(looked_at, cut, place)
     weights = sum(p.numel() for p in known[0].model.parameters()) * 8
     needed = weights * (2 + 4 * (cut.world + 1))
     if needed > psutil.virtual_memory().available // 2:
         what = f"the model in float64, on {cut.world + 1} processes, takes {needed / 2**30:.1f} GiB: more than half of the memory left"
         return Checked(level, unchecked=(*unchecked, f"nothing was compared: {what}"))
     limit = job.batch * cut.shares // plan.shares
-    samples, seconds = _affordable(job, known, cut, level)
+    samples, seconds = _affordable(looked_at, known, cut, level)
     points = _points(
         job, cut, (min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches)), samples), length, level
     )
@@ -197,9 +214,7 @@ def _compared(job: Job, plan: Plan, level: str, place: Place, length: int | None
         points = [Point(0, 0, limit if length is None else min(limit, length))]
         sides = _sides(noting, cut, known, points, (limit, seconds))
     if points[0].size < limit and (length is None or points[0].size < length):
-        unchecked.append(
-            f"of the {limit} samples of a batch {points[0].size} are compared: all would take longer than two steps"
-        )
+        unchecked.append(f"of the {limit} samples of a batch {points[0].size} are compared: all would take too long")
     problems, more = problems_of(job, cut, known, points, sides, named)
     if not problems and plan.world > 1 and length is not None and (cut.shares == 1 or level == "full"):
         count = FEW if level == "quick" else sum(point.size for point in points)
@@ -250,7 +265,7 @@ def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, flo
             seconds = time.process_time() - began
     restore_host(state)
     each = max(seconds / pair, 1e-7)
-    allowed = max(SECONDS[level], 3 * each * job.batch / cores()) * min(cores(), cut.world + 1)
+    allowed = max(SECONDS[level], 1.5 * each * job.batch / cores()) * min(cores(), cut.world + 1)
     return int(0.8 * allowed / (6 * each)), 0.2 * allowed
 
 
