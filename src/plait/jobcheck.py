@@ -218,7 +218,8 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, level: str, place: Place, lengt
     problems, more = problems_of(job, cut, known, points, sides, named)
     if not problems and plan.world > 1 and length is not None and (cut.shares == 1 or level == "full"):
         count = FEW if level == "quick" else sum(point.size for point in points)
-        problems = unlike_readers(job, count, plan.pp == plan.world)
+        problems, untold = unlike_readers(job, count, plan.pp == plan.world)
+        more += untold
     compared = tuple(f"step {p.step + 1}: {p.size} samples in {cut.shares * cut.microbatches} parts" for p in points)
     return Checked(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
 

@@ -103,21 +103,21 @@ def _how(cut: Plan) -> str:
     return " ".join(keys) or "another process"
 
 
-def unlike_readers(job: Job, count: int, staged: bool) -> list[Problem]:
-    """J032 when one of the first `count` samples differs between two ranks, or read twice in a row by one.
+def unlike_readers(job: Job, count: int, staged: bool) -> tuple[list[Problem], list[str]]:
+    """(J032, what could not be told) when one of the first `count` samples differs between two ranks, or read twice in a row by one.
 
     `staged`: the ranks are stages, of which only the first needs the inputs and the last the targets.
     """
     try:
         rows = here.run(lambda place: read_as(job, count, place), 2, Listener(note=lambda text: None))
-    except PlaitError:  # training will say it
-        return []
+    except PlaitError as error:
+        return [], [f"samples were not read by two ranks: {error.problems[0].what}"]
     for first, second in zip(rows[0]["read"], rows[1]["read"]):
         if first[3] != second[3] or (first[1] != second[1] and not staged):
-            return [_of_sample(job, first[0], "differs between ranks 0 and 1 of the plan")]
+            return [_of_sample(job, first[0], "differs between ranks 0 and 1 of the plan")], []
         if first[1] != first[2]:
-            return [_of_sample(job, first[0], "is another when it is read again")]
-    return []
+            return [_of_sample(job, first[0], "is another when it is read again")], []
+    return [], []
 
 
 def _of_sample(job: Job, i: int, told: str) -> Problem:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait import higher
@@ -193,11 +194,12 @@ def _counts(job: Job) -> list[tuple[str, Callable[[Any], float]]]:
 def read_as(job: Job, count: int, place: Place) -> dict[str, Any]:
     """Digests of the first `count` samples of the order, read twice each, and of its targets, on a rank that knows who it is."""
     pose(place.rank, place.world)
-    place.connect(torch.device("cpu"))
+    group = place.connect(torch.device("cpu"))
     data, rows = opened(job.data), []
     for i in permutation(job.seed, 0, len(data))[:count].tolist():
         samples = [(seed_host(job.seed, "sample", 0, i), data[i])[1] for _ in range(2)]
         rows.append([i, *map(digests, samples), digests(samples[0][1])])
+    dist.barrier(group=group)  # one that ends while the other still connects would be missed
     return {"read": rows}
 
 
