@@ -5,7 +5,7 @@ tensors, and where ranks hold the same rectangle they must hold the same bits.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait import ownbatch
+from plait import formats, ownbatch
 from plait.course import opened_units
 from plait.data import Batch, weigh
 from plait.digest import digests
@@ -30,7 +30,8 @@ from plait.scattering import directly
 from plait.strategies import Charge, Role, charges
 from plait.strategies.precision import forward_format
 
-GROUPS = ("initial", "gradients", "weights", "buffers", "own_gradients", "own_weights")
+GROUPS = ("initial", "gradients", "weights", "buffers", "own_gradients", "own_weights",
+          *(f"formats_{kind}" for kind in ("start", *formats.GROUPS)))  # fmt: skip
 """What is compared tensor by tensor."""
 
 
@@ -87,13 +88,15 @@ def run(
         metrics = engine.evaluate()
     own, made = _of_own_size(engine, jobs[1], facts)
     tensors |= made
+    step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
+    tensors |= made
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
     return {
         "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": built.inexact,
-        "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
+        "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
         "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
@@ -121,6 +124,44 @@ def _of_own_size(engine: Engine, job: Job, facts: dict[str, Any]) -> tuple[Noted
     if noted.rows:
         made["own_weights"] = dict(engine.built.own)
     return noted, made
+
+
+def _in_own_formats(
+    job: Job, wanted: tuple[str, int] | None, device: str, place: Place
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """A step in the number formats of the plan (`formats.py`), when a plan and a batch are given: notes, and tensors."""
+    made = {f"formats_{kind}": dict[str, Tensor]() for kind in ("start", *formats.GROUPS)}
+    if wanted is None:
+        return {}, made
+    plan = Plan.parse(wanted[0])
+    engine = Engine(replace(job, batch=wanted[1]), plan, device=device, place=place, on_nan="ignore")
+    ledger = Ledger()
+    built = engine.built
+    if built.scaler is not None:
+        built.scaler.value = formats.SCALE
+    batch = next(engine.batches())
+    with ledger.watch():
+        rider = engine.backward(batch)
+    priced = charges(plan, built.whole, role_of(engine, batch))
+    scale = built.scaler.value if built.scaler is not None else 1.0
+    gradient = {
+        n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in built.own.items() if p.grad is not None
+    }
+    losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
+    engine.update(batch, rider)
+    state = {
+        f"{(built.names or {})[id(p)]}|{key}": value
+        for p, kept in engine.optimizer.state.items()
+        for key, value in kept.items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }
+    made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
+    return {
+        "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
+        "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
+        "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
+        "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+    }, made  # fmt: skip
 
 
 def role_of(engine: Engine, batch: Batch) -> Role:
@@ -174,7 +215,8 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
     for name, group in groups.items():
         for rank, r in enumerate(ranks):
             for key, tensor in load_file(folder / f"{name}-{rank}.safetensors").items():
-                shape, ranges = r["parts"][key]
+                parts = r["formats"]["parts"] if name.startswith("formats") else r["parts"]
+                shape, ranges = parts[key.partition("|")[0]]
                 if key not in group:
                     group[key] = (
                         torch.full(shape, float("nan"), dtype=tensor.dtype)

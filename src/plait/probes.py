@@ -25,6 +25,11 @@ class Trace:
     own_gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step of the job's own size, and weights after the last (`ownbatch.py`)."""
     own_weights: dict[str, Tensor] = field(default_factory=dict)
+    formats_start: dict[str, Tensor] = field(default_factory=dict)
+    """Of the step in the plan's own number formats (`formats.py`)."""
+    formats_gradient: dict[str, Tensor] = field(default_factory=dict)
+    formats_weight: dict[str, Tensor] = field(default_factory=dict)
+    formats_state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

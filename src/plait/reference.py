@@ -58,6 +58,14 @@ class OneDevice:
         kept = sketched.saved_between.each + sum(call.saved.each for call in sketched.calls)
         return OneDevice(job, model, optimizer, keyed, [g["lr"] for g in optimizer.param_groups], (dtype, device), kept)
 
+    def made(self, job: Job) -> torch.nn.Module:
+        """The job's model once more, in its own number formats."""
+        return _model(job, None, self.how[1])
+
+    def call(self, model: torch.nn.Module, inputs: Any) -> Any:
+        """The model's outputs."""
+        return _call(model, inputs)
+
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -179,7 +187,7 @@ def plain(job: Job, dtype: torch.dtype, device: str = "cpu") -> None:
     optimizer.step()
 
 
-def _model(job: Job, dtype: torch.dtype, device: str) -> torch.nn.Module:
+def _model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
     """In training mode; parts that the job itself put in eval mode stay there."""
     random.seed(job.seed)
     np.random.seed(job.seed & 0xFFFFFFFF)

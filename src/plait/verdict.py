@@ -44,7 +44,7 @@ class Verdict:
         return next((wrong[code] for code in "IGRUB" if code in wrong), "")
 
     def to_dict(self) -> dict[str, Any]:
-        measured = [p for p in self.probes if p.tolerance > 0]
+        measured = [p for p in self.probes if 0 < p.tolerance < 1]
         worst = max(measured, key=lambda p: p.worst if p.worst == p.worst else float("inf"))
         wrong = self.first_wrong
         return {

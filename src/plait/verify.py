@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait import candidate, ownbatch, reference
+from plait import candidate, formats, ownbatch, reference
 from plait.build import check_plan
 from plait.candidate import GROUPS
 from plait.causes import WEIGHTS
@@ -60,9 +60,10 @@ def verify(
     check_plan(job, plan, kind)
     logic = dataclasses.replace(plan, precision="fp32")
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        hard, expected = _reference(job, logic, (steps, seconds), kind, Path(folder))
+        hard, expected = _reference(job, (plan, logic), (steps, seconds), kind, Path(folder))
         hard = dataclasses.replace(hard, clip=expected.facts["clip"])
         facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
+        facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
         results = here.run(
             lambda place: candidate.run((hard, job), logic, (steps, kind, facts), place, Path(folder)),
             logic.world,
@@ -81,26 +82,37 @@ def verify(
 def _with_own_batch(verdict: Verdict, expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> Verdict:
     """The verdict with what batches of the job's own size and the held-out metrics tell."""
     probes, own = ownbatch.judged(expected, actual, ranks), expected.facts["own"]
+    numbers = formats.judged(expected, actual, ranks) if not actual.facts["inexact"] else ()
     lines = [ownbatch.Own(**own).told] if own else []
+    if "untried" in expected.facts:
+        lines.append(f"a step in the plan's own formats was not tried: one device fails in {expected.facts['untried']}")
     found = dataclasses.replace(
-        verdict, probes=(*verdict.probes, *probes), forced=verdict.forced | {"own": own, "then": lines}
+        verdict, probes=(*verdict.probes, *probes, *numbers), forced=verdict.forced | {"own": own, "then": lines}
     )
     if not verdict.equal or found.equal:
         return found
     if actual.facts["inexact"]:
         return dataclasses.replace(found, code="V010", cause=actual.facts["inexact"][0])
-    code, cause = ownbatch.cause(probes, own, str(verdict.plan))
+    if all(p.equal for p in probes):
+        code, cause = formats.cause(numbers)
+    else:
+        code, cause = ownbatch.cause(probes, own, str(verdict.plan))
     return dataclasses.replace(found, code=code, cause=cause)
 
 
-def _reference(job: Job, plan: Plan, how: tuple[int, float], device: str, folder: Path) -> tuple[Job, Trace]:
+def _reference(
+    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float], device: str, folder: Path
+) -> tuple[Job, Trace]:
     """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
-    and seconds for batches of the job's own size."""
+    and seconds for batches of the job's own size. `plans`: as it was given, and in fp32."""
+    plan = plans[1]
     enough = 2 * plan.shares * plan.microbatches
     for short in (1, enough):
         hard = harden(job, plan, short)
         try:
-            (result,) = here.run(lambda place, hard=hard: _one_device((hard, job), how, device, folder, place), 1)
+            (result,) = here.run(
+                lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place), 1
+            )
         except PlaitError as error:
             if short == enough:
                 raise _on_one_device(error, hard, device) from None
@@ -222,11 +234,11 @@ def sample_digest(sample: Any) -> float:
 
 
 def _one_device(
-    jobs: tuple[Job, Job], how: tuple[int, float], device: str, folder: Path, place: Place
+    jobs: tuple[Job, Job], how: tuple[int, float, Plan], device: str, folder: Path, place: Place
 ) -> dict[str, Any]:
     """`jobs`: the hard one, and the user's."""
-    job, (steps, seconds) = jobs[0], how
-    holder: list[Any] = []
+    job, (steps, seconds, plan) = jobs[0], how
+    holder, models = list[Any](), list[reference.OneDevice]()
 
     def data() -> Any:
         holder.append(checked(job.data(), "Job(data=…)"))
@@ -239,10 +251,22 @@ def _one_device(
     )  # raises when the job cannot be trained by plait at all
     out = reference.train(
         dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward"),
-        then=lambda one: ownbatch.on_one_device(jobs[1], one, seconds),
+        then=lambda one: models.append(one) or ownbatch.on_one_device(jobs[1], one, seconds),
     )  # fmt: skip
-    _save(folder / "reference", {k: out.pop(k) for k in GROUPS})
+    out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}
+    _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
+
+
+def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float) -> dict[str, Any]:
+    """What one device has after a step in the plan's formats; nothing where plain PyTorch has no such operator."""
+    if plan.compile:
+        return {}
+    try:
+        told, tensors = formats.facts(formats.Reference(job, plan, one, clip))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return {"untried": f"{plan.precision}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    return {"formats": told, **tensors}
 
 
 def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:
