@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait import formats, ownbatch
+from plait import formats, noting, ownbatch
 from plait.course import opened_units
 from plait.data import Batch, weigh
 from plait.digest import digests
@@ -40,6 +40,7 @@ class Noted:
     """What a rank notes of its steps."""
 
     engine: Engine
+    notes: Any
     rows: list[dict[str, float]] = field(default_factory=list)
     ids: list[list[Any]] = field(default_factory=list)
     held: list[list[Any]] = field(default_factory=list)
@@ -47,9 +48,11 @@ class Noted:
     def update(self, batch: Batch, rider: Tensor) -> None:
         """Take the optimizer's step, with what is held before and after it noted."""
         engine, parts = self.engine, self.engine.built.parts()
-        self.held.append(["gradient", _held(self.gradients(), parts)])
+        self.held.append(["gradient", _held(gradients := self.gradients(), parts)])
+        self.notes.tensors("sum", gradients, parts)
         told = engine.update(batch, rider)
-        self.held.append(["weight", _held(_weights(engine), parts)])
+        self.held.append(["weight", _held(weights := _weights(engine), parts)])
+        self.notes.tensors("weight", weights, parts)
         self.rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
         self.ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
 
@@ -66,7 +69,8 @@ def run(
     steps, device, facts = how
     engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
     built = engine.built
-    noted, ledger, priced, role = Noted(engine), Ledger(), list[Charge](), Role()
+    notes = noting.of_rank(engine)
+    noted, ledger, priced, role = Noted(engine, notes), Ledger(), list[Charge](), Role()
     tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
     source = engine.batches()
     for step in range(steps):
@@ -74,6 +78,7 @@ def run(
         if batch is None:
             why = f"asked to, by Ctrl-C or SIGTERM, after {step} of {steps} steps: nothing is proved"
             raise PlaitError(Problem("C007", "the proof was stopped", why=why, fix=("run it again",)))
+        notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
         with ledger.watch() if step == 0 else nullcontext():
             rider = engine.backward(batch)
         if step == 0:
@@ -83,7 +88,7 @@ def run(
         noted.update(batch, rider)
     tensors["weights"] = {n: p.detach().clone() for n, p in built.own.items()}
     tensors["buffers"] = {n: p.tensor.clone() for n, p in built.parts().items() if n not in built.own}
-    seen = built.data.seen
+    seen, told = built.data.seen, notes.told(built, folder / f"noted-{place.rank}.safetensors")
     with forward_format(plan, torch.float64, built.device.type):
         metrics = engine.evaluate()
     own, made = _of_own_size(engine, jobs[1], facts)
@@ -104,7 +109,8 @@ def run(
         "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
         "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
         "varies": built.sketch.host_random and bool(built.sketch.tolls),
-        "idle": sorted(role.idle), "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
+        "idle": sorted(role.idle), "random": list(built.whole.places), "places": len(built.sketch.places), **told,
+        "batch_norms": list(built.sketch.batch_norms),
         "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from plait.data import example, is_map
 from plait.errors import FAILED, PlaitError, Problem
 from plait.job import Job
+from plait.noting import Notes
 from plait.randomness import Randomness, permutation, seed_host
 from plait.sketch import sketch
 from plait.torchseam import tree_map_only
@@ -40,6 +41,8 @@ class OneDevice:
     """Number format and device."""
     kept: float
     """Bytes that units keep for backward, for each sample."""
+    notes: Notes
+    """What its steps gave, unit by unit."""
     steps: int = 0
     seen: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -52,11 +55,13 @@ class OneDevice:
         state = torch.get_rng_state()
         sample = example(job.data, data)[0]
         torch.set_rng_state(state)
-        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call)
+        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call, job.units)
         keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         kept = sketched.saved_between.each + sum(call.saved.each for call in sketched.calls)
-        return OneDevice(job, model, optimizer, keyed, [g["lr"] for g in optimizer.param_groups], (dtype, device), kept)
+        notes, rates = Notes(model, [unit.name for unit in sketched.units]), [g["lr"] for g in optimizer.param_groups]
+        notes.tensors("initial", dict(model.named_parameters()))
+        return OneDevice(job, model, optimizer, keyed, rates, (dtype, device), kept, notes)
 
     def made(self, job: Job) -> torch.nn.Module:
         """The job's model once more, in its own number formats."""
@@ -76,12 +81,14 @@ class OneDevice:
         """(outputs, targets, loss) of a step's samples, after its forward and backward passes."""
         began = time.process_time()
         inputs, targets = _ready(_collate(data, read[2]), *self.how)
+        self.notes.batch(self.steps, [(0, len(read[1]), (inputs, targets))])
         with Wide(), self.keyed.at(self.steps, 0, len(read[1])):
             outputs = _call(self.model, inputs)
             loss = self.job.loss(outputs, targets)
         moves()
         with self.keyed.replay():
             loss.backward()
+        self.notes.gradients()
         self.seconds.append((time.process_time() - began) / torch.get_num_threads() / len(read[1]))
         return outputs, targets, loss.detach()
 
@@ -94,6 +101,7 @@ class OneDevice:
             group["lr"] = rate * self.job.schedule(self.seen) if self.job.schedule else rate
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
+        self.notes.updated(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self.seen, self.steps = self.seen + len(read[1]), self.steps + 1
         return {"loss": float(loss), "norm": float(norm), "lr": lr, "samples": self.seen}

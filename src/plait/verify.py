@@ -12,6 +12,9 @@ compare what they did:
     S  learning rate, clock, step count                       B  buffers
     C  collectives: equal on all ranks, and as many bytes as the plan's price says
 
+What differs is traced to where it begins: both sides note what every unit is given and returns (`noting.py`), and the first
+place in the order of a step where that is not the same is named (`locating.py`).
+
 Float64 tells logic from rounding: a correct split differs by 1e-15 to 1e-11, a wrong one by far more than the
 tolerance of 1e-9, which is never loosened.
 """
@@ -29,7 +32,6 @@ from torch import Tensor
 from plait import candidate, formats, ownbatch, reference
 from plait.build import check_plan
 from plait.candidate import GROUPS
-from plait.causes import WEIGHTS
 from plait.data import checked, first_samples, is_map, largest, opened
 from plait.errors import PlaitError
 from plait.job import Job
@@ -70,9 +72,11 @@ def verify(
             alike=logic.pp == 1,
         )
         actual = candidate.whole(Path(folder), results)
-    verdict = judge(expected, actual, results, logic)
-    if verdict.code == "V005" and not quiet and not verify(_silent(job), plan, 3, device, True, 0.0).equal:
-        verdict = dataclasses.replace(verdict, code="V014", cause=WEIGHTS)
+        verdict = judge(expected, actual, results, logic, Path(folder))
+    if verdict.code == "V005" and not quiet:
+        silent = verify(_silent(job), plan, 3, device, True, 0.0)
+        if not silent.equal:
+            verdict = dataclasses.replace(verdict, code=silent.code, cause=silent.cause, where=silent.where)
     verdict = _with_own_batch(verdict, expected, actual, results)
     named = precision.inexact(plan) if precision.wanted(plan) else ()
     inexact, notes = (*actual.facts["inexact"], *named), tuple(results[0]["notes"])
@@ -246,12 +250,17 @@ def _one_device(
             first_samples(holder[0], 1)  # raises when samples are not pairs
         return holder[-1]
 
+    def then(one: reference.OneDevice) -> dict[str, Any]:
+        one.notes.save(folder / "noted.safetensors")  # what comes after is not located
+        models.append(one)
+        return ownbatch.on_one_device(jobs[1], one, seconds)
+
     make_optimizer(
         job, dict(make_model(job).named_parameters())
     )  # raises when the job cannot be trained by plait at all
     out = reference.train(
         dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward"),
-        then=lambda one: models.append(one) or ownbatch.on_one_device(jobs[1], one, seconds),
+        then=then,
     )  # fmt: skip
     out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}
     _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
