@@ -292,7 +292,9 @@ def record(
                 given = (args, kwargs) if narrow is None else narrow(len(found), (args, kwargs))
                 attention.running = Seen(name, _shapes(given))
                 found.append(attention.running)
-                seed_host("course", len(found))  # layers dropped at random are the same ones, whatever dropout drew before
+                seed_host(
+                    "course", len(found)
+                )  # layers dropped at random are the same ones, whatever dropout drew before
                 return None if narrow is None else given
 
             def leave(_: nn.Module, args: Any, output: Any) -> None:

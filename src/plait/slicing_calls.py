@@ -66,7 +66,9 @@ class Still(TorchFunctionMode):
             return _kept(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
             keys = (*args[1:3], *(kwargs[name] for name in ("key", "value") if name in kwargs))
-            if any(t.dim() > 2 and not t.shape[-3] for t in keys):  # torch 2.11 divides by their number: the process ends
+            if any(
+                t.dim() > 2 and not t.shape[-3] for t in keys
+            ):  # torch 2.11 divides by their number: the process ends
                 raise ValueError("attention without a head of keys or values")
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs

@@ -21,7 +21,7 @@ FEW = (
     "rank 1 gives twice to the sum of a parameter",
     "copies of shards are not summed",
     "a part of the gradient is lost",
-    "a gathered part is that of the step before",
+    "a gathered part is zero",
     "a micro-batch is lost on one rank",
     "the mask of attention is forgotten on one rank",
     "a gradient between stages is that of the micro-batch before",
