@@ -139,6 +139,8 @@ def _placed(row: Tensor, one: list[Any], mine: list[Any]) -> tuple[Tensor | None
         return None, False
     if differ and differ[0] == len(whole) - 1 and len(whole) > 1:
         return None, False
+    if differ and whole[differ[0]] % batch:
+        return None, False
     if differ:
         each = whole[differ[0]] // batch
         row = row.narrow(differ[0], first * each, count * each)
@@ -146,6 +148,8 @@ def _placed(row: Tensor, one: list[Any], mine: list[Any]) -> tuple[Tensor | None
         return row, cut == SHARE
     if cut == len(whole) - 1:
         return row, True
+    if max(start + length for start, length in ranges) > row.shape[cut]:
+        return None, False
     return torch.cat([row.narrow(cut, start, length) for start, length in ranges], cut), False
 
 
@@ -257,7 +261,11 @@ def _how(sides: Sides, step: int, where: tuple[str, ...], wrong: list[Wrong]) ->
         for other in (step, step - 1):
             for rank, micro, known in sides.of(other, what, *where[1:]):
                 row = sides.ranks[rank].rows[known]
-                if (other, micro) != (step, one.micro) and len(row) and len(one.actual):
+                if (
+                    (other, micro) != (step, one.micro)
+                    and row.shape[1:] == one.actual.shape[1:]
+                    and min(map(len, (row, one.actual)))
+                ):
                     rows = min(len(row), len(one.actual))
                     if _apart(row[:rows], one.actual[:rows], max(float(row.abs().max()), 1e-300)) <= TOLERANCE:
                         return (
