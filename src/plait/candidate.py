@@ -5,6 +5,7 @@ tensors, and where ranks hold the same rectangle they must hold the same bits.
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from plait import formats, noting, ownbatch
 from plait.course import opened_units
 from plait.data import Batch, weigh
 from plait.digest import digests
@@ -26,47 +28,80 @@ from plait.probes import Trace
 from plait.role import Layout
 from plait.scattering import directly
 from plait.strategies import Charge, Role, charges
+from plait.strategies.precision import forward_format
 
-GROUPS = ("initial", "gradients", "weights", "buffers")
+GROUPS = ("initial", "gradients", "weights", "buffers", "own_gradients", "own_weights",
+          *(f"formats_{kind}" for kind in ("start", *formats.GROUPS)))  # fmt: skip
 """What is compared tensor by tensor."""
 
 
-def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) -> dict[str, Any]:
-    """Train one rank for (steps, device) = `how`; its parts go into files, the rest is returned as JSON values."""
-    steps, device = how
-    engine = Engine(job, plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
+@dataclass
+class Noted:
+    """What a rank notes of its steps."""
+
+    engine: Engine
+    notes: Any
+    rows: list[dict[str, float]] = field(default_factory=list)
+    ids: list[list[Any]] = field(default_factory=list)
+    held: list[list[Any]] = field(default_factory=list)
+
+    def update(self, batch: Batch, rider: Tensor) -> None:
+        """Take the optimizer's step, with what is held before and after it noted."""
+        engine, parts = self.engine, self.engine.built.parts()
+        self.held.append(["gradient", _held(gradients := self.gradients(), parts)])
+        self.notes.tensors("sum", gradients, parts)
+        told = engine.update(batch, rider)
+        self.held.append(["weight", _held(weights := _weights(engine), parts)])
+        self.notes.tensors("weight", weights, parts)
+        self.rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
+        self.ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of the gradients that are there."""
+        return {n: p.grad for n, p in self.engine.built.own.items() if p.grad is not None}
+
+
+def run(
+    jobs: tuple[Job, Job], plan: Plan, how: tuple[int, str, dict[str, Any]], place: Place, folder: Path
+) -> dict[str, Any]:
+    """Train one rank for (steps, device, facts of the reference) = `how`; its parts go into files, the rest is returned
+    as JSON values. `jobs`: the hard one that is trained, and the user's."""
+    steps, device, facts = how
+    engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
     built = engine.built
-    parts = built.parts()
-    tensors = {"initial": {n: parts[n].tensor.clone() for n in built.own}}
-    rows, ids, held, ledger, priced = [], [], [], Ledger(), list[Charge]()
-    role = Role()
+    notes = noting.of_rank(engine)
+    noted, ledger, priced, role = Noted(engine, notes), Ledger(), list[Charge](), Role()
+    tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
     source = engine.batches()
     for step in range(steps):
         batch = next(source, None)
         if batch is None:
             why = f"asked to, by Ctrl-C or SIGTERM, after {step} of {steps} steps: nothing is proved"
             raise PlaitError(Problem("C007", "the proof was stopped", why=why, fix=("run it again",)))
+        notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
         with ledger.watch() if step == 0 else nullcontext():
             rider = engine.backward(batch)
         if step == 0:
             role = role_of(engine, batch)
             priced = charges(plan, built.whole, role)
-        gradients = {n: p.grad for n, p in built.own.items() if p.grad is not None}
-        if step == 0:
-            tensors["gradients"] = {n: g.clone() for n, g in gradients.items()}
-        held.append(["gradient", _held(gradients, parts)])
-        told = engine.update(batch, rider)
-        held.append(["weight", _held(_weights(engine), parts)])
-        rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
-        ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
-    tensors["weights"] = dict(built.own)
-    tensors["buffers"] = {n: p.tensor for n, p in built.parts().items() if n not in built.own}
+            tensors["gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
+        noted.update(batch, rider)
+    tensors["weights"] = {n: p.detach().clone() for n, p in built.own.items()}
+    tensors["buffers"] = {n: p.tensor.clone() for n, p in built.parts().items() if n not in built.own}
+    seen, told = built.data.seen, notes.told(built, folder / f"noted-{place.rank}.safetensors")
+    with forward_format(plan, torch.float64, built.device.type):
+        metrics = engine.evaluate()
+    own, made = _of_own_size(engine, jobs[1], facts)
+    tensors |= made
+    step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
+    tensors |= made
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
     return {
-        "rows": rows, "ids": ids, "held": held, "seen": built.data.seen, "inexact": built.inexact,
+        "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": built.inexact,
+        "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
         "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
@@ -74,9 +109,65 @@ def run(job: Job, plan: Plan, how: tuple[int, str], place: Place, folder: Path) 
         "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
         "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
         "varies": built.sketch.host_random and bool(built.sketch.tolls),
-        "idle": sorted(role.idle), "places": len(built.sketch.places), "batch_norms": list(built.sketch.batch_norms),
-        "parts": {name: [part.shape, part.ranges] for name, part in parts.items()},
+        "idle": sorted(role.idle), "random": list(built.whole.places), "places": len(built.sketch.places), **told,
+        "batch_norms": list(built.sketch.batch_norms),
+        "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
     }  # fmt: skip
+
+
+def _of_own_size(engine: Engine, job: Job, facts: dict[str, Any]) -> tuple[Noted, dict[str, dict[str, Tensor]]]:
+    """The steps of the job's own size (`ownbatch.py`): what is noted, and the tensors."""
+    noted, made = Noted(engine), dict[str, dict[str, Tensor]](own_gradients={}, own_weights={})
+    course = ownbatch.Course(engine, job, facts)
+    for batch, far in course.steps():
+        rider = engine.backward(batch)
+        if not noted.rows:
+            made["own_gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
+        norm = engine.norm(rider)[0]
+        course.prepare(len(noted.rows), far)
+        noted.update(batch, rider)
+        noted.rows[-1]["norm"] = norm
+    if noted.rows:
+        made["own_weights"] = dict(engine.built.own)
+    return noted, made
+
+
+def _in_own_formats(
+    job: Job, wanted: tuple[str, int] | None, device: str, place: Place
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """A step in the number formats of the plan (`formats.py`), when a plan and a batch are given: notes, and tensors."""
+    made = {f"formats_{kind}": dict[str, Tensor]() for kind in ("start", *formats.GROUPS)}
+    if wanted is None:
+        return {}, made
+    plan = Plan.parse(wanted[0])
+    engine = Engine(replace(job, batch=wanted[1]), plan, device=device, place=place, on_nan="ignore")
+    ledger = Ledger()
+    built = engine.built
+    if built.scaler is not None:
+        built.scaler.value = formats.SCALE
+    batch = next(engine.batches())
+    with ledger.watch():
+        rider = engine.backward(batch)
+    priced = charges(plan, built.whole, role_of(engine, batch))
+    scale = built.scaler.value if built.scaler is not None else 1.0
+    gradient = {
+        n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in built.own.items() if p.grad is not None
+    }
+    losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
+    engine.update(batch, rider)
+    state = {
+        f"{(built.names or {})[id(p)]}|{key}": value
+        for p, kept in engine.optimizer.state.items()
+        for key, value in kept.items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }
+    made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
+    return {
+        "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
+        "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
+        "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
+        "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+    }, made  # fmt: skip
 
 
 def role_of(engine: Engine, batch: Batch) -> Role:
@@ -130,7 +221,8 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
     for name, group in groups.items():
         for rank, r in enumerate(ranks):
             for key, tensor in load_file(folder / f"{name}-{rank}.safetensors").items():
-                shape, ranges = r["parts"][key]
+                parts = r["formats"]["parts"] if name.startswith("formats") else r["parts"]
+                shape, ranges = parts[key.partition("|")[0]]
                 if key not in group:
                     group[key] = (
                         torch.full(shape, float("nan"), dtype=tensor.dtype)

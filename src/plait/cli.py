@@ -280,6 +280,9 @@ def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
 def _verify_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps to compare, at least 3 (4)")
+    parser.add_argument(
+        "--full", action="store_true", help="also batches of the job's own size that take long on one device"
+    )
     parser.set_defaults(run=_verify)
 
 
@@ -401,11 +404,13 @@ def _verify(options: Any) -> int:
         )
     from plait.foresight import foresee
     from plait.launch.devices import kind_of
+    from plait.ownbatch import SECONDS
     from plait.verdict import table
     from plait.verify import verify
 
     foresee(job, plan, kind_of(options.device))
-    verdict = verify(job, plan, options.steps, options.device)
+    seconds = math.inf if options.full else SECONDS
+    verdict = verify(job, plan, options.steps, options.device, seconds=seconds)
     print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
     if not (asked or options.json):
         print(

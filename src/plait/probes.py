@@ -4,7 +4,7 @@ A relative difference is taken to the scale of the tensor, or of its neighbourho
 gradient of an attention's key bias is): rounding of neighbours is all that such a tensor holds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ class Trace:
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    own_gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step of the job's own size, and weights after the last (`ownbatch.py`)."""
+    own_weights: dict[str, Tensor] = field(default_factory=dict)
+    formats_start: dict[str, Tensor] = field(default_factory=dict)
+    """Of the step in the plan's own number formats (`formats.py`)."""
+    formats_gradient: dict[str, Tensor] = field(default_factory=dict)
+    formats_weight: dict[str, Tensor] = field(default_factory=dict)
+    formats_state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,10 @@ engine and these lines agree to rounding, the engine trains what the job says.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from torch.utils.data import default_collate
 from plait.data import example, is_map
 from plait.errors import FAILED, PlaitError, Problem
 from plait.job import Job
+from plait.noting import Notes
 from plait.randomness import Randomness, permutation, seed_host
 from plait.sketch import sketch
 from plait.torchseam import tree_map_only
@@ -24,55 +28,153 @@ from plait.wide import Wide
 Samples = tuple[int, list[int], list[Any]]
 
 
+@dataclass
+class OneDevice:
+    """The job on one device, as it stands after some steps."""
+
+    job: Job
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    keyed: Randomness
+    rates: list[float]
+    how: tuple[torch.dtype, str]
+    """Number format and device."""
+    kept: float
+    """Bytes that units keep for backward, for each sample."""
+    notes: Notes
+    """What its steps gave, unit by unit."""
+    steps: int = 0
+    seen: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """Of processor time of each step's passes, for each sample and thread."""
+
+    @staticmethod
+    def of(job: Job, data: Any, dtype: torch.dtype, device: str) -> "OneDevice":
+        """The job before its first step."""
+        model = _model(job, dtype, device)
+        state = torch.get_rng_state()
+        sample = example(job.data, data)[0]
+        torch.set_rng_state(state)
+        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call, job.units)
+        keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
+        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+        kept = sketched.saved_between.each + sum(call.saved.each for call in sketched.calls)
+        notes, rates = Notes(model, [unit.name for unit in sketched.units]), [g["lr"] for g in optimizer.param_groups]
+        notes.tensors("initial", dict(model.named_parameters()))
+        return OneDevice(job, model, optimizer, keyed, rates, (dtype, device), kept, notes)
+
+    def made(self, job: Job) -> torch.nn.Module:
+        """The job's model once more, in its own number formats."""
+        return _model(job, None, self.how[1])
+
+    def call(self, model: torch.nn.Module, inputs: Any) -> Any:
+        """The model's outputs."""
+        return _call(model, inputs)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def passes(
+        self, data: Any, read: Samples, moves: Callable[[], None] = lambda: None
+    ) -> tuple[Any, Any, torch.Tensor]:
+        """(outputs, targets, loss) of a step's samples, after its forward and backward passes."""
+        began = time.process_time()
+        inputs, targets = _ready(_collate(data, read[2]), *self.how)
+        self.notes.batch(self.steps, [(0, len(read[1]), (inputs, targets))])
+        with Wide(), self.keyed.at(self.steps, 0, len(read[1])):
+            outputs = _call(self.model, inputs)
+            loss = self.job.loss(outputs, targets)
+        moves()
+        with self.keyed.replay():
+            loss.backward()
+        self.notes.gradients()
+        self.seconds.append((time.process_time() - began) / torch.get_num_threads() / len(read[1]))
+        return outputs, targets, loss.detach()
+
+    def update(self, read: Samples, loss: torch.Tensor, limit: float) -> dict[str, Any]:
+        """Clip to the limit and take the optimizer's step: loss, norm before clipping, learning rate, samples so far."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        if not (torch.isfinite(loss).all() and torch.isfinite(norm)):
+            raise _nonfinite(self.steps + 1, float(loss), float(norm), read[1])
+        for group, rate in zip(self.optimizer.param_groups, self.rates):
+            group["lr"] = rate * self.job.schedule(self.seen) if self.job.schedule else rate
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.notes.updated(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.seen, self.steps = self.seen + len(read[1]), self.steps + 1
+        return {"loss": float(loss), "norm": float(norm), "lr": lr, "samples": self.seen}
+
+
 def train(
-    job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu", *, moves: Callable[[], None] = lambda: None
+    job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu", *,
+    moves: Callable[[], None] = lambda: None, then: Callable[[OneDevice], dict[str, Any]] = lambda one: {},
 ) -> dict[str, Any]:  # fmt: skip
     """Train `steps` steps. `clip` is a share of the first gradient norm, so that clipping is always active.
-    `moves` is called at each step, and before its backward pass.
+    `moves` is called at each step, and before its backward pass. `then` goes on with the model, and adds what it returns.
 
     Returns `rows` (per step: loss, norm, lr, samples), `ids` (per step), `clip` (the norm used), and by name the
-    tensors `initial`, `gradients` (of step 1, before clipping), `weights` and `buffers` (at the end).
+    tensors `initial`, `gradients` (of step 1, before clipping), `weights` and `buffers` (at the end of the steps).
     """
-    model = _model(job, dtype, device)
     data = job.data()
-    state = torch.get_rng_state()
-    sample = example(job.data, data)[0]
-    torch.set_rng_state(state)
-    sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call)
-    keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = job.optimizer(parameters)
-    rates = [group["lr"] for group in optimizer.param_groups]
+    one = OneDevice.of(job, data, dtype, device)
+    model = one.model
     out: dict[str, Any] = {"initial": _copy(model.named_parameters()), "rows": [], "ids": []}
-    seen, stream = 0, samples(job, data)
+    stream = samples(job, data)
     for step in range(steps):
         moves()
-        epoch, ids, read = next(stream)
-        inputs, targets = _ready(_collate(data, read), dtype, device)
-        with Wide(), keyed.at(step, 0, len(ids)):
-            outputs = _call(model, inputs)
-            loss = job.loss(outputs, targets)
-        moves()
-        with keyed.replay():
-            loss.backward()
+        read = next(stream)
+        outputs, targets, loss = one.passes(data, read, moves)
         if step == 0:
-            out["gradients"] = _copy((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-            first = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            out["gradients"] = gradients(model)
+            first = float(torch.nn.utils.get_total_norm([p.grad for p in one.parameters if p.grad is not None]))
             out["clip"] = clip * first or clip  # a first gradient of zero: any limit is as good
             with Wide():
-                out["mean"] = _is_mean(job, outputs, targets, len(ids))
-        norm = torch.nn.utils.clip_grad_norm_(parameters, out["clip"])
-        if not (torch.isfinite(loss).all() and torch.isfinite(norm)):
-            raise _nonfinite(step + 1, float(loss.detach()), float(norm), ids)
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate * job.schedule(seen) if job.schedule else rate
-        lr = float(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seen += len(ids)
-        out["rows"].append({"loss": float(loss.detach()), "norm": float(norm), "lr": lr, "samples": seen})
-        out["ids"].append([epoch, ids])
-    return out | {"weights": _copy(model.named_parameters()), "buffers": _copy(model.named_buffers())}
+                out["mean"] = _is_mean(job, outputs, targets, len(read[1]))
+        out["rows"].append(one.update(read, loss, out["clip"]))
+        out["ids"].append([read[0], read[1]])
+    out |= {"weights": _copy(model.named_parameters()), "buffers": _copy(model.named_buffers())}
+    return out | then(one)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that are there, by name."""
+    return _copy((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+
+
+def evaluate(one: OneDevice) -> dict[str, float]:
+    """The mean of each of the job's metrics over its held-out data, in batches of a step's samples; {} when it has none."""
+    job, wanted = one.job, one.job.evaluate
+    if wanted is None:
+        return {}
+    data, modes, sums = wanted.data(), [(m, m.training) for m in one.model.modules()], dict[str, list[float]]()
+    one.model.eval()
+    with torch.no_grad(), Wide():
+        for read in _held_out(job, data):
+            inputs, targets = _ready(_collate(data, read), *one.how)
+            values = wanted.metrics(_call(one.model, inputs), targets)
+            for name, row in ((str(name), torch.as_tensor(value)) for name, value in values.items()):
+                total = sums.setdefault(name, [0.0, 0])
+                total[0], total[1] = total[0] + float(row.double().sum()), total[1] + row.numel()
+    for module, training in modes:
+        module.training = training
+    return {name: total / count for name, (total, count) in sums.items()}
+
+
+def _held_out(job: Job, data: Any) -> Iterator[list[Any]]:
+    """The samples of each batch of the held-out data, in order."""
+    seed_host(job.seed, "evaluate")
+    source = iter(data) if not is_map(data) else None
+    for start in count(0, job.batch):
+        ids, read = list(range(start, start + job.batch)), list[Any]()
+        for i in ids if source is not None else ids[: max(0, len(data) - start)]:
+            seed_host(job.seed, "evaluate", i)
+            sample = data[i] if source is None else next(source, None)
+            read += [] if sample is None else [sample]
+        if not read:
+            return
+        yield read
 
 
 def _nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitError:
@@ -93,7 +195,7 @@ def plain(job: Job, dtype: torch.dtype, device: str = "cpu") -> None:
     optimizer.step()
 
 
-def _model(job: Job, dtype: torch.dtype, device: str) -> torch.nn.Module:
+def _model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
     """In training mode; parts that the job itself put in eval mode stay there."""
     random.seed(job.seed)
     np.random.seed(job.seed & 0xFFFFFFFF)

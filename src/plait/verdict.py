@@ -1,10 +1,12 @@
 """The judgement of `verify`: probes compared, the first wrong tensor named, and the likely cause."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from plait.causes import likely_cause
 from plait.errors import DIFFERENT
+from plait.locating import Finding, Sides, beginning
 from plait.plan import Plan
 from plait.probes import Probe, Trace, collectives, moved, replicas, rows, samples, scale_of, tensors
 
@@ -20,6 +22,8 @@ class Verdict:
     inexact: tuple[str, ...] = ()
     world: int = 1
     forced: dict[str, Any] = field(default_factory=dict)
+    where: Finding | None = None
+    """Where the difference begins, as far as it was found."""
     notes: tuple[str, ...] = ()
     """What the split run does that costs more than its plan says by itself."""
     split: bool = True
@@ -39,12 +43,15 @@ class Verdict:
 
     @property
     def parameter(self) -> str:
-        """The first wrong parameter or buffer: by its gradient, else between replicas, else by its value."""
+        """The first wrong parameter or buffer: by its gradient, else by where the difference begins, else between replicas,
+        else by its value."""
         wrong = {p.code: p.name for p in self.probes if not p.equal}
+        if self.where is not None and self.where.name and "I" not in wrong and "G" not in wrong:
+            return self.where.name
         return next((wrong[code] for code in "IGRUB" if code in wrong), "")
 
     def to_dict(self) -> dict[str, Any]:
-        measured = [p for p in self.probes if p.tolerance > 0]
+        measured = [p for p in self.probes if 0 < p.tolerance < 1]
         worst = max(measured, key=lambda p: p.worst if p.worst == p.worst else float("inf"))
         wrong = self.first_wrong
         return {
@@ -52,14 +59,19 @@ class Verdict:
             "worst": {"probe": worst.code, "name": worst.name, "relative": worst.worst},
             "first_wrong": {"probe": wrong.code, "name": wrong.name, "parameter": self.parameter, "detail": wrong.detail} if wrong else None,
             "cause": {"code": self.code, "text": self.cause} if self.cause else None, "inexact": list(self.inexact),
-            "notes": list(self.notes), "forced": self.forced,
+            "where": self.where.to_dict() if self.where else None, "notes": list(self.notes), "forced": self.forced,
             "probes": {p.code: {"title": p.title, "worst": p.worst, "tolerance": p.tolerance, "equal": p.equal, "name": p.name,
                                 "detail": p.detail} for p in self.probes},
         }  # fmt: skip
 
 
-def judge(expected: Trace, actual: Trace, ranks: list[dict[str, Any]], plan: Plan) -> Verdict:
-    """Compare the reference with the candidate's rank 0, and the candidate's ranks with each other."""
+def judge(
+    expected: Trace, actual: Trace, ranks: list[dict[str, Any]], plan: Plan, folder: Path | None = None
+) -> Verdict:
+    """Compare the reference with the candidate's rank 0, and the candidate's ranks with each other.
+
+    `folder`: where both sides left what they noted of their units, to say where a difference begins.
+    """
     names = actual.facts["names"]
     probes = (
         tensors("I", "initial weights", expected.initial, actual.initial, names, scale_of(expected.initial)),
@@ -79,14 +91,19 @@ def judge(expected: Trace, actual: Trace, ranks: list[dict[str, Any]], plan: Pla
         rows("S", "learning rate and clock", expected, actual, ("lr", "samples")),
         collectives(ranks),
     )
-    code, cause = likely_cause(probes, expected, actual, plan)
+    where = None
+    if folder is not None and not all(probe.equal for probe in probes):
+        where = beginning(Sides.load(folder, ranks, expected.facts, plan))
+        if where is not None and where.kind in ("clip", "optimizer") and where.step == 0 and not probes[1].equal:
+            where = None  # gradients differ before that, where nothing was noted
+    code, cause = likely_cause(probes, expected, actual, plan, where)
     first = actual.facts["rows"][0]
     forced = {
         "clip": expected.facts["clip"], "clipped": all(r["norm"] > expected.facts["clip"] for r in expected.facts["rows"]),
         "batch": first["samples"], "sizes": [len(ids) for _, ids in expected.facts["ids"]], "steps": len(expected.facts["rows"]),
     }  # fmt: skip
     split = plan.world * plan.shares * plan.microbatches > 1
-    return Verdict(str(plan), probes, code, cause, world=plan.world, forced=forced, split=split)
+    return Verdict(str(plan), probes, code, cause, world=plan.world, forced=forced, where=where, split=split)
 
 
 def table(verdict: Verdict, job: str) -> str:
@@ -98,6 +115,7 @@ def table(verdict: Verdict, job: str) -> str:
         "reference   1 process, plain PyTorch, float64",
         f"candidate   {processes}, {verdict.plan}, float64 · clipping {'active in every step' if forced['clipped'] else 'NOT active in every step'}"
         f" · batches of {', '.join(map(str, forced['sizes']))} · warm-up running",
+        *(f"            {line}" for line in forced.get("then", [])),
         f"{'':32}{'worst relative':>16}   tolerance",
     ]
     for p in verdict.probes:

@@ -12,6 +12,9 @@ compare what they did:
     S  learning rate, clock, step count                       B  buffers
     C  collectives: equal on all ranks, and as many bytes as the plan's price says
 
+What differs is traced to where it begins: both sides note what every unit is given and returns (`noting.py`), and the first
+place in the order of a step where that is not the same is named (`locating.py`).
+
 Float64 tells logic from rounding: a correct split differs by 1e-15 to 1e-11, a wrong one by far more than the
 tolerance of 1e-9, which is never loosened.
 """
@@ -26,11 +29,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait import candidate, reference
+from plait import candidate, formats, ownbatch, reference
 from plait.build import check_plan
 from plait.candidate import GROUPS
-from plait.causes import WEIGHTS
-from plait.data import checked, first_samples, is_map, opened
+from plait.data import checked, first_samples, is_map, largest, opened
 from plait.errors import PlaitError
 from plait.job import Job
 from plait.launch import here
@@ -47,39 +49,74 @@ CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
 
 
-def verify(job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bool = False) -> Verdict:
+def verify(
+    job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bool = False, seconds: float = ownbatch.SECONDS
+) -> Verdict:
     """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
 
-    When random numbers may be the cause of a difference, it compares again with the model in eval mode (`quiet`).
+    `seconds` is what batches of the job's own size may take on one device; 0 leaves them out. When random numbers may be
+    the cause of a difference, it compares again with the model in eval mode (`quiet`).
     """
     kind = kind_of(device)
     check(kind, plan.world)
     check_plan(job, plan, kind)
     logic = dataclasses.replace(plan, precision="fp32")
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        hard, expected = _reference(job, logic, steps, kind, Path(folder))
+        hard, expected = _reference(job, (plan, logic), (steps, seconds), kind, Path(folder))
         hard = dataclasses.replace(hard, clip=expected.facts["clip"])
+        facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
+        facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
         results = here.run(
-            lambda place: candidate.run(hard, logic, (steps, kind), place, Path(folder)),
+            lambda place: candidate.run((hard, job), logic, (steps, kind, facts), place, Path(folder)),
             logic.world,
             alike=logic.pp == 1,
         )
         actual = candidate.whole(Path(folder), results)
-    verdict = judge(expected, actual, results, logic)
-    if verdict.code == "V005" and not quiet and not verify(_silent(job), plan, 3, device, quiet=True).equal:
-        verdict = dataclasses.replace(verdict, code="V014", cause=WEIGHTS)
+        verdict = judge(expected, actual, results, logic, Path(folder))
+    if verdict.code == "V005" and not quiet:
+        silent = verify(_silent(job), plan, 3, device, True, 0.0)
+        if not silent.equal:
+            verdict = dataclasses.replace(verdict, code=silent.code, cause=silent.cause, where=silent.where)
+    verdict = _with_own_batch(verdict, expected, actual, results)
     named = precision.inexact(plan) if precision.wanted(plan) else ()
     inexact, notes = (*actual.facts["inexact"], *named), tuple(results[0]["notes"])
     return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
 
 
-def _reference(job: Job, plan: Plan, steps: int, device: str, folder: Path) -> tuple[Job, Trace]:
-    """Train the reference. A model that cannot train on one sample gets a short batch with two for each part."""
+def _with_own_batch(verdict: Verdict, expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> Verdict:
+    """The verdict with what batches of the job's own size and the held-out metrics tell."""
+    probes, own = ownbatch.judged(expected, actual, ranks), expected.facts["own"]
+    numbers = formats.judged(expected, actual, ranks) if not actual.facts["inexact"] else ()
+    lines = [ownbatch.Own(**own).told] if own else []
+    if "untried" in expected.facts:
+        lines.append(f"a step in the plan's own formats was not tried: one device fails in {expected.facts['untried']}")
+    found = dataclasses.replace(
+        verdict, probes=(*verdict.probes, *probes, *numbers), forced=verdict.forced | {"own": own, "then": lines}
+    )
+    if not verdict.equal or found.equal:
+        return found
+    if actual.facts["inexact"]:
+        return dataclasses.replace(found, code="V010", cause=actual.facts["inexact"][0])
+    if all(p.equal for p in probes):
+        code, cause = formats.cause(numbers)
+    else:
+        code, cause = ownbatch.cause(probes, own, str(verdict.plan))
+    return dataclasses.replace(found, code=code, cause=cause)
+
+
+def _reference(
+    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float], device: str, folder: Path
+) -> tuple[Job, Trace]:
+    """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
+    and seconds for batches of the job's own size. `plans`: as it was given, and in fp32."""
+    plan = plans[1]
     enough = 2 * plan.shares * plan.microbatches
     for short in (1, enough):
         hard = harden(job, plan, short)
         try:
-            (result,) = here.run(lambda place, hard=hard: _one_device(hard, steps, device, folder, place), 1)
+            (result,) = here.run(
+                lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place), 1
+            )
         except PlaitError as error:
             if short == enough:
                 raise _on_one_device(error, hard, device) from None
@@ -139,7 +176,7 @@ def harden(job: Job, plan: Plan, short: int) -> Job:
         schedule=schedule,
         optimizer=optimizer,
         data=lambda: limited(opened(job.data), 2 * batch + short, lambda: first_batch(job, 2 * batch + short, batch)),
-        evaluate=None,
+        evaluate=ownbatch.held_out(job.evaluate, 2 * largest(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
         steps=10**9,
     )
 
@@ -200,8 +237,12 @@ def sample_digest(sample: Any) -> float:
     return total
 
 
-def _one_device(job: Job, steps: int, device: str, folder: Path, place: Place) -> dict[str, Any]:
-    holder: list[Any] = []
+def _one_device(
+    jobs: tuple[Job, Job], how: tuple[int, float, Plan], device: str, folder: Path, place: Place
+) -> dict[str, Any]:
+    """`jobs`: the hard one, and the user's."""
+    job, (steps, seconds, plan) = jobs[0], how
+    holder, models = list[Any](), list[reference.OneDevice]()
 
     def data() -> Any:
         holder.append(checked(job.data(), "Job(data=…)"))
@@ -209,14 +250,32 @@ def _one_device(job: Job, steps: int, device: str, folder: Path, place: Place) -
             first_samples(holder[0], 1)  # raises when samples are not pairs
         return holder[-1]
 
+    def then(one: reference.OneDevice) -> dict[str, Any]:
+        one.notes.save(folder / "noted.safetensors")  # what comes after is not located
+        models.append(one)
+        return ownbatch.on_one_device(jobs[1], one, seconds)
+
     make_optimizer(
         job, dict(make_model(job).named_parameters())
     )  # raises when the job cannot be trained by plait at all
     out = reference.train(
-        dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward")
-    )
-    _save(folder / "reference", {k: out.pop(k) for k in GROUPS})
+        dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward"),
+        then=then,
+    )  # fmt: skip
+    out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}
+    _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
+
+
+def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float) -> dict[str, Any]:
+    """What one device has after a step in the plan's formats; nothing where plain PyTorch has no such operator."""
+    if plan.compile:
+        return {}
+    try:
+        told, tensors = formats.facts(formats.Reference(job, plan, one, clip))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return {"untried": f"{plan.precision}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    return {"formats": told, **tensors}
 
 
 def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:

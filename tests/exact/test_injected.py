@@ -119,7 +119,7 @@ def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None
     plain = copies.Reducer.finish
     monkeypatch.setattr(copies.Reducer, "arm", arm)
     monkeypatch.setattr(copies.Reducer, "finish", finish)
-    check(jobs.groups(), "dp=2", "G", "0.weight", "V014")
+    check(jobs.groups(), "dp=2", "G", "0.weight", "V019")
 
 
 def test_clipping_with_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def _forward_with_first_zero(real: Any) -> Any:
 def test_batch_norm_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: statistics per rank."""
     monkeypatch.setattr(batchnorm, "synchronise", lambda model, names, group: None)
-    check(jobs.batch_norm(), "dp=2", "B", "0.weight", "V014")
+    check(jobs.batch_norm(), "dp=2", "B", "0.weight", "V015")
 
 
 def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

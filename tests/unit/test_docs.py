@@ -25,7 +25,7 @@ WALK = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
 ERRORS = (SOURCE / "errors.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 TECHNIQUES = [p for p in sorted((SOURCE / "strategies").glob("*.py")) if p.stem not in ("__init__", "strategy")]
-README_LINES, WALK_LINES = 25, 180
+README_LINES, WALK_LINES = 25, 195
 
 
 def generator() -> ModuleType:

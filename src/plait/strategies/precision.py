@@ -15,7 +15,8 @@ Choose when
     bf16: nearly always on hardware that has it. fp16: on accelerators without bf16.
 
 Avoid when
-    Results must equal fp32's. This is another rounding, hence not exact; `plait verify` proves the logic in float64.
+    Results must equal fp32's. This is another rounding, hence not exact; `plait verify` proves the logic in float64, and
+    holds a step in this format against one device in the same format (`formats.py`).
 
 How it stays equal on all ranks
     The overflow decision is taken on the *global* gradient norm, after the sum over ranks: an infinity on one rank
@@ -54,7 +55,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 
 
 def inexact(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
-    yield f"{plan.precision} rounds differently from fp32; proved here is the logic of the plan, in float64"
+    yield f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64, and a step against one device in {plan.precision}"
 
 
 def apply(built: Any) -> None:

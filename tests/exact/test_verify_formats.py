@@ -1,0 +1,271 @@
+"""The second tolerance of verify: a step in the plan's own number formats, against one device in the same formats.
+
+Float64 sees none of these faults: each acts on fp32 and 16-bit numbers only, and is patched into torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jobs
+import jobs_context
+import jobs_pipeline
+import jobs_unlike
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.job import Job
+from plait.plan import Plan
+from plait.verify import verify
+
+SHORT = torch.bfloat16
+
+
+def adamw(job: Job) -> Job:
+    return replace(job, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+
+
+JOBS: dict[str, Callable[[], Job]] = {
+    "groups": lambda: adamw(jobs.groups()),
+    "deep": lambda: adamw(jobs_pipeline.LISTED["deep"]()),
+    "dropout": lambda: adamw(jobs.mlp()),
+    "ragged": lambda: adamw(jobs.ragged()),
+    "context": lambda: adamw(jobs_context.OWN["plain"]()),
+    "norm": lambda: adamw(jobs.batch_norm()),
+    "chain": lambda: adamw(jobs.make(jobs_unlike.Chain)),
+}
+
+
+def rounded(t: Any) -> None:
+    if isinstance(t, Tensor) and t.dtype == torch.float32 and t.numel() > 8:
+        with torch.no_grad():
+            t.copy_(t.to(SHORT))
+
+
+def sums_rounded(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is summed in fp32 has been through bf16 before."""
+    real = dist.all_reduce
+    patch.setattr(dist, "all_reduce", lambda t, *a, **k: (rounded(t), real(t, *a, **k))[1])
+
+
+def results_rounded(patch: pytest.MonkeyPatch) -> None:
+    """A sum over ranks has the digits of bf16, in fp32."""
+    real = dist.all_reduce
+
+    class Rounding:
+        def __init__(self, work: Any, t: Tensor):
+            self.work, self.t = work, t
+
+        def wait(self) -> None:
+            self.work.wait()
+            rounded(self.t)
+
+    def all_reduce(t: Tensor, *a: Any, **k: Any) -> Any:
+        work = real(t, *a, **k)
+        return Rounding(work, t) if work is not None else rounded(t)
+
+    patch.setattr(dist, "all_reduce", all_reduce)
+
+
+def sums_in_16(patch: pytest.MonkeyPatch) -> None:
+    """Sums are made in bf16, to save half of the bytes."""
+    real = dist.all_reduce
+
+    class Done:
+        def wait(self) -> None: ...
+
+    def all_reduce(t: Tensor, *a: Any, **k: Any) -> Any:
+        if t.dtype != torch.float32 or t.numel() <= 8:
+            return real(t, *a, **k)
+        half, k = t.to(SHORT), k | {"async_op": False}
+        real(half, *a, **k)
+        t.copy_(half)
+        return Done()
+
+    patch.setattr(dist, "all_reduce", all_reduce)
+
+
+def messages_rounded(patch: pytest.MonkeyPatch) -> None:
+    """Messages from rank to rank have been through bf16."""
+    for name in ("isend", "send"):
+        real = getattr(dist, name)
+        patch.setattr(dist, name, lambda t, *a, real=real, **k: real(_round(t), *a, **k))
+
+
+def steps_rounded(patch: pytest.MonkeyPatch) -> None:
+    """Messages round a ring have been through bf16."""
+    real = dist.batch_isend_irecv
+
+    def batch(ops: list[Any]) -> Any:
+        for op in ops:
+            op.tensor = _round(op.tensor) if op.op is dist.isend else op.tensor
+        return real(ops)
+
+    patch.setattr(dist, "batch_isend_irecv", batch)
+
+
+def _round(t: Tensor) -> Tensor:
+    return t.to(SHORT).to(t.dtype) if t.dtype == torch.float32 and t.numel() > 8 else t
+
+
+def state_in_16(patch: pytest.MonkeyPatch) -> None:
+    """The optimizer keeps its state in bf16."""
+
+    def keep(self: Any, state: Any) -> None:
+        for key in ("exp_avg", "exp_avg_sq"):
+            if state[key].dtype == torch.float32:
+                state[key] = state[key].to(SHORT)
+
+    _after_step(patch, keep)
+
+
+def state_rounded(patch: pytest.MonkeyPatch) -> None:
+    """State is fp32, with the numbers of bf16."""
+    _after_step(patch, lambda self, state: [rounded(state[key]) for key in ("exp_avg", "exp_avg_sq")])
+
+
+def _after_step(patch: pytest.MonkeyPatch, act: Callable[[Any, Any], Any]) -> None:
+    real = torch.optim.AdamW.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        result = real(self, closure)
+        if dist.is_initialized():
+            for state in self.state.values():
+                act(self, state)
+        return result
+
+    patch.setattr(torch.optim.AdamW, "step", step)
+
+
+def masters_rounded(patch: pytest.MonkeyPatch) -> None:
+    """Weights lose their fp32 digits after each step."""
+    real = torch.optim.AdamW.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        result = real(self, closure)
+        for group in self.param_groups if dist.is_initialized() else ():
+            for parameter in group["params"]:
+                rounded(parameter)
+        return result
+
+    patch.setattr(torch.optim.AdamW, "step", step)
+
+
+def reduced_in_16(patch: pytest.MonkeyPatch) -> None:
+    """FSDP2 sums gradients in bf16."""
+    from plait.strategies import shard
+
+    real = shard.MixedPrecisionPolicy
+    patch.setattr(shard, "MixedPrecisionPolicy", lambda p, r, **k: real(p, SHORT if p else r, **k))
+
+
+def gathered_in_32(patch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers twice as many bytes as the plan says."""
+    from plait.strategies import shard
+
+    real = shard.MixedPrecisionPolicy
+    patch.setattr(shard, "MixedPrecisionPolicy", lambda p, r, **k: real(None, r, **k))
+
+
+def added_in_16(patch: pytest.MonkeyPatch) -> None:
+    """Micro-batches are added up in bf16."""
+    real = torch.Tensor.backward
+
+    def backward(self: Tensor, *a: Any, **k: Any) -> None:
+        real(self, *a, **k)
+        if dist.is_initialized():
+            import gc
+
+            for parameter in [p for p in gc.get_objects() if isinstance(p, torch.nn.Parameter) and p.grad is not None]:
+                rounded(parameter.grad)
+
+    patch.setattr(torch.Tensor, "backward", backward)
+
+
+def not_autocast(patch: pytest.MonkeyPatch) -> None:
+    """A rank computes in fp32 what the plan says in bf16."""
+    real = torch.autocast.__enter__
+
+    def enter(self: Any) -> Any:
+        self._enabled = self._enabled and not (dist.is_initialized() and dist.get_rank() == 1)
+        return real(self)
+
+    patch.setattr(torch.autocast, "__enter__", enter)
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "fp32 sums rounded, dp": (sums_rounded, "groups", "dp=2"),
+    "fp32 sums rounded, tp": (sums_rounded, "deep", "tp=2 sequence_parallel=false"),
+    "fp32 messages rounded, pp": (messages_rounded, "deep", "pp=2 microbatches=2"),
+    "fp32 messages rounded, fsdp": (messages_rounded, "deep", "fsdp=2"),
+    "fp32 messages rounded, cp": (steps_rounded, "context", "cp=2"),
+    "fp32 state in 16": (state_in_16, "groups", "dp=2"),
+    "sums rounded": (sums_rounded, "deep", "dp=2 microbatches=2 precision=bf16"),
+    "results rounded": (results_rounded, "deep", "dp=2 precision=bf16"),
+    "sums in 16": (sums_in_16, "groups", "dp=2 precision=bf16"),
+    "state in 16": (state_in_16, "deep", "dp=2 precision=bf16"),
+    "state rounded": (state_rounded, "deep", "dp=2 precision=bf16"),
+    "state rounded, tp": (state_rounded, "deep", "tp=2 precision=bf16"),
+    "masters rounded": (masters_rounded, "deep", "dp=2 precision=bf16"),
+    "masters rounded, tp": (masters_rounded, "deep", "tp=2 precision=bf16"),
+    "reduced in 16": (reduced_in_16, "deep", "fsdp=2 precision=bf16"),
+    "gathered in 32": (gathered_in_32, "deep", "fsdp=2 precision=bf16"),
+    "added in 16": (added_in_16, "deep", "dp=2 microbatches=3 precision=bf16"),
+    "not autocast": (not_autocast, "deep", "dp=2 precision=bf16"),
+    "fp16 sums rounded": (sums_rounded, "groups", "dp=2 precision=fp16"),
+}
+LIGHT = (
+    "fp32 sums rounded, dp",
+    "fp32 messages rounded, pp",
+    "sums rounded",
+    "state rounded, tp",
+    "reduced in 16",
+    "state in 16",
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in LIGHT else pytest.mark.prove) for n in FAULTS])
+def test_faults_that_float64_does_not_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    act, job, plan = FAULTS[name]
+    act(monkeypatch)
+    verdict = verify(JOBS[job](), Plan.parse(plan))
+    wrong = {p.code for p in verdict.probes if not p.equal}
+    assert wrong and wrong <= {"F", "F2", "F3"}, (wrong, verdict.to_dict())
+    assert verdict.code in ("V023", "V024", "V025")
+
+
+PLANS = (
+    "dp=2",
+    "dp=3 microbatches=2",
+    "fsdp=2",
+    "fsdp=2 zero=1 recompute=full",
+    "pp=2 microbatches=2",
+    "tp=2",
+    "dp=2 offload=optimizer",
+)
+CLEAN = [
+    (name, f"{plan} precision={precision}")
+    for name in JOBS
+    for plan in PLANS
+    for precision in ("fp32", "bf16", "fp16")
+    if not (name == "norm" and "microbatches" in plan)
+    and not (("pp" in plan or "tp" in plan) and name in ("groups", "dropout", "norm", "chain"))
+    and not (name == "ragged" and ("pp" in plan or "tp" in plan))
+] + [("context", f"cp=2 {more}precision={p}") for more in ("", "context=ulysses ") for p in ("fp32", "bf16", "fp16")]
+SOME = (
+    ("deep", "dp=2 precision=bf16"),
+    ("deep", "tp=2 precision=bf16"),
+    ("dropout", "dp=2 precision=fp16"),
+    ("norm", "dp=2 precision=bf16"),
+)
+
+
+@pytest.mark.parametrize(
+    "name, plan", [pytest.param(n, p, marks=() if (n, p) in SOME else pytest.mark.prove) for n, p in CLEAN]
+)
+def test_right_runs_are_not_accused(name: str, plan: str) -> None:
+    verdict = verify(JOBS[name](), Plan.parse(plan))
+    assert verdict.equal, verdict.to_dict()
+    assert any(p.code == "F" and p.name for p in verdict.probes), verdict.forced
