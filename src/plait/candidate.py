@@ -40,7 +40,7 @@ class Noted:
     """What a rank notes of its steps."""
 
     engine: Engine
-    notes: Any
+    notes: noting.Notes
     rows: list[dict[str, float]] = field(default_factory=list)
     ids: list[list[Any]] = field(default_factory=list)
     held: list[list[Any]] = field(default_factory=list)
@@ -91,7 +91,7 @@ def run(
     seen, told = built.data.seen, notes.told(built, folder / f"noted-{place.rank}.safetensors")
     with forward_format(plan, torch.float64, built.device.type):
         metrics = engine.evaluate()
-    own, made = _of_own_size(engine, jobs[1], facts)
+    own, made = _of_own_size(engine, notes, jobs[1], facts)
     tensors |= made
     step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
     tensors |= made
@@ -115,9 +115,11 @@ def run(
     }  # fmt: skip
 
 
-def _of_own_size(engine: Engine, job: Job, facts: dict[str, Any]) -> tuple[Noted, dict[str, dict[str, Tensor]]]:
-    """The steps of the job's own size (`ownbatch.py`): what is noted, and the tensors."""
-    noted, made = Noted(engine), dict[str, dict[str, Tensor]](own_gradients={}, own_weights={})
+def _of_own_size(
+    engine: Engine, notes: noting.Notes, job: Job, facts: dict[str, Any]
+) -> tuple[Noted, dict[str, dict[str, Tensor]]]:
+    """The steps of the job's own size (`ownbatch.py`): what is noted, and the tensors. `notes` are closed."""
+    noted, made = Noted(engine, notes), dict[str, dict[str, Tensor]](own_gradients={}, own_weights={})
     course = ownbatch.Course(engine, job, facts)
     for batch, far in course.steps():
         rider = engine.backward(batch)

@@ -154,16 +154,24 @@ class Notes(Noted):
         self._calls: dict[str, int] = {}
         self._met: set[int] = set()
         self._inside: dict[str, Tensor] = {}
+        self._hooks: list[Any] = []
+        self.closed = False
         if units is not None:
-            model.register_forward_pre_hook(self._begin, prepend=True)
-            model.register_forward_pre_hook(lambda *_: self._listen(""))
+            self._hooks += [
+                model.register_forward_pre_hook(self._begin, prepend=True),
+                model.register_forward_pre_hook(lambda *_: self._listen("")),
+            ]
         for name, module in self.units.items():
-            module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
-            module.register_forward_pre_hook(lambda *_, name=name: self._use(name))
-            module.register_forward_hook(partial(self._leave, name))
+            self._hooks += [
+                module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True),
+                module.register_forward_pre_hook(lambda *_, name=name: self._use(name)),
+                module.register_forward_hook(partial(self._leave, name)),
+            ]
 
     def batch(self, step: int, micros: list[tuple[int, int, Any]]) -> None:
         """A step begins, with these micro-batches: (first sample, samples, inputs and targets) of each."""
+        if self.closed:
+            return
         self.step, self.samples = step, {i: (first, count) for i, (first, count, _) in enumerate(micros) if count}
         for micro in self.samples:
             for i, leaf in _tensors(micros[micro][2]):
@@ -174,7 +182,13 @@ class Notes(Noted):
         for unit, module in self.units.items():
             for path, inner in module.named_modules():
                 if path and not any(True for _ in inner.children()):
-                    inner.register_forward_hook(partial(self._again, unit))
+                    self._hooks.append(inner.register_forward_hook(partial(self._again, unit)))
+
+    def close(self) -> None:
+        """Note nothing more, whatever is told."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.samples, self.closed = [], {}, True
 
     # — hooks —
 
@@ -258,7 +272,7 @@ class Notes(Noted):
         for found, p in self._named(module):
             if p.requires_grad and id(p) not in self._met:
                 self._met.add(id(p))
-                p.register_hook(partial(self._gave, found))
+                self._hooks.append(p.register_hook(partial(self._gave, found)))
 
     def _gave(self, name: str, gradient: Tensor) -> None:
         layout, known = self.layout(name, gradient), key(self.step, "gave", name, 0, 0, self.micro())
@@ -268,6 +282,8 @@ class Notes(Noted):
 
     def tensors(self, what: str, found: dict[str, Tensor], parts: dict[str, Part] | None = None) -> None:
         """Note gradients, weights or states (`name (optimizer key)`), by the parameter's name; of which parts, if not wholes."""
+        if self.closed:
+            return
         for name, t in found.items():
             plain, _, state = name.partition(" (")
             part = whole(found.get(plain, t)) if parts is None else parts.get(plain)
@@ -291,12 +307,13 @@ class Notes(Noted):
         self.tensors("weight", found)
 
     def told(self, built: Any, path: Path) -> dict[str, Any]:
-        """Write the rows into a file, and tell what puts those of several ranks together.
+        """Write the rows into a file, note nothing more, and tell what puts those of several ranks together.
 
         `given`: which part of a gradient this rank finds; `shard`: which part of the sum over the ranks it keeps; `partial`:
         parameters whose gradient is a share of a sum, and the ranks that have the others.
         """
         self.save(path)
+        self.close()
         layouts = {name: self.layout(name, p) for name, p in built.own.items()}
         shards = {name: layout.mine for name, layout in layouts.items() if layout.parts > 1}
         given = {name: str(layout.ranges) for name, layout in layouts.items()}

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.distributed import _functional_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
@@ -245,7 +246,18 @@ def end_backward(root: Any) -> None:
     state._root_post_backward_final_callback()
 
 
-def fakes_around() -> FakeTensorMode | None:
+class FakeTensorMode(_FakeTensorMode):
+    """torch's mode for tensors without numbers, which a copy of such a tensor shares.
+
+    torch copies the mode with the tensor. The copy's weak references to storages are then freed twice, and the process's
+    memory is damaged: it crashes later, somewhere else.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FakeTensorMode":
+        return self
+
+
+def fakes_around() -> _FakeTensorMode | None:
     """The mode for fake tensors that is on. It comes after all other modes, whenever it was entered."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 

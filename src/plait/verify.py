@@ -251,7 +251,8 @@ def _one_device(
         return holder[-1]
 
     def then(one: reference.OneDevice) -> dict[str, Any]:
-        one.notes.save(folder / "noted.safetensors")  # what comes after is not located
+        one.notes.save(folder / "noted.safetensors")
+        one.notes.close()  # what comes after is not located
         models.append(one)
         return ownbatch.on_one_device(jobs[1], one, seconds)
 

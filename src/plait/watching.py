@@ -121,7 +121,7 @@ def watch(
 
 def fakes_of(model: nn.Module) -> FakeTensorMode:
     """A mode for fake tensors: the one that the model itself was built in, if it was."""
-    built = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
+    built: Any = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
     return built or FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -4,8 +4,10 @@ Each test names the contract of one name, by its place in torch and not in plait
 reads the source, so a name that comes new needs its test.
 """
 
+import copy
 import dataclasses
 import types
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -360,6 +362,20 @@ def test_views_of_real_and_of_fake_tensors_share_a_storage() -> None:
     assert isinstance(turned, torchseam.FakeTensor) and turned.fake_mode is mode
     assert torchseam.storage_key(turned) == torchseam.storage_key(known), "a view of a parameter is known as such"
     assert torchseam.storage_key(weight[0]) == torchseam.storage_key(weight) != torchseam.storage_key(weight.clone())
+
+
+@contract("torch._subclasses.fake_tensor.FakeTensorMode")
+def test_a_copied_fake_tensor_stays_in_its_mode() -> None:
+    """A mode that is copied frees torch's weak references to storages twice: memory is damaged (valgrind: invalid read)."""
+    mode = torchseam.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        module = nn.Module()
+        module.register_buffer("table", torch.tensor(1.0))
+        assert module.table.fake_mode is mode
+        assert mode.fake_tensor_converter.constant_storage_mapping, "what is freed twice"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch asks a fake tensor where its numbers lie
+        assert copy.deepcopy(module).table.fake_mode is mode
 
 
 @contract("…._version")
