@@ -27,7 +27,7 @@ from plait.randomness import Randomness
 from plait.sharded import Shards
 from plait.sketch import Sketch, sketch
 from plait.strategies import ORDER, context, expert, shard
-from plait.strategies.precision import forward_format
+from plait.strategies.precision import trained_format
 from plait.torchseam import tree_map_only
 from plait.wholebatch import Sharers
 from plait.windows import Rule, Windows, first_of
@@ -287,7 +287,7 @@ def _meet(built: Built) -> None:
 
 def _as_trained(how: tuple[Plan, torch.dtype | None, str], model: nn.Module, inputs: Any) -> Any:
     """A call in the number format of training: stages wait for outputs in the format that they will have."""
-    with forward_format(*how):
+    with trained_format(*how, model):
         return call(model, inputs)
 
 

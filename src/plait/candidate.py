@@ -95,7 +95,6 @@ def run(
     tensors |= made
     step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
     tensors |= made
-    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
@@ -105,7 +104,7 @@ def run(
         "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
-        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role), held_experts],
+        "alike": _alike(engine, role),
         "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
         "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
         "varies": built.sketch.host_random and bool(built.sketch.tolls),
@@ -150,7 +149,7 @@ def _in_own_formats(
     batch = next(engine.batches())
     with ledger.watch():
         rider = engine.backward(batch)
-    priced = charges(plan, built.whole, role_of(engine, batch))
+    priced = charges(plan, built.whole, role := role_of(engine, batch))
     scale = built.scaler.value if built.scaler is not None else 1.0
     gradient = {
         n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in built.own.items() if p.grad is not None
@@ -166,7 +165,7 @@ def _in_own_formats(
     made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
     return {
         "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
-        "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
+        "alike": _alike(engine, role), "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
         "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
         "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
     }, made  # fmt: skip
@@ -183,6 +182,13 @@ def role_of(engine: Engine, batch: Batch) -> Role:
     idle = (name for name, own in trained if any(p.requires_grad for p in own) and all(p.grad is None for p in own))
     courses = tuple(built.pipe.courses) if built.pipe else ()
     return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle), courses, directly(built.device))
+
+
+def _alike(engine: Engine, role: Role) -> list[Any]:
+    """What a rank's messages depend on beside the plan: ranks of which it is the same make the same calls."""
+    built = engine.built
+    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
+    return [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role), held_experts]
 
 
 def _crossings(role: Role) -> list[str]:

@@ -10,6 +10,7 @@ An iterable data set is read by every rank in full and each keeps its share; its
 travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,21 @@ def opened(make: Callable[[], Any], where: str = "Job(data=…)") -> Any:
         why = "every call of the function gives the same one; each epoch, and the look at the first sample, need their own"
         raise PlaitError(Problem("J007", what, why, where, ("data=lambda: …    make a new one in every call",)))
     return _Remade(make)
+
+
+def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """`make`, called once in each process where what it gives is read by index."""
+    held: dict[int, Any] = {}
+
+    def data() -> Any:
+        if (here := os.getpid()) in held:
+            return held[here]
+        found = make()
+        if is_map(found):
+            held[here] = found
+        return found
+
+    return data
 
 
 def _once(data: Any) -> bool:

@@ -10,7 +10,8 @@ rounded on its way. Here the job trains one step as it will train. Two things ar
 
 Under `dp`, `fsdp` and `pp` every part of the batch is computed as one device computes that part, so the reference trains
 on the same parts. Where the losses of all parts are the same bits, only the order of sums differs, and the unit is one
-rounding of fp32. Under `tp`, `cp` and `ep` the products themselves are cut: one rounding is that of the forward pass.
+rounding of fp32. Under `tp`, `cp` and `ep` the products themselves are cut: one rounding is that of the forward pass. So it is
+where two stages gather a weight that they share in 16 bits.
 """
 
 import dataclasses
@@ -79,7 +80,14 @@ class Reference:
         self.data = job.data()
         self.read = next(reference.samples(self.job, self.data))
         self.format = plan_format(plan)
-        self.cut = plan.tp * plan.cp * plan.ep > 1 or plan.compile
+        self.cut = plan.tp * plan.cp * plan.ep > 1 or plan.compile or self._summed_elsewhere()
+
+    def _summed_elsewhere(self) -> bool:
+        """Whether a weight that two units share is gathered in 16 bits by two stages: one device adds its two gradients up
+        in 16 bits, stages in 32."""
+        names = list(self.one.model.named_parameters(remove_duplicate=False))
+        tied = len(names) > len(list(self.one.model.parameters()))
+        return tied and self.format is not None and self.plan.pp > 1 and self.plan.fsdp > 1
 
     def parts(self) -> list[tuple[int, int]]:
         """(first, count) of the parts of the batch."""
@@ -192,26 +200,25 @@ def _weight(job: Job, targets: Any, n: int) -> float:
 
 
 def distances(base: Held, other: Held) -> dict[tuple[str, str], float]:
-    """How far each tensor of another run is, relative to its size or to its neighbours'; of weights how far they moved."""
+    """How far each tensor of another run is, relative to its size or to its neighbours'; of weights how far they moved.
+    Sizes are root mean squares."""
     found = {}
     for kind in GROUPS:
-        mine, others, sizes = base.of(kind), other.of(kind), getattr(base, kind)
-        found |= {(kind, name): far(mine, sizes, name, t) for name, t in others.items() if name in mine}
+        sizes = {name: _size(t) for name, t in getattr(base, kind).items()}
+        largest: dict[str, float] = {}
+        for name, size in sizes.items():
+            alike = name.partition("|")[2]
+            largest[alike] = max(largest.get(alike, 0.0), size)
+        mine, others = base.of(kind), other.of(kind)
+        for name in (name for name in others if name in mine):
+            off = _size(mine[name].double() - others[name]) if mine[name].shape == others[name].shape else math.inf
+            off /= max(sizes[name], 1e-2 * largest[name.partition("|")[2]], 1e-300)
+            found[kind, name] = off if off == off else math.inf
     return found
 
 
-def far(tensors: dict[str, Tensor], sizes: dict[str, Tensor], name: str, other: Tensor) -> float:
-    """The distance of one that is called the same, as root mean squares."""
-    a, b, key = tensors[name].double(), other.double(), name.partition("|")[2]
-    if a.shape != b.shape:
-        return math.inf
-    most = max((_size(t) for n, t in sizes.items() if n.partition("|")[2] == key), default=0.0)
-    off = _size(a - b) / max(_size(sizes[name]), 1e-2 * most, 1e-300)
-    return off if off == off else math.inf
-
-
 def _size(t: Tensor) -> float:
-    return float(t.double().square().mean().sqrt()) if t.numel() else 0.0
+    return float(torch.linalg.vector_norm(t.detach(), dtype=torch.float64)) / max(t.numel(), 1) ** 0.5
 
 
 def short(t: Tensor) -> str:
@@ -286,7 +293,7 @@ def _formats(told: dict[str, Any], base: Held, other: Held, ranks: list[dict[str
 
 def messages(ranks: list[dict[str, Any]]) -> Probe:
     """Whether every rank's messages in these formats are what the price says."""
-    asked = [r | {k: r["formats"][k] for k in ("collectives", "calls", "bytes", "priced")} for r in ranks]
+    asked = [r | {k: r["formats"][k] for k in ("alike", "collectives", "calls", "bytes", "priced")} for r in ranks]
     found = collectives(asked)
     return dataclasses.replace(found, code="F3", title="messages, own formats")
 

@@ -5,11 +5,11 @@ small batches, and what depends on a rare value not by any few samples. So the r
 
     own steps    batches of the job's own size and lengths, the job's own clipping; the first of them has the samples
                  with the largest and the smallest numbers and lengths of those that were looked at
-    a far step   all weights made 4 times as large, so that losses and outputs leave the range they began in, and gradients made
-                 1,000 times as large for the optimizer, which may clip inside
+    a far step   a small batch again, all weights made 4 times as large, so that losses and outputs leave the range they began
+                 in, and gradients made 1,000 times as large for the optimizer, which may clip inside
 
-A step costs what a step of the job costs on one device in float64. Where that is too long or does not fit, the batch is
-the largest that does, and the verdict says so.
+A step costs what a step of the job costs on one device in float64. There are two where time allows, else one. Where even
+one takes too long or does not fit, its batch is the largest that does, and the verdict says so.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from plait.engine import Engine
 from plait.errors import PlaitError, Problem
 from plait.job import Evaluate, Job
 from plait.probes import TOLERANCE, Probe, Trace, scale_of, tensors
-from plait.randomness import host_state, restore_host, seed_host
+from plait.randomness import host_state, permutation, restore_host, seed_host
 from plait.torchseam import tree_leaves
 
 STEPS = 2
@@ -37,7 +37,7 @@ FAR, HUGE = 4.0, 1000.0
 """Factors on the weights and on the gradients of the last step."""
 EPS = 1e-6
 """Adam's eps is at least this share of the gradients' norm."""
-SECONDS = 1.0
+SECONDS = 0.5
 """What all of it may take on one device, unless `--full`."""
 LOOKED_AT = 256
 """So many samples are looked at for extreme ones."""
@@ -57,14 +57,22 @@ class Own:
     wanted: int
     """The job's own batch."""
     ids: tuple[int, ...] = ()
-    """Of the samples, in the job's data; none of an iterable, of which the first are read."""
+    """Of the samples in the job's data, in the order in which they are numbered here; none of an iterable, of which the
+    first are read."""
     short: str = ""
     """Why the batch is smaller than the job's."""
+    far: int = 1
+    """Samples of the far step, the epoch's last and short batch."""
+
+    @property
+    def samples(self) -> int:
+        """So many are read."""
+        return self.steps * self.batch + self.far
 
     @property
     def told(self) -> str:
         """For the verdict."""
-        far = f"one of {self.batch} with weights × {FAR:g} and gradients × {HUGE:g}"
+        far = f"one of {self.far} with weights × {FAR:g} and gradients × {HUGE:g}"
         if not self.steps:
             return f"then {far}; the job's own batch of {self.wanted} was not tried: {self.short}"
         small = f" of the job's {self.wanted} ({self.short})" if self.batch < self.wanted else ""
@@ -74,23 +82,28 @@ class Own:
 def planned(job: Job, one: reference.OneDevice, seconds: float) -> Own:
     """The batches to try, by what a sample took in the steps that were made. `job`: as the user wrote it."""
     each, small = min(one.seconds[1:] or one.seconds), one.job.batch
-    affordable = job.batch if seconds == math.inf else int(seconds / ((STEPS + 1) * max(each, 1e-9)))
+    data = opened(job.data)
+    length = len(data) if is_map(data) else math.inf
+    affordable = math.inf if seconds == math.inf else int(seconds / max(each, 1e-9)) - small
     fits = int(SHARE * psutil.virtual_memory().available / max(one.kept, 1.0))
-    batch, data = min(job.batch, max(affordable, 1), max(fits, 1)), opened(job.data)
-    if is_map(data):
-        batch = min(batch, max(1, len(data)))
-    short = "of memory" if fits < affordable else f"a step of it takes {each * job.batch:.1f} s (--full)"
-    short = f"there are {len(data)} samples" if is_map(data) and batch == len(data) < job.batch else short
-    steps = STEPS if batch == job.batch or batch > small else 0
-    batch = batch if steps else min(small, len(data)) if is_map(data) else small
-    return Own(batch, steps, job.batch, _chosen(data, job, (steps or 1) * batch), short)
+    batch = int(min(job.batch, affordable, fits, length))
+    steps = int(min(STEPS, affordable / batch, length / batch)) if batch == job.batch else int(batch > small)
+    if fits < min(affordable, length):
+        short = "of memory"
+    elif length < affordable:
+        short = f"there are {length} samples"
+    else:
+        short = f"a step of it takes {each * job.batch:.1f} s (--full)"
+    own = Own(batch if steps else small, steps, job.batch, (), short, int(min(small, length)))
+    return dataclasses.replace(own, ids=_chosen(data, job, own))
 
 
-def _chosen(data: Any, job: Job, count: int) -> tuple[int, ...]:
-    """Samples of the data, extreme ones among them; of an iterable none."""
+def _chosen(data: Any, job: Job, own: Own) -> tuple[int, ...]:
+    """Samples of the data, numbered so that the order of an epoch, and the far step's batch, begin with the extreme ones;
+    of an iterable none."""
     if not is_map(data):
         return ()
-    length = len(data)
+    length, count = len(data), max(own.steps * own.batch, own.far)
     looked = sorted({i * length // LOOKED_AT for i in range(LOOKED_AT)})
     state, rows, began = host_state(), list[list[float]](), time.perf_counter()
     for i in looked:
@@ -105,8 +118,11 @@ def _chosen(data: Any, job: Job, count: int) -> tuple[int, ...]:
         extreme += [looked[max(range(len(looked)), key=column.__getitem__)]]
         extreme += [looked[min(range(len(looked)), key=column.__getitem__)]]
     first = list(dict.fromkeys(extreme))[: count // 4]
-    spread = (i * length // count for i in range(count)) if count < length else iter(range(length))
-    return tuple(dict.fromkeys([*first, *spread]))[:count]
+    spread = (i * length // count for i in range(count))
+    wanted = list(dict.fromkeys([*first, *spread, *range(length)]))[:count]
+    wanted = [*wanted[: own.steps * own.batch], *wanted[: own.far]]
+    found = dict(zip(permutation(job.seed, 0, own.samples).tolist(), wanted))
+    return tuple(found[i] for i in range(own.samples))
 
 
 def _sizes(sample: Any) -> list[float]:
@@ -165,7 +181,7 @@ def of_own_size(job: Job, hard: Job, own: Own) -> Job:
 
     def data() -> Any:
         found = opened(job.data)
-        return Picked(found, own.ids) if is_map(found) else FirstOf(found, (own.steps or 1) * own.batch)
+        return Picked(found, own.ids) if is_map(found) else FirstOf(found, own.samples)
 
     return dataclasses.replace(hard, batch=own.batch, clip=job.clip, data=data)
 

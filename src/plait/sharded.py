@@ -4,7 +4,7 @@ How the messages go is in `scattering.py`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from plait.parts import Part, Ranges, everything, within
 from plait.plan import Plan
 from plait.scattering import Scatter
-from plait.torchseam import end_backward, local_of
+from plait.torchseam import end_backward, local_of, widened
 
 
 def divides(shape: Sequence[int]) -> bool:
@@ -79,6 +79,8 @@ class Shards:
         self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if n in self.sharded else p for n, p in named.items()}
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
         self.used: set[str] = set()
+        self.held = False
+        """Gradients of micro-batches are added up here, and not over ranks."""
         self.idle = False
         """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.partial: dict[str, Tensor] = {}
@@ -98,11 +100,14 @@ class Shards:
         for parameter in module.parameters():
             name = found.get(id(parameter))
             if name in self.sharded and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._use(name))
+                add = widened(self.modules[0], parameter)
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name, add=add: self._use(name, add))
                 watched += 1
         module.__dict__["_noting"] = watched
 
-    def _use(self, name: str) -> None:
+    def _use(self, name: str, add: Callable[[], None]) -> None:
+        if self.held:  # else FSDP2 does it, after each backward pass of the module
+            add()
         if not self.idle or name in self.apart:  # an expert computes for others too
             self.used.add(name)
 
@@ -172,7 +177,7 @@ class Shards:
 
     def hold(self, on: bool) -> None:
         """Between the first forward and the last backward of a pipelined step, gradients stay whole (`on`); then not."""
-        root = self.modules[0]
+        root, self.held = self.modules[0], on
         root.set_is_last_backward(not on)
         for module in self.modules:
             module.set_requires_gradient_sync(not on, recurse=False)

@@ -50,7 +50,7 @@ __all__ = [
     "flash_cpu", "flash_cpu_backward", "group_in", "held_on_meta", "in_backward", "is_unknown", "is_view",
     "leaves", "local_of", "materialise", "named_leaves", "no_modes", "own_buffers", "parts_as_they_are", "plainly", "recompute_once",
     "register_pytree_node", "scalar_of", "scale_", "schema", "storage_key", "sum_unused", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_map_only", "tree_unflatten", "version", "warm_dynamo",
+    "tree_map_only", "tree_unflatten", "version", "warm_dynamo", "widened",
 ]  # fmt: skip
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
@@ -208,22 +208,44 @@ def sum_unused(module: Any) -> None:
     sum the same. Its modules inside are left as they are."""
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
     for group in _param_groups(module._get_fsdp_state()):
-        group.post_backward = _zeros_first(group, group.post_backward)
+        group.post_backward = _of_one_format(group, group.post_backward)
 
 
-def _zeros_first(group: Any, reduce: Callable[[], None]) -> Callable[..., None]:
-    """torch 2.11 sums the gradients there are: here there is one of every parameter that is trained and was gathered."""
+def _of_one_format(group: Any, reduce: Callable[[], None]) -> Callable[..., None]:
+    """FSDP2 sums a group's gradients in one message, of one format. Zeros, and gradients of one micro-batch, are those of the
+    weights; sums over micro-batches are wider. Where there is one of these, all are. (torch 2.11 makes no zeros itself.)"""
 
     def post_backward(*unused: Any) -> None:
-        for p in group.fsdp_params if group.reduce_grads else ():
-            held = getattr(p, "_unsharded_param", None)
-            if held is not None and held.requires_grad and held.grad is None and p.unsharded_accumulated_grad is None:
-                held.grad = torch.zeros_like(held)
+        held = [p for p in group.fsdp_params if group.reduce_grads and hasattr(p, "_unsharded_param")]
+        held = [p for p in held if p._unsharded_param.requires_grad]
+        wide = any(p.unsharded_accumulated_grad is not None for p in held)
+        for p in held:
+            if p._unsharded_param.grad is None and p.unsharded_accumulated_grad is None:
+                if wide:
+                    p.unsharded_accumulated_grad = torch.zeros_like(p._unsharded_param, dtype=p.reduce_dtype)
+                elif not hasattr(group, "reduce_scatter_unused_params"):
+                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+            elif wide and p.unsharded_accumulated_grad is None:
+                p.to_accumulated_grad_if_needed()
         reduce()
 
     return post_backward
+
+
+def widened(root: Any, parameter: Tensor) -> Callable[[], None]:
+    """Moves a gathered parameter's gradient, as a backward pass leaves it, into a sum in the format that ranks sum in."""
+    groups = (group for inner in root._get_fsdp_state()._state_ctx.all_states for group in _param_groups(inner))
+    held = (p for group in groups for p in group.fsdp_params)
+    mine = next(p for p in held if getattr(p, "_unsharded_param", None) is parameter)
+
+    def add() -> None:
+        if mine.unsharded_accumulated_grad is None:
+            mine.to_accumulated_grad_if_needed()
+        else:
+            mine.accumulate_unsharded_grad_if_needed()
+
+    return add
 
 
 @contextmanager

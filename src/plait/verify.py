@@ -32,7 +32,7 @@ from torch import Tensor
 from plait import candidate, formats, ownbatch, reference
 from plait.build import check_plan
 from plait.candidate import GROUPS
-from plait.data import checked, first_samples, is_map, largest, opened
+from plait.data import checked, first_samples, is_map, largest, opened, opened_once
 from plait.errors import PlaitError
 from plait.job import Job
 from plait.launch import here
@@ -60,6 +60,7 @@ def verify(
     kind = kind_of(device)
     check(kind, plan.world)
     check_plan(job, plan, kind)
+    job = dataclasses.replace(job, data=opened_once(job.data))
     logic = dataclasses.replace(plan, precision="fp32")
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         hard, expected = _reference(job, (plan, logic), (steps, seconds), kind, Path(folder))

@@ -10,6 +10,7 @@ from typing import Any
 import jobs
 import jobs_context
 import jobs_pipeline
+import jobs_real
 import jobs_unlike
 import pytest
 import torch
@@ -35,7 +36,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "context": lambda: adamw(jobs_context.OWN["plain"]()),
     "norm": lambda: adamw(jobs.batch_norm()),
     "chain": lambda: adamw(jobs.make(jobs_unlike.Chain)),
+    "gpt": lambda: adamw(jobs_real.ALL["gpt"]()),
+    "packed": lambda: adamw(jobs_context.HUGGING["packed"]()),
 }
+TIED = ("gpt", "packed")
 
 
 def rounded(t: Any) -> None:
@@ -242,23 +246,33 @@ PLANS = (
     "fsdp=2",
     "fsdp=2 zero=1 recompute=full",
     "pp=2 microbatches=2",
+    "pp=2 fsdp=2 microbatches=2",
     "tp=2",
+    "tp=2 fsdp=2",
     "dp=2 offload=optimizer",
 )
 CLEAN = [
     (name, f"{plan} precision={precision}")
     for name in JOBS
+    if name not in TIED
     for plan in PLANS
     for precision in ("fp32", "bf16", "fp16")
     if not (name == "norm" and "microbatches" in plan)
     and not (("pp" in plan or "tp" in plan) and name in ("groups", "dropout", "norm", "chain"))
     and not (name == "ragged" and ("pp" in plan or "tp" in plan))
 ] + [("context", f"cp=2 {more}precision={p}") for more in ("", "context=ulysses ") for p in ("fp32", "bf16", "fp16")]
+CLEAN += [
+    (name, f"{plan} precision=bf16")
+    for name in TIED
+    for plan in ("pp=2 fsdp=2 microbatches=2", "cp=2 fsdp=2", "dp=2 cp=2 microbatches=2", "pp=2 microbatches=3")
+]
 SOME = (
     ("deep", "dp=2 precision=bf16"),
     ("deep", "tp=2 precision=bf16"),
     ("dropout", "dp=2 precision=fp16"),
     ("norm", "dp=2 precision=bf16"),
+    ("gpt", "pp=2 fsdp=2 microbatches=2 precision=bf16"),
+    ("packed", "cp=2 fsdp=2 precision=bf16"),
 )
 
 

@@ -76,7 +76,7 @@ def test_what_small_batches_do_not_meet(name: str) -> None:
 def test_the_verdict_says_what_was_proved() -> None:
     verdict = verify(make(Layers, lambda: Numbers(96), batch=24), Plan.parse("dp=2"))
     assert verdict.equal and verdict.forced["own"]["batch"] == 24 and verdict.forced["own"]["steps"] == 2
-    assert "then 2 of 24, clipped as the job does; then one of 24 with weights × 4" in table(verdict, "job.py")
+    assert "then 2 of 24, clipped as the job does; then one of 5 with weights × 4" in table(verdict, "job.py")
 
 
 def test_a_batch_that_is_too_long_is_said() -> None:

@@ -67,7 +67,7 @@ from plait.regions import Absent
 from plait.sketch import Sketch
 from plait.sliced import wire
 from plait.strategies import recompute
-from plait.strategies.precision import forward_format
+from plait.strategies.precision import forward_format, trained_format
 from plait.strategies.strategy import Charge, Role
 from plait.stretch import Held, Stretch
 from plait.stretching import Stretching
@@ -108,7 +108,7 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
     def run(model: nn.Module, given: Any) -> Any:
         from plait.build import call
 
-        with forward_format(plan, built.cast, built.device.type):
+        with trained_format(plan, built.cast, built.device.type, model):
             return call(model, given)
 
     def loss(outputs: Any, targets: Any) -> Any:

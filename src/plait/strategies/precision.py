@@ -27,16 +27,20 @@ Paper
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from plait.errors import Problem
 from plait.plan import Plan
+from plait.sharded import divides
 from plait.sketch import Sketch
 from plait.strategies.strategy import Charge, Role
+from plait.torchseam import tree_map_only
 from plait.wide import Wide
 
 AXIS = None
@@ -83,6 +87,35 @@ def forward_format(plan: Plan, cast: torch.dtype | None, device: str) -> Abstrac
     if cast is torch.float64 and not plan.compile:
         return Wide()
     return autocast(device, plan_format(plan))
+
+
+def trained_format(
+    plan: Plan, cast: torch.dtype | None, device: str, model: torch.nn.Module
+) -> AbstractContextManager[Any]:
+    """`forward_format` for a model that is not sharded yet: under `fsdp` it computes with weights in 16 bits, as they are
+    gathered, so that what units hand on has the format that it will have."""
+    stack = ExitStack()
+    stack.enter_context(forward_format(plan, cast, device))
+    half = plan_format(plan) if cast is None and plan.fsdp > 1 else None
+    if half is not None:
+        stack.enter_context(_Gathered(model, half))
+    return stack
+
+
+class _Gathered(TorchFunctionMode):
+    """Gives operators a model's weights in another format."""
+
+    def __init__(self, model: torch.nn.Module, half: torch.dtype):
+        super().__init__()
+        self.half = half
+        self.weights = {id(p) for p in model.parameters() if divides(p.shape) and p.is_floating_point()}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(Tensor, self._gathered, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _gathered(self, t: Tensor) -> Tensor:
+        return t.to(self.half) if id(t) in self.weights else t
 
 
 @dataclass
