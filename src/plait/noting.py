@@ -235,12 +235,13 @@ class Notes(Noted):
         self.about[known] = [*self.samples.get(at[2], (0, 0)), list(leaf.shape), cut, ranges]
 
     def _again(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not isinstance(output, Tensor) or isinstance(output, FakeTensor) or not output.is_floating_point():
+        found = [products(_held(leaf)[0]) for _, leaf in _tensors(output) if leaf.is_floating_point()]
+        if not isinstance(output, Tensor) or not found:
             return
         known = f"{self.micro()} {id(module)}"
         if not in_backward():
-            self._inside[known] = products(output)
-        elif known in self._inside and not torch.equal(self._inside[known], products(output)):
+            self._inside[known] = found[0]
+        elif known in self._inside and not torch.equal(self._inside[known], found[0]):
             self.rows.setdefault(key(self.step, "again", unit, 0, 0, self.micro()), torch.ones(1))
 
     # — parameters —
