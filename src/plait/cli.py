@@ -404,12 +404,11 @@ def _verify(options: Any) -> int:
         )
     from plait.foresight import foresee
     from plait.launch.devices import kind_of
-    from plait.ownbatch import SECONDS
     from plait.verdict import table
     from plait.verify import verify
 
     foresee(job, plan, kind_of(options.device))
-    seconds = math.inf if options.full else SECONDS
+    seconds = math.inf if options.full else None
     verdict = verify(job, plan, options.steps, options.device, seconds=seconds)
     print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
     if not (asked or options.json):

@@ -50,13 +50,20 @@ CLIP = 0.1
 
 
 def verify(
-    job: Job, plan: Plan, steps: int = 4, device: str = "auto", quiet: bool = False, seconds: float = ownbatch.SECONDS
+    job: Job,
+    plan: Plan,
+    steps: int = 4,
+    device: str = "auto",
+    quiet: bool = False,
+    seconds: float | None = None,
 ) -> Verdict:
     """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
 
-    `seconds` is what batches of the job's own size may take on one device; 0 leaves them out. When random numbers may be
+    `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
+    step in the plan's own formats. When random numbers may be
     the cause of a difference, it compares again with the model in eval mode (`quiet`).
     """
+    seconds = ownbatch.SECONDS if seconds is None else seconds
     kind = kind_of(device)
     check(kind, plan.world)
     check_plan(job, plan, kind)

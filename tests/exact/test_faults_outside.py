@@ -15,6 +15,8 @@ from faulty import Fault, Patches, judged
 from plait.plan import Plan
 from plait.verify import verify
 
+pytestmark = pytest.mark.whole
+
 TABLE = {fault.name: fault for fault in (*faults_outside.ALL, *faults_more.ALL)}
 FEW = (
     "the sum of one parameter is dropped on one rank",

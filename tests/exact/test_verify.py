@@ -21,6 +21,8 @@ from plait.plan import Plan
 from plait.strategies.batchnorm import synchronise
 from plait.verify import verify
 
+pytestmark = pytest.mark.whole
+
 PLANS = ("dp=2", "dp=3", "dp=4", "dp=2 microbatches=3", "dp=3 microbatches=2", "microbatches=4", "dp=2 processes=one",
          "dp=3 processes=one microbatches=2")  # fmt: skip
 INEXACT = {  # by nature: (job, whether the plan has this)

@@ -21,6 +21,8 @@ from plait.job import Job
 from plait.plan import Plan
 from plait.verify import verify
 
+pytestmark = pytest.mark.whole
+
 SHORT = torch.bfloat16
 
 

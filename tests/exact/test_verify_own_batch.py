@@ -18,6 +18,8 @@ from plait.plan import Plan
 from plait.verdict import Verdict, table
 from plait.verify import verify
 
+pytestmark = pytest.mark.whole
+
 
 class Layers(nn.Module):
     """Two layers; `how` the samples of a batch come to depend on each other."""
