@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import get_worker_info
 
 import plait
 
@@ -466,6 +467,10 @@ def data_by_the_clock() -> plait.Job:
 
 def data_by_rank() -> plait.Job:
     return noise(lambda d, i: torch.full((WIDTH,), float(dist.get_rank() if dist.is_initialized() else 0)))
+
+
+def data_by_loader() -> plait.Job:
+    return noise(lambda d, i: torch.full((WIDTH,), float(get_worker_info() is not None)))
 
 
 class Mixing(Points):

@@ -22,6 +22,7 @@ from plait.batchrows import Rows
 from plait.errors import PlaitError, Problem
 from plait.randomness import host_state, restore_host
 from plait.torchseam import tree_map_only
+from plait.wide import Widest
 
 
 @dataclass(frozen=True)
@@ -297,10 +298,12 @@ Weigh = Callable[[Any], Any] | None
 
 
 def weigh(weight: Weigh, micro: Micro) -> float:
-    """What the loss of a micro-batch is a mean over: `Job.weight` of its targets, or its number of samples."""
+    """What the loss of a micro-batch is a mean over: `Job.weight` of its targets, or its number of samples. It is computed in
+    float64, so that the weights of parts add up to that of the whole."""
     if micro.count == 0:
         return 0.0
     if weight is None:
         return float(micro.count)
-    value = weight(micro.targets)
-    return float(value.sum() if isinstance(value, Tensor) else value)
+    with Widest():
+        value = weight(micro.targets)
+        return float(value.sum() if isinstance(value, Tensor) else value)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from plait import reference
-from plait.data import Share, beside, collate
+from plait.data import Micro, Share, beside, collate, weigh
 from plait.job import Job
 from plait.launch.place import threads
 from plait.plan import Plan
@@ -140,7 +140,9 @@ class Reference:
         optimizer = job.optimizer(trained)
         scale = SCALE if self.format is torch.float16 else 1.0
         pairs = [self._pair(first, n, shift) for first, n in parts]
-        weights = [_weight(job, targets, n) for (_, targets), (_, n) in zip(pairs, parts)]
+        weights = [
+            weigh(job.weight, Micro(first, n, None, targets, ())) for (_, targets), (first, n) in zip(pairs, parts)
+        ]
         losses = dict[str, float]()
         for (inputs, targets), weight, (first, n) in zip(pairs, weights, parts):
             if not weight:
@@ -193,10 +195,6 @@ def _shifted(t: Tensor, eps: float, generator: torch.Generator) -> Tensor:
         if t.dtype != torch.float32
         else t * (1.0 + eps * 2 * noise).float()
     )
-
-
-def _weight(job: Job, targets: Any, n: int) -> float:
-    return float(torch.as_tensor(job.weight(targets)).sum()) if job.weight else float(n)
 
 
 def distances(base: Held, other: Held) -> dict[tuple[str, str], float]:

@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from plait.making import make
 from plait.plan import Plan
 from plait.randomness import host_state, restore_host
 from plait.strategies.precision import forward_format
-from plait.wide import Widest
 
 LEVELS = ("none", "quick", "full")
 FILE = "check.json"
@@ -100,19 +98,23 @@ def asked(plan: Plan) -> bool:
 
 def check(
     job: Job, plan: Plan, level: str = "quick", *, name: str = "", arguments: dict[str, str] | None = None,
-    before: tuple[Path, ...] = (),
+    before: tuple[Path, ...] = (), workers: int = 0,
 ) -> Checked:  # fmt: skip
     """Compare the job on one device with the job cut as `plan` cuts it, before training. Takes a second or two.
 
     `name` and `arguments`: how the job was loaded; with them a result that lies in one of the run directories `before`
-    is taken again. Finding something is no exception: see `Checked.problems`. A job that cannot be run here is unchecked.
+    is taken again. `workers`: loader processes that the training will use. Finding something is no exception: see
+    `Checked.problems`. A job that cannot be run here is unchecked.
     """
     if level == "none" or not asked(plan):
         return Checked(level)
-    began, words = time.perf_counter(), [name, arguments or {}, str(_cut(plan, 10**9)), level, job.batch, job.steps]
+    began, words = (
+        time.perf_counter(),
+        [name, arguments or {}, str(_cut(plan, 10**9)), level, job.batch, job.steps, workers > 0],
+    )
     silent = Listener(note=lambda text: None)
     try:
-        (told,) = here.run(lambda place: _side(job, plan, level, (words, before), place), 1, silent)
+        (told,) = here.run(lambda place: _side(job, plan, (level, workers > 0), (words, before), place), 1, silent)
     except PlaitError as error:
         first = error.problems[0]
         return Checked(level, unchecked=(f"nothing was compared: {first.what}",), seconds=time.perf_counter() - began)
@@ -133,8 +135,12 @@ def store(folder: Path, checked: Checked) -> None:
     (folder / FILE).write_text(json.dumps(checked.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-def _side(job: Job, plan: Plan, level: str, again: tuple[list[Any], tuple[Path, ...]], place: Place) -> dict[str, Any]:
-    """The check, in a process of its own, which ends by itself when it takes too long."""
+def _side(
+    job: Job, plan: Plan, how: tuple[str, bool], again: tuple[list[Any], tuple[Path, ...]], place: Place
+) -> dict[str, Any]:
+    """The check, in a process of its own, which ends by itself when it takes too long. `how`: the level, and whether loader
+    processes will read."""
+    level = how[0]
     timer = threading.Timer(LIMIT[level], lambda: os._exit(1))
     timer.daemon = True
     timer.start()
@@ -146,7 +152,7 @@ def _side(job: Job, plan: Plan, level: str, again: tuple[list[Any], tuple[Path, 
         found = stored(folder)
         if found is not None and found.key == key:
             return replace(found, reused=True).to_dict()
-    found = _compared((here_, compared), plan, level, place, length)
+    found = _compared((here_, compared), plan, how, place, length)
     told = ("opening the data takes long and was done once: that every rank's is the same was not looked at",)
     return replace(found, key=key, unchecked=found.unchecked + told * once).to_dict()
 
@@ -191,8 +197,9 @@ def _cut(plan: Plan, most: int) -> Plan:
     return Plan(dp=min(plan.shares, most), microbatches=plan.microbatches, processes=plan.processes)
 
 
-def _compared(jobs: tuple[Job, Job], plan: Plan, level: str, place: Place, length: int | None) -> Checked:
-    """`jobs`: the one to look at here, and the one to compare, which is the same (see `_opened`)."""
+def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: Place, length: int | None) -> Checked:
+    """`how`: as for `_side`; `jobs`: the one to look at here, and the one to compare, which is the same (see `_opened`)."""
+    level, loaders = how
     (looked_at, job), cut, unchecked = jobs, _cut(plan, RANKS[level]), list[str]()
     if cut.shares < plan.shares:
         unchecked.append(f"shares are compared as {cut.shares} of {plan.shares}, of the same size")
@@ -207,7 +214,7 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, level: str, place: Place, lengt
     points = _points(
         job, cut, (min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches)), samples), length, level
     )
-    noting = replace(job, data=lambda: noted(opened(job.data)), weight=_wide(job.weight))
+    noting = replace(job, data=lambda: noted(opened(job.data)))
     try:
         sides = _sides(noting, cut, known, points, (limit, seconds))
     except PlaitError:  # it may not bear parts that are smaller than those of a batch
@@ -216,24 +223,12 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, level: str, place: Place, lengt
     if points[0].size < limit and (length is None or points[0].size < length):
         unchecked.append(f"of the {limit} samples of a batch {points[0].size} are compared: all would take too long")
     problems, more = problems_of(job, cut, known, points, sides, named)
-    if not problems and plan.world > 1 and length is not None and (cut.shares == 1 or level == "full"):
+    if not problems and plan.world > 1 and length is not None and (cut.shares == 1 or level == "full" or loaders):
         count = FEW if level == "quick" else sum(point.size for point in points)
         problems, untold = unlike_readers(job, count, plan.pp == plan.world)
         more += untold
     compared = tuple(f"step {p.step + 1}: {p.size} samples in {cut.shares * cut.microbatches} parts" for p in points)
     return Checked(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
-
-
-def _wide(weight: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """The job's weight, summed in float64."""
-    if weight is None:
-        return None
-
-    def wide(targets: Any) -> Any:
-        with Widest():
-            return weight(targets)
-
-    return wide
 
 
 def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, Plan, tuple[str, ...]]:

@@ -104,7 +104,8 @@ def _how(cut: Plan) -> str:
 
 
 def unlike_readers(job: Job, count: int, staged: bool) -> tuple[list[Problem], list[str]]:
-    """(J032, what could not be told) when one of the first `count` samples differs between two ranks, or read twice in a row by one.
+    """(J032, what could not be told) when one of the first `count` samples differs between two ranks, read twice in a row by one, or
+    read by a loader process.
 
     `staged`: the ranks are stages, of which only the first needs the inputs and the last the targets.
     """
@@ -117,6 +118,9 @@ def unlike_readers(job: Job, count: int, staged: bool) -> tuple[list[Problem], l
             return [_of_sample(job, first[0], "differs between ranks 0 and 1 of the plan")], []
         if first[1] != first[2]:
             return [_of_sample(job, first[0], "is another when it is read again")], []
+    for first, loaded in zip(rows[0]["read"], rows[0]["loaded"]):
+        if first[1] != loaded:
+            return [_of_sample(job, first[0], "is another in a loader process (--workers)")], []
     return [], []
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from plait import higher
 from plait.build import call, move
@@ -192,15 +193,30 @@ def _counts(job: Job) -> list[tuple[str, Callable[[Any], float]]]:
 
 
 def read_as(job: Job, count: int, place: Place) -> dict[str, Any]:
-    """Digests of the first `count` samples of the order, read twice each, and of its targets, on a rank that knows who it is."""
+    """Digests of the first `count` samples of the order, read twice each, of their targets, and of the samples as a loader
+    process of rank 0 reads them; on a rank that knows who it is."""
     pose(place.rank, place.world)
     group = place.connect(torch.device("cpu"))
     data, rows = opened(job.data), []
-    for i in permutation(job.seed, 0, len(data))[:count].tolist():
+    order = permutation(job.seed, 0, len(data))[:count].tolist()
+    for i in order:
         samples = [(seed_host(job.seed, "sample", 0, i), data[i])[1] for _ in range(2)]
         rows.append([i, *map(digests, samples), digests(samples[0][1])])
+    loader = DataLoader(_Digests(job, data), sampler=order, batch_size=None, num_workers=1) if place.rank == 0 else ()
+    loaded = list(loader)
     dist.barrier(group=group)  # one that ends while the other still connects would be missed
-    return {"read": rows}
+    return {"read": rows, "loaded": loaded}
+
+
+class _Digests(Dataset):
+    """The digests of a data set's samples."""
+
+    def __init__(self, job: Job, data: Any):
+        self.job, self.data = job, data
+
+    def __getitem__(self, index: int) -> list[int]:
+        seed_host(self.job.seed, "sample", 0, index)
+        return digests(self.data[index])
 
 
 def read_again(job: Job, i: int) -> dict[str, Any]:

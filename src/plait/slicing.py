@@ -34,7 +34,7 @@ from plait.torchseam import tree_map_only
 from plait.watching import Call
 from plait.wide import Wide
 
-SAMPLES = 3
+SAMPLES = 5
 """In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide."""
 ROUNDS = 8
 """Runs of a model that decides at random what to run."""

@@ -159,7 +159,7 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
 def _checked(request: Request) -> jobcheck.Checked:
     """What the job check says, or said in one of the job's last runs."""
     before = tuple(Run.all(request.name, request.runs)[:LOOKED_AT])
-    words = {"name": request.name, "arguments": request.arguments, "before": before}
+    words = {"name": request.name, "arguments": request.arguments, "before": before, "workers": request.workers}
     return jobcheck.check(request.job, request.plan, request.check, **words)
 
 

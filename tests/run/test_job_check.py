@@ -24,8 +24,6 @@ JOBS = Path(jobs_treacherous.__file__)
 PLANS = ("dp=2", "microbatches=2", "dp=2 microbatches=2", "fsdp=2", "dp=3", "tp=2", "pp=2 microbatches=2")
 STEPS, SAME = 4, 1e-6
 TREACHEROUS, ORDINARY = jobs_treacherous.TREACHEROUS, jobs_treacherous.ORDINARY
-BEYOND = {("nearest_sample", "tp=2")}
-"""What slices of a layer change is not looked at here."""
 SOME = (
     ("root", "dp=2", "J030"), ("tokens_without_weight", "microbatches=2", "J030"), ("flooding", "dp=2", "J030"),
     ("normalised_by_its_past", "dp=2", "J030"), ("standardised", "dp=2", "J031"), ("early_exit", "dp=2", "J031"),
@@ -82,7 +80,7 @@ def test_treacherous_jobs(name: str, plan: str) -> None:
     except PlaitError as error:
         assert error.codes[0][0] in "PJC", error  # refused, or it fails aloud
         return
-    if (name, plan) not in BEYOND and not (named and differs(name, plan)):
+    if not (named and differs(name, plan)):
         assert bool(codes(name, plan)) == differs(name, plan)
 
 
@@ -91,6 +89,15 @@ def test_treacherous_jobs(name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_jobs(name: str, plan: str) -> None:
     assert not codes(name, plan)
+
+
+def test_a_sample_that_goes_by_the_loader_process() -> None:
+    """Looked at where loader processes will read, and in a full check."""
+    job_, plan = job("data_by_loader"), Plan.parse("dp=2")
+    assert not jobcheck.check(job_, plan).problems
+    for found in (jobcheck.check(job_, plan, workers=2), jobcheck.check(job_, plan, "full")):
+        assert [p.code for p in found.problems] == ["J032"] and "loader process" in str(found.problems[0].why)
+    assert not jobcheck.check(job("plain"), plan, workers=2).problems
 
 
 def test_training_is_refused_and_allowed(tmp_path: Path) -> None:
