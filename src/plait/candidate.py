@@ -76,8 +76,7 @@ def run(
     for step in range(steps):
         batch = next(source, None)
         if batch is None:
-            why = f"asked to, by Ctrl-C or SIGTERM, after {step} of {steps} steps: nothing is proved"
-            raise PlaitError(Problem("C007", "the proof was stopped", why=why, fix=("run it again",)))
+            raise stopped(f"after {step} of {steps} steps: nothing is proved")
         notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
         with ledger.watch() if step == 0 else nullcontext():
             rider = engine.backward(batch)
@@ -112,6 +111,12 @@ def run(
         "batch_norms": list(built.sketch.batch_norms),
         "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
     }  # fmt: skip
+
+
+def stopped(when: str) -> PlaitError:
+    """C007."""
+    why = f"asked to, by Ctrl-C or SIGTERM, {when}"
+    return PlaitError(Problem("C007", "the proof was stopped", why=why, fix=("run it again",)))
 
 
 def _of_own_size(

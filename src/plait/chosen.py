@@ -6,12 +6,13 @@ reason. The result goes into the sketch, from which `strategies/tensor.py` wires
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from plait import experts, vocabulary
 from plait.errors import PlaitError, Problem
@@ -21,7 +22,8 @@ from plait.role import Layout
 from plait.sketch import Sketch
 from plait.slices import Group, Slices
 from plait.slicing import find
-from plait.tolls import Made, drawn, tolls
+from plait.tolls import Made, Toll, drawn, tolls
+from plait.torchseam import fake_failures, tree_leaves
 from plait.wide import Wide
 
 
@@ -92,14 +94,7 @@ def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: P
         names[id(b)] for b in biases if b is not None
     ]
 
-    def run(model: Any, pair: Any) -> Any:
-        with Wide() if batches[2] else nullcontext():
-            return job.loss(call(model, pair[0]), pair[1])
-
-    runs = Made(made.fake if not sketch.by_values else made.model, batches[1], run, not sketch.by_values)
-    if found.stretches and sketch.places:
-        found = replace(found, drawn=drawn(runs, found, sketch, plan.tp))
-    heard = tolls(runs, found, plan.tp, tuple(unit.name for unit in sketch.units))
+    found, heard = _heard(_ways(sketch, made, batches, call, job), found, sketch, plan)
     cuts = vocabulary.cuts(made.model, found, plan.tp)
     if not cuts:
         why = (
@@ -109,6 +104,39 @@ def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: P
         fix = (f'plait plan JOB --plan "tp={plan.tp}" --show tensor', "dp or fsdp instead of tp")
         raise PlaitError(Problem("P034", f"tp={plan.tp} can cut nothing of the model", why=why, fix=fix))
     return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)), tolls=heard)
+
+
+def _heard(ways: list[Made], found: Slices, sketch: Sketch, plan: Plan) -> tuple[Slices, tuple[Toll, ...]]:
+    """The slices, with what is drawn on stretches, and what they send; by the first of the ways that works."""
+
+    def by(way: Made) -> tuple[Slices, tuple[Toll, ...]]:
+        slices = found
+        if slices.stretches and sketch.places:
+            slices = replace(slices, drawn=drawn(way, slices, sketch, plan.tp))
+        return slices, tolls(way, slices, plan.tp, tuple(unit.name for unit in sketch.units))
+
+    for way in ways[:-1]:
+        with suppress(*fake_failures()):
+            return by(way)
+    return by(ways[-1])
+
+
+def _ways(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any) -> list[Made]:
+    """How to run the job, to hear what its slices send: on tensors without numbers; with numbers, for a loss that looks at
+    them; and with the sum of the outputs in its place, where it cannot be computed of so few samples."""
+
+    def run(loss: Any, model: Any, pair: Any) -> Any:
+        with Wide() if batches[2] else nullcontext():
+            return loss(call(model, pair[0]), pair[1])
+
+    def everything(outputs: Any, targets: Any) -> Any:
+        return sum(t.sum() for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad)
+
+    real = Made(made.model, batches[1], partial(run, job.loss), False)
+    if sketch.by_values:
+        return [real, replace(real, run=partial(run, everything))]
+    fake = replace(real, model=made.fake, fake=True)
+    return [fake, real, replace(fake, run=partial(run, everything))]
 
 
 def told(sketch: Sketch) -> str:

@@ -156,11 +156,24 @@ def _placed(row: Tensor, one: list[Any], mine: list[Any]) -> tuple[Tensor | None
 def beginning(sides: Sides) -> Finding | None:
     """The first thing that is wrong; None when nothing that was noted is."""
     for step in range(len(sides.expected["rows"])):
+        if _padded_apart(sides, step):
+            return None
         for look in (_data, _forward, _again, _backward, _gradients, _norm, _updated):
             found = look(sides, step)
             if found is not None:
                 return found
     return None
+
+
+def _padded_apart(sides: Sides, step: int) -> bool:
+    """Whether a rank's samples have other lengths than on one device: then no unit's values can be compared."""
+    for where in sides.places(step, ("data",)):
+        shape = sides.one.about["|".join((str(step), *where, "0"))][2]
+        for rank, _, mine in sides.of(step, *where):
+            _, _, found, cut, _ = sides.ranks[rank].about[mine]
+            if cut == -1 and len(found) == len(shape) > 1 and found[1:] != shape[1:]:
+                return True
+    return False
 
 
 def _finding(kind: str, step: int, wrong: list[Wrong], all_: int, **more: Any) -> Finding:
@@ -221,33 +234,28 @@ def _weights(sides: Sides, step: int, unit: str, what: str) -> Finding | None:
     for known in [k for k in sides.index if k[:2] == (str(step), what)]:
         if known[2] != unit and not known[2].startswith(f"{unit}."):
             continue
-        rows = sides.index[known]
-        if step == 0:
-            held = _initial(sides, known[2])
-        else:
-            held = _total(sides, key(step - 1, "weight", known[2]), known[2])
-        if held is None:
-            continue
-        scale = max(float(held.abs().max()), 1e-300)
-        wrong = [
-            Wrong(rank, micro, _apart(held, sides.ranks[rank].rows[mine], scale), held, sides.ranks[rank].rows[mine])
-            for rank, micro, mine in rows
-        ]
+        wrong = list[Wrong]()
+        for rank, micro, mine in sides.index[known]:
+            held, used = _held(sides, step, known[2], rank), sides.ranks[rank].rows[mine]
+            if held is not None:
+                wrong.append(Wrong(rank, micro, _apart(held, used, max(float(held.abs().max()), 1e-300)), held, used))
         if bad := [w for w in wrong if not w.size <= TOLERANCE]:
             return _finding("gather", step, bad, len(wrong), unit=unit, name=known[2], axes=("fsdp",))
     return None
 
 
-def _initial(sides: Sides, name: str) -> Tensor | None:
-    """The row of an initial weight, where no rank cuts it by another way than into shards."""
-    return sides.one.rows.get(key(0, "initial", name)) if sides.plan.tp * sides.plan.ep == 1 else None
-
-
-def _total(sides: Sides, known: str, name: str) -> Tensor | None:
-    """The row of a whole tensor, from the parts that the ranks hold; None where some part is not there."""
-    found: dict[str, Tensor] = {}
+def _held(sides: Sides, step: int, name: str, rank: int) -> Tensor | None:
+    """The row of what a rank gathers of a weight, from the parts that it and others hold of it before a step; None where that
+    is not known: of initial weights, where they are cut by another way than into shards."""
+    if step == 0:
+        return sides.one.rows.get(key(0, "initial", name)) if sides.plan.tp * sides.plan.ep == 1 else None
+    known, found = key(step - 1, "weight", name), dict[str, Tensor]()
     for notes, told in zip(sides.ranks, sides.told):
-        if known in notes.rows and name in told["parts"]:
+        if (
+            known in notes.rows
+            and name in told["parts"]
+            and told["given"].get(name) == sides.told[rank]["given"].get(name)
+        ):
             found.setdefault(str(told["parts"][name][1]), notes.rows[known])
     return torch.stack(list(found.values())).sum(0) if found else None
 

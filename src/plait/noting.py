@@ -175,7 +175,7 @@ class Notes(Noted):
         self.step, self.samples = step, {i: (first, count) for i, (first, count, _) in enumerate(micros) if count}
         for micro in self.samples:
             for i, leaf in _tensors(micros[micro][2]):
-                self._put("data", "", (0, i, micro), leaf)
+                self._put("data", "", (0, i, micro), leaf, _held(leaf)[0].nan_to_num(0.125, 1024.0, -1024.0))
 
     def compare_again(self) -> None:
         """Note where what runs twice, forward and again in backward, computes something else: for recomputation."""

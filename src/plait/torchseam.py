@@ -206,15 +206,16 @@ def _param_groups(state: Any) -> list[Any]:
 def sum_unused(module: Any) -> None:
     """A parameter of this sharded module that a rank's backward did not come to counts as zeros there, so that all ranks
     sum the same. Its modules inside are left as they are."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):
+    known = hasattr(module, "set_reduce_scatter_unused_params")
+    if known:
         module.set_reduce_scatter_unused_params(True, recurse=False)
     for group in _param_groups(module._get_fsdp_state()):
-        group.post_backward = _of_one_format(group, group.post_backward)
+        group.post_backward = _of_one_format(group, group.post_backward, known)
 
 
-def _of_one_format(group: Any, reduce: Callable[[], None]) -> Callable[..., None]:
+def _of_one_format(group: Any, reduce: Callable[[], None], known: bool) -> Callable[..., None]:
     """FSDP2 sums a group's gradients in one message, of one format. Zeros, and gradients of one micro-batch, are those of the
-    weights; sums over micro-batches are wider. Where there is one of these, all are. (torch 2.11 makes no zeros itself.)"""
+    weights; sums over micro-batches are wider. Where there is one of these, all are. `known`: torch makes zeros itself."""
 
     def post_backward(*unused: Any) -> None:
         held = [p for p in group.fsdp_params if group.reduce_grads and hasattr(p, "_unsharded_param")]
@@ -224,7 +225,7 @@ def _of_one_format(group: Any, reduce: Callable[[], None]) -> Callable[..., None
             if p._unsharded_param.grad is None and p.unsharded_accumulated_grad is None:
                 if wide:
                     p.unsharded_accumulated_grad = torch.zeros_like(p._unsharded_param, dtype=p.reduce_dtype)
-                elif not hasattr(group, "reduce_scatter_unused_params"):
+                elif not known:
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
             elif wide and p.unsharded_accumulated_grad is None:
                 p.to_accumulated_grad_if_needed()

@@ -4,13 +4,14 @@ Each job is tried under every other plan, so that every plan meets half of the j
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jobs
 import jobs_unlike
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait import Job
 from plait.engine import Engine
@@ -174,3 +175,25 @@ def test_what_is_verified_compiled_is_compiled() -> None:
         return {"graphs": dynamo.counters["stats"]["unique_graphs"]}
 
     assert here.run(compiled, 1)[0]["graphs"] >= 1
+
+
+class Missing(jobs.Numbers):
+    """Some inputs are masked by -inf, some targets are not known."""
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return torch.cat([x[:-1], x.new_tensor([-torch.inf])]), torch.where(torch.tensor(i % 7 == 3), torch.nan, y)
+
+
+class Masking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.where(x.isfinite(), 0.0))
+
+
+@pytest.mark.parametrize("text", ("dp=2 microbatches=2", "pp=2 microbatches=2"))
+def test_what_is_missing_equals_itself(text: str) -> None:
+    """Numbers that are not finite in the data are no difference between the samples of two sides."""
+    known = lambda y: (~y.isnan()).sum()  # noqa: E731
+    loss = lambda out, y: (out - y)[~y.isnan()].square().sum() / known(y).clamp(min=1)  # noqa: E731
+    job = jobs.make(lambda: nn.Sequential(Masking(6, 8), nn.Tanh(), nn.Linear(8, 1)), Missing, loss)
+    assert verify(replace(job, weight=known), Plan.parse(text)).equal

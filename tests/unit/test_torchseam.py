@@ -507,6 +507,39 @@ def test_a_parameter_that_one_rank_left_out_is_summed(built_in: bool, monkeypatc
         assert len(found) == 4 and max(found.values()) < 1e-6
 
 
+@contract("…._unsharded_param")
+def test_gradients_in_16_bits_are_summed_in_32() -> None:
+    """Micro-batches between which torch's own hook does not run, as in a stage, and a parameter that the last left out."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def target(place: Any) -> dict[str, Any]:
+        place.connect(torch.device("cpu"))
+        torch.manual_seed(0)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = fully_shard(Apart(), mesh=init_device_mesh("cpu", (place.world,)), mp_policy=policy)
+        torchseam.sum_unused(model)
+        model.set_requires_gradient_sync(False)
+        formats, adds = [], {}
+        for names in ("a", "a", "ab"):
+            loss = model(torch.rand(2, 3), names).sum()
+            for n, p in model.named_parameters():
+                adds.setdefault(n, torchseam.widened(model, p))
+            loss.backward()
+            [add() for add in adds.values()]
+            held = [p for g in torchseam._param_groups(model._get_fsdp_state()) for p in g.fsdp_params]
+            formats.append(
+                [str(p.unsharded_accumulated_grad.dtype) for p in held if p.unsharded_accumulated_grad is not None]
+            )
+        model.set_requires_gradient_sync(True)
+        torchseam.end_backward(model)
+        return {"formats": formats, "summed": [str(p.grad.dtype) for p in model.parameters()]}
+
+    for found in run(target, 2):
+        assert found["formats"] == [["torch.float32"] * 2, ["torch.float32"] * 2, ["torch.float32"] * 4]
+        assert found["summed"] == ["torch.float32"] * 4
+
+
 @contract("torch._C.DisableTorchFunction")
 def test_modes_can_be_left_out_for_a_moment() -> None:
     seen: list[Any] = []
