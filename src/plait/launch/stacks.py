@@ -1,8 +1,12 @@
-"""Where a process is: its Python stack, asked for by a signal and written by `faulthandler`.
+"""Where a process is: its Python stack, asked for by a signal.
 
-The handler is compiled code, so it answers while Python sleeps, waits for a lock or loops. All processes write to one
-file that the launcher made before they were forked; the launcher asks one process at a time. A process that does not
-catch the signal is not asked: the signal would end it.
+A process is asked twice. SIGUSR1 is answered by Python itself, between two of its instructions, when it sleeps, waits for a
+lock or loops. Who stands in compiled code does not come to that, and is asked by a second signal, which `faulthandler`
+answers at once. It reads the stack as it lies in memory: safe while Python stands still, and not while it runs, when it
+crashed a healthy rank now and then.
+
+All processes write to one file that the launcher made before they were forked; the launcher asks one process at a time. A
+process that does not catch a signal is not asked: the signal would end it.
 """
 
 import faulthandler
@@ -14,9 +18,12 @@ import time
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 
 from plait.job import LIBRARIES
 
+_STANDING = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""The signal for those in compiled code: one that programs do not use, where the system has any."""
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _STDLIB, _PLAIT = LIBRARIES[1:3], LIBRARIES[0]
 _LAUNCHER = str(Path(__file__).with_name("here.py"))
@@ -99,30 +106,54 @@ class Stacks:
     def answer(self) -> None:
         """From now on this process, and those it forks, write their stack when asked.
 
-        Only that of the thread that is interrupted, which is the main one: reading the stack of a thread that runs on
-        may crash.
+        Only that of the main thread: reading the stack of a thread that runs on may crash.
         """
-        faulthandler.register(signal.SIGUSR1, file=self._end, all_threads=False)
+        signal.signal(signal.SIGUSR1, self._tell)
+        signal.siginterrupt(signal.SIGUSR1, False)  # compiled code need not know that its read was interrupted
+        faulthandler.register(_STANDING, file=self._end, all_threads=False)
+
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        lines = [_header(os.getpid())]
+        while frame is not None:
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+            frame = frame.f_back
+        os.write(self._end, ("\n".join(lines) + "\n").encode(errors="replace"))
 
     def ask(self, pid: int, patience: float = 0.5) -> Stack:
-        """The stack of a process. Empty when it does not catch the signal, or cannot run."""
-        if not _catches(pid):
-            return Stack()
+        """The stack of a process. Empty when it does not catch the signals, or cannot run."""
         os.ftruncate(self._end, 0)
         os.lseek(self._end, 0, os.SEEK_SET)
-        os.kill(pid, signal.SIGUSR1)
+        text = self._answered(pid, signal.SIGUSR1, patience)
+        return parse(text or self._answered(pid, _STANDING, patience))
+
+    def _answered(self, pid: int, number: int, patience: float) -> str:
+        """What a process writes when it gets the signal; not what another one writes that was asked before."""
+        if not _catches(pid, number):
+            return ""
+        os.kill(pid, number)
         text, end = "", time.monotonic() + patience
         while time.monotonic() < end:
             time.sleep(0.02)
             size = os.fstat(self._end).st_size
             before, text = text, os.pread(self._end, size, 0).decode(errors="replace")
-            if text and text == before:
-                break
-        return parse(text)
+            if text == before and (mine := _of(pid, text)):
+                return mine
+        return _of(pid, text)
 
     def close(self) -> None:
         """Give the file back."""
         self._file.close()
+
+
+def _header(pid: int) -> str:
+    return f"Stack of process {pid} (most recent call first):"
+
+
+def _of(pid: int, text: str) -> str:
+    """The part of a text that is no other process's."""
+    parts = re.split(r"^(?=Stack )", text, flags=re.MULTILINE)
+    mine = [part for part in parts if part.startswith((_header(pid), "Stack ("))]
+    return mine[-1] if mine else ""
 
 
 def parse(text: str) -> Stack:
@@ -137,11 +168,11 @@ def parse(text: str) -> Stack:
     return Stack(tuple(frames), text)
 
 
-def _catches(pid: int) -> bool:
-    """Whether a process has a handler for the signal. Only Linux says; elsewhere it is believed."""
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal. Only Linux says; elsewhere it is believed."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return not Path("/proc/self/status").exists()
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return caught is None or bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)
