@@ -151,10 +151,10 @@ class Built:
 
     @property
     def inexact(self) -> list[str]:
-        """What cannot equal one device under this plan, by nature."""
-        found = [line for s in ORDER if s.wanted(self.plan) for line in s.inexact(self.plan, self.sketch)]
+        """What cannot equal one device under this plan, by nature: of the whole model, and what this rank's losses ask for."""
+        found = [line for s in ORDER if s.wanted(self.plan) for line in s.inexact(self.plan, self.whole)]
         found += [*self.sharers.inexact, *self.unlike]
-        found += [f"random numbers in {name} come from an operator plait cannot key" for name in self.sketch.unkeyed]
+        found += [f"random numbers in {name} come from an operator plait cannot key" for name in self.whole.unkeyed]
         return found
 
 

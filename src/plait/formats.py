@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from plait import reference
-from plait.data import Micro, Share, beside, collate, weigh
+from plait.data import Micro, Share, beside, collate, is_map, weigh
 from plait.job import Job
 from plait.launch.place import threads
 from plait.plan import Plan
 from plait.probes import Probe, Trace, collectives
-from plait.randomness import Randomness
+from plait.randomness import Randomness, seed_host
 from plait.sharded import divides
 from plait.strategies.precision import autocast, plan_format
 from plait.torchseam import tree_map_only
@@ -179,7 +179,12 @@ class Reference:
         return functional_call(model, half, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
 
     def _pair(self, first: int, n: int, shift: Any) -> Any:
-        some = self.read[2][first : first + n]
+        some, last = self.read[2][first : first + n], self.read[1][first + n - 1]
+        seed_host(
+            self.job.seed, "sample", self.read[0], last
+        )  # what is drawn while samples are put together comes next
+        if is_map(self.data):
+            self.data[last]
         rest = [*self.read[2][:first], *self.read[2][first + n :]]
         pair = beside(self.data, some, rest) if hasattr(self.data, "collate") and rest else collate(self.data, some)
         inputs, targets = tree_map_only(Tensor, lambda t: t.to(self.one.how[1]), tuple(pair))

@@ -332,9 +332,11 @@ def _whole(engine: Engine, report: Callable[[dict[str, Any]], None]) -> None:
 
 
 def _inexact(engine: Engine, report: Callable[[dict[str, Any]], None], named: set[str]) -> None:
-    """Say what cannot equal one device; some of it shows in the first step."""
-    for line in engine.built.inexact:
-        if engine.place.rank == 0 and line not in named:
+    """Say what cannot equal one device; some of it shows in the first step, and what losses ask for on the last stage only."""
+    built = engine.built
+    first = not any(place for axis, place in built.at.items() if axis != "pp")
+    for line in built.inexact if engine.place.rank == 0 else built.sharers.inexact if first else ():
+        if line not in named:
             report({"kind": "note", "text": f"note  not exact: {line}"})
             named.add(line)
 

@@ -118,19 +118,21 @@ def _reference(
     """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
     and seconds for batches of the job's own size. `plans`: as it was given, and in fp32."""
     plan = plans[1]
-    enough = 2 * plan.shares * plan.microbatches
-    for short in (1, enough):
-        hard = harden(job, plan, short)
+    parts = plan.shares * plan.microbatches
+    hards = [harden(job, plan, short) for short in (1, 2 * parts)]
+    if job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
+        hards.append(harden(job, plan, 0, job.batch))
+    failed: list[PlaitError] = []
+    for hard in hards:
         try:
             (result,) = here.run(
                 lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place), 1
             )
         except PlaitError as error:
-            if short == enough:
-                raise _on_one_device(error, hard, device) from None
+            failed.append(error)
             continue
         return hard, _trace(folder / "reference", result)
-    raise AssertionError("unreachable")
+    raise _on_one_device(failed[-1], hards[-1], device) from None
 
 
 def _on_one_device(error: PlaitError, job: Job, device: str) -> PlaitError:
@@ -162,10 +164,10 @@ def _silent(job: Job) -> Job:
     return dataclasses.replace(job, model=model)
 
 
-def harden(job: Job, plan: Plan, short: int) -> Job:
-    """The job with the rare paths forced: see the module's text."""
+def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
+    """The job with the rare paths forced: see the module's text. `batch`, unless it is 0: instead of a small one."""
     parts = plan.shares * plan.microbatches
-    batch = 2 * parts + max(1, parts // 2)
+    batch = batch or 2 * parts + max(1, parts // 2)
     warm, given = 10 * batch, job.schedule
 
     def schedule(samples: int) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jobs
+import jobs_treacherous
 import jobs_unlike
 import pytest
 import torch
@@ -197,3 +198,10 @@ def test_what_is_missing_equals_itself(text: str) -> None:
     loss = lambda out, y: (out - y)[~y.isnan()].square().sum() / known(y).clamp(min=1)  # noqa: E731
     job = jobs.make(lambda: nn.Sequential(Masking(6, 8), nn.Tanh(), nn.Linear(8, 1)), Missing, loss)
     assert verify(replace(job, weight=known), Plan.parse(text)).equal
+
+
+@pytest.mark.parametrize("name", ("hardest", "mixup", "guarded"))
+def test_jobs_that_slices_leave_as_they_are(name: str) -> None:
+    """A loss that wants more samples than small batches have, samples mixed at random while they are put together, and a loss
+    that looks at numbers."""
+    assert verify(getattr(jobs_treacherous, name)(), Plan.parse("tp=2")).equal

@@ -113,6 +113,19 @@ def test_training_is_refused_and_allowed(tmp_path: Path) -> None:
     assert kept["problems"][0]["code"] == "J030" and kept["compared"]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    (
+        ("batch_normed", "batch statistics in 1 are those of each of the 2 micro-batches"),
+        ("contrastive_of_all", "of the global batch"),
+    ),
+)
+def test_what_only_another_stage_knows_is_said_once(name: str, words: str, tmp_path: Path) -> None:
+    found = Command("train", f"{JOBS}:{name}", "--plan", "pp=2 microbatches=2", "--steps", "2", folder=tmp_path)
+    assert found.wait() == 0, found.output
+    assert sum("note  not exact" in line and words in line for line in found.output.splitlines()) == 1, found.output
+
+
 def test_a_result_is_taken_again_while_nothing_changed(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from jobs_treacherous import plain as job\n")
