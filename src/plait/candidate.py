@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait import formats, noting, ownbatch
+from plait.build import Built
 from plait.course import opened_units
 from plait.data import Batch, weigh
 from plait.digest import digests
 from plait.engine import Engine
-from plait.errors import PlaitError, Problem
+from plait.errors import PlaitError, proof_stopped
 from plait.job import Job
 from plait.launch.place import Place
 from plait.ledger import BY_DATA, Ledger
@@ -76,7 +77,7 @@ def run(
     for step in range(steps):
         batch = next(source, None)
         if batch is None:
-            raise stopped(f"after {step} of {steps} steps: nothing is proved")
+            raise PlaitError(proof_stopped(f"after {step} of {steps} steps: nothing is proved"))
         notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
         with ledger.watch() if step == 0 else nullcontext():
             rider = engine.backward(batch)
@@ -103,20 +104,12 @@ def run(
         "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
-        "alike": _alike(engine, role),
-        "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
-        "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+        **_messages(engine, role, ledger, priced),
         "varies": built.sketch.host_random and bool(built.sketch.tolls),
         "idle": sorted(role.idle), "random": list(built.whole.places), "places": len(built.sketch.places), **told,
         "batch_norms": list(built.sketch.batch_norms),
-        "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
+        "parts": _ranges(built),
     }  # fmt: skip
-
-
-def stopped(when: str) -> PlaitError:
-    """C007."""
-    why = f"asked to, by Ctrl-C or SIGTERM, {when}"
-    return PlaitError(Problem("C007", "the proof was stopped", why=why, fix=("run it again",)))
 
 
 def _of_own_size(
@@ -161,18 +154,12 @@ def _in_own_formats(
     }
     losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
     engine.update(batch, rider)
-    state = {
-        f"{(built.names or {})[id(p)]}|{key}": value
-        for p, kept in engine.optimizer.state.items()
-        for key, value in kept.items()
-        if isinstance(value, Tensor) and value.shape == p.shape
-    }
+    state = formats.states(engine.optimizer, built.names or {})
     made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
     return {
-        "parts": {name: [part.shape, part.ranges] for name, part in built.parts().items()},
-        "alike": _alike(engine, role), "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
-        "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
-        "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+        "parts": _ranges(built),
+        "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
+        **_messages(engine, role, ledger, priced),
     }, made  # fmt: skip
 
 
@@ -189,11 +176,21 @@ def role_of(engine: Engine, batch: Batch) -> Role:
     return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle), courses, directly(built.device))
 
 
-def _alike(engine: Engine, role: Role) -> list[Any]:
-    """What a rank's messages depend on beside the plan: ranks of which it is the same make the same calls."""
+def _messages(engine: Engine, role: Role, ledger: Ledger, priced: list[Charge]) -> dict[str, Any]:
+    """What a rank sent, and what its price says. `alike`: on what that depends beside the plan; ranks of which it is the
+    same make the same calls."""
     built = engine.built
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
-    return [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role), held_experts]
+    return {
+        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role), held_experts],
+        "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
+        "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+    }  # fmt: skip
+
+
+def _ranges(built: Built) -> dict[str, list[Any]]:
+    """Of which whole each tensor of a rank is a part: name -> [shape, ranges]."""
+    return {name: [part.shape, part.ranges] for name, part in built.parts().items()}
 
 
 def _crossings(role: Role) -> list[str]:

@@ -76,6 +76,13 @@ def disk_full(error: OSError) -> Problem:
     return Problem("R006", "the disk is full", why=f"the operating system says: {error.strerror}", where=where, fix=fix)
 
 
+def proof_stopped(when: str) -> Problem:
+    """C007."""
+    return Problem(
+        "C007", "the proof was stopped", why=f"asked to, by Ctrl-C or SIGTERM, {when}", fix=("run it again",)
+    )
+
+
 def trace_of(error: BaseException | None) -> str:
     """Its traceback, for `-v`."""
     return "".join(traceback.format_exception(error)) if error is not None else ""

@@ -29,7 +29,7 @@ from plait.job import Job
 from plait.launch.place import threads
 from plait.plan import Plan
 from plait.probes import Probe, Trace, collectives
-from plait.randomness import Randomness, seed_host
+from plait.randomness import Randomness
 from plait.sharded import divides
 from plait.strategies.precision import autocast, plan_format
 from plait.torchseam import tree_map_only
@@ -160,13 +160,7 @@ class Reference:
         for group in optimizer.param_groups:
             group["lr"] *= job.schedule(0) if job.schedule else 1.0
         optimizer.step()
-        names = {id(p): n for n, p in model.named_parameters()}
-        state = {
-            f"{names[id(p)]}|{key}": value
-            for p, kept in optimizer.state.items()
-            for key, value in kept.items()
-            if isinstance(value, Tensor) and value.shape == p.shape
-        }
+        state = states(optimizer, {id(p): n for n, p in model.named_parameters()})
         return Held(start, held, {n: p.detach() for n, p in model.named_parameters()}, state, losses)
 
     def _called(self, model: Any, inputs: Any) -> Any:
@@ -180,11 +174,8 @@ class Reference:
 
     def _pair(self, first: int, n: int, shift: Any) -> Any:
         some, last = self.read[2][first : first + n], self.read[1][first + n - 1]
-        seed_host(
-            self.job.seed, "sample", self.read[0], last
-        )  # what is drawn while samples are put together comes next
-        if is_map(self.data):
-            self.data[last]
+        again = (lambda: self.data[last]) if is_map(self.data) else lambda: None
+        reference.seeded(self.job, self.read[0], last, again)  # what is drawn while samples are put together comes next
         rest = [*self.read[2][:first], *self.read[2][first + n :]]
         pair = beside(self.data, some, rest) if hasattr(self.data, "collate") and rest else collate(self.data, some)
         inputs, targets = tree_map_only(Tensor, lambda t: t.to(self.one.how[1]), tuple(pair))
@@ -249,6 +240,16 @@ def facts(reference_: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Te
         "priced": priced,
         "dtypes": kept,
     }, tensors
+
+
+def states(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """What an optimizer keeps for each number of a parameter: `name|key` -> tensor. `names`: by the parameter's id."""
+    return {
+        f"{names[id(p)]}|{key}": value
+        for p, kept in optimizer.state.items()
+        for key, value in kept.items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }
 
 
 def dtypes(*kinds: Mapping[str, Tensor]) -> dict[str, str]:

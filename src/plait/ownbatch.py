@@ -26,10 +26,10 @@ from torch import Tensor
 from plait import reference
 from plait.data import is_map, opened
 from plait.engine import Engine
-from plait.errors import PlaitError, Problem
+from plait.errors import PlaitError, proof_stopped
 from plait.job import Evaluate, Job
 from plait.probes import TOLERANCE, Probe, Trace, scale_of, tensors
-from plait.randomness import host_state, permutation, restore_host, seed_host
+from plait.randomness import host_state, permutation, restore_host
 from plait.torchseam import tree_leaves
 
 STEPS = 2
@@ -107,8 +107,7 @@ def _chosen(data: Any, job: Job, own: Own) -> tuple[int, ...]:
     looked = sorted({i * length // LOOKED_AT for i in range(LOOKED_AT)})
     state, rows, began = host_state(), list[list[float]](), time.perf_counter()
     for i in looked:
-        seed_host(job.seed, "sample", 0, i)
-        rows.append(_sizes(data[i]))
+        rows.append(_sizes(reference.seeded(job, 0, i, lambda i=i: data[i])))
         if time.perf_counter() - began > LOOKING:
             break
     restore_host(state)
@@ -254,8 +253,7 @@ class Course:
         for step in range(count):
             batch = next(source, None)
             if batch is None:
-                why = "asked to, by Ctrl-C or SIGTERM, in the steps of the job's own size"
-                raise PlaitError(Problem("C007", "the proof was stopped", why=why, fix=("run it again",)))
+                raise PlaitError(proof_stopped("in the steps of the job's own size"))
             far = step == self.own.steps
             if far:
                 self.engine.job = dataclasses.replace(self.engine.job, clip=None)

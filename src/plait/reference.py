@@ -219,14 +219,14 @@ def samples(job: Job, data: Any, length: int | None = None) -> Iterator[Samples]
             order = permutation(job.seed, epoch, len(data) if length is None else length).tolist()
             for start in range(0, len(order), job.batch):
                 ids = order[start : start + job.batch]
-                yield epoch, ids, [_seeded(job, epoch, i, lambda i=i: data[i]) for i in ids]
+                yield epoch, ids, [seeded(job, epoch, i, lambda i=i: data[i]) for i in ids]
         else:
             seed_host(job.seed, "epoch", epoch)
             source, position, ended = iter(data), 0, False
             while not ended:
                 found: list[Any] = []
                 while len(found) < job.batch and not ended:
-                    sample = _seeded(job, epoch, position + len(found), lambda source=source: next(source, None))
+                    sample = seeded(job, epoch, position + len(found), lambda source=source: next(source, None))
                     ended = sample is None
                     found += [] if ended else [sample]
                 if found:
@@ -235,7 +235,8 @@ def samples(job: Job, data: Any, length: int | None = None) -> Iterator[Samples]
         epoch += 1
 
 
-def _seeded(job: Job, epoch: int, i: int, load: Any) -> Any:
+def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
+    """What `load` gives, with the host's generators in the state that belongs to a sample of an epoch."""
     seed_host(job.seed, "sample", epoch, i)
     return load()
 

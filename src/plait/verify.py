@@ -60,8 +60,8 @@ def verify(
     """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
 
     `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
-    step in the plan's own formats. When random numbers may be
-    the cause of a difference, it compares again with the model in eval mode (`quiet`).
+    step in the plan's own formats. When random numbers may be the cause of a difference, it compares again with the model in
+    eval mode (`quiet`).
     """
     seconds = ownbatch.SECONDS if seconds is None else seconds
     kind = kind_of(device)
