@@ -63,6 +63,8 @@ class Kind:
     """Bytes at the fullest moment of its step."""
     traffic: dict[str, tuple[int, int]]
     """(messages, bytes) that it sends in a step, by the axes along which the ranks of a group differ."""
+    operators: dict[str, tuple[int, int]]
+    """(calls, bytes) of each operator of torch.distributed in a step, receives among them."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _each(job: Job, plan: Plan, how: tuple[Sketch, bool], kinds: Kinds, steps: i
                 other = measure_evaluation(engine, engine.ready, partial(on_host, plan))
                 peak = replace(other, host=peak.host) if other.total > peak.total else peak
             samples = max(n for _, n in engine.share.parts(job.batch))
-        yield Kind(rank, ranks, plan.at(rank), samples, peak, mail.traffic()), mail
+        yield Kind(rank, ranks, plan.at(rank), samples, peak, mail.traffic(), mail.operators()), mail
 
 
 def known(job: Job, plan: Plan) -> tuple[Sketch, int]:

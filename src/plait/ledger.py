@@ -25,6 +25,8 @@ class Ledger:
     rows: list[str] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    asked: "Counter[tuple[str, str]]" = field(default_factory=Counter)
+    """Of those that the job itself asked for, which are not in the two above: by (operator, "calls" or "bytes")."""
 
     def watch(self) -> "_Watch":
         return _Watch(self)
@@ -65,6 +67,7 @@ class _Watch(TorchDispatchMode):
         sharers = CURRENT.get()
         if sharers is not None and sharers.asking:  # by the job itself, which no price knows
             self.ledger.rows.append(f"{name} for the job")
+            self.ledger.asked += Counter({(name, "calls"): 1, (name, "bytes"): sum(t.nbytes for t in tensors)})
             return
         if name in BY_DATA:
             self.ledger.rows.append(f"{name} {tensors[0].dtype}")

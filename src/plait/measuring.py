@@ -16,7 +16,7 @@ from plait.evaluation import first_forward
 from plait.metering import tensors_in
 from plait.pipe import Clock
 from plait.reducer import Reducer
-from plait.torchseam import tree_leaves
+from plait.torchseam import Facade, tree_leaves
 
 
 def measure(
@@ -97,7 +97,9 @@ def mark(meter: Allocations, engine: Engine) -> None:
 
 
 def _behind(meter: Allocations, name: str, output: Any) -> None:
-    for tensor in tensors_in(output):
+    """A hook on what stands for a whole sequence would gather it: it goes on the part that this rank holds."""
+    parts = (tensor.local if isinstance(tensor, Facade) else tensor for tensor in tensors_in(output))
+    for tensor in parts:
         if torch.is_grad_enabled() and tensor.requires_grad:
             tensor.register_hook(lambda _: meter.moment(f"backward {name}"))
 

@@ -85,6 +85,14 @@ class Mail:
                 found[axes] = calls + 1, size + m.bytes
         return found
 
+    def operators(self) -> dict[str, tuple[int, int]]:
+        """(calls, bytes) by operator."""
+        found: dict[str, tuple[int, int]] = {}
+        for m in self.messages:
+            calls, size = found.get(m.op, (0, 0))
+            found[m.op] = calls + 1, size + m.bytes
+        return found
+
     @cached_property
     def sorted(self) -> dict[Any, tuple[Circle, list[Message], dict[tuple[str, int], list[Message]]]]:
         """For each group: its collectives in order, and its sends and receives by (operator, peer) in order."""
