@@ -3,8 +3,8 @@
 Seconds of a step. Both see what `plait.planner` sees: a workload, a plan, a machine.
 """
 
-from plait.machine import Machine
-from plait.plan import Plan
+from plait.config.machine import Machine
+from plait.config.plan import Plan
 from plait.planner.workload import Workload
 
 SEVEN = {

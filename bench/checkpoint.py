@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from plait import Engine, Job, Plan
-from plait.launch import here
+from plait.launch import fork as here
 from plait.launch.place import Place
 
 KEEP = 10**6

@@ -2,7 +2,7 @@
 
 Each case is a job on a number of processes. The plans are all meshes of the search over dp, fsdp (zero 1 to 3), tp (with
 and without stretches between slices), cp and pp (each schedule), each with the micro-batches, recomputation and so on that
-the planner would give it. All of them are measured as `plait plan --try` measures (`plait.planner.trying`): processor time,
+the planner would give it. All of them are measured as `plait plan --try` measures (`plait.planner.trial`): processor time,
 the least of several rounds.
 
     choice     the planner's first, with its predicted and its measured time
@@ -28,12 +28,12 @@ from scores import spearman
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.job import Job
-from plait.machine import Machine
-from plait.planner.asking import Asked, sized
-from plait.planner.branches import divisors
+from plait.config.job import Job
+from plait.config.machine import Machine
+from plait.planner.question import Asked, sized
 from plait.planner.search import Candidate, search
-from plait.planner.trying import in_turn
+from plait.planner.space import divisors
+from plait.planner.trial import in_turn
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 ADAM = partial(torch.optim.AdamW, lr=1e-4, fused=True)

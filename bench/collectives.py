@@ -1,4 +1,4 @@
-"""Times of collectives as `plait.network` predicts them, beside times that others measured.
+"""Times of collectives as `plait.config.network` predicts them, beside times that others measured.
 
     python bench/collectives.py FILE.csv [--all] [--fit]
 
@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
-from plait import network
-from plait.machine import Machine
+from plait.config import network
+from plait.config.machine import Machine
 
 DEVICES = {"A100-SXM": "a100", "V100-SXM2": "v100-16gb", "V100-SXM2-16GB": "v100-16gb", "V100-SXM2-32GB": "v100",
            "B200-SXM": "b200", "H100-SXM": "h100"}  # fmt: skip

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.engine import Engine
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
 
 WORDS = 64
 

@@ -1,4 +1,4 @@
-"""Fits the planner's constants to the published runs: `plait/planner/fitted.py` and the errors of `plait/planner/anchors.py`.
+"""Fits the planner's constants to the published runs: `plait/planner/constants.py` and the errors of `plait/planner/uncertainty.py`.
 
     python bench/fit.py [--rounds 3] [--errors] [--folds 4]
 
@@ -28,10 +28,10 @@ import numpy as np
 from planner import DATA, Planner, kind, traits
 from published import Run, read, run_of
 
-from plait.plan import Plan
-from plait.planner import anchors
+from plait.config.plan import Plan
+from plait.planner import uncertainty as anchors
+from plait.planner.constants import FITTED, Fitted
 from plait.planner.estimate import estimate
-from plait.planner.fitted import FITTED, Fitted
 
 BOUNDS = {
     "top": (0.5, 1.05), "plain": (0.2, 1.0), "ramp": (2e-6, 5e-5), "flash": (0.3, 0.8), "portable": (0.1, 1.0), "filled": (0.0, 0.3),

@@ -40,15 +40,15 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from plait.engine import Engine
-from plait.job import Job, load_job
+from plait.config.job import Job, load_job
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
-from plait.making import make_model
-from plait.plan import Plan
-from plait.strategies import copies
-from plait.strategies.precision import autocast, plan_format
-from plait.verify import verify
+from plait.model.make import make_model
+from plait.parallel.data import strategy as copies
+from plait.parallel.precision import autocast, plan_format
+from plait.verify.verify import verify
 
 PEAKS = {"H200$": (67.0, 989.5), "H100.*HBM3$": (67.0, 989.5), "H100 PCIe": (51.0, 756.5), "A100": (19.5, 312.0)}
 """Pattern of a device's name -> dense TFLOP/s (fp32, 16 bits), from NVIDIA's data sheets. Others: --peak."""

@@ -1,6 +1,6 @@
 """The memory of a training step: predicted by the bill, measured, and that of hand-written FSDP2 and Accelerate.
 
-Memory is that of tensors on one rank at its fullest moment (`plait/allocations.py`), not that of the process. Measured
+Memory is that of tensors on one rank at its fullest moment (`plait/planner/dryrun/allocations.py`), not that of the process. Measured
 is the third step, so that the optimizer has its state; the rank with the most counts. Each plan runs in processes of its
 own. The models are small for a quick run, but large enough that tensors dominate.
 
@@ -29,16 +29,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from plait.allocations import Allocations
-from plait.bill import Costing
-from plait.dryrun import dry_run
-from plait.engine import Engine
-from plait.job import Job, load_job
-from plait.launch import here
+from plait.config.job import Job, load_job
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.measuring import measure
-from plait.plan import Plan
-from plait.torchseam import tree_leaves, tree_map
+from plait.planner.dryrun.allocations import Allocations
+from plait.planner.dryrun.bill import Costing
+from plait.planner.dryrun.dry_run import dry_run
+from plait.planner.dryrun.measure import measure
+from plait.tensors.torch_private import tree_leaves, tree_map
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SINGLE = ("dp=1", "dp=1 microbatches=3", "dp=1 recompute=full", "dp=1 recompute=selective", "dp=1 precision=bf16")

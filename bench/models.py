@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import plait
-from plait.errors import PlaitError
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.verify.verify import verify
 
 PLANS = ("pp=2 microbatches=2", "tp=2", "cp=2")
 MIXTURES = "ep=2"

@@ -8,7 +8,7 @@ batch, set the learning rate, forward, backward, sum of gradients, clipping, fus
 process has one thread (--threads): with more, small operators measure OpenMP waiting for a busy core.
 
     plait             Engine.batches() and Engine.step: also the global loss, gradient norm and time spans
-    plait train       the same with `plait.record.Recorder` writing metrics and events (but no checkpoint)
+    plait train       the same with `plait.engine.metrics.Recorder` writing metrics and events (but no checkpoint)
     hand-written      plain PyTorch, on two processes in DistributedDataParallel with the options in DDP below
     Accelerate        accelerator.prepare(model, optimizer, loader), .backward, .clip_grad_norm_
     Fabric            fabric.setup, .setup_dataloaders, .backward, .clip_gradients
@@ -51,19 +51,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from plait.build import call
-from plait.data import split
-from plait.engine import Engine
-from plait.job import Job, load_job
-from plait.launch import here
+from plait.cli.train import Request, launch
+from plait.config.job import Job, load_job
+from plait.config.plan import Plan
+from plait.data.batch import split
+from plait.engine.build import call
+from plait.engine.engine import Engine
+from plait.engine.metrics import Recorder
+from plait.engine.run_directory import Run
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.making import make_model
-from plait.plan import Plan
-from plait.randomness import permutation
-from plait.record import Recorder
-from plait.run import Run
-from plait.strategies import batchnorm
-from plait.train import Request, launch
+from plait.model.make import make_model
+from plait.parallel.data import batch_norm as batchnorm
+from plait.randomness.keyed import permutation
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 DDP = {"gradient_as_bucket_view": True, "broadcast_buffers": False}

@@ -1,6 +1,6 @@
 """Bubbles of every schedule against their tables, and plait's pipelined step over torch's own pipeline by hand.
 
-Bubbles are what `plait report --timeline` shows, of `Engine.step` recorded by `plait.record.Recorder`: medians over the
+Bubbles are what `plait report --timeline` shows, of `Engine.step` recorded by `plait.engine.metrics.Recorder`: medians over the
 steps after warm-up. All stages are equal. There are two kinds of them:
 
     sleeping   F, I and W are time.sleep: needs no cores, so four ranks are honest on two cores, and the table alone
@@ -37,17 +37,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from plait.engine import Engine
-from plait.job import Job
-from plait.launch import here
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.engine.metrics import Recorder
+from plait.engine.run_directory import Run
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.making import make_model
-from plait.plan import Plan
-from plait.record import Recorder
+from plait.model.make import make_model
+from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.simulate import simulate
 from plait.report.timeline import Timeline, timeline
-from plait.run import Run
-from plait.schedules import table
-from plait.simulate import simulate
 
 MICRO = 8
 SCHEDULES = ("sequential", "gpipe", "1f1b", "zb", "auto", "interleaved", "zbv")

@@ -5,7 +5,7 @@
 A row of FILE.csv is one run, with the columns of `bench/data/published_runs.csv`; empty cells are unknown. Without
 --anchors nothing of a source is seen before it is predicted. With --anchors K, K rows of every source (drawn with --seed)
 are measured steps that the others' predictions may use; they are left out of the score. Nothing is fitted here, to rows or
-to sources: what is fitted stands in `plait/planner/fitted.py` and `plait.network`, and its number is part of the output.
+to sources: what is fitted stands in `plait/planner/constants.py` and `plait.config.network`, and its number is part of the output.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from published import Run, read, run_of
 from scores import Case, choice, memory, percent, times
 from sites import machine_of
 
-from plait import network
-from plait.planner.anchors import PARTS, SPENT, Correction, Traits, correction
+from plait.config import network
+from plait.planner.constants import FITTED, Fitted
 from plait.planner.estimate import Estimate, estimate
-from plait.planner.fitted import FITTED, Fitted
-from plait.planner.pace import Pace, Software
+from plait.planner.time import Pace, Software
+from plait.planner.uncertainty import PARTS, SPENT, Correction, Traits, correction
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = 2 << 30

@@ -13,7 +13,7 @@ from images import convolutional
 from shapes import Shape, known, transformer
 from sites import machine_of
 
-from plait.plan import Plan
+from plait.config.plan import Plan
 from plait.planner.workload import Workload
 
 PRECISIONS = (("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", "fp32"))

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from plait.torchseam import TorchDispatchMode
+from plait.tensors.torch_private import TorchDispatchMode
 
 SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 FREE = frozenset(("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor"))

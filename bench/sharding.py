@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from plait.engine import Engine
-from plait.job import Job
-from plait.launch import here
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.making import make_model
-from plait.plan import Plan
+from plait.model.make import make_model
 
 PLANS = ("fsdp=2", "fsdp=2 zero=2", "fsdp=2 zero=1", "dp=2")
 

@@ -37,12 +37,12 @@ from torch.distributed.tensor.parallel import (
 )  # fmt: skip
 from torch.utils.data import DataLoader
 
-from plait.engine import Engine
-from plait.job import Job
-from plait.launch import here
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.making import make_model
-from plait.plan import Plan
+from plait.model.make import make_model
 
 sys.path.insert(0, str(Path(overhead.EXAMPLES / "llama")))
 PLANS = {"plait": "tp=2", "plait, no sp": "tp=2 sequence_parallel=false"}

@@ -74,7 +74,7 @@ def features() -> dict[str, Any]:
 
 def train_references_once() -> None:
     """Most columns of a row have the same reference, one device with the same batches: train it once."""
-    from plait import verify
+    from plait.verify import verify
 
     trained, train = {}, verify._reference
 
@@ -89,9 +89,9 @@ def train_references_once() -> None:
 
 def cell(job: Any, column: str) -> Cell:
     """What verify says, in a symbol and a note."""
-    from plait.errors import PlaitError
-    from plait.plan import Plan
-    from plait.verify import verify
+    from plait.config.errors import PlaitError
+    from plait.config.plan import Plan
+    from plait.verify.verify import verify
 
     try:
         verdict = verify(job, Plan.parse(plan(column)), device="cpu")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.cli import main
+from plait.cli.main import main
 
 TEST_JOB = str(Path(__file__).parent / "training.py")
 

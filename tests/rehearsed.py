@@ -4,10 +4,10 @@ from contextlib import suppress
 
 import torch
 
-from plait import reference
-from plait.data import is_map
-from plait.job import Job
-from plait.sketch import sketch
+from plait.config.job import Job
+from plait.data.batch import is_map
+from plait.model.sketch import sketch
+from plait.verify import reference
 
 
 def rehearse(job: Job) -> None:

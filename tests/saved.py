@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from plait.manifest import Manifest, read_manifest
-from plait.reading import Reader
+from plait.checkpoint.manifest import Manifest, read_manifest
+from plait.checkpoint.reading import Reader
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:

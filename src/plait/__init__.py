@@ -7,13 +7,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.blueprint import sketch_of
-    from plait.engine import Engine, Step
-    from plait.errors import PlaitError
-    from plait.job import Evaluate, Job
-    from plait.losses import LinearCrossEntropy, linear_cross_entropy
-    from plait.plan import Plan
-    from plait.wholebatch import global_batch, global_mean
+    from plait.config.errors import PlaitError
+    from plait.config.job import Evaluate, Job
+    from plait.config.plan import Plan
+    from plait.engine.engine import Engine, Step
+    from plait.losses.global_batch import global_batch, global_mean
+    from plait.losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+    from plait.model.fake_model import sketch_of
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "Engine": "plait.engine",
-    "Evaluate": "plait.job",
-    "Job": "plait.job",
-    "LinearCrossEntropy": "plait.losses",
-    "Plan": "plait.plan",
-    "PlaitError": "plait.errors",
-    "Step": "plait.engine",
-    "global_batch": "plait.wholebatch",
-    "global_mean": "plait.wholebatch",
-    "linear_cross_entropy": "plait.losses",
-    "sketch_of": "plait.blueprint",
+    "Engine": "plait.engine.engine",
+    "Evaluate": "plait.config.job",
+    "Job": "plait.config.job",
+    "LinearCrossEntropy": "plait.losses.linear_cross_entropy",
+    "Plan": "plait.config.plan",
+    "PlaitError": "plait.config.errors",
+    "Step": "plait.engine.engine",
+    "global_batch": "plait.losses.global_batch",
+    "global_mean": "plait.losses.global_batch",
+    "linear_cross_entropy": "plait.losses.linear_cross_entropy",
+    "sketch_of": "plait.model.fake_model",
 }
 
 

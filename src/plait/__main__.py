@@ -3,7 +3,7 @@
 import os
 import sys
 
-from plait.cli import main
+from plait.cli.main import main
 from plait.launch.place import joining
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from rehearsed import rehearse
 
-from plait import gathering, ownbatch, verify
-from plait.job import Job
+from plait.config.job import Job
+from plait.parallel.fsdp import groups as gathering
+from plait.verify import own_batch as ownbatch
+from plait.verify import verify
 
 
 @pytest.fixture(autouse=True)

@@ -11,17 +11,18 @@ from jobs import Tokens
 from rarely import every
 from torch import Tensor, nn
 
-from plait import attending, lengths
-from plait.build import call
-from plait.data import first_samples
-from plait.engine import Engine
-from plait.errors import PlaitError
-from plait.job import Evaluate
-from plait.launch import here
+from plait.config.errors import PlaitError
+from plait.config.job import Evaluate
+from plait.config.plan import Plan
+from plait.data.batch import first_samples
+from plait.engine.build import call
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
-from plait.sketch import sketch
-from plait.verify import verify
+from plait.model.sketch import sketch
+from plait.parallel.context import attention as attending
+from plait.parallel.context import find as lengths
+from plait.verify.verify import verify
 
 PLANS = (
     "cp=2",

@@ -8,8 +8,8 @@ from jobs_context import Attention, Routed, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.plan import Plan
+from plait.verify.verify import verify
 
 
 def angles(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,9 @@ import pytest
 from rarely import every
 from test_context import MORE, PLANS
 
-from plait.errors import PlaitError
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.verify.verify import verify
 
 SPREAD = (
     ("bart", "cp=2"),

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.errors import PlaitError
-from plait.opened import All, Gathered, Some
-from plait.plan import Plan
-from plait.ranges import AndAll, Rows
-from plait.stretch import Stretch
-from plait.verdict import Verdict
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.parallel.context.opened_unit import All, Gathered, Some
+from plait.parallel.context.sequence_shard import Stretch
+from plait.tensors.rows import AndAll, Rows
+from plait.verify.verdict import Verdict
+from plait.verify.verify import verify
 
 PLANS = (
     "cp=2",

@@ -10,15 +10,15 @@ import torch
 from rarely import every
 from torch import nn
 
-from plait.blueprint import sketched
-from plait.build import call
-from plait.courses import Courses, Forward
-from plait.cutting import Course, check, cut
-from plait.errors import PlaitError
-from plait.metering import OUTPUT
-from plait.plan import Plan
-from plait.sketch import sketch
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.build import call
+from plait.model.fake_model import sketched
+from plait.model.meter import OUTPUT
+from plait.model.sketch import sketch
+from plait.parallel.pipeline.partition import Course, check, cut
+from plait.parallel.pipeline.paths import Courses, Forward
+from plait.verify.verify import verify
 
 PLANS = (
     "pp=2 microbatches=2",

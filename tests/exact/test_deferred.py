@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from plait import deferred
-from plait.digest import digest
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.making import make_model
-from plait.plan import Plan
-from plait.strategies.shard import share
-from plait.verify import verify
+from plait.model import deferred_init as deferred
+from plait.model.make import make_model
+from plait.parallel.fsdp.strategy import share
+from plait.tensors.digest import digest
+from plait.verify.verify import verify
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from plait.dispatch import Way
-from plait.experts import find
-from plait.launch.here import run
-from plait.mixing import Listed, Stacked, travelling
-from plait.mixtures import Mixture, cut_stacked
-from plait.wholebatch import Sharers
+from plait.launch.fork import run
+from plait.losses.global_batch import Sharers
+from plait.model.experts import Mixture, cut_stacked
+from plait.parallel.expert.dispatch import Way
+from plait.parallel.expert.find import find
+from plait.parallel.expert.layers import Listed, Stacked, travelling
 
 LOADS = {2: ([5, 3], [4, 0], [0, 1]), 3: ([2, 0, 5], [1, 1, 1])}
 

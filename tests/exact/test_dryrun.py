@@ -16,11 +16,11 @@ import torch
 from test_memory import job as small
 
 from plait import Job, Plan
-from plait.dryrun import dry_run
-from plait.engine import Engine
-from plait.launch import here
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.measuring import measure
+from plait.planner.dryrun.dry_run import dry_run
+from plait.planner.dryrun.measure import measure
 
 ERROR = 0.01
 MODELS = {

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from plait import Job, Plan
-from plait.dryrun import dry_run
-from plait.engine import Engine
-from plait.launch import here
+from plait.engine.comm_log import BY_DATA, Ledger
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.ledger import BY_DATA, Ledger
+from plait.planner.dryrun.dry_run import dry_run
 
 PLANS = (
     "dp=2", "fsdp=2", "fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=false", "tp=2", "cp=4", "cp=2 context=ulysses",

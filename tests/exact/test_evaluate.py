@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import plait
-from plait.engine import Engine
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
 
 DEEP = (
     "dp=2 microbatches=2",

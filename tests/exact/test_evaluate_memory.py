@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.bill import bill
-from plait.dryrun import dry_run
-from plait.engine import Engine
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.measuring import measure, measure_evaluation
-from plait.plan import Plan
+from plait.planner.dryrun.bill import bill
+from plait.planner.dryrun.dry_run import dry_run
+from plait.planner.dryrun.measure import measure, measure_evaluation
 
 VOCABULARY, LENGTH = 3000, 8
 

@@ -12,13 +12,13 @@ import torch
 from rarely import every
 
 import plait
-from plait import expertshards
-from plait.engine import Engine
-from plait.errors import PlaitError
-from plait.launch import here
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
-from plait.verify import verify
+from plait.parallel.fsdp import expert_shards as expertshards
+from plait.verify.verify import verify
 
 JOBS = {
     "gpt": jobs_moe.gpt,

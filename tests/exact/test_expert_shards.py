@@ -13,17 +13,17 @@ import torch
 from rarely import every, rarely
 
 import plait
-from plait import expertshards
-from plait.dryrun import dry_run
-from plait.engine import Engine
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.measuring import measure
-from plait.mesh import experts_of
-from plait.plan import Plan
-from plait.scattering import Scatter
-from plait.sharded import padded
-from plait.verify import verify
+from plait.parallel.fsdp import expert_shards as expertshards
+from plait.parallel.fsdp.collectives import Scatter
+from plait.parallel.fsdp.runtime import padded
+from plait.parallel.mesh import experts_of
+from plait.planner.dryrun.dry_run import dry_run
+from plait.planner.dryrun.measure import measure
+from plait.verify.verify import verify
 
 mixtral = jobs_moe.mixtral
 listed = partial(jobs_moe.gpt, loss=jobs_moe.plain_loss)

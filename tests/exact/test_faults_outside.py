@@ -12,8 +12,8 @@ import jobs_faulty as jobs
 import pytest
 from faulty import Fault, Patches, judged
 
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.plan import Plan
+from plait.verify.verify import verify
 
 pytestmark = pytest.mark.whole
 
@@ -71,8 +71,8 @@ def test_nothing_is_found_where_nothing_is_wrong(
     job: Callable[[], Any], plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a verdict would not ask: no unit, gradient, sum or update differs."""
-    from plait import verify as module
-    from plait.locating import Sides, beginning
+    from plait.verify import verify as module
+    from plait.verify.locate import Sides, beginning
 
     judge, found = module.judge, []
 

@@ -8,13 +8,13 @@ import torch
 from jobs import make
 from torch import nn
 
-from plait.blueprint import sketched
-from plait.dryrun import dry_run
-from plait.errors import PlaitError
-from plait.outline import outline, table
-from plait.plan import Plan
-from plait.planner.asking import Asked
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.model.fake_model import sketched
+from plait.model.table import outline, table
+from plait.planner.dryrun.dry_run import dry_run
+from plait.planner.question import Asked
+from plait.verify.verify import verify
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
@@ -68,7 +68,7 @@ def test_a_dry_run_and_a_plan_of_one_work() -> None:
 
 
 def _machine() -> Any:
-    from plait.machine import Machine
+    from plait.config.machine import Machine
 
     return Machine.named("h100x2")
 
@@ -100,7 +100,7 @@ def test_plain_pytorch_is_blamed_only_when_it_fails(monkeypatch: pytest.MonkeyPa
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the watcher has a defect")
 
-    monkeypatch.setattr("plait.reference.sketch", fails)
+    monkeypatch.setattr("plait.verify.reference.sketch", fails)
     with pytest.raises(PlaitError, match="P072") as error:
         verify(jobs_higher.job("function"), Plan.parse("dp=1"))
     assert "in plain PyTorch works" in str(error.value)

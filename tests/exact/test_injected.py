@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait import data, engine, loading, passes, randomness
-from plait.errors import DIFFERENT
-from plait.plan import Plan
-from plait.strategies import batchnorm, copies
-from plait.verify import verify
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.data import batch as data
+from plait.data import loading
+from plait.engine import engine, passes
+from plait.parallel.data import batch_norm as batchnorm
+from plait.parallel.data import strategy as copies
+from plait.randomness import keyed as randomness
+from plait.verify.verify import verify
 
 
 def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:

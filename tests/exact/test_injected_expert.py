@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait import dispatch, mixing, wholebatch
-from plait.across import Across
-from plait.errors import DIFFERENT
-from plait.plan import Plan
-from plait.strategies import expert
-from plait.verify import verify
-from plait.wholebatch import Sharers
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.losses import global_batch as wholebatch
+from plait.losses.global_batch import Sharers
+from plait.parallel.expert import dispatch
+from plait.parallel.expert import layers as mixing
+from plait.parallel.expert import strategy as expert
+from plait.parallel.gradient_sums import Across
+from plait.verify.verify import verify
 
 
 def check(job: Any, plan: str, probe: str, name: str, *codes: str) -> None:

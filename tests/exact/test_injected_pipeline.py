@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait import pipe
-from plait.across import Across
-from plait.errors import DIFFERENT
-from plait.passes import Passes
-from plait.plan import Plan
-from plait.randomness import Randomness
-from plait.staging import Stages
-from plait.verify import verify
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.engine.passes import Passes
+from plait.parallel.gradient_sums import Across
+from plait.parallel.pipeline import runtime as pipe
+from plait.parallel.pipeline.stage import Stages
+from plait.randomness.keyed import Randomness
+from plait.verify.verify import verify
 
 DEEP, ROOT = jobs_pipeline.LISTED["deep"], jobs_pipeline.LISTED["root_gpt"]
 

@@ -8,14 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait import passes, scattering
-from plait.errors import DIFFERENT
-from plait.plan import Plan
-from plait.randomness import Randomness
-from plait.scattering import Scatter
-from plait.sharded import Shards
-from plait.strategies import batchnorm, offload, recompute, shard
-from plait.verify import verify
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.engine import passes
+from plait.parallel import offload, recompute
+from plait.parallel.data import batch_norm as batchnorm
+from plait.parallel.fsdp import collectives as scattering
+from plait.parallel.fsdp import strategy as shard
+from plait.parallel.fsdp.collectives import Scatter
+from plait.parallel.fsdp.runtime import Shards
+from plait.randomness.keyed import Randomness
+from plait.verify.verify import verify
 
 
 def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:

@@ -9,13 +9,15 @@ from jobs import Tokens, language_loss, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait import regions, sliced, vocabulary
-from plait.across import Across
-from plait.errors import DIFFERENT
-from plait.plan import Plan
-from plait.slices import Cut
-from plait.strategies import tensor
-from plait.verify import verify
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.model.slices import Cut
+from plait.parallel.gradient_sums import Across
+from plait.parallel.tensor import strategy as tensor
+from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor import wiring as sliced
+from plait.tensors import collectives as regions
+from plait.verify.verify import verify
 
 WIDTH, HEAD = 8, 4
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.errors import PlaitError
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.verify.verify import verify
 
 VOCABULARY, WIDTH = 17, 8
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait import Job, Plan
-from plait.bill import Costing
-from plait.engine import Engine
-from plait.launch import here
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.measuring import measure
+from plait.planner.dryrun.bill import Costing
+from plait.planner.dryrun.measure import measure
 
 ERROR = 0.01
 WIDTH, LENGTH, BATCH = 64, 32, 10

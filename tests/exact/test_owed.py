@@ -9,11 +9,11 @@ from test_regions import of
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from plait.handing import Handing
-from plait.launch.here import run
-from plait.owed import Owed
-from plait.posing import Late, plain
-from plait.slices import Slices
+from plait.launch.fork import run
+from plait.model.slices import Slices
+from plait.parallel.tensor.sequence.lazy import Late, plain
+from plait.parallel.tensor.sequence.partial_sum import Owed
+from plait.parallel.tensor.sequence.runtime import Handing
 
 SHAPE = 2, 5, 3
 CASES: dict[str, Any] = {

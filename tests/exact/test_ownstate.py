@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.build import call
-from plait.errors import PlaitError
-from plait.job import Job
-from plait.machine import Machine
-from plait.plan import Plan
-from plait.planner.asking import Asked
-from plait.sketch import Sketch, sketch
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.machine import Machine
+from plait.config.plan import Plan
+from plait.engine.build import call
+from plait.model.sketch import Sketch, sketch
+from plait.planner.question import Asked
+from plait.verify.verify import verify
 
 
 def net(width: int = 12) -> nn.Sequential:

@@ -7,11 +7,11 @@ import pytest
 from jobs_padded import Pairs, Sentences, Streamed, each, tagger
 
 import plait
-from plait.engine import Engine
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
-from plait.verify import verify
+from plait.verify.verify import verify
 
 PLANS = (
     "dp=2",

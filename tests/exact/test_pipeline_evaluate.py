@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import plait
-from plait.engine import Engine
-from plait.errors import PlaitError
-from plait.launch import here
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
 
 PLANS = ("pp=2", "pp=2 schedule=zbv stages_per_rank=2 microbatches=2", "pp=2 fsdp=2", "pp=2 dp=2 microbatches=2")
 

@@ -5,10 +5,10 @@ from typing import Any
 import jobs
 import torch
 
-from plait.engine import Engine
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
 
 
 def losses(place: Place, plan: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from plait import regions
-from plait.launch.here import run
-from plait.ranges import Rows
+from plait.launch.fork import run
+from plait.tensors import collectives as regions
+from plait.tensors.rows import Rows
 
 CUTS = {
     2: (Rows.of([3, 2]), Rows.of([5, 0]), Rows.zigzag(5, 2), Rows((((3, 2),), ((0, 3),)))),

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait import blockwise, ring, ulysses
-from plait.launch import here
+from plait.engine.comm_log import Ledger
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.ledger import Ledger
-from plait.ranges import Rows
+from plait.parallel.context import blockwise, ring, ulysses
+from plait.tensors.rows import Rows
 
 CASES = (
     "full",

@@ -10,15 +10,18 @@ from jobs import Tokens, language_loss, make
 from rarely import every
 from torch import Tensor, nn
 
-from plait import chosen, data, owed, regions
-from plait.build import call
-from plait.dryrun import known
-from plait.errors import DIFFERENT
-from plait.plan import Plan
-from plait.sketch import sketch
-from plait.slices import Slices
-from plait.verify import verify
-from plait.windows import Share
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.data import batch as data
+from plait.engine.build import call
+from plait.model.sketch import sketch
+from plait.model.slices import Slices
+from plait.parallel.tensor import choose as chosen
+from plait.parallel.tensor.sequence import partial_sum as owed
+from plait.planner.dryrun.dry_run import known
+from plait.randomness.sub_block import Share
+from plait.tensors import collectives as regions
+from plait.verify.verify import verify
 
 
 class Encoder(nn.Module):

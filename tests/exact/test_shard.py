@@ -10,9 +10,9 @@ import pytest
 from rarely import every
 from torch import Tensor, nn
 
-from plait import gathering
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.plan import Plan
+from plait.parallel.fsdp import groups as gathering
+from plait.verify.verify import verify
 
 JOBS = {**jobs.ALL, **jobs_unlike.ALL, **jobs_real.ALL}
 PLANS = (

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import plait
-from plait.engine import Engine
-from plait.launch import here
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
 
 

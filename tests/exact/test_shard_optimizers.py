@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from plait.dryrun import dry_run
-from plait.elementwise import differs
-from plait.engine import Engine
-from plait.errors import PlaitError
-from plait.launch import here
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
+from plait.parallel.fsdp.optimizer_check import differs
+from plait.planner.dryrun.dry_run import dry_run
+from plait.verify.verify import verify
 
 PARTS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait import gathering
-from plait.engine import Engine
-from plait.launch import here
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.scattering import Scatter
+from plait.parallel.fsdp import groups as gathering
+from plait.parallel.fsdp.collectives import Scatter
 
 
 def trained(job: Any, plan: str, ranks: int) -> list[dict[str, Any]]:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait import LinearCrossEntropy, linear_cross_entropy, regions
-from plait.launch.here import run
-from plait.ranges import Rows
-from plait.spread import Spread, whole
+from plait import LinearCrossEntropy, linear_cross_entropy
+from plait.launch.fork import run
+from plait.tensors import collectives as regions
+from plait.tensors.rows import Rows
+from plait.tensors.sharded_tensor import Spread, whole
 
 BATCH, TIME, WORDS = 2, 6, 7
 CUTS = {

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 import plait
-from plait import verify
-from plait.data import Position
-from plait.dryrun import dry_run
-from plait.engine import Engine
-from plait.errors import PlaitError
-from plait.launch import here
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.data.batch import Position
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
+from plait.planner.dryrun.dry_run import dry_run
+from plait.verify import verify
 
 
 class Plain(IterableDataset):

@@ -10,9 +10,9 @@ import jobs_unlike
 import pytest
 from rarely import every
 
-from plait.errors import PlaitError
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.verify.verify import verify
 
 PLANS = (
     "tp=2",

@@ -25,10 +25,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B,
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
-from plait.verify import verify
+from plait.verify.verify import verify
 
 COPIES, MICROBATCHES, SAMPLES, TOLERANCE = 2, 4, 16, 1e-9
 

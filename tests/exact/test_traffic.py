@@ -11,13 +11,16 @@ import jobs_unlike
 import pytest
 from rarely import every
 
-from plait import scattering
-from plait.blueprint import sketched
-from plait.errors import DIFFERENT
-from plait.plan import Plan
-from plait.role import Layout, Role
-from plait.strategies import charges, copies, pipeline, shard
-from plait.verify import verify
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.model.fake_model import sketched
+from plait.parallel.data import strategy as copies
+from plait.parallel.fsdp import collectives as scattering
+from plait.parallel.fsdp import strategy as shard
+from plait.parallel.order import charges
+from plait.parallel.pipeline import strategy as pipeline
+from plait.parallel.role import Layout, Role
+from plait.verify.verify import verify
 
 DEEP, ROOT = jobs_pipeline.LISTED["deep"], jobs_pipeline.LISTED["root_gpt"]
 PLANS = (

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from plait import Job
-from plait.engine import Engine
-from plait.errors import PlaitError
-from plait.launch import here
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
-from plait.strategies.batchnorm import synchronise
-from plait.verify import verify
+from plait.parallel.data.batch_norm import synchronise
+from plait.verify.verify import verify
 
 pytestmark = pytest.mark.whole
 
@@ -168,7 +168,7 @@ def test_what_is_verified_compiled_is_compiled() -> None:
         import torch._dynamo.utils as dynamo
 
         dynamo.counters.clear()  # those of tests that ran before in the process that was forked
-        from plait.ledger import Ledger
+        from plait.engine.comm_log import Ledger
 
         engine = Engine(jobs.mlp(), "compile=true", place=place)
         with Ledger().watch():

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.job import Job
-from plait.plan import Plan
-from plait.verify import verify
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.verify.verify import verify
 
 pytestmark = pytest.mark.whole
 
@@ -161,7 +161,7 @@ def masters_rounded(patch: pytest.MonkeyPatch) -> None:
 
 def reduced_in_16(patch: pytest.MonkeyPatch) -> None:
     """FSDP2 sums gradients in bf16."""
-    from plait.strategies import shard
+    from plait.parallel.fsdp import strategy as shard
 
     real = shard.MixedPrecisionPolicy
     patch.setattr(shard, "MixedPrecisionPolicy", lambda p, r, **k: real(p, SHORT if p else r, **k))
@@ -169,7 +169,7 @@ def reduced_in_16(patch: pytest.MonkeyPatch) -> None:
 
 def gathered_in_32(patch: pytest.MonkeyPatch) -> None:
     """FSDP2 gathers twice as many bytes as the plan says."""
-    from plait.strategies import shard
+    from plait.parallel.fsdp import strategy as shard
 
     real = shard.MixedPrecisionPolicy
     patch.setattr(shard, "MixedPrecisionPolicy", lambda p, r, **k: real(None, r, **k))

@@ -11,12 +11,14 @@ from jobs import Numbers, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait import Evaluate, engine, evaluation
-from plait.errors import PlaitError
-from plait.job import Job
-from plait.plan import Plan
-from plait.verdict import Verdict, table
-from plait.verify import verify
+from plait import Evaluate
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.engine import engine
+from plait.engine import evaluate as evaluation
+from plait.verify.verdict import Verdict, table
+from plait.verify.verify import verify
 
 pytestmark = pytest.mark.whole
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from plait.cutting import SLACK, Cut, across, check, costs, cut
-from plait.errors import PlaitError
-from plait.sketch import Sketch
-from plait.unitcalls import Figure, Unit, UnitCall
+from plait.config.errors import PlaitError
+from plait.model.costs import Figure, Unit, UnitCall
+from plait.model.sketch import Sketch
+from plait.parallel.pipeline.partition import SLACK, Cut, across, check, costs, cut
 
 
 @st.composite

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data import Batch, Position, Share, split
-from plait.loading import batches
-from plait.randomness import permutation
+from plait.data.batch import Batch, Position, Share, split
+from plait.data.loading import batches
+from plait.randomness.keyed import permutation
 
 
 class Ids:

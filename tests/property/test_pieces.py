@@ -10,13 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait import PlaitError, pieces
-from plait.manifest import read_manifest
-from plait.parts import Part, within
-from plait.pieces import Held, Rect, assign, overlap, without, wrong_tiling
-from plait.reading import Reader
-from plait.saving import publish, write_part
-from plait.shardfile import NAMES
+from plait import PlaitError
+from plait.checkpoint import chunks as pieces
+from plait.checkpoint.chunks import Held, Rect, assign, overlap, without, wrong_tiling
+from plait.checkpoint.manifest import read_manifest
+from plait.checkpoint.reading import Reader
+from plait.checkpoint.safetensors_file import NAMES
+from plait.checkpoint.saving import publish, write_part
+from plait.tensors.part import Part, within
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 VALUES: dict[str, Any] = {

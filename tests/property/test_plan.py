@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.errors import PlaitError
-from plait.plan import AXES, KEYS, Key, Plan
+from plait.config.errors import PlaitError
+from plait.config.plan import AXES, KEYS, Key, Plan
 
 CODES = {"T001", "T002", "T003"}
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from plait.build import call
-from plait.draws import bits, key
-from plait.errors import PlaitError
-from plait.randomness import Randomness, seed_host
-from plait.sketch import sketch
+from plait.config.errors import PlaitError
+from plait.engine.build import call
+from plait.model.sketch import sketch
+from plait.randomness.distributions import bits, key
+from plait.randomness.keyed import Randomness, seed_host
 
 MANY = 200_000
 

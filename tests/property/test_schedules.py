@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rarely import rarely
 
-from plait.actions import Action, Table, folded, looped
-from plait.packing import Costs, best, packed_all
-from plait.schedules import SCHEDULES, problems, table
-from plait.simulate import simulate
+from plait.parallel.pipeline.schedule_search import Costs, best, packed_all
+from plait.parallel.pipeline.schedules import SCHEDULES, problems, table
+from plait.parallel.pipeline.simulate import simulate
+from plait.parallel.pipeline.table import Action, Table, folded, looped
 
 RANKS, MICROBATCHES, STAGES = range(1, 9), range(1, 33), range(1, 5)
 TEXTBOOK = [name for name in SCHEDULES if name != "auto"]

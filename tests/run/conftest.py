@@ -4,7 +4,7 @@ import pytest
 import training
 from rehearsed import rehearse
 
-from plait.launch import here
+from plait.launch import fork as here
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait import benching, gauging
-from plait.cli import main
-from plait.errors import PlaitError
+from plait.cli import bench as benching
+from plait.cli.main import main
+from plait.config.errors import PlaitError
+from plait.config.machine import Machine
 from plait.launch import detect, devices
 from plait.launch.place import cores
-from plait.machine import Machine
+from plait.planner import measure_machine as gauging
 
 JOB = str(Path(__file__).parents[1] / "training.py")
 

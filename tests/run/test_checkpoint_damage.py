@@ -14,9 +14,9 @@ import torch
 from saved import tensors
 
 from plait import Engine, PlaitError, Plan
-from plait.checkpoint import verify
-from plait.launch import here
-from plait.manifest import MANIFEST, seal, unseal
+from plait.checkpoint.checkpoints import verify
+from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.launch import fork as here
 
 Mutation = Callable[[Path, random.Random], None]
 

@@ -11,11 +11,11 @@ import pytest
 from unit.test_hostile_files import KINDS
 
 from plait import Engine, PlaitError
-from plait.cli import main
-from plait.manifest import MANIFEST, parse, seal, unseal
-from plait.pieces import wrong_tiling
-from plait.shardfile import Damaged, ShardFile
-from plait.weights import INDEX, open_weights
+from plait.checkpoint.chunks import wrong_tiling
+from plait.checkpoint.manifest import MANIFEST, parse, seal, unseal
+from plait.checkpoint.safetensors_file import Damaged, ShardFile
+from plait.checkpoint.weights import INDEX, open_weights
+from plait.cli.main import main
 from run.test_checkpoint_damage import train_and_save
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from plait import Engine, Plan
-from plait.cli import main
-from plait.launch import here
-from plait.manifest import read_manifest
+from plait.checkpoint.manifest import read_manifest
+from plait.cli.main import main
+from plait.launch import fork as here
 
 
 def poison(engine: Engine, what: str) -> None:

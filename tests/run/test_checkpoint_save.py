@@ -17,10 +17,10 @@ from saved import tensors
 from torch import nn
 
 from plait import Engine, Job, PlaitError, Plan
-from plait import saving as module
-from plait.checkpoint import verify
-from plait.launch import here
-from plait.parts import Part
+from plait.checkpoint import saving as module
+from plait.checkpoint.checkpoints import verify
+from plait.launch import fork as here
+from plait.tensors.part import Part
 
 
 def wide() -> Job:

@@ -13,9 +13,9 @@ from launched import TEST_JOB, Command
 from safetensors.torch import load_file, save_file
 
 from plait import Engine, Job, PlaitError, Plan
-from plait.cli import main
-from plait.launch import here
-from plait.weights import INDEX, _way_out
+from plait.checkpoint.weights import INDEX, _way_out
+from plait.cli.main import main
+from plait.launch import fork as here
 from run.test_checkpoint_damage import train_and_save
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from launched import TEST_JOB, Command, alive, rows
 
-from plait.launch.failing import sort_of
-from plait.launch.watch import Failure
-from plait.launch.words import Progress
+from plait.launch.failure_report import sort_of
+from plait.launch.failures import Failure
+from plait.launch.progress import Progress
 
 CASES = {
     "raise": ("C005", "rank 1 raised ValueError: the user's own mistake", "training.py:"),

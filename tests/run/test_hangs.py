@@ -12,13 +12,13 @@ import pytest
 from jobs import Numbers
 from launched import Command, rows
 
-from plait.data import Position, Share
-from plait.launch import hang
+from plait.data.batch import Position, Share
+from plait.data.loading import batches
+from plait.launch import hangs as hang
 from plait.launch.activity import activity
-from plait.launch.hang import AWAITED, AWAITED_BUSY, GROWTH, IDLE, READS, READS_BUSY, HangDetector, Look, limit, told
+from plait.launch.hangs import AWAITED, AWAITED_BUSY, GROWTH, IDLE, READS, READS_BUSY, HangDetector, Look, limit, told
+from plait.launch.progress import Progress, Words
 from plait.launch.stacks import Frame, Stack, Stacks, parse
-from plait.launch.words import Progress, Words
-from plait.loading import batches
 
 JOB = str(Path(__file__).parents[1] / "jobs_hanging.py")
 SEND = Frame("/somewhere/site-packages/torch/distributed/distributed_c10d.py", "10", "all_reduce")
@@ -164,8 +164,8 @@ def test_progress_of_a_reader_is_its_ranks_while_it_reads() -> None:
 
 def test_a_suspended_launcher_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     words, stacks, clock = Words(1), Stacks(), [1000.0]
-    monkeypatch.setattr("plait.launch.hang.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("plait.launch.words.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("plait.launch.hangs.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("plait.launch.progress.time.monotonic", lambda: clock[0])
     words.write(0, 3, "forward")
     detector = HangDetector(words, [os.getpid()], stacks, 5.0, True)
     assert detector.check() is None

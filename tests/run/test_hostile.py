@@ -17,9 +17,10 @@ import torch.distributed as dist
 from launched import Command
 from torch import nn
 
-from plait.errors import PlaitError
-from plait.launch import here, limits
-from plait.launch.failing import described
+from plait.config.errors import PlaitError
+from plait.launch import fork as here
+from plait.launch import limits
+from plait.launch.failure_report import described
 from plait.launch.place import Place
 
 JOB = hostile.__file__

@@ -13,12 +13,12 @@ import pytest
 import torch
 from launched import Command
 
-from plait import jobcheck
-from plait.engine import Engine
-from plait.errors import PlaitError
-from plait.launch import here
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.supervise import Listener
-from plait.plan import Plan
+from plait.verify.job import check as jobcheck
 
 JOBS = Path(jobs_treacherous.__file__)
 PLANS = ("dp=2", "microbatches=2", "dp=2 microbatches=2", "fsdp=2", "dp=3", "tp=2", "pp=2 microbatches=2")

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from launched import Command
 
-from plait import joined
-from plait.errors import PlaitError, Problem
-from plait.launch import here, started
+from plait.config.errors import PlaitError, Problem
+from plait.engine import joined_ranks as joined
+from plait.engine.run_directory import Run
+from plait.launch import fork as here
+from plait.launch import started_by as started
 from plait.launch.place import Place
-from plait.run import Run
 
 JOB = hostile.__file__
 

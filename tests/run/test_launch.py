@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.errors import PlaitError, Problem
-from plait.launch import here, place
+from plait.config.errors import PlaitError, Problem
+from plait.launch import fork as here
+from plait.launch import place
 from plait.launch.place import Place
 
 

@@ -11,9 +11,9 @@ import torch
 from launched import Command, rows
 
 from plait import Engine, PlaitError, Plan
-from plait.cli import main
-from plait.launch import here
-from plait.manifest import read_manifest
+from plait.checkpoint.manifest import read_manifest
+from plait.cli.main import main
+from plait.launch import fork as here
 
 JOB = str(Path(nonfinite.__file__))
 FEW = [

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.cli import main
-from plait.errors import PlaitError
+from plait.cli.main import main
+from plait.config.errors import PlaitError
+from plait.config.machine import CORES, Device, Machine, Rates
+from plait.config.network import Link
+from plait.config.plan import Plan
 from plait.launch import detect
-from plait.machine import CORES, Device, Machine, Rates
-from plait.network import Link
-from plait.plan import Plan
 from plait.planner import goals
 from plait.planner.answer import ask
-from plait.planner.asking import Asked, sized
-from plait.planner.cores import Cores
-from plait.planner.trying import in_turn, whole
+from plait.planner.cpu import Cores
+from plait.planner.question import Asked, sized
+from plait.planner.trial import in_turn, whole
 from tests import jobs
 
 JOB = str(Path(__file__).parents[1] / "training.py")
@@ -98,7 +98,7 @@ def test_a_plan_that_cannot_be_built_says_why() -> None:
 
 
 def test_failed_plans_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plait.planner import trying
+    from plait.planner import trial as trying
 
     found = ask(Asked.of(jobs.mlp(), "job.py", TWO), {})
     options = SimpleNamespace(tries=2, job="job.py", arguments={})

@@ -13,16 +13,16 @@ from xml.etree import ElementTree
 import pytest
 from launched import Command
 
-from plait.cli import main
-from plait.errors import PlaitError
-from plait.plan import Plan
+from plait.cli.main import main
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.run_directory import Run
+from plait.parallel.pipeline.schedules import table
 from plait.report.drawing import drawn, page
 from plait.report.spans import Span, flat
 from plait.report.summary import curve, summary, text
 from plait.report.timeline import Block, Row, Timeline, predict, timeline
 from plait.report.trace import trace
-from plait.run import Run
-from plait.schedules import table
 
 JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
 PLAN = "pp=2 microbatches=3 schedule=zb"

@@ -12,8 +12,8 @@ from launched import Command, rows
 from saved import manifest, tensors
 
 from plait import Engine, PlaitError
-from plait.cli import main
-from plait.manifest import MANIFEST, seal, unseal
+from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.cli.main import main
 from run.test_checkpoint_hostile import changes
 
 JOB = str(Path(changing.__file__))

@@ -14,11 +14,11 @@ from launched import TEST_JOB, Command, rows
 from saved import tensors
 
 import plait
-from plait import gathering
-from plait.engine import Engine
-from plait.launch import here
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.plan import Plan
+from plait.parallel.fsdp import groups as gathering
 from run.test_train import ledger
 
 STEPS = 24

@@ -10,7 +10,7 @@ from launched import TEST_JOB, Command, rows
 from saved import tensors
 
 import plait
-from plait.randomness import permutation
+from plait.randomness.keyed import permutation
 
 
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_nothing_listens_but_loopback(tmp_path: Path) -> None:
 
 
 def test_plain_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.console.EVERY", 0.2)
+    monkeypatch.setattr("plait.cli.console.EVERY", 0.2)
     command = Command("train", TEST_JOB, "--nproc", "2", "--job.pause", "0.03", "--json", folder=tmp_path)
     assert command.wait() == 0
     lines = [line for line in command.output.splitlines() if " step=" in line]
@@ -156,7 +156,7 @@ def job():
 def test_a_slow_loader_is_named_and_not_taken_for_communication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.console.EVERY", 0.0)
+    monkeypatch.setattr("plait.cli.console.EVERY", 0.0)
     (tmp_path / "slow.py").write_text(SLOW)
     command = Command("train", "slow.py", "--nproc", "2", folder=tmp_path)
     assert command.wait() == 0, command.output

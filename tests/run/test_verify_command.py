@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import main
+from plait.cli.main import main
 
 JOB = """
 import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import main
+from plait.cli.main import main
 
 SECONDS = 2.0
 JOBS = str(Path(__file__).parents[1] / "jobs_wrong.py")

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
-from plait.launch.here import run
+from plait.launch.fork import run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from sent import Sent

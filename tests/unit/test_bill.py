@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from plait import Job, PlaitError, Plan
-from plait.allocations import Allocations
-from plait.bill import Costing, bill, table
-from plait.cli import main
-from plait.dryrun import dry_run
-from plait.reducer import fill
+from plait.cli.main import main
+from plait.parallel.data.buckets import fill
+from plait.planner.dryrun.allocations import Allocations
+from plait.planner.dryrun.bill import Costing, bill, table
+from plait.planner.dryrun.dry_run import dry_run
 
 WIDTH, BATCH = 100, 60
 PARAMETERS = 4 * (20 * WIDTH + WIDTH + WIDTH * 10 + 10)
@@ -182,7 +182,7 @@ def test_optimizers_that_read_their_tensors_are_followed(optimizer: Any) -> None
 
 
 def test_an_optimizer_that_is_too_large_to_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.stepping.HOLDS", 100)
+    monkeypatch.setattr("plait.model.optimizer_step.HOLDS", 100)
     with pytest.raises(PlaitError, match="M015"):
         of("dp=2", optimizer=Choosing)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from plait import console
-from plait.console import Console, live_line, plain_line
+from plait.cli import console
+from plait.cli.console import Console, live_line, plain_line
 
 STATUS: dict[str, Any] = {
     "step": 187, "steps": 300, "loss": 2.2049, "rate": 23400.4, "unit": "tok/s", "share": 0.853, "devices": 2,

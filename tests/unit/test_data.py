@@ -12,20 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from plait.data import (
-    Batch,
-    Micro,
-    Position,
-    Share,
-    checked,
-    collate,
-    example,
-    first_samples,
-    opened,
-    weigh,
-)
-from plait.errors import PlaitError, Problem
-from plait.loading import batches
+from plait.config.errors import PlaitError, Problem
+from plait.data.batch import Batch, Micro, Position, Share, checked, collate, example, first_samples, opened, weigh
+from plait.data.loading import batches
 
 from .datasets import Augmented, Padded, Plain, Sized, Stateful, Stream, Torch, Trees
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 import training
 
-from plait import torchseam, verify
-from plait.errors import PlaitError
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
 from plait.launch import detect, devices
-from plait.plan import Plan
+from plait.tensors import torch_private as torchseam
+from plait.verify import verify
 
 
 @pytest.fixture

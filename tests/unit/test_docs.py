@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 import pytest
 
 from plait import Engine, Evaluate, Job
-from plait.cli import EXAMPLES, _job_arguments, _parsed, _parser
-from plait.errors import PlaitError, explain
-from plait.job import load_job
-from plait.plan import KEYS, Plan
+from plait.cli.main import EXAMPLES, _job_arguments, _parsed, _parser
+from plait.config.errors import PlaitError, explain
+from plait.config.job import load_job
+from plait.config.plan import KEYS, Plan
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "plait"
@@ -24,7 +24,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 WALK = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
 ERRORS = (SOURCE / "errors.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
-TECHNIQUES = [p for p in sorted((SOURCE / "strategies").glob("*.py")) if p.stem not in ("__init__", "strategy")]
+TECHNIQUES = [
+    p
+    for p in sorted((SOURCE / "parallel").rglob("*.py"))
+    if p.stem in ("strategy", "accumulate", "batch_norm", "compiled", "offload", "precision", "recompute", "threads")
+    and p.parts[-2:] != ("parallel", "strategy.py")
+]
 README_LINES, WALK_LINES = 25, 195
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait import Job, PlaitError, Plan
-from plait.cli import main
-from plait.dryrun import dry_run, known
-from plait.kinds import Kinds
-from plait.messages import Mail, Message, agree
-from plait.pretending import Pretending, process_group
-from plait.torchseam import FakeTensorMode
+from plait.cli.main import main
+from plait.planner.dryrun.dry_run import dry_run, known
+from plait.planner.dryrun.pretend import Pretending, process_group
+from plait.planner.dryrun.rank_kinds import Kinds
+from plait.planner.dryrun.traffic import Mail, Message, agree
+from plait.tensors.torch_private import FakeTensorMode
 
 WIDTH, BATCH = 8, 20
 
@@ -119,7 +119,7 @@ def test_sixteen_thousand_ranks_are_few_kinds() -> None:
 @pytest.fixture(scope="module")
 def mails() -> dict[int, Mail]:
     """Of the four ranks of a pipeline of two stages, each cut in two."""
-    from plait import dryrun
+    from plait.planner.dryrun import dry_run as dryrun
 
     plan = Plan.parse("pp=2 tp=2 microbatches=2")
     sketch = dryrun.known(job(), plan)[0]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.errors import FAILED, USAGE, PlaitError, Problem, did_you_mean, explain
-from plait.launch import failing
+from plait.config.errors import FAILED, USAGE, PlaitError, Problem, did_you_mean, explain
+from plait.launch import failure_report as failing
 
 SOURCE = Path(plait.__file__).parent
 CODE = re.compile(r'"([A-Z]\d{3})"')

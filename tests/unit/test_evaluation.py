@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from plait import Evaluate, Job
-from plait.errors import PlaitError
-from plait.evaluation import evaluate
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.evaluate import evaluate
 from plait.launch.place import Place
-from plait.plan import Plan
 
 from .datasets import Augmented, Plain, Sized, Stream, Torch
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.errors import PlaitError
-from plait.launch import here
+from plait.config.errors import PlaitError
+from plait.launch import fork as here
 
 TESTS = Path(__file__).parents[1]
 JOB = str(TESTS / "training.py")
@@ -37,7 +37,7 @@ VERBS = {
 SCRIPT = """
 import ctypes, json, os, sys
 import torch
-import plait.engine, plait.cli
+import plait.engine.engine, plait.cli.main
 torch.set_num_threads(1)
 ctypes.CDLL(sys.argv[1]).put()
 found = {}
@@ -52,7 +52,7 @@ for name, argv in json.loads(sys.argv[2]).items():
             if name == "backward":
                 torch.ones(1, requires_grad=True).backward()
                 argv = argv[1:]
-            code = plait.cli.main(argv)
+            code = plait.cli.main.main(argv)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.plan import KEYS
-from plait.steps import SPANS
-from plait.strategies import ORDER
+from plait.config.plan import KEYS
+from plait.engine.step import SPANS
+from plait.parallel.order import ORDER
 
 ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import main
-from plait.errors import PlaitError
-from plait.machine import Machine
-from plait.plainfile import open_plain, read_plain
-from plait.plan import Plan
-from plait.weights import open_weights
+from plait.checkpoint.weights import open_weights
+from plait.cli.main import main
+from plait.config.errors import PlaitError
+from plait.config.machine import Machine
+from plait.config.plain_file import open_plain, read_plain
+from plait.config.plan import Plan
 
 Maker = Callable[[Path], None]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from plait import Evaluate, Job
-from plait.errors import PlaitError, Problem
-from plait.job import load_job
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import load_job
 
 HEAD = """
 from typing import Literal, Optional

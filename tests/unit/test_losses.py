@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait import Evaluate, LinearCrossEntropy, PlaitError, linear_cross_entropy
-from plait.engine import Engine
+from plait.engine.engine import Engine
 from plait.launch.place import Place
-from plait.losses import Headed
-from plait.torchseam import leaves
+from plait.losses.linear_cross_entropy import Headed
+from plait.tensors.torch_private import leaves
 
 
 def drawn(dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[list[Tensor], Tensor]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import PlaitError
-from plait.machine import Collectives, Loader, Machine, Matmuls, Rates, between, seconds_at
-from plait.machinefile import CATALOGUE, KEYS, catalogue
-from plait.network import FITTED, REACHED
+from plait.config.errors import PlaitError
+from plait.config.machine import Collectives, Loader, Machine, Matmuls, Rates, between, seconds_at
+from plait.config.machine_text import CATALOGUE, KEYS, catalogue
+from plait.config.network import FITTED, REACHED
 
 FILES = sorted(CATALOGUE.glob("*.toml"))
 UNITS = ("_gib", "_gb_per_s", "gb_per_s", "_tflops", "gbit_per_s_per_node", "_us")
@@ -288,7 +288,7 @@ def test_lines_between_points() -> None:
 
 
 def test_a_machine_needs_no_torch() -> None:
-    code = "import sys, plait.machine; plait.machine.Machine.named('h100x8'); assert 'torch.distributed' not in sys.modules"
+    code = "import sys, plait.config.machine; plait.config.machine.Machine.named('h100x8'); assert 'torch.distributed' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

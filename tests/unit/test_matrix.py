@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from plait.plan import AXES, Plan
+from plait.config.plan import AXES, Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "matrix.md").read_text(encoding="utf-8") if (DOCS / "matrix.md").exists() else ""

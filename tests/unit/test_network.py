@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait import network
-from plait.network import FITTED, HOPS, PROTOCOLS, Link, levels
+from plait.config import network
+from plait.config.network import FITTED, HOPS, PROTOCOLS, Link, levels
 
 NVLINK = Link("nvlink", 8, 100e9, HOPS["nvlink"][0])
 NETWORK = Link("network", None, 10e9, HOPS["network"][0], "network")

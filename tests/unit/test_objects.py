@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.objects import learn, refill
-from plait.torchseam import tree_flatten, tree_map_only, tree_unflatten
+from plait.tensors.torch_private import tree_flatten, tree_map_only, tree_unflatten
+from plait.tensors.trees import learn, refill
 
 
 class Plain:

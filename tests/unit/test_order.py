@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.actions import Table
-from plait.post import Letter, Post, Routes, routes
-from plait.schedules import SCHEDULES, problems, table
+from plait.parallel.pipeline.p2p import Letter, Post, Routes, routes
+from plait.parallel.pipeline.schedules import SCHEDULES, problems, table
+from plait.parallel.pipeline.table import Table
 
 Message = tuple[int, int, int]
 """Sender, receiver, tag."""

@@ -8,10 +8,10 @@ from jobs_padded import Pairs, Sentences, Streamed, tagger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from plait.data import Position, Share, beside, collate, rows_of
-from plait.engine import Engine
-from plait.loading import batches
-from plait.padding import Padding, fetching, packed, unpacked
+from plait.data.batch import Position, Share, beside, collate, rows_of
+from plait.data.loading import batches
+from plait.data.padding import Padding, fetching, packed, unpacked
+from plait.engine.engine import Engine
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import PlaitError, Problem
-from plait.plan import AXES, KEYS, Plan
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import AXES, KEYS, Plan
 
 
 def problems(call, *arguments) -> list[Problem]:

@@ -11,26 +11,26 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import plait
-from plait.bill import bill
-from plait.cli import main
-from plait.errors import PlaitError
-from plait.job import Job
-from plait.machine import Machine
-from plait.plan import Plan
+from plait.cli.main import main
+from plait.cli.plan import impossible, size
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.machine import Machine
+from plait.config.plan import Plan
+from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.simulate import simulate
 from plait.planner import goals
-from plait.planner.anchors import NOISE, Traits, correction
 from plait.planner.answer import answer, ask, text, toml, why_not
-from plait.planner.asking import Asked, sized
-from plait.planner.branches import branch_samples, branches
-from plait.planner.command import impossible, size
-from plait.planner.cores import Cores
+from plait.planner.cpu import Cores
+from plait.planner.dryrun.bill import bill
 from plait.planner.estimate import alive, estimate, played
 from plait.planner.fewer import compared, halves
-from plait.planner.pace import Pace, Software
+from plait.planner.question import Asked, sized
 from plait.planner.search import Candidate, Found, search
+from plait.planner.space import branch_samples, branches
+from plait.planner.time import Pace, Software
+from plait.planner.uncertainty import NOISE, Traits, correction
 from plait.planner.workload import Block, Product, Workload
-from plait.schedules import table
-from plait.simulate import simulate
 
 
 class Layer(nn.Module):
@@ -447,7 +447,7 @@ def test_a_machine_of_which_nothing_is_known_is_guessed_and_said() -> None:
 
 
 def _unknown() -> Machine:
-    from plait.machine import Device
+    from plait.config.machine import Device
 
     return Machine("cores", Device("some processor", 8 << 30), devices_per_node=2)
 
@@ -470,7 +470,7 @@ def test_wrong_questions_are_refused(words: list[str], code: str, capsys, tmp_pa
 def test_a_run_that_fails_when_tried_says_why(tmp_path) -> None:
     from types import SimpleNamespace
 
-    from plait.planner.trying import measure
+    from plait.planner.trial import measure
 
     options = SimpleNamespace(job=str(tmp_path / "none.py"), arguments={}, batch=None)
     assert "J001" in str(measure(options, Plan(dp=1)))

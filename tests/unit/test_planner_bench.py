@@ -19,8 +19,8 @@ from published import run_of  # noqa: E402
 from scores import Case, choice, memory, spearman, times  # noqa: E402
 from sites import network  # noqa: E402
 
-from plait.planner import anchors  # noqa: E402
-from plait.planner.anchors import Traits  # noqa: E402
+from plait.planner import uncertainty as anchors  # noqa: E402
+from plait.planner.uncertainty import Traits  # noqa: E402
 
 
 def case(measured: float, predicted: float, group: str = "g", **others) -> Case:

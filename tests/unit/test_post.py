@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.post import AHEAD, Letter, Post, Routes, routes
-from plait.schedules import table
+from plait.parallel.pipeline.p2p import AHEAD, Letter, Post, Routes, routes
+from plait.parallel.pipeline.schedules import table
 
 SHAPES = (("sequential", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2))
 

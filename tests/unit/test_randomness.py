@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.build import call
-from plait.randomness import Randomness
-from plait.sketch import sketch
+from plait.engine.build import call
+from plait.model.sketch import sketch
+from plait.randomness.keyed import Randomness
 
 BATCH, PARTS = 4, ((0, 1), (1, 3))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import PlaitError
-from plait.plan import Plan
-from plait.run import Run, environment, job_name
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.run_directory import Run, environment, job_name
 
 
 def create(root: Path, job: str = "net.py", plan: Plan | None = None) -> Run:

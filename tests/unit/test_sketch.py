@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.build import call
-from plait.making import in_training
-from plait.randomness import host_state
-from plait.sketch import Sketch, sketch
+from plait.engine.build import call
+from plait.model.make import in_training
+from plait.model.sketch import Sketch, sketch
+from plait.randomness.keyed import host_state
 
 
 def of(model: nn.Module, *shape: int) -> Sketch:

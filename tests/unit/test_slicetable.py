@@ -11,10 +11,10 @@ import pytest
 from jobs_unlike import Chain
 from torch import nn
 
-from plait.cli import main
-from plait.errors import PlaitError
-from plait.plan import Plan
-from plait.slicetable import Shown, _form, _label, _sisters, shown, text, way
+from plait.cli.main import main
+from plait.cli.tensor_table import Shown, _form, _label, _sisters, shown, text, way
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
 
 LLAMA = str(Path(__file__).parents[2] / "examples" / "llama" / "job.py")
 
@@ -75,7 +75,7 @@ def test_names() -> None:
     assert _label(["a.0.b.0", "a.0.b.1", "a.1.b.0"]) == "a.*.b.*" and _label([""]) == "the model"
     assert _sisters(["a.0.q", "a.1.q", "a.0.k", "a.1.k"]) == "a.0-1.q, k" and _sisters(["a.0", "a.1"]) == "a.0-1"
     assert _sisters(["x", "y"]) == "x, y" and _form("a.3 reaches a.4.b, not 2") == "a.* reaches a.*.b, not 2"
-    from plait.slices import Cut
+    from plait.model.slices import Cut
 
     assert way(Cut("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2))))) == "inside 2 parts"
 

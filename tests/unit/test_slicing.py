@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from plait import multihead
-from plait.errors import PlaitError
-from plait.resizing import resized
-from plait.slices import Cut, Group, Slices
-from plait.slicing import find
-from plait.slicing_calls import Still
-from plait.slicing_check import kept, set_integer, taken
-from plait.slicing_maps import find_maps
+from plait.config.errors import PlaitError
+from plait.model.slices import Cut, Group, Slices
+from plait.parallel.tensor.find.calls import Still
+from plait.parallel.tensor.find.check import kept, set_integer, taken
+from plait.parallel.tensor.find.finder import find
+from plait.parallel.tensor.find.linear_maps import find_maps
+from plait.parallel.tensor.local_sizes import resized
+from plait.tensors import multihead
 
 WIDTH, LENGTH = 24, 5
 

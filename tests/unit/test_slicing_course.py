@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from plait.slicing import find
+from plait.parallel.tensor.find.finder import find
 
 WIDTH, HEADS, WINDOW = 16, 4, 8
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from plait.errors import PlaitError
-from plait.launch import started
+from plait.config.errors import PlaitError
+from plait.launch import started_by as started
 
 SEVERAL = {
     "srun": {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8"},

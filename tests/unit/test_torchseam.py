@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from plait import torchseam
-from plait.draws import mask_op
-from plait.launch.here import run
-from plait.torchseam import SEEDED, GraphExecGroup, checkpoint_frame, fake_failures, leaves, recompute_once
+from plait.launch.fork import run
+from plait.randomness.distributions import mask_op
+from plait.tensors import torch_private as torchseam
+from plait.tensors.torch_private import SEEDED, GraphExecGroup, checkpoint_frame, fake_failures, leaves, recompute_once
 
 from .test_house import FILES, at, private_torch_names
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.build import call
-from plait.engine import Engine
+from plait.engine.build import call
+from plait.engine.engine import Engine
 
 
 def llama() -> Any:

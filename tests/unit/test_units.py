@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import plait
-from plait.build import call
-from plait.cli import main
-from plait.errors import PlaitError
-from plait.job import load_job
-from plait.outline import outline, short
-from plait.sketch import Sketch, sketch
-from plait.templates import NOTHING
-from plait.unitcalls import Figure, UnitCall
+from plait.cli.main import main
+from plait.config.errors import PlaitError
+from plait.config.job import load_job
+from plait.engine.build import call
+from plait.model.costs import Figure, UnitCall
+from plait.model.sketch import Sketch, sketch
+from plait.model.table import outline, short
+from plait.tensors.output_form import NOTHING
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -461,7 +461,7 @@ def test_what_only_measuring_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) 
     def fails(*_: Any) -> None:
         raise ValueError("no formula")
 
-    monkeypatch.setattr("plait.effort.flops_of", fails)
+    monkeypatch.setattr("plait.model.operations.flops_of", fails)
     found = sketch(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), lambda n: torch.ones(n, 4), call)
     assert found.unmeasured == "ValueError: no formula" and not found.by_values and found.places == {"1#1#1": 0}
     assert (found.units, found.calls, found.rest) == ((), (), ("0.weight", "0.bias"))

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from plait import windows
-from plait.build import call
-from plait.draws import bits
-from plait.errors import PlaitError
-from plait.randomness import Randomness
-from plait.ranges import Rows
-from plait.sketch import sketch
-from plait.windows import Share, Windows, differing, sub_block
+from plait.config.errors import PlaitError
+from plait.engine.build import call
+from plait.model.sketch import sketch
+from plait.randomness import sub_block as windows
+from plait.randomness.distributions import bits
+from plait.randomness.keyed import Randomness
+from plait.randomness.sub_block import Share, Windows, differing, sub_block
+from plait.tensors.rows import Rows
 
 BATCH, FIRST = 4, 1
 STRETCHES = ((0, BATCH), (FIRST, BATCH - FIRST))

@@ -1,1 +1,1 @@
-"""How processes come to be: forked here (`here.py`) or started by others and joined (`place.py`)."""
+"""How processes come to be: forked here (`launch/fork.py`) or started by others and joined (`launch/place.py`)."""

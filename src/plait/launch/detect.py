@@ -15,12 +15,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plait.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem
+from plait.config.machine import CORES, Device, Machine
+from plait.config.machine_text import CATALOGUE
+from plait.config.network import HOPS, REACHED, Link
 from plait.launch import devices
 from plait.launch.place import cores, world
-from plait.machine import CORES, Device, Machine
-from plait.machinefile import CATALOGUE
-from plait.network import HOPS, REACHED, Link
 
 FILE = Path("machine.toml")
 """Where `plait bench` writes what it measured, and where `--machine here` looks first: the current directory."""

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from plait.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem
 
 
 def cuda_names() -> list[str]:
@@ -15,7 +15,7 @@ def cuda_names() -> list[str]:
     """
     import torch
 
-    from plait.torchseam import devices_by_driver
+    from plait.tensors.torch_private import devices_by_driver
 
     if torch.version.cuda is None and torch.version.hip is None:
         return []

@@ -10,7 +10,7 @@ import resource
 import socket
 from collections.abc import Iterator
 
-from plait.errors import FAILED, PlaitError, Problem
+from plait.config.errors import FAILED, PlaitError, Problem
 
 FILES_WANTED = 4096
 """A soft limit of open files below this is raised, as far as the hard limit allows: loader processes pass tensors as files."""

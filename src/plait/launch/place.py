@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from plait.launch import started
+from plait.launch import started_by as started
 
 WATCHED, JOINED = timedelta(days=7), timedelta(minutes=30)
 """How long a collective may wait: beside plait's launcher, which finds a rank that hangs; and under another launcher."""

@@ -20,13 +20,13 @@ from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
-from plait.job import LIBRARIES
+from plait.config.job import LIBRARIES
 
 _STANDING = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """The signal for those in compiled code: one that programs do not use, where the system has any."""
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _STDLIB, _PLAIT = LIBRARIES[1:3], LIBRARIES[0]
-_LAUNCHER = str(Path(__file__).with_name("here.py"))
+_LAUNCHER = str(Path(__file__).with_name("fork.py"))
 _COMPILING = (
     "_dynamo/convert_frame.py", "_inductor/compile_fx.py", "_inductor/codecache.py", "_inductor/async_compile.py",
     "_inductor/cpp_builder.py", "_functorch/aot_autograd.py", "triton/compiler/",

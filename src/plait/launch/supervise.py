@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.errors import PlaitError, Problem
-from plait.launch.hang import HangDetector, told
+from plait.config.errors import PlaitError, Problem
+from plait.launch.failures import Failure, Watch, hung
+from plait.launch.hangs import HangDetector, told
+from plait.launch.progress import Words
 from plait.launch.stacks import Stacks
-from plait.launch.watch import Failure, Watch, hung
-from plait.launch.words import Words
 
 SAYING = 2.0
 """Seconds that ranks are given to say what happened to them while only victims are known."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from plait.outline import aligned, short, size
-from plait.plan import Plan
-from plait.planner.anchors import PARTS, SPENT, Correction, Traits, correction
-from plait.planner.asking import CONTEXT, Asked
-from plait.planner.branches import Question, branch_samples
+from plait.config.plan import Plan
+from plait.model.table import aligned, short, size
 from plait.planner.estimate import estimate
+from plait.planner.question import CONTEXT, Asked
 from plait.planner.search import ALIKE, Candidate, Found, search
+from plait.planner.space import Question, branch_samples
+from plait.planner.uncertainty import PARTS, SPENT, Correction, Traits, correction
 
 CLASSICAL = ("dp", "fsdp", "tp", "pp")
 """What everybody knows: all devices on one axis."""

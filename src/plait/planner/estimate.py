@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf
 
-from plait.actions import Table
-from plait.plan import Plan
-from plait.planner import room
-from plait.planner.pace import Pace, Work, item
+from plait.config.plan import Plan
+from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.simulate import makespan
+from plait.parallel.pipeline.table import Table
+from plait.planner import memory as room
+from plait.planner.time import Pace, Work, item
 from plait.planner.workload import Block
-from plait.schedules import table
-from plait.simulate import makespan
 
 BUCKET = 32 << 20
 """Bytes of gradients that are reduced together."""

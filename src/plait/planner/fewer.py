@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from plait.machine import Machine
+from plait.config.machine import Machine
 from plait.planner.answer import Answer, One, Row, why_not
-from plait.planner.asking import Asked, sized
+from plait.planner.question import Asked, sized
 from plait.planner.search import ALIKE, Found, search
 
 KEPT = ("precision", "recompute", "compile", "offload")

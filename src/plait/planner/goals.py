@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
-from plait.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem
 from plait.launch.devices import kind_of
-from plait.outline import aligned, short
+from plait.model.table import aligned, short
 from plait.planner.answer import WORDS, Answer, ask
-from plait.planner.asking import Asked, sized
 from plait.planner.fewer import halves
+from plait.planner.question import Asked, sized
 
 HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
 
@@ -238,7 +238,7 @@ def tried(found: Answer, options: Any) -> Answer:
 
     A plan that fails is no answer; M014 when all do.
     """
-    from plait.planner.trying import in_turn, measure
+    from plait.planner.trial import in_turn, measure
 
     if found.asked.accelerated and kind_of("auto") == "cpu":
         why = f"{found.asked.machine} is another machine, and plans are run on this one"

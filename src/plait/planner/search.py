@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from plait.plan import Plan
-from plait.planner import room
-from plait.planner.branches import MOST, Question, branch_samples, branches, of, orders, shardings
+from plait.config.plan import Plan
+from plait.planner import memory as room
 from plait.planner.estimate import Estimate, estimate, touched
-from plait.planner.pace import Pace
+from plait.planner.space import MOST, Question, branch_samples, branches, of, orders, shardings
+from plait.planner.time import Pace
 
 ALIKE = 0.02
 """Predicted times that differ by less are the same to anyone who has to choose: the simplest of them comes first."""

@@ -1,7 +1,7 @@
 """What a step of a model costs, apart from any machine and any plan: products of matrices, bytes moved, bytes kept.
 
 A `Workload` is a sketch boiled down to what its time and its memory depend on: blocks in the order of the forward pass,
-alike neighbours as one with a count. Figures are those of one sample. `boil.py` makes one from a sketch.
+alike neighbours as one with a count. Figures are those of one sample. `planner/from_sketch.py` makes one from a sketch.
 """
 
 from dataclasses import dataclass

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
 
-from plait.errors import PlaitError, Problem
-from plait.plan import Plan
-from plait.run import Run
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.engine.run_directory import Run
 
 WARM_UP, KEPT = 3, 200
 """The first steps are not typical, and the last ones tell enough."""
@@ -17,7 +17,7 @@ COMPUTE = ("F", "B", "I", "W")
 
 
 class Span(NamedTuple):
-    """What took a rank's time from `start` to `end`, in seconds. Its name is one of `plait.steps.SPANS` or an action."""
+    """What took a rank's time from `start` to `end`, in seconds. Its name is one of `plait.engine.step.SPANS` or an action."""
 
     name: str
     start: float

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from plait.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60

@@ -1,6 +1,6 @@
 """The picture of a step as values: rows of boxes, one row per rank, measured above predicted.
 
-Predicted is what `plait.simulate` makes of the planned table with the measured median time of each stage's F, B, I and W,
+Predicted is what `plait.parallel.pipeline.simulate` makes of the planned table with the measured median time of each stage's F, B, I and W,
 of handing a message over, and of a message on its way over each boundary between stages. So a difference between the
 two is neither a slow stage nor a slow link but what no table shows: times that vary, and cores or links that are shared.
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from plait.actions import Table
-from plait.plan import Plan
+from plait.config.plan import Plan
+from plait.engine.run_directory import Run
+from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.simulate import Played, hops, simulate
+from plait.parallel.pipeline.table import Table
 from plait.report.spans import COMPUTE, Measured, Span, read
-from plait.run import Run
-from plait.schedules import table
-from plait.simulate import Played, hops, simulate
 
 SPANS = 100_000
 """About how many the medians are of, at most."""

@@ -1,0 +1,360 @@
+"""Checkpoints: a directory of safetensors and a JSON manifest, published by one rename, every byte under a digest.
+
+    checkpoints/step-000200/manifest.json               what is inside and where, sealed; sizes and digests of the files
+    checkpoints/step-000200/model-00000.safetensors     the pieces of parameters and buffers that rank 0 wrote
+    checkpoints/step-000200/optimizer-00000.safetensors
+    checkpoints/step-000300.tmp-5f0c61d2/               being written, or left by a killed save: never read
+
+Every rank writes and reads its own pieces (`checkpoint/chunks.py`), so a checkpoint of one plan is read under any other. A save
+writes beside the old checkpoints and renames last; whatever moment it is killed at, the previous one is whole. A load
+believes nothing before its digest: what is damaged is refused by name, on all ranks alike, and the one before is used.
+Nothing is pickled, so loading runs no code.
+"""
+
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from plait.checkpoint import fingerprint, state
+from plait.checkpoint import optimizer_state as optstate
+from plait.checkpoint.chunks import Held, assign
+from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from plait.checkpoint.reading import Reader
+from plait.checkpoint.safetensors_file import Cancelled, Damaged
+from plait.checkpoint.saving import Errand, Snapshot, discard, free_bytes, publish, room, write_part
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.data.batch import is_map
+from plait.tensors.exchange import exchange
+from plait.tensors.finite import several
+
+if TYPE_CHECKING:
+    from plait.engine.engine import Engine
+    from plait.tensors.part import Part
+
+
+@dataclass
+class _Flight:
+    """A save between its copy and its publication."""
+
+    path: Path
+    building: Path
+    keep: int
+    empty: list[Held]
+    errand: Errand
+    publishing: bool = False
+
+
+class Checkpoints:
+    """The checkpoints in a directory, and the save that is on its way."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.refused: list[Problem] = []
+        """Damaged checkpoints that `resume` passed over."""
+        self.marked: list[Problem] = []
+        """Checkpoints of this run with weights or optimizer state that are not finite, for rank 0 to tell of."""
+        self.changed: list[str] = []
+        """What differs between the job of the checkpoint that was resumed and this one, a line each."""
+        self.parent: str | None = None
+        self._damaged: set[Path] = set()
+        self._flight: _Flight | None = None
+        self._snapshot = Snapshot()
+        self._held: list[list[Held]] = []
+        self._allow = False
+
+    def found(self) -> list[Path]:
+        """Published checkpoints, newest first."""
+        named = (p for p in self.directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
+        return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
+
+    def save(self, engine: "Engine", keep: int, wait: bool = True) -> Path:
+        """Save the engine's state, and keep the newest `keep` checkpoints; every rank calls it.
+
+        It returns once the state is copied, or with `wait` once the checkpoint is published. A save that is still on
+        its way is finished first. K004 on all ranks when any rank could not write.
+        """
+        self.finish(engine)
+        path = self.directory / f"step-{engine.position.step:06d}"
+        parts, values, token, free = self._agree(engine, path)
+        if token:
+            shares = assign(self._held)
+            self._room_for(path, shares, free)
+            mine = shares[engine.place.rank]
+            empty = [held for rank in self._held for held in rank if not held.bytes and 0 in held.shape]
+            tensors = dict(self._snapshot.take(mine, parts))
+            building = path.with_name(f"{path.name}.tmp-{token}")
+            rank = engine.place.rank
+            rule = engine.guard.rule
+            errand = Errand(lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule))
+            self._flight = _Flight(path, building, keep, empty, errand)
+        if wait:
+            self.finish(engine)
+        return path
+
+    def _agree(self, engine: "Engine", path: Path) -> tuple[dict[str, "Part"], dict[str, Any], str, float]:
+        """What this rank holds and knows; the save's token ("" when there is nothing to save) and the bytes free there.
+
+        Token and bytes are rank 0's on all ranks. What every rank holds is exchanged when it changed.
+        """
+        rank, word = engine.place.rank, dict[str, Any]()
+        parts, values, held = dict[str, Any](), dict[str, Any](), list[Held]()
+        try:
+            if not self._held:
+                optstate.check(engine)
+            parts, values = state.parts_of(engine), state.values_of(engine)
+            held = state.held_of(parts)
+        except PlaitError as error:
+            word["problems"] = [vars(p) for p in error.problems]
+        if not self._held or held != self._held[rank]:
+            word["held"] = [[h.name, h.dtype, h.itemsize, h.shape, h.start, h.size] for h in held]
+        if rank == 0:
+            there = path.exists() and path not in self._damaged
+            word["token"] = "" if there else secrets.token_hex(4)
+            self._tidy()
+            word["free"] = free_bytes(self.directory)
+        said = [json.loads(text) for text in self._exchange(engine, json.dumps(word).encode())]
+        _raise_first(said)
+        known = self._held or [[] for _ in said]
+        self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
+        return parts, values, said[0]["token"], said[0]["free"]
+
+    def _room_for(self, path: Path, shares: list[list[Held]], free: float) -> None:
+        """K004 on all ranks, before a byte is written, when the checkpoint cannot fit: a part of one would take the
+        room that metrics and the log still have."""
+        needed = room(shares)
+        if needed > free:
+            raise PlaitError(_unwritable(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
+
+    def word(self, ranks: int) -> float:
+        """This rank's part of a sum over ranks: it reaches `ranks` when all have finished, and passes it after a failure."""
+        if self._flight is None:
+            return 0.0
+        return {0: 0.0, 1: 1.0, -1: 2.0 * ranks}[self._flight.errand.state]
+
+    def heard(self, engine: "Engine", total: float) -> None:
+        """Told the sum of all ranks' words, go on: publish, finish, or raise K004. All ranks hear the same sum."""
+        ranks = engine.place.world
+        if self._flight is None or total < ranks:
+            return
+        if total > ranks:
+            self._give_up(engine, self._flight)
+        elif not self._flight.publishing:
+            self._flight.publishing = True
+            if engine.place.rank == 0:
+                self._flight.errand = Errand(lambda _, flight=self._flight: self._publish(flight, ranks))
+        else:
+            self.parent, self._flight = self._flight.path.name, None
+
+    def finish(self, engine: "Engine") -> None:
+        """Wait until the save on its way is published; every rank calls it. K004 when it failed."""
+        while self._flight is not None:
+            self._flight.errand.wait(lambda: engine.place.within("checkpoint"))
+            total = torch.tensor(self.word(engine.place.world), dtype=torch.float64, device=engine.built.device)
+            if engine.built.group is not None:
+                dist.all_reduce(total, group=engine.built.group)
+            self.heard(engine, float(total))
+
+    def _publish(self, flight: _Flight, ranks: int) -> None:
+        wrong = publish(flight.building, flight.path, ranks, self.parent, flight.empty)
+        if wrong:
+            self.marked.append(unsound(flight.path, wrong))
+        self._damaged.discard(flight.path)
+        good = [path for path in self.found() if path not in self._damaged]
+        last = next((path for path in good if marks(path) == ()), None)
+        for old in good[max(1, flight.keep) :]:
+            if old != last:
+                discard(old)
+
+    def _give_up(self, engine: "Engine", flight: _Flight) -> None:
+        """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
+        flight.errand.cancel()
+        self._flight = None
+        error = flight.errand.error
+        mine = error is not None and not isinstance(error, Cancelled)
+        word = dict[str, Any]()
+        if mine:
+            why = str(error) or type(error).__name__
+            word["problems"] = [vars(_unwritable(flight.path, why, free_bytes(flight.path.parent)))]
+        said = self._exchange(engine, json.dumps(word).encode())
+        if engine.place.rank == 0:
+            shutil.rmtree(flight.building, ignore_errors=True)
+        _raise_first([json.loads(text) for text in said], FAILED)
+
+    def _tidy(self) -> None:
+        """Remove what killed saves left. Only when none is on its way."""
+        for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.old")):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def resume(self, engine: "Engine", missing_ok: bool, allow: bool = False) -> Path | None:
+        """Load the newest good checkpoint into the engine, one of finite numbers if there is any; every rank calls it.
+
+        K001: there is none; K002: none is good; K003: it is of another job. Those passed over are in `refused`. What the
+        job changed is in `changed`; K010 for changes that cannot be meant, unless these are allowed.
+        """
+        self.finish(engine)
+        self.changed = []
+        self._allow = allow
+        self.refused = []
+        if engine.place.rank == 0:
+            self._tidy()
+        names = sorted({path.name for path in self.found()}, key=lambda name: -int(name[5:]))
+        wrong = {name: marks(self.directory / name) for name in names} if engine.place.rank == 0 else {}
+        mine = {"found": names, "wrong": wrong, "tensors": list(state.model_parts(engine))}
+        said = [json.loads(text) for text in self._exchange(engine, json.dumps(mine).encode())]
+        everyone = {name for word in said for name in word["tensors"]}
+        found, wrong = said[0]["found"], said[0]["wrong"]
+        for name in sorted(found, key=lambda name: bool(wrong[name])):  # the newest that is sound, then the newest
+            path = self.directory / name
+            loaded = self._load(engine, path, everyone)
+            if loaded:
+                self.parent = name
+                self._passed(name, found, wrong)
+                return path
+            self._damaged.add(path)
+        if self.refused:
+            raise PlaitError(self.refused)
+        if missing_ok:
+            return None
+        what, why = f"there is no checkpoint in {self.directory}", "nothing was saved yet"
+        raise PlaitError(Problem("K001", what, why=why, fix=("start without --resume",)))
+
+    def _passed(self, name: str, found: list[str], wrong: dict[str, Any]) -> None:
+        """After loading `name`: newer ones that are not finite are as good as damaged, and will be written anew."""
+        if wrong[name]:
+            self.marked.append(unsound(self.directory / name, wrong[name]))
+            return
+        for newer in found[: found.index(name)]:
+            if wrong[newer]:
+                self.refused.append(unsound(self.directory / newer, wrong[newer]))
+                self._damaged.add(self.directory / newer)
+
+    def _load(self, engine: "Engine", path: Path, everyone: set[str]) -> bool:
+        """Whether the checkpoint was good and is loaded. All ranks check before any believes; any rank's no is everyone's."""
+        word: dict[str, Any] = {}
+        manifest, reader, parts, hyper = None, None, dict[str, Any](), list[dict[str, Any]]()
+        try:
+            manifest = read_manifest(path)
+            why = state.mismatch(engine, manifest, everyone)
+            if why:
+                raise PlaitError(_another_job(path, why))
+            manifest, hyper, word["changed"] = self._compared(engine, manifest)
+            reader = Reader(path, manifest.files, manifest.tensors)
+            for file in list(manifest.files)[engine.place.rank :: engine.place.world]:
+                reader.file(file)
+            parts = state.wanted(engine, manifest)
+            for name, part in parts.items():
+                reader.check(name, part)
+        except Damaged as error:
+            word["damaged"] = vars(damaged(path, error))
+        except PlaitError as error:
+            word["problems"] = [vars(p) for p in error.problems]
+        said = [json.loads(text) for text in self._exchange(engine, json.dumps(word).encode())]
+        wrong = [problem_of(w["damaged"]) for w in said if "damaged" in w]
+        if wrong:
+            self.refused.append(wrong[0])
+            return False
+        _raise_first(said)
+        self.changed = said[0]["changed"]
+        assert manifest is not None and reader is not None
+        for name, part in parts.items():
+            reader.read(name, part)
+        state.give(engine, manifest, parts, hyper)
+        return True
+
+    def _compared(self, engine: "Engine", manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
+        """What to go on from, with which hyperparameters, and what is to be told of the job's changes. K010, Damaged."""
+        now = engine.fingerprint
+        hyper, told = fingerprint.hyperparameters(manifest, engine, now)
+        why = state.implausible(engine, manifest, hyper)
+        if why:
+            raise Damaged(MANIFEST, why)
+        if engine.place.rank == 0:
+            found = fingerprint.changes(manifest, engine, now)
+            fingerprint.refuse(found, self._allow)
+            told += found.told
+        data = engine.built.data
+        if is_map(data) and manifest.position.start >= len(data) and self._allow:
+            manifest = fingerprint.allowed(manifest)
+        return manifest, hyper, told
+
+    def _exchange(self, engine: "Engine", data: bytes) -> list[bytes]:
+        return exchange(data, engine.built.group, engine.built.device)
+
+
+def _held(row: list[Any]) -> Held:
+    name, dtype, itemsize, shape, start, size = row
+    return Held(name, dtype, itemsize, tuple(shape), tuple(start), tuple(size))
+
+
+def problem_of(said: dict[str, Any]) -> Problem:
+    """A problem that travelled as JSON."""
+    return Problem(said["code"], said["what"], said["why"], said["where"], tuple(said["fix"]))
+
+
+def _raise_first(said: list[dict[str, Any]], exit_code: int | None = None) -> None:
+    """The problems of the first rank that has any, on all ranks."""
+    for word in said:
+        if word.get("problems"):
+            problems = [problem_of(p) for p in word["problems"]]
+            raise PlaitError(problems) if exit_code is None else PlaitError(problems, exit_code)
+
+
+def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
+    """The manifest of a checkpoint when it can be read, and every file and tensor of it that is damaged."""
+    try:
+        manifest = read_manifest(path)
+    except Damaged as error:
+        return None, [damaged(path, error)]
+    reader, found = Reader(path, manifest.files, manifest.tensors), dict[str, Problem]()
+    steps = [lambda file=file: reader.file(file) for file in manifest.files]
+    steps += [lambda n=n, p=p: reader.check_piece(n, p) for n, e in manifest.tensors.items() for p in e.pieces]
+    for step in steps:
+        try:
+            step()
+        except Damaged as error:
+            problem = damaged(path, error)
+            found.setdefault(str(problem), problem)
+    return manifest, list(found.values())
+
+
+def damaged(path: Path, error: Damaged) -> Problem:
+    """K002 of what is wrong with a file of the checkpoint."""
+    fix = ("the checkpoint before it is used when there is one",)
+    return Problem("K002", f"{path}/{error.file} is damaged", why=error.why, fix=fix)
+
+
+def marks(path: Path) -> tuple[str, ...] | None:
+    """What of a checkpoint is not finite, as its manifest says. None: it cannot be read."""
+    try:
+        return read_manifest(path).nonfinite
+    except Damaged:
+        return None
+
+
+def unsound(path: Path, wrong: Sequence[str]) -> Problem:
+    """N004 of a checkpoint in which these are not finite."""
+    what = f"{path} holds numbers that are not finite"
+    why = f"NaN or infinity in {len(wrong)} tensors: {several(wrong)}"
+    return Problem(
+        "N004", what, why=why, fix=("--resume takes the newest checkpoint without any, which is never deleted",)
+    )
+
+
+def _another_job(path: Path, why: str) -> Problem:
+    fix = ("resume with the job and the --job arguments it was started with",)
+    return Problem("K003", f"{path} was saved by another job", why=why, fix=fix)
+
+
+def _unwritable(path: Path, why: str, free: float) -> Problem:
+    if free < math.inf:
+        why += f"; {free / 2**20:.2f} MiB are free there"
+    fix = ("make room, then --resume: earlier checkpoints are untouched",)
+    return Problem("K004", f"the checkpoint {path} could not be written", why=why, fix=fix)

@@ -1,0 +1,386 @@
+"""What a run's training depends on, in a few words of JSON: kept in each checkpoint, compared when it is resumed.
+
+Data is told by its length and digests of a few samples; functions by digests of their code and of the values that it uses,
+and the simple ones of these by name; a model by the values its modules were made with. Nothing is pickled, nothing is run but
+the reading of those samples, with the generators put back. What is not told of an old checkpoint is not compared.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import LIBRARIES, Job
+from plait.data.batch import is_map
+from plait.randomness.keyed import host_state, restore_host, seed_host
+
+if TYPE_CHECKING:
+    from plait.checkpoint.manifest import Manifest
+    from plait.engine.engine import Engine
+
+SECONDS = 0.5
+"""How long samples are read at most, once the first is there."""
+SHOWN, VALUES, DEPTH = 40, 8, 8
+"""Characters of a value, values of an attribute or function, and how far values are followed into each other."""
+MANY, LARGEST = 10_000, 16 << 20
+"""Elements of a list, and bytes of a tensor, of which a digest is taken."""
+Told = dict[str, Any]
+
+
+def of(engine: "Engine") -> Told:
+    """Of the job and plan of an engine, as it stands at the start."""
+    job = engine.job
+    functions = {"loss": job.loss, "weight": job.weight, "schedule": job.schedule}
+    if job.evaluate is not None:
+        functions["metrics"] = job.evaluate.metrics
+    return {
+        "steps": job.steps,
+        "clip": job.clip,
+        "precision": engine.plan.precision,
+        "arguments": engine.arguments,
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "data": samples(engine.built.data, job.seed) if engine.place.rank == 0 else {},
+        "functions": {name: code(function) for name, function in functions.items() if function is not None},
+        "model": engine.built.structure,
+        "groups": engine.built.initial,
+    }
+
+
+def samples(data: Any, seed: int) -> Told:
+    """Length of data that is read by index, and digests of some samples; nothing but its kind of what is only iterated."""
+    if not is_map(data):
+        return {"kind": type(data).__name__}
+    length, state, found = len(data), host_state(), dict[str, str]()
+    start = 0.0
+    try:
+        for i in dict.fromkeys((0, length - 1, length // 2, length // 4, 3 * length // 4)):
+            if found and time.perf_counter() - start > SECONDS:
+                break
+            start = start or time.perf_counter()
+            twice = [_sample(data, seed, i) for _ in range(2)]
+            if twice[0] == twice[1]:  # else it draws numbers that nobody seeds
+                found[str(i)] = twice[0]
+    except Exception:  # training will raise it, with its place
+        found = {}
+    finally:
+        restore_host(state)
+    return {"kind": "map", "length": length, "samples": found}
+
+
+def _sample(data: Any, seed: int, i: int) -> str:
+    seed_host(seed, "sample", 0, i)
+    return _digest(data[i])
+
+
+def structure(model: nn.Module) -> Told:
+    """The simple values that modules were made with, by class and attribute: rates of dropout, sizes, switches."""
+    found: dict[str, dict[str, None]] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and name != "training" and isinstance(value, (bool, int, float, str)):
+                found.setdefault(f"{type(module).__name__}.{name}", {})[repr(value)[:SHOWN]] = None
+    told = {name: list(values) for name, values in found.items() if len(values) <= VALUES}
+    classes = {type(module) for module in model.modules()}
+    own = {f"the code of {kind.__name__}": [_digest(kind)] for kind in classes if _own(kind.__module__)}
+    return dict(sorted({**told, **own}.items()))
+
+
+def code(function: Any) -> Told:
+    """A digest of a function, and the simple values that its code uses by name."""
+    named = function.func if isinstance(function, functools.partial) else function
+    foreign = isinstance(named, FunctionType) and named.__code__.co_filename.startswith(LIBRARIES)
+    used = function.keywords.items() if foreign and named is not function else () if foreign else _used(function)
+    values = {name: _shown(value) for name, value in used if _simple(value)}
+    return {"code": _digest(function), "values": dict(list(values.items())[: 4 * VALUES])}
+
+
+def _simple(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return "".join(c for c in text if c.isprintable())[:SHOWN]
+
+
+def _used(function: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a function closes over, its defaults and the globals that it names."""
+    if isinstance(function, functools.partial):
+        yield from function.keywords.items()
+        function = function.func
+    function = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(function, FunctionType):
+        yield from ((k, v) for k, v in _attributes(function) if _simple(v))
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+    defaults = function.__defaults__ or ()
+    places = function.__code__.co_varnames[: function.__code__.co_argcount]
+    yield from zip(places[len(places) - len(defaults) :], defaults)
+    yield from (function.__kwdefaults__ or {}).items()
+    names = list(dict.fromkeys(_names(function.__code__)))
+    for name in names:
+        value = function.__globals__.get(name, function)
+        if isinstance(value, ModuleType) and _own(value.__name__):
+            yield from ((inner, vars(value)[inner]) for inner in names if inner in vars(value))
+        elif value is not function:
+            yield name, value
+
+
+def _names(of: CodeType) -> Iterator[str]:
+    yield from of.co_names
+    for constant in of.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    own = getattr(value, "__dict__", None)
+    return [(k, v) for k, v in own.items() if not k.startswith("__")][:200] if isinstance(own, dict) else []
+
+
+def _own(module: str) -> bool:
+    """Whether a module is the user's own code."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return bool(file) and not file.startswith(LIBRARIES)
+
+
+def _digest(value: Any) -> str:
+    found = hashlib.sha256()
+    for part in _told(value, set(), 0):
+        found.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
+        found.update(b"\0")
+    return found.hexdigest()[:16]
+
+
+def _told(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
+    """What a value is, without addresses and lines: equal for equal values, in every process."""
+    if _simple(value) or isinstance(value, (complex, bytes)):
+        yield repr(value)
+    elif isinstance(value, Tensor):
+        yield from (str(value.dtype), str(tuple(value.shape)), _bytes(value))
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield from (str(value.dtype), str(value.shape), value.tobytes())
+    elif isinstance(value, (np.generic, torch.dtype, torch.device)):
+        yield repr(value)
+    elif depth > DEPTH or id(value) in seen:
+        yield type(value).__qualname__
+    else:
+        yield from _parts(value, seen | {id(value)}, depth + 1)
+
+
+def _parts(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
+    yield type(value).__qualname__
+    inner: list[Any] = []
+    if isinstance(value, (list, tuple)):
+        yield str(len(value))
+        inner = list(value[:MANY])
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(_digest(v) for v in value) if len(value) < MANY else [str(len(value))]
+    elif isinstance(value, dict):
+        yield str(len(value))
+        inner = [part for item in islice(value.items(), MANY) for part in item]
+    elif isinstance(value, CodeType):
+        yield value.co_code
+        inner = [*value.co_names, *value.co_freevars, *value.co_consts[1 if _documented(value) else 0 :]]
+    elif isinstance(value, ModuleType):
+        yield value.__name__
+    elif isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(LIBRARIES):
+        inner = [value.__code__, *(v for _, v in _used(value))]
+    elif isinstance(value, MethodType):
+        inner = [value.__func__, value.__self__]
+    elif isinstance(value, functools.partial):
+        inner = [value.func, value.args, value.keywords]
+    elif isinstance(value, type):
+        yield value.__qualname__
+        methods = _own(value.__module__)
+        inner = [v for v in vars(value).values() if isinstance(v, FunctionType)] if methods else []
+    elif isinstance(value, (FunctionType, BuiltinFunctionType)):
+        yield f"{value.__module__}.{value.__qualname__}"
+    elif hasattr(value, "tobytes"):  # an image
+        yield bytes(value.tobytes())
+    else:
+        yield str(getattr(value, "__qualname__", ""))
+        fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        own = _own(type(value).__module__) or isinstance(value, nn.Module)
+        inner = [type(value), *((n, getattr(value, n, None)) for n in fields)]
+        inner += [(k, v) for k, v in _attributes(value) if own or _simple(v)]
+    for part in inner:
+        yield from _told(part, seen, depth)
+
+
+def _documented(of: CodeType) -> bool:
+    """Whether the first constant is a docstring (or None where there is none): no part of what a function does."""
+    return bool(of.co_consts) and (of.co_consts[0] is None or isinstance(of.co_consts[0], str))
+
+
+def _bytes(value: Tensor) -> bytes:
+    if value.device.type == "meta" or value.layout is not torch.strided:
+        return b""
+    if value.nbytes > LARGEST:
+        return b""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@dataclasses.dataclass
+class Changes:
+    """What differs between a checkpoint's job and this one: what is told, and what is refused unless it is allowed."""
+
+    told: list[str]
+    refused: list[Problem]
+
+
+def changes(manifest: "Manifest", engine: "Engine", now: Told) -> Changes:
+    """Compare a checkpoint with the job that resumes it. What only one of them tells is left out."""
+    old, job, found = manifest.job, engine.job, Changes([], [])
+    _line(found.told, "batch", manifest.batch, job.batch)
+    for name in ("steps", "clip", "precision"):
+        if name in old:
+            _line(found.told, name, old[name], now[name])
+    _arguments(found.told, old.get("arguments"), now["arguments"])
+    if manifest.seed != job.seed:
+        why = "the order of the samples, dropout and augmentation are drawn from it"
+        found.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
+    _data(found, manifest, old.get("data"), now["data"])
+    if old.get("python") == now["python"]:
+        for name in sorted({*_table(old.get("functions")), *now["functions"]}):
+            _function(found.told, name, _table(old.get("functions")).get(name), now["functions"].get(name), bool(old))
+    _schedule(found.told, old.get("factor"), job, manifest.position.samples)
+    _model(found.told, old, now)
+    return found
+
+
+def allowed(manifest: "Manifest") -> "Manifest":
+    """The checkpoint, to be resumed with data that has become shorter than where it is: at the next epoch."""
+    at = manifest.position
+    return dataclasses.replace(manifest, position=dataclasses.replace(at, epoch=at.epoch + 1, start=0, state=None))
+
+
+def factor(job: Job, samples_seen: int) -> float | None:
+    """What the schedule multiplies learning rates by after so many samples."""
+    return None if job.schedule is None else float(job.schedule(samples_seen))
+
+
+def _refusal(manifest: "Manifest", what: str, why: str) -> Problem:
+    fix = ("resume with what it was started with", "--allow-changes    to go on all the same", "start without --resume")
+    return Problem(
+        "K010", f"the checkpoint of step {manifest.position.step} cannot be continued: {what}", why=why, fix=fix
+    )
+
+
+def _table(value: Any) -> Told:
+    return value if isinstance(value, dict) else {}
+
+
+def _line(told: list[str], name: str, old: Any, new: Any) -> None:
+    if old != new:
+        told.append(f"{name} {_shown(old)} → {_shown(new)}")
+
+
+def _arguments(told: list[str], old: Any, new: dict[str, str]) -> None:
+    if not isinstance(old, dict):
+        return
+    for name in sorted({*old, *new}):
+        _line(told, f"--job.{_shown(name)}", old.get(name, "(the job's own)"), new.get(name, "(the job's own)"))
+
+
+def _data(found: Changes, manifest: "Manifest", old: Any, new: Told) -> None:
+    was = _table(old)
+    if was.get("kind") != new.get("kind"):
+        if was:
+            _line(found.told, "data: read as", was.get("kind"), new.get("kind"))
+        return
+    if was.get("length") != new.get("length"):
+        words, at = f"data: length {_shown(was.get('length'))} → {new.get('length')}", manifest.position
+        if at.start == 0:
+            found.told.append(words)
+        else:
+            why = f"it is at sample {at.start} of epoch {at.epoch}; another length is another order of all samples"
+            found.refused.append(_refusal(manifest, words, why))
+    before, after = _table(was.get("samples")), new.get("samples", {})
+    differ = [i for i in after if i in before and before[i] != after[i]]
+    if differ:
+        shared = sum(i in before for i in after)
+        found.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
+
+
+def _function(told: list[str], name: str, old: Any, new: Told | None, known: bool) -> None:
+    if not known or (old is None and new is None):
+        return
+    if old is None or new is None:
+        return _line(told, name, "none" if old is None else "a function", "none" if new is None else "a function")
+    if _table(old).get("code") == new["code"]:
+        return None
+    before, lines = _table(_table(old).get("values")), list[str]()
+    for key, value in new["values"].items():
+        if key in before:
+            _line(lines, f"{name}: {key}", before[key], value)
+    told += lines or [f"{name}: its code, or a value that it uses, is another"]
+    return None
+
+
+def _schedule(told: list[str], old: Any, job: Job, seen: int) -> None:
+    if isinstance(old, (int, float)) and job.schedule is not None:
+        new = factor(job, seen)
+        if new is not None and abs(new - old) > 1e-12 * max(abs(new), abs(old)):
+            told.append(f"schedule: the factor after {seen} samples {old:.6g} → {new:.6g}")
+
+
+def _model(told: list[str], old: Told, now: Told) -> None:
+    before, after = _table(old.get("model")), now["model"]
+    for name in sorted({*before, *after} if before else ()):
+        if name.startswith("the code of"):
+            if name in before and name in after and old.get("python") == now["python"] and before[name] != after[name]:
+                told.append(f"model: {name} is another")
+        elif before.get(name) != after.get(name):
+            words = [
+                ", ".join(map(_shown, v)) if isinstance(v, list) else "none"
+                for v in (before.get(name), after.get(name))
+            ]
+            _line(told, f"model: {_shown(name)}", *words)
+
+
+def hyperparameters(manifest: "Manifest", engine: "Engine", now: Told) -> tuple[list[dict[str, Any]], list[str]]:
+    """Of each group what to go on with, and what is told. What the job sets otherwise than at the run's start is the job's."""
+    first = manifest.job.get("groups")
+    first = first if isinstance(first, list) and len(first) == len(manifest.groups) else manifest.groups
+    result, lines = list[dict[str, Any]](), dict[str, int]()
+    for saved, began, mine in zip(manifest.groups, first, now["groups"]):
+        began = began if isinstance(began, dict) else saved
+        kept = {k: v for k, v in saved.items() if k != "params"}
+        for key, value in mine.items():
+            old = began.get("initial_lr", began.get(key)) if key == "lr" else began.get(key, value)
+            if _listed(old) != _listed(value):
+                kept[key] = value
+                if key != "initial_lr":
+                    words = f"{key} {_shown(_listed(old))} → {_shown(_listed(value))}"
+                    lines[words] = lines.get(words, 0) + 1
+        result.append(kept)
+    several = len(manifest.groups) > 1
+    return result, [
+        f"{words}{f' ({n} of {len(manifest.groups)} groups)' if several else ''}" for words, n in lines.items()
+    ]
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def refuse(found: Changes, allow: bool) -> None:
+    """K010 for what cannot be meant, unless it is allowed."""
+    if found.refused and not allow:
+        raise PlaitError(found.refused)
+    found.told += [problem.what.partition(": ")[2] for problem in found.refused]

@@ -1,0 +1,270 @@
+"""The manifest of a checkpoint: what is inside and where, sealed by a digest over its own bytes.
+
+Reading trusts nothing: a manifest whose seal was forged must still describe tensors completely, once, inside its own
+directory, or it is refused. `Damaged` says what is wrong with it.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.checkpoint.chunks import Rect, wrong_tiling
+from plait.checkpoint.safetensors_file import DTYPES, MOST_DIMS, UNREADABLE, Damaged
+from plait.config.plain_file import loads, read_plain
+from plait.data.batch import Position
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+_BEFORE, _AFTER = b'{"digest": "', b'",\n'
+_MOST = 1 << 62
+LONGEST = 256 << 20
+"""Bytes of the largest manifest that is read."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor: the tensor `key` in `file`. `sha256` is of its bytes (None: a foreign file has none)."""
+
+    file: str
+    key: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    sha256: str | None
+
+    @property
+    def rect(self) -> Rect:
+        return self.start, self.size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor: its number format (by its safetensors name), whole shape, and the pieces that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checked manifest. Tensors are named `model/<name>` and `optimizer/<parameter>/<key>`."""
+
+    tensors: dict[str, Entry]
+    files: dict[str, tuple[int, str]]
+    """(bytes, digest of the header) by name."""
+    position: Position
+    plan: str
+    seed: int
+    batch: int
+    parent: str | None
+    """The checkpoint before it in the same run."""
+    versions: dict[str, str]
+    aliases: dict[str, str]
+    """Tied names -> the name their tensor is stored under."""
+    optimizer: str
+    groups: list[dict[str, Any]]
+    scalars: dict[str, Any]
+    """`<parameter>/<key>` -> a JSON value, or {"dtype", "value"} for a tensor without dims."""
+    scaler: dict[str, Any] | None
+    nonfinite: tuple[str, ...] = ()
+    """Weights and optimizer state that hold NaN or infinity: the training had gone wrong when this was saved."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """What the job was (`checkpoint/fingerprint.py`); empty in old checkpoints. Its parts may be anything."""
+
+
+def seal(content: dict[str, Any]) -> bytes:
+    """JSON whose first value is the SHA-256 of all bytes after it."""
+    body = _AFTER + json.dumps(content, indent=1).encode()[1:].lstrip()
+    return _BEFORE + hashlib.sha256(body).hexdigest().encode() + body
+
+
+def unseal(raw: bytes, name: str = MANIFEST) -> dict[str, Any]:
+    """What was sealed; Damaged unless every byte is as it was."""
+    head, body = raw[: len(_BEFORE) + 64], raw[len(_BEFORE) + 64 :]
+    if head != _BEFORE + hashlib.sha256(body).hexdigest().encode() or not body.startswith(_AFTER):
+        raise Damaged(name, "its content is not what was saved (SHA-256 differs)")
+    try:
+        content = loads(b"{" + body[len(_AFTER) :])
+    except UNREADABLE as error:
+        raise Damaged(name, str(error)[:200]) from None
+    if not isinstance(content, dict):
+        raise Damaged(name, "it is no JSON object")
+    return content
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in a directory. Damaged says what is wrong with it."""
+    try:
+        raw = read_plain(path / MANIFEST, LONGEST, follow=False)
+    except OSError as error:
+        raise Damaged(MANIFEST, error.strerror or str(error)) from None
+    manifest = parse(unseal(raw))
+    if path.name.startswith("step-") and path.name != f"step-{manifest.position.step:06d}":
+        raise Damaged(MANIFEST, f"it is of step {manifest.position.step}, the directory of {path.name}")
+    return manifest
+
+
+def parse(content: dict[str, Any]) -> Manifest:
+    """A checked value of what a manifest says."""
+    try:
+        return _manifest(content)
+    except UNREADABLE as error:
+        raise Damaged(MANIFEST, str(error)[:300]) from None
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    if content.get("format") != FORMAT:
+        raise ValueError(f"format {str(content.get('format'))[:20]}, this plait reads {FORMAT}")
+    files = {_file_name(name): _file(value) for name, value in _get(content, "files", dict).items()}
+    tensors = {name: _entry(name, value, files) for name, value in _get(content, "tensors", dict).items()}
+    keys = [(piece.file, piece.key) for entry in tensors.values() for piece in entry.pieces]
+    if len(set(keys)) != len(keys):
+        raise ValueError("one stored piece is used twice")
+    optimizer = _get(content, "optimizer", dict)
+    groups = _shallow(_get(optimizer, "groups", list), 6)
+    known = {name for group in groups for name in _get(_is(group, dict), "params", list) if _is(name, str)}
+    scalars = {name: _scalar(value) for name, value in _get(optimizer, "scalars", dict).items()}
+    stored = [name.removeprefix("optimizer/") for name in tensors if name.startswith("optimizer/")]
+    lost = [name for name in (*scalars, *stored) if name.rpartition("/")[0] not in known]
+    if lost or any(not name.startswith(("model/", "optimizer/")) for name in tensors):
+        raise ValueError(f"tensors of nothing: {', '.join(lost)[:100]}")
+    aliases = {k: _is(v, str) for k, v in _get(content, "aliases", dict).items()}
+    if any(f"model/{name}" not in tensors for name in aliases.values()):
+        raise ValueError("a tied name of nothing")
+    parent = content.get("parent")
+    plan, versions = _line(_get(content, "plan", str)), _get(content, "versions", dict)
+    return Manifest(
+        tensors, files, _position(_get(content, "position", dict)), plan, _number(content, "seed", 2 * _MOST),
+        _number(content, "batch"), None if parent is None else _line(parent),
+        {_line(k): _line(v) for k, v in versions.items()}, aliases, _line(_get(optimizer, "type", str)),
+        groups, scalars, _scaler(content.get("scaler")), tuple(_line(name) for name in _is(content.get("nonfinite", []), list)),
+        _shallow(_is(content.get("job", {}), dict), 8),
+    )  # fmt: skip
+
+
+def _entry(name: str, value: Any, files: dict[str, Any]) -> Entry:
+    value = _is(value, dict)
+    dtype, shape = _get(value, "dtype", str), _numbers(value, "shape")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has the unknown number format {dtype[:20]}")
+    pieces = tuple(_piece(_is(piece, dict), len(shape)) for piece in _get(value, "pieces", list))
+    wrong = wrong_tiling(shape, [piece.rect for piece in pieces])
+    if wrong:
+        raise ValueError(f"{name}: {wrong}")
+    lost = [piece.file for piece in pieces if piece.file not in files]
+    if lost:
+        raise ValueError(f"{name} is in {lost[0][:100]}, which is not listed")
+    return Entry(dtype, shape, pieces)
+
+
+def _piece(value: dict[str, Any], dims: int) -> Piece:
+    start, size = _numbers(value, "start"), _numbers(value, "size")
+    if len(start) != dims or len(size) != dims:
+        raise ValueError("a piece has another number of dims than its tensor")
+    return Piece(_get(value, "file", str), _get(value, "key", str), start, size, _sha256(value.get("sha256")))
+
+
+def _file(value: Any) -> tuple[int, str]:
+    return _number(_is(value, dict), "bytes"), _sha256(value.get("header"))
+
+
+def _file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors", name):
+        raise ValueError(f"the file name {name[:100]!r} is none of ours: it may leave the directory")
+    return name
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) != {"dtype", "value"} or str(value["dtype"]) not in DTYPES:
+            raise ValueError("a number of the optimizer has no number format")
+        kind = DTYPES[value["dtype"]]
+        if not _fits(value["value"], kind):
+            raise ValueError(f"a number of the optimizer, {str(value['value'])[:30]}, is no {value['dtype']}")
+    elif not (value is None or isinstance(value, (bool, float, str)) or (type(value) is int and abs(value) < _MOST)):
+        raise ValueError("a number of the optimizer is none")
+    return value
+
+
+def _fits(value: Any, kind: torch.dtype) -> bool:
+    """Whether a tensor of this format can hold the number."""
+    if kind == torch.bool or isinstance(value, bool):
+        return kind == torch.bool and isinstance(value, bool)
+    if kind.is_floating_point:
+        return isinstance(value, float) or (type(value) is int and abs(value) < _MOST)
+    return type(value) is int and torch.iinfo(kind).min <= value <= torch.iinfo(kind).max
+
+
+def _scaler(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if type(_is(value, dict).get("value")) not in (int, float) or not 0 < value["value"] < math.inf:
+        raise ValueError("the loss scale is no positive number")
+    return {"value": value["value"], "good_steps": _number(value, "good_steps")}
+
+
+def _position(value: dict[str, Any]) -> Position:
+    step, epoch, start, samples = (_number(value, name) for name in ("step", "epoch", "start", "samples"))
+    return Position(step, epoch, start, samples, value.get("state"))
+
+
+def _is(value: Any, kind: Callable[..., Any]) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{str(value)[:40]!r} is not a {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def _shallow(value: Any, most: int) -> Any:
+    """A value of at most so many levels, without endless numbers."""
+    if isinstance(value, (dict, list)):
+        if most == 0:
+            raise ValueError("something in it is too deep")
+        for part in value.values() if isinstance(value, dict) else value:
+            _shallow(part, most - 1)
+    elif type(value) is int and abs(value) >= 2 * _MOST:
+        raise ValueError("a number in it has too many digits")
+    return value
+
+
+def _line(value: Any) -> str:
+    """A line of text, which a terminal can be shown."""
+    if len(_is(value, str)) > 2000 or not value.isprintable():
+        raise ValueError(f"{value[:40]!r} is no line of text")
+    return value
+
+
+def _get(value: dict[str, Any], name: str, kind: Callable[..., Any]) -> Any:
+    if type(value.get(name)) is not kind:
+        raise ValueError(f"`{name}` is missing or of another kind")
+    return value[name]
+
+
+def _number(value: dict[str, Any], name: str, most: int = _MOST) -> int:
+    number = _get(value, name, int)
+    if not 0 <= number < most:
+        raise ValueError(f"`{name}` is {str(number)[:30]}")
+    return number
+
+
+def _numbers(value: dict[str, Any], name: str) -> tuple[int, ...]:
+    numbers = _get(value, name, list)
+    if len(numbers) > MOST_DIMS or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
+        raise ValueError(f"`{name}` has impossible numbers")
+    return tuple(numbers)
+
+
+def _sha256(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise ValueError("a digest is none")
+    return value

@@ -1,0 +1,331 @@
+"""An optimizer's state as checkpoints hold it, and whether one that takes it over goes on as the first would have.
+
+A checkpoint has, of each parameter, tensors and numbers by name, and the hyperparameters of each group. An optimizer that
+wraps others (Muon for matrices, AdamW for the rest) is saved and loaded through those. What is kept anywhere else would be
+lost: `check` finds out at the start, on small stand-ins of the parameters, by making steps with and without a checkpoint in
+between.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.config.errors import PlaitError, Problem
+
+if TYPE_CHECKING:
+    from plait.engine.engine import Engine
+
+State = dict[int, dict[str, Any]]
+"""Of parameters, by their number in the groups: what the optimizer keeps, by key."""
+SMALL, TRIED = 4, 2000
+"""The largest size of a stand-in's dim, and how many parameters get a gradient."""
+
+
+def leaves(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that hold the state: this one, or those that it wraps. K011 when there are none."""
+    if _plain_layout(optimizer):
+        return [optimizer]
+    inner = [o for o in _within(vars(optimizer)) if o is not optimizer and _plain_layout(o)]
+    mine = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if inner and sorted(mine) == sorted(id(p) for o in inner for group in o.param_groups for p in group["params"]):
+        return inner
+    what = f"the state of the optimizer {type(optimizer).__name__} could not be loaded again"
+    why = "its state_dict() has not the layout of torch's optimizers (state, param_groups), and it wraps none that have"
+    raise PlaitError(Problem("K011", what, why=why, fix=_FIX))
+
+
+_FIX = (
+    "keep everything in optimizer.state[parameter], as tensors and numbers",
+    "wrap whole optimizers as attributes, each with parameters of its own",
+)
+
+
+def _plain_layout(optimizer: Optimizer) -> bool:
+    told = optimizer.state_dict()
+    if not isinstance(told, dict) or not isinstance(told.get("param_groups"), list) or "state" not in told:
+        return False
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return [len(group.get("params", ())) for group in told["param_groups"]] == sizes
+
+
+def _within(value: Any) -> Iterator[Optimizer]:
+    """Optimizers among attributes, also in lists and dicts."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, Optimizer):
+            yield each
+        elif isinstance(each, (list, tuple)) or type(each) is dict:
+            yield from _within(each)
+
+
+def groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups, in the order in which checkpoints have them."""
+    return [group for leaf in leaves(optimizer) for group in leaf.param_groups]
+
+
+def states(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """(parameter, what is kept of it). K011 for what is kept of something else."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for leaf in leaves(optimizer):
+        for parameter, state in leaf.state.items():
+            if id(parameter) not in known or not isinstance(state, dict):
+                what = f"the state of the optimizer {type(optimizer).__name__} could not be loaded again"
+                why = f"state[{str(parameter)[:40]!r}] belongs to no parameter"
+                raise PlaitError(Problem("K011", what, why=why, fix=_FIX))
+            yield parameter, state
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Those of each group, as far as they are JSON."""
+    try:
+        return list(map(plain, groups(optimizer)))
+    except PlaitError:  # it cannot be saved, which is said when it is to be
+        return list(map(plain, optimizer.param_groups))
+
+
+def plain(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group that are JSON; a tensor without dims is its number (`lr` may be one)."""
+    found = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items() if k != "params"}
+    return {k: v for k, v in found.items() if _json(v)}
+
+
+def _json(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_json, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def restore(optimizer: Optimizer, state: State, hyper: list[dict[str, Any]]) -> None:
+    """Give the optimizer this state and these hyperparameters; others of its hyperparameters stay as they are."""
+    first = group_at = 0
+    for leaf in leaves(optimizer):
+        told = leaf.state_dict()
+        count = sum(len(group["params"]) for group in leaf.param_groups)
+        for mine in told["param_groups"]:
+            for key, value in hyper[group_at].items():
+                before = mine.get(key)
+                if isinstance(before, Tensor):
+                    value = torch.tensor(value, dtype=before.dtype, device=before.device)
+                mine[key] = tuple(value) if isinstance(before, tuple) else value
+            group_at += 1
+        of_leaf = {i - first: kept for i, kept in state.items() if first <= i < first + count}
+        _loaded(leaf, {"state": of_leaf, "param_groups": told["param_groups"]})
+        _exactly(leaf, of_leaf)
+        first += count
+
+
+def _loaded(optimizer: Optimizer, content: dict[str, Any]) -> None:
+    """Load; its groups and its state stay the objects that they were: whoever wraps it may hold them too."""
+    old, state = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(content)
+    for mine, new in zip(old, optimizer.param_groups):
+        if mine is not new:
+            mine.clear()
+            mine.update(new)
+    if state is not optimizer.state:
+        state.clear()
+        state.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = old, state
+
+
+def _exactly(optimizer: Optimizer, state: State) -> None:
+    """torch casts loaded state to the parameter's number format and makes a generator of a text: put back what was saved."""
+    for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in state.get(i, {}).items():
+            cast = loaded.get(key)
+            if isinstance(value, Tensor) and isinstance(cast, Tensor) and cast.dtype != value.dtype:
+                loaded[key] = value.to(cast.device)
+            elif key in loaded and not isinstance(value, Tensor):
+                loaded[key] = value
+
+
+class Trial:
+    """The job's optimizer on small stand-ins of its parameters, alike every time it is made."""
+
+    def __init__(self, engine: "Engine"):
+        wanted = [p for p in engine.built.model.parameters() if p.requires_grad]
+        self.device, draw = engine.built.device, torch.Generator().manual_seed(1)
+        sizes = [(tuple(min(d, SMALL) for d in p.shape), p.dtype) for p in wanted]
+        self.parameters = [
+            nn.Parameter(torch.randn(shape, generator=draw).to(self.device, dtype)) for shape, dtype in sizes
+        ]
+        self.optimizer = engine.job.optimizer(self.parameters)
+        self.draw, self.made, self.scheduled = draw, 0, engine.job.schedule is not None
+        real = [len(group["params"]) for group in engine.optimizer.param_groups]
+        if real != [len(group["params"]) for group in self.optimizer.param_groups]:
+            raise ValueError("small parameters are grouped otherwise")
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def steps(self, number: int) -> None:
+        """Make steps, each on gradients that depend on how many were made before."""
+        for _ in range(number):
+            self.made += 1
+            for group in self.optimizer.param_groups if self.scheduled else ():
+                group["lr"] = group["initial_lr"] / self.made
+            for p in self.parameters[:TRIED]:
+                p.grad = torch.randn(p.shape, generator=self.draw).to(self.device, p.dtype)
+            torch.manual_seed(2)
+            self.optimizer.step()
+
+    def numbers(self) -> dict[int, int]:
+        """Number of each parameter in the groups, by id."""
+        ordered = (p for group in groups(self.optimizer) for p in group["params"])
+        return {id(p): i for i, p in enumerate(ordered)}
+
+    def taken(self) -> tuple[State, list[dict[str, Any]]]:
+        """What a checkpoint would hold of it. K005, K011 for what none can."""
+        numbers = self.numbers()
+        state: State = {}
+        for parameter, kept in states(self.optimizer):
+            state[numbers[id(parameter)]] = {key: _kept(key, value) for key, value in kept.items()}
+        return state, [plain(group) for group in groups(self.optimizer)]
+
+    def take_over(self, other: "Trial") -> None:
+        """Go on from a checkpoint of the other."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.parameters, other.parameters):
+                mine.copy_(theirs)
+        self.draw.set_state(other.draw.get_state())
+        self.made = other.made
+        restore(self.optimizer, *other.taken())
+
+    def same(self, other: "Trial") -> bool:
+        """Whether both have come to the same weights."""
+        return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(self.parameters, other.parameters))
+
+
+def _kept(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    what = f"the optimizer keeps {key}, a {type(value).__name__}, which cannot be saved"
+    raise PlaitError(Problem("K005", what, why="state in checkpoints is tensors, numbers and texts", fix=_FIX))
+
+
+def check(engine: "Engine") -> None:
+    """K005, K011 when an optimizer that is resumed from a checkpoint would not go on as one that is not."""
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            first, again = Trial(engine), Trial(engine)
+            first.steps(2), again.steps(2)
+        except Exception:  # it cannot be tried on small stand-ins: nothing is known
+            return
+        if not first.same(again):
+            return  # it draws numbers of its own
+        wrong = _lost(first, engine)
+    if wrong is not None:
+        raise PlaitError(wrong)
+
+
+def _lost(first: Trial, engine: "Engine") -> Problem | None:
+    what = f"the state of the optimizer {type(first.optimizer).__name__} could not be loaded again"
+    resumed = Trial(engine)
+    before = _attributes(resumed.optimizer)
+    try:
+        resumed.take_over(first)
+    except PlaitError as error:
+        return error.problems[0]
+    except Exception as error:
+        why = f"loading what it had saved raised {type(error).__name__}: {str(error)[:200]}"
+        return Problem("K011", what, why=why, fix=_FIX)
+    first.steps(2)
+    try:
+        resumed.steps(2)
+    except Exception as error:
+        return Problem("K011", what, why=f"the next step raised {type(error).__name__}: {str(error)[:200]}", fix=_FIX)
+    if first.same(resumed):
+        return None
+    after = _attributes(first.optimizer)
+    moved = [name for name in after if after[name] != before.get(name)]
+    why = "after two steps, saved and loaded, its third step moves the weights differently"
+    why += f": it keeps {', '.join(moved[:3])} outside its state" if moved else ""
+    return Problem("K011", what, why=why, fix=_FIX)
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, str]:
+    """What an optimizer keeps beside state and groups."""
+    known = {"state", "param_groups", "defaults"}
+    found = {}
+    for name, value in vars(optimizer).items():
+        counts = isinstance(value, (bool, int, float, Tensor)) or type(value) in (list, dict, tuple)
+        if name not in known and not name.startswith("_optimizer_") and counts:
+            found[name] = repr(value)[:10_000]
+    return found
+
+
+def plausible(
+    engine: "Engine", state: Callable[[int], dict[str, Any] | None], hyper: list[dict[str, Any]]
+) -> str | None:
+    """Why the optimizer could not go on with these numbers, or None.
+
+    `state` tells what is saved of a parameter: for a tensor with dims, whether it has the parameter's shape; or a number.
+    """
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trial = Trial(engine)
+            trial.steps(1)
+            made, _ = trial.taken()
+        except Exception:  # nothing is known
+            return None
+        given: State = {}
+        for i, fresh in made.items():
+            saved = state(i)
+            if saved is None:
+                continue
+            shape = tuple(p.shape) if (p := _numbered(trial, i)) is not None else ()
+            for key, value in saved.items():
+                wrong = _unlike(fresh.get(key), value, shape)
+                if wrong:
+                    return f"{key} {wrong}"
+            given[i] = {k: fresh.get(k) if isinstance(v, _Whole) else v for k, v in saved.items()}
+        try:
+            sound = _finite(trial)
+            restore(trial.optimizer, given, hyper)
+            trial.steps(2)
+        except Exception as error:
+            return f"the optimizer's next step raises {type(error).__name__}: {str(error)[:150]}"
+        return "the optimizer's next step makes weights that are not finite" if sound and not _finite(trial) else None
+
+
+def _finite(trial: Trial) -> bool:
+    return all(bool(p.isfinite().all()) for p in trial.parameters)
+
+
+class _Whole:
+    """A saved tensor with dims."""
+
+    def __init__(self, alike: bool):
+        self.alike = alike
+
+
+def tensor(alike: bool) -> Any:
+    """What `plausible` is told of a tensor with dims. `alike`: it has the parameter's shape."""
+    return _Whole(alike)
+
+
+def _numbered(trial: Trial, number: int) -> Tensor | None:
+    ordered = [p for group in groups(trial.optimizer) for p in group["params"]]
+    return ordered[number] if number < len(ordered) else None
+
+
+def _unlike(fresh: Any, saved: Any, shape: tuple[int, ...]) -> str | None:
+    """How a saved value differs in kind from what the optimizer makes itself."""
+    if fresh is None:
+        return None
+    many = isinstance(fresh, Tensor) and fresh.dim() > 0
+    if isinstance(saved, _Whole) != many:
+        return "is a tensor" if isinstance(saved, _Whole) else "is a number, and should be a tensor"
+    if isinstance(saved, _Whole):
+        same = tuple(fresh.shape) == shape
+        return "has not the parameter's shape" if same and not saved.alike else None
+    if isinstance(fresh, Tensor) != isinstance(saved, Tensor) or isinstance(fresh, str) != isinstance(saved, str):
+        return "is of another kind than the optimizer makes"
+    return None

@@ -1,0 +1,101 @@
+"""Reading parts of tensors out of a directory of safetensors files: any layout into any other.
+
+A rank opens the files it needs, hashes the pieces that overlap its own parts, and copies the overlaps. It never holds
+more than its parts: files are mapped, not loaded.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+from plait.checkpoint.chunks import Rect, overlap
+from plait.checkpoint.manifest import MANIFEST, Entry, Piece
+from plait.checkpoint.safetensors_file import DTYPES, Damaged, ShardFile
+from plait.tensors.part import Part, whole
+
+
+def room_for(name: str, entry: Entry, shape: tuple[int, ...], like: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor that a file says exists. Damaged when this machine has not so much."""
+    size = torch.Size(shape).numel() * like.itemsize
+    if size <= psutil.virtual_memory().total:
+        try:
+            return torch.empty(shape, dtype=like, device=device)
+        except (RuntimeError, MemoryError):
+            pass
+    file = entry.pieces[0].file if entry.pieces else MANIFEST
+    raise Damaged(file, f"{name} would take {size / 2**30:.3g} GiB of memory, more than there is")
+
+
+class Reader:
+    """The files of one checkpoint. `files` says (bytes, header digest) of each; None for foreign files, which have none."""
+
+    def __init__(self, folder: Path, files: dict[str, tuple[int, str]] | None, entries: dict[str, Entry]):
+        self.folder, self.files, self.entries = folder, files, entries
+        self._open: dict[str, ShardFile] = {}
+        self._checked: set[tuple[str, str]] = set()
+        self._listed: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        for entry in entries.values():
+            for piece in entry.pieces:
+                self._listed.setdefault(piece.file, {})[piece.key] = entry.dtype, piece.size
+
+    def file(self, name: str) -> ShardFile:
+        """The opened file, its size, header and list of tensors checked."""
+        if name not in self._open:
+            size, header = self.files[name] if self.files is not None else (None, None)
+            file = ShardFile(self.folder / name, size, header)
+            if self.files is not None:
+                self._same_tensors(file)
+            self._open[name] = file
+        return self._open[name]
+
+    def _same_tensors(self, file: ShardFile) -> None:
+        listed = self._listed.get(file.name, {})
+        found = {key: (stored.dtype, stored.shape) for key, stored in file.tensors.items()}
+        if listed != found:
+            wrong = sorted(key for key in listed.keys() | found.keys() if listed.get(key) != found.get(key))
+            raise Damaged(file.name, f"{wrong[0]} is not what the manifest says it is")
+
+    def check(self, name: str, part: Part) -> None:
+        """Hash every piece of the tensor that overlaps the part. Damaged names the file and the tensor."""
+        for piece, _, _ in self._overlaps(name, part):
+            self.check_piece(name, piece)
+
+    def check_piece(self, name: str, piece: Piece) -> None:
+        """Hash one piece, once."""
+        file = self.file(piece.file)
+        if piece.sha256 is None or (piece.file, piece.key) in self._checked:
+            return
+        if file.sha256(piece.key) != piece.sha256:
+            raise Damaged(piece.file, f"the bytes of {name} are not those that were saved (SHA-256 differs)")
+        self._checked.add((piece.file, piece.key))
+
+    def read(self, name: str, part: Part) -> None:
+        """Copy the part of the tensor out of its pieces, into the part's own storage."""
+        with torch.no_grad():
+            for piece, mine, shared in self._overlaps(name, part):
+                source, target = self.file(piece.file).tensor(piece.key), mine.tensor
+                for dim, (first, length) in enumerate(zip(*shared)):
+                    source = source.narrow(dim, first - piece.start[dim], length)
+                    target = target.narrow(dim, first - mine.start[dim], length)
+                target.copy_(source)
+
+    def _overlaps(self, name: str, part: Part) -> Iterable[tuple[Piece, Part, Rect]]:
+        """Pieces of the files, rectangles of the part, and what the two share."""
+        for mine in part.pieces():
+            for piece in self.entries[name].pieces:
+                shared = overlap((mine.start, tuple(mine.tensor.shape)), piece.rect)
+                if shared is not None:
+                    yield piece, mine, shared
+
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """All of a tensor, checked, in a CPU tensor of its own."""
+        entry = self.entries[name]
+        for piece in entry.pieces:
+            self.file(piece.file)
+        full = room_for(name, entry, entry.shape, dtype or DTYPES[entry.dtype], torch.device("cpu"))
+        part = whole(full)
+        self.check(name, part)
+        self.read(name, part)
+        return full

@@ -1,0 +1,193 @@
+"""One safetensors file: written as a stream with a digest of each tensor, read by byte ranges, believed tensor by tensor.
+
+The format is public: eight bytes of header length, a JSON header, the tensors one after another. Our own few lines write
+and read it, because a digest of each tensor must be taken while it streams and read back without the rest of the file.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config.plain_file import loads, open_plain
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Number formats a file can hold, by their names in it."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CHUNK = 4 << 20
+LONGEST_HEADER = 100 << 20
+MOST_DIMS = 64
+"""Of a tensor."""
+
+
+UNREADABLE = (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError)
+"""What reading JSON that somebody made up can raise."""
+
+
+class Damaged(Exception):
+    """What is wrong with a file. Whoever knows the checkpoint makes a K002 of it."""
+
+    def __init__(self, file: str, why: str):
+        super().__init__(why)
+        self.file, self.why = file, why
+
+
+class Cancelled(Exception):
+    """Somebody no longer wants what is being written."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file came to: its size, the digest of its header, and that of each tensor by key."""
+
+    bytes: int
+    header: str
+    tensors: dict[str, str]
+
+
+Spec = tuple[torch.dtype, tuple[int, ...]]
+"""What the header says of a tensor."""
+
+
+def write(
+    path: Path, specs: Mapping[str, Spec], get: Callable[[str], Tensor], cancelled: Callable[[], bool] = lambda: False
+) -> Written:
+    """Write contiguous CPU tensors, got one at a time by key, and sync them to the disk. OSError when it cannot.
+
+    `cancelled` is asked every few MiB.
+    """
+    ordered = sorted(specs, key=lambda key: (-specs[key][0].itemsize, key))  # keeps all of them aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in ordered:
+        dtype, shape = specs[key]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    digests = {}
+    with open(path, "xb", buffering=0) as file:
+        _write_all(file, head)
+        for key in ordered:
+            digest = hashlib.sha256()
+            raw = memoryview(get(key).reshape(-1).view(torch.uint8).numpy().data)
+            for at in range(0, len(raw), CHUNK):
+                if cancelled():
+                    raise Cancelled
+                digest.update(raw[at : at + CHUNK])
+                _write_all(file, raw[at : at + CHUNK])
+            digests[key] = digest.hexdigest()
+        os.fsync(file.fileno())
+    return Written(len(head) + end, hashlib.sha256(head).hexdigest(), digests)
+
+
+def _write_all(file: Any, data: Any) -> None:
+    view = memoryview(data)
+    while len(view):
+        view = view[file.write(view) :]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: bytes `begin` to `end` of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class ShardFile:
+    """A safetensors file opened for reading. Nothing in it is trusted: Damaged says what is wrong.
+
+    `bytes` and `header` are what a manifest says of it; without them the file must only be consistent in itself.
+    """
+
+    def __init__(self, path: Path, bytes: int | None = None, header: str | None = None):
+        self.name = path.name
+        try:
+            with open_plain(path, follow=False) as file:
+                size = os.fstat(file.fileno()).st_size
+                if bytes is not None and size != bytes:
+                    raise Damaged(self.name, f"{size} bytes, the manifest says {bytes}")
+                if size < 8:
+                    raise Damaged(self.name, f"{size} bytes are no safetensors file")
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise Damaged(self.name, error.strerror or str(error)) from None
+        length = int.from_bytes(self.map[:8], "little")
+        if length > min(size - 8, LONGEST_HEADER):
+            raise Damaged(self.name, f"its header would be {length} bytes long")
+        self.body = 8 + length
+        if header is not None and hashlib.sha256(self.map[: self.body]).hexdigest() != header:
+            raise Damaged(self.name, "its header is not the one that was saved (SHA-256 differs)")
+        self.tensors = self._parse(self.map[8 : self.body], size - self.body)
+
+    def _parse(self, text: bytes, size: int) -> dict[str, Stored]:
+        try:
+            content = loads(text)
+            if not isinstance(content, dict):
+                raise ValueError("not an object")
+            content.pop("__metadata__", None)
+            found = {key: _stored(key, value) for key, value in content.items()}
+        except UNREADABLE as error:
+            raise Damaged(self.name, f"its header cannot be read: {str(error)[:200]}") from None
+        at = 0
+        for stored in sorted(found.values(), key=lambda s: (s.begin, s.end)):
+            if stored.begin != at:
+                raise Damaged(self.name, f"its tensors overlap or leave a gap at byte {at}")
+            at = stored.end
+        if at != size:
+            raise Damaged(self.name, f"its tensors take {at} bytes, the file has {size}")
+        return found
+
+    def raw(self, stored: Stored) -> memoryview:
+        """The bytes of a tensor, without a copy."""
+        return memoryview(self.map)[self.body + stored.begin : self.body + stored.end]
+
+    def sha256(self, key: str) -> str:
+        """The digest of a tensor's bytes."""
+        return hashlib.sha256(self.raw(self.tensors[key])).hexdigest()
+
+    def tensor(self, key: str) -> Tensor:
+        """The tensor, as a view of the file where it is aligned."""
+        stored = self.tensors[key]
+        dtype = DTYPES[stored.dtype]
+        if stored.begin == stored.end:
+            return torch.empty(stored.shape, dtype=dtype)
+        at, count = self.body + stored.begin, stored.end - stored.begin
+        raw = torch.frombuffer(self.map, dtype=torch.uint8, count=count, offset=at)
+        return (raw.clone() if at % dtype.itemsize else raw).view(dtype).reshape(stored.shape)
+
+
+def _numbers(key: str, value: Any) -> list[int]:
+    if (
+        not isinstance(value, list)
+        or len(value) > MOST_DIMS
+        or not all(type(n) is int and 0 <= n < 2**62 for n in value)
+    ):
+        raise ValueError(f"{key} has impossible numbers")
+    return value
+
+
+def _stored(key: str, value: Any) -> Stored:
+    if not isinstance(value, dict) or str(value.get("dtype")) not in DTYPES:
+        raise ValueError(f"{key} has an unknown number format")
+    shape, offsets = _numbers(key, value.get("shape")), _numbers(key, value.get("data_offsets"))
+    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[value["dtype"]].itemsize:
+        raise ValueError(f"the size of {key} is not that of its shape")
+    return Stored(value["dtype"], tuple(shape), offsets[0], offsets[1])

@@ -1,0 +1,238 @@
+"""The state of an engine as named parts of tensors and JSON values, and back: what a checkpoint holds.
+
+A rank knows its own parts only (`Built.parts`). Optimizer state of a parameter's shape is split as the parameter is;
+tensors without dims are numbers; a tensor of another shape belongs to a whole parameter.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plait import __version__
+from plait.checkpoint import fingerprint
+from plait.checkpoint import optimizer_state as optstate
+from plait.checkpoint.chunks import Held
+from plait.checkpoint.manifest import Entry, Manifest
+from plait.checkpoint.reading import room_for
+from plait.checkpoint.safetensors_file import DTYPES, NAMES
+from plait.config.errors import PlaitError, Problem
+from plait.tensors.part import Part, whole
+
+if TYPE_CHECKING:
+    from plait.engine.engine import Engine
+
+Read = Callable[[str, Part], None]
+"""Fill a part of the tensor of this name in the checkpoint."""
+
+
+def parts_of(engine: "Engine") -> dict[str, Part]:
+    """This rank's part of every tensor to save: `model/<name>` and `optimizer/<parameter>/<key>`."""
+    model = model_parts(engine)
+    found = {f"model/{name}": part for name, part in model.items()}
+    for parameter, state in optstate.states(engine.optimizer):
+        name = (engine.built.names or {})[id(parameter)]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                found[f"optimizer/{name}/{key}"] = _state_part(name, key, value, model[name])
+    return found
+
+
+def model_parts(engine: "Engine") -> dict[str, Part]:
+    """This rank's part of every parameter, and of every buffer that belongs to the model's state."""
+    kept = set(engine.model.state_dict(keep_vars=True)) | {name for name, _ in engine.model.named_parameters()}
+    buffers = {name for name, _ in engine.model.named_buffers()}
+    return {name: part for name, part in engine.built.parts().items() if name in kept or name not in buffers}
+
+
+def _state_part(name: str, key: str, value: Tensor, part: Part) -> Part:
+    if value.shape == part.tensor.shape:
+        return replace(part, tensor=value)
+    if part.whole:
+        return whole(value)
+    raise PlaitError(
+        Problem(
+            "K006",
+            f"the optimizer's {key} of {name} cannot be saved under this plan",
+            why=f"{name} is {list(part.shape)}, here {list(part.tensor.shape)} of it, and {key} is {list(value.shape)}:"
+            " neither like the part nor of a whole parameter",
+            fix=("a plan that leaves parameters whole", "an optimizer whose state has the parameter's shape"),
+        )
+    )
+
+
+def held_of(parts: dict[str, Part]) -> list[Held]:
+    """What this rank holds, in the words of `pieces.assign`. K005 for a number format that files cannot hold."""
+    wrong = [name for name, part in parts.items() if part.tensor.dtype not in NAMES]
+    if wrong:
+        dtype = parts[wrong[0]].tensor.dtype
+        raise PlaitError(Problem("K005", f"{wrong[0]} is {dtype}, which safetensors files cannot hold"))
+    return [
+        Held(name, NAMES[p.tensor.dtype], p.tensor.element_size(), p.shape, p.start, tuple(p.tensor.shape))
+        for name, part in parts.items()
+        for p in part.pieces()
+    ]
+
+
+def values_of(engine: "Engine") -> dict[str, Any]:
+    """What a manifest says of the run besides tensors, as far as this rank knows it. K005 for what is not JSON."""
+    try:
+        position = json.loads(json.dumps(asdict(engine.position)))
+    except (TypeError, ValueError) as error:
+        why = str(error)
+        raise PlaitError(Problem("K005", "the data set's state_dict() is not made of JSON values", why=why)) from None
+    return {
+        "position": position,
+        "plan": str(engine.plan),
+        "seed": engine.job.seed,
+        "batch": engine.job.batch,
+        "versions": {"plait": __version__, "torch": str(torch.__version__)},
+        "aliases": aliases_of(engine.model),
+        "scaler": engine.built.scaler.state_dict() if engine.built.scaler else None,
+        "job": {**engine.fingerprint, "factor": fingerprint.factor(engine.job, engine.position.samples)},
+        "optimizer": {
+            "type": type(engine.optimizer).__name__,
+            "groups": [{**optstate.plain(group), "params": params} for group, params in _groups(engine)],
+            "scalars": _scalars(engine),
+        },
+    }
+
+
+def aliases_of(model: torch.nn.Module) -> dict[str, str]:
+    """Names of tied tensors -> the name they are stored under."""
+    first: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: kept for name, tensor in named if (kept := first.setdefault(id(tensor), name)) != name}
+
+
+def _groups(engine: "Engine") -> list[tuple[dict[str, Any], list[str]]]:
+    names = engine.built.names or {}
+    return [(group, [names[id(p)] for p in group["params"]]) for group in optstate.groups(engine.optimizer)]
+
+
+def _scalars(engine: "Engine") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for parameter, state in optstate.states(engine.optimizer):
+        for key, value in state.items():
+            name = f"{(engine.built.names or {})[id(parameter)]}/{key}"
+            if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES and not value.is_complex():
+                found[name] = {"dtype": NAMES[value.dtype], "value": value.item()}
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                found[name] = value
+            elif not isinstance(value, Tensor) or value.dim() == 0:
+                what = f"optimizer state {name} is a {type(value).__name__}, which cannot be saved"
+                raise PlaitError(Problem("K005", what))
+    return found
+
+
+def mismatch(engine: "Engine", manifest: Manifest, everyone: set[str]) -> str | None:
+    """Why the checkpoint is not of this engine's job, or None. `everyone`: names of the model's tensors on all ranks."""
+    saved = {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
+    wrong = sorted(saved ^ everyone)
+    for name, part in model_parts(engine).items():
+        entry = manifest.tensors.get(f"model/{name}")
+        if entry is not None and (entry.shape != part.shape or DTYPES[entry.dtype] != part.tensor.dtype):
+            wrong.append(name)
+    if wrong:
+        return f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
+    if manifest.optimizer != type(engine.optimizer).__name__:
+        return f"its optimizer is {manifest.optimizer}, the job's is {type(engine.optimizer).__name__}"
+    mine = _groups(engine)
+    if len(mine) != len(manifest.groups) or not all(map(_same_group, mine, manifest.groups)):
+        return "the parameter groups of the optimizer differ"
+    return None
+
+
+def _same_group(mine: tuple[dict[str, Any], list[str]], saved: dict[str, Any]) -> bool:
+    """Whether this rank's parameters are among the saved group's, and every value is of the kind it has here."""
+    plain = optstate.plain(mine[0])
+    kinds = all(k not in plain or _alike(plain[k], v) for k, v in saved.items() if k != "params")
+    return kinds and set(mine[1]) <= set(saved["params"])
+
+
+def _alike(a: Any, b: Any) -> bool:
+    number = (int, float)
+    if isinstance(a, (list, tuple)) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    both = isinstance(a, number) and isinstance(b, number) and isinstance(a, bool) == isinstance(b, bool)
+    if both and isinstance(b, float) and not math.isfinite(b) and math.isfinite(a):
+        return False
+    return both or a is None or b is None or type(a) is type(b)
+
+
+def wanted(engine: "Engine", manifest: Manifest) -> dict[str, Part]:
+    """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
+    model = model_parts(engine)
+    found = {f"model/{name}": part for name, part in model.items()}
+    mine = {name for _, names in _groups(engine) for name in names if name in model}
+    for name, entry in manifest.tensors.items():
+        kind, _, rest = name.partition("/")
+        parameter = rest.rpartition("/")[0]
+        if kind == "optimizer" and parameter in mine:
+            found[name] = _new_state(name, entry, model[parameter])
+    return found
+
+
+def _new_state(name: str, entry: Entry, part: Part) -> Part:
+    device, dtype = part.tensor.device, DTYPES[entry.dtype]
+    if entry.shape == part.shape:
+        return replace(part, tensor=room_for(name, entry, tuple(part.tensor.shape), dtype, device))
+    if part.whole:
+        return whole(room_for(name, entry, entry.shape, dtype, device))
+    parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+    raise PlaitError(
+        Problem(
+            "K006",
+            f"the optimizer's {key} of {parameter} cannot be split as this plan splits {parameter}",
+            why=f"it is {list(entry.shape)}, the parameter is {list(part.shape)}",
+            fix=("resume under a plan that leaves parameters whole",),
+        )
+    )
+
+
+def give(engine: "Engine", manifest: Manifest, parts: dict[str, Part], hyper: list[dict[str, Any]]) -> None:
+    """Take over what was read: optimizer (with these hyperparameters of its groups), loss scale, position.
+
+    The model's parts were filled in place.
+    """
+    index = {name: i for i, name in enumerate(name for _, names in _groups(engine) for name in names)}
+    state: dict[int, dict[str, Any]] = {}
+    for name, part in parts.items():
+        if name.startswith("optimizer/"):
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            state.setdefault(index[parameter], {})[key] = part.tensor
+    for name, value in manifest.scalars.items():
+        parameter, _, key = name.rpartition("/")
+        if parameter in index and parameter in engine.built.own:  # another stage's would stay as it is here
+            state.setdefault(index[parameter], {})[key] = _number(value)
+    optstate.restore(engine.optimizer, state, hyper)
+    if engine.built.scaler and manifest.scaler:
+        engine.built.scaler.load_state_dict(manifest.scaler)
+    engine.position = manifest.position
+    engine.built.refresh()
+
+
+def implausible(engine: "Engine", manifest: Manifest, hyper: list[dict[str, Any]]) -> str | None:
+    """Why the optimizer could not go on with the numbers of this checkpoint, or None."""
+    shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
+    kept: dict[str, dict[str, Any]] = {}
+    for name, shape in shapes.items():
+        if name.startswith("optimizer/"):
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            kept.setdefault(parameter, {})[key] = optstate.tensor(shape == shapes.get(f"model/{parameter}"))
+    for name, value in manifest.scalars.items():
+        parameter, _, key = name.rpartition("/")
+        kept.setdefault(parameter, {})[key] = _number(value)
+    ordered = [name for _, names in _groups(engine) for name in names]
+    return optstate.plausible(engine, lambda i: kept.get(ordered[i]), hyper)
+
+
+def _number(value: Any) -> Any:
+    return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]]) if isinstance(value, dict) else value

@@ -1,0 +1,1 @@
+"""cli: say here what lives in this folder, a line for each file."""

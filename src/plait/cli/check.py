@@ -1,0 +1,37 @@
+"""`plait check`: the job check alone, without training."""
+
+import json
+from typing import Any
+
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.verify.job import check as jobcheck
+
+
+def run(options: Any, plan: Plan, job: Job) -> int:
+    """Check the job under the plan; raises what was found."""
+    found = jobcheck.check(
+        job, plan, "full" if options.full else "quick", name=options.job, arguments=options.arguments
+    )
+    if options.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        print(table(found, options.job, str(plan)))
+    if found.problems:
+        raise PlaitError(found.problems)
+    return 0
+
+
+def table(found: jobcheck.Checked, job: str, plan: str) -> str:
+    """What was compared, what was not, and the outcome, as text."""
+    lines = [f"job         {job}", f"plan        {plan}"]
+    lines += [f"compared    {line}" for line in found.compared]
+    lines += [f"not         {line}" for line in found.unchecked]
+    if found.problems:
+        told = "DIFFERENT  cut by the plan, the job is another training"
+    elif found.compared:
+        told = "nothing found: losses and gradients of the parts are those of the batch · plait verify proves the whole run"
+    else:
+        told = "nothing was compared" + ("" if found.unchecked else ": the plan splits nothing")
+    return "\n".join([*lines, told])

@@ -1,0 +1,156 @@
+"""`plait checkpoint list | info | verify | export`: look into checkpoints without the job that wrote them."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.checkpoints import Checkpoints, damaged, marks, unsound, verify
+from plait.checkpoint.export import export
+from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from plait.checkpoint.reading import Reader
+from plait.checkpoint.safetensors_file import DTYPES, Damaged
+from plait.checkpoint.weights import PICKLED
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.tensors.finite import several
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+OTHERS = (*PICKLED, ".safetensor", ".h5", ".onnx", ".gguf", ".npz", ".npy", ".msgpack", ".json", ".zip", ".tar")
+"""Ends of names of files, when a folder is what would be made."""
+FORMATS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp64": "F64"}
+
+
+def run(options: Any) -> int:
+    """Do what was asked; the exit code."""
+    paths = _chosen(Path(options.path), options.step)
+    if options.action == "list":
+        rows = [_row(path) for path in paths]
+        text = "\n".join("{name}  {plan:<24} {size:>10}  {state}".format(**row) for row in rows)
+        return _say(options, rows, text, 0)
+    if options.action == "verify":
+        return _verify(options, paths)
+    if options.action == "info":
+        found = _info(paths[0])
+        return _say(options, found, "\n".join(f"{name:<11} {value}" for name, value in found.items()), 0)
+    if options.to is None:
+        raise PlaitError(Problem("U002", "export needs --to", fix=("--to weights/", "--to model.safetensors")))
+    dtype = DTYPES[FORMATS[options.dtype]] if options.dtype else None
+    written, tied = export(paths[0], _target(options.to), _size(options.shard), dtype)
+    files, wrong = [str(file) for file in written], marks(paths[0]) or ()
+    notes = [f"note  {name} is tied to {kept} and stored once: tie them before loading" for name, kept in tied.items()]
+    notes += [f"note  {unsound(paths[0], wrong).why}"] if wrong else []
+    value = {"checkpoint": str(paths[0]), "files": files, "tied": tied, "not finite": wrong}
+    return _say(options, value, "\n".join([*files, *notes]), 0)
+
+
+def _target(text: str) -> Path:
+    """Where an export goes. U002 for the name of a file of a format that it does not write."""
+    path = Path(text)
+    if path.suffix.lower() in OTHERS and not text.endswith("/"):
+        why = f"an export is safetensors; {text} would be a folder of that name"
+        fix = (f"--to {path.with_suffix('.safetensors')}", f"--to {path.with_suffix('')}/")
+        raise PlaitError(
+            Problem("U002", f"--to {text} is not written: {path.suffix} is another format", why=why, fix=fix)
+        )
+    return path
+
+
+def _say(options: Any, value: Any, text: str, code: int) -> int:
+    print(json.dumps(value) if options.json else text)
+    return code
+
+
+def _chosen(path: Path, step: int | None) -> list[Path]:
+    """The checkpoints a path stands for, newest first: itself, those in it, or those of the run. K001 when none."""
+    try:
+        if (path / MANIFEST).exists() or (path.is_dir() and re.fullmatch(r"step-\d+", path.name)):
+            found = [path]
+        else:
+            found = Checkpoints(path).found() or Checkpoints(path / "checkpoints").found()
+    except (OSError, ValueError) as error:  # a name that no file can have, a folder that cannot be read
+        why = getattr(error, "strerror", None) or str(error)
+        raise PlaitError(Problem("K001", f"there is no checkpoint in {str(path)[:200]}", why=why)) from None
+    chosen = [p for p in found if step is None or p.name == f"step-{step:06d}"]
+    if not chosen:
+        have = f"there are {', '.join(p.name for p in found)}" if found else "neither a checkpoint nor a run with one"
+        what = f"there is no checkpoint{'' if step is None else f' of step {step}'} in {path}"
+        raise PlaitError(Problem("K001", what, why=have))
+    return chosen
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(size for size, _ in manifest.files.values())
+
+
+def _row(path: Path) -> dict[str, Any]:
+    """A line of the list: manifest, sizes and headers are checked, tensors are not."""
+    row: dict[str, Any] = {"name": path.name, "step": None, "plan": "?", "bytes": None, "size": "?", "state": "good"}
+    try:
+        manifest = read_manifest(path)
+        size = _bytes(manifest)
+        row |= {"step": manifest.position.step, "plan": manifest.plan, "bytes": size, "size": _text(size)}
+        reader = Reader(path, manifest.files, manifest.tensors)
+        for file in manifest.files:
+            reader.file(file)
+        if manifest.nonfinite:
+            row["state"] = f"not finite: {several(manifest.nonfinite)}"
+    except Damaged as error:
+        row["state"] = f"damaged: {error.file}: {error.why}"
+    return row
+
+
+def _info(path: Path) -> dict[str, Any]:
+    try:
+        manifest = read_manifest(path)
+    except Damaged as error:
+        raise PlaitError(damaged(path, error)) from None
+    model = {name: entry for name, entry in manifest.tensors.items() if name.startswith("model/")}
+    state = [entry for name, entry in manifest.tensors.items() if name not in model]
+    at = manifest.position
+    return {
+        "checkpoint": str(path), "step": at.step, "epoch": at.epoch, "samples": at.samples, "plan": manifest.plan,
+        "batch": manifest.batch, "seed": manifest.seed, "parent": manifest.parent, "bytes": _bytes(manifest),
+        "files": len(manifest.files), "tensors": len(model), "elements": sum(math.prod(e.shape) for e in model.values()),
+        "formats": sorted({entry.dtype for entry in model.values()}), "tied": manifest.aliases,
+        "optimizer": manifest.optimizer, "state": f"{len(state)} tensors, {sum(e.bytes for e in state)} bytes",
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in manifest.groups],
+        "versions": manifest.versions, "not finite": list(manifest.nonfinite),
+    }  # fmt: skip
+
+
+def _verify(options: Any, paths: list[Path]) -> int:
+    """Hash everything. 1 when anything is damaged or not finite."""
+    lines, rows = [], []
+    for path in paths:
+        problems = _wrong(path)
+        rows.append({"checkpoint": str(path), "good": not problems, "errors": [vars(p) for p in problems]})
+        lines += [f"{path.name}  good" if not problems else "\n".join(map(str, problems))]
+    bad = [row for row in rows if not row["good"]]
+    siblings = Checkpoints(paths[0].parent).found() if bad else []
+    names = {row["checkpoint"] for row in bad}
+    good = next((p for p in siblings if str(p) not in names and not _wrong(p)), None)
+    if bad:
+        lines.append(f"the newest good checkpoint is {good}" if good else f"no checkpoint in {paths[0].parent} is good")
+    value = {"ok": not bad, "checkpoints": rows, "good": str(good) if good else None}
+    return _say(options, value if bad else {"ok": True, "checkpoints": rows}, "\n".join(lines), FAILED if bad else 0)
+
+
+def _wrong(path: Path) -> list[Problem]:
+    manifest, problems = verify(path)
+    return [*problems, unsound(path, manifest.nonfinite)] if manifest and manifest.nonfinite else problems
+
+
+def _text(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in UNITS or float(match[1]) <= 0:
+        raise PlaitError(Problem("U002", f"--shard {text} is not a size", fix=("--shard 5GiB",)))
+    return int(float(match[1]) * UNITS[match[2]])

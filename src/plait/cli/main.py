@@ -1,0 +1,485 @@
+"""The command line. It imports torch only once a command needs it, so `plait --help` answers at once."""
+
+import argparse
+import ast
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from io import TextIOWrapper
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NoReturn
+
+from plait import __version__
+from plait.cli import plan_options
+from plait.config.errors import (
+    FAILED,
+    NO_ROOM,
+    PlaitError,
+    Problem,
+    codes,
+    did_you_mean,
+    disk_full,
+    explain,
+    too_small,
+    trace_of,
+)
+from plait.config.plan import KEYS, Plan
+
+TECHNIQUES = {
+    **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
+    **dict.fromkeys(("fsdp", "zero"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel"), "tensor/strategy"),
+    **dict.fromkeys(("cp", "context"), "context/strategy"), "ep": "expert/strategy", "microbatches": "accumulate",
+    "recompute": "recompute", "offload": "offload", "precision": "precision", "compile": "compiled", "processes": "threads",
+}  # fmt: skip
+"""Which file of `parallel/` explains a key of a plan."""
+FIRST = "dp=2"
+"""What `plait verify` tries when no plan is given: one process alone would prove nothing."""
+OTHERS = ("dp=2 microbatches=2", "fsdp=2", "pp=2 microbatches=2", "tp=2")
+"""What it names then."""
+
+CHECKS = ("none", "quick", "full")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PlaitError(Problem("U001", message, fix=(f"{self.prog} --help",)))
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """As `argparse` does; and know its name."""
+        self.options = [*getattr(self, "options", []), *(name for name in names if name.startswith("--"))]
+        return super().add_argument(*names, **settings)
+
+
+def _parsed(words: list[str]) -> argparse.Namespace:
+    """The command and its options. U001, with the nearest name, for one that does not exist."""
+    parser, commands = _parser()
+    first = next((word for word in words if not word.startswith("-")), None)
+    if first is None and not {"-h", "--help", "--version"} & {*words}:
+        raise PlaitError(
+            Problem("U001", "no command was given", why=f"commands: {', '.join(commands)}", fix=("plait --help",))
+        )
+    if first is not None and first not in commands:
+        hint = did_you_mean(first, list(commands))
+        raise PlaitError(Problem("U001", f"there is no command `{first[:60]}`        {hint}", fix=("plait --help",)))
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        command = commands[first or ""]
+        hints = [
+            f"{word[:60]}        {did_you_mean(word.partition('=')[0], command.options)}"
+            for word in unknown
+            if word[:1] == "-"
+        ]
+        what = f"unknown option  {hints[0]}" if hints else f"unexpected word `{unknown[0][:60]}`"
+        raise PlaitError(Problem("U001", what, fix=(f"{command.prog} --help",)))
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 ok, 1 run failed, 2 usage, 3 verify differs, 75 stopped but resumable."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a job or a path says may be no text in this encoding
+    verbose, as_json = not {"-v", "--verbose"}.isdisjoint(argv), "--json" in argv
+    try:
+        arguments, rest = _job_arguments(argv)
+        options = _parsed(rest)
+        options.arguments = arguments
+        return options.run(options)
+    except PlaitError as error:
+        from plait.launch.started_by import says
+
+        if error.said or not says(str(error)):
+            return error.exit_code
+        if verbose:
+            print(error.trace or trace_of(error.__cause__), file=sys.stderr)
+        if as_json:
+            print(json.dumps({"ok": False, "errors": [vars(p) for p in error.problems]}))
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read the output has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left is flushed into it at the end
+        return 0
+    except OSError as error:
+        from plait.launch.limits import refused
+
+        problem = disk_full(error) if error.errno in NO_ROOM else refused(error)
+        if problem is None:
+            raise
+        print(problem, file=sys.stderr)
+        return FAILED
+
+
+def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Take ``--job.depth 8`` and ``--job.depth=8`` out of the words."""
+    arguments: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--job."):
+            if rest[-1:] == ["--resume"] and re.search(r"\.py(:\w+)?$", word):
+                rest[-1] = "--resume="  # what follows is the job, not the run
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix("--job.").partition("=")
+        if not equals:
+            value = next(words, "")
+            if not value or (value.startswith("--") and not value[2:].isdigit()):
+                raise PlaitError(Problem("J005", f"--job.{name} needs a value", fix=(f"--job.{name} …",)))
+        arguments[name] = value
+    return arguments, rest
+
+
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser of the command line, and those of its commands by name."""
+    keys = "\n".join(
+        f"  {name:<13} {key.help}" + (f" ({', '.join(key.choices)})" if key.choices else "")
+        for name, key in KEYS.items()
+    )
+    parser = _Parser(
+        "plait", description="Write your training job for one device. Split it any way. Prove it is the same training.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"plan keys, as in --plan \"dp=2 microbatches=4\" or in a TOML file:\n{keys}\n\nexit codes: 0 ok · 1 run failed"
+        " · 2 bad plan or usage · 3 verify found a difference · 75 stopped, resumable",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"plait {__version__}")
+    commands = parser.add_subparsers(
+        required=True,
+        metavar="train | verify | check | sketch | plan | bench | report | checkpoint | help",
+        parser_class=_Parser,
+    )
+    _train_options(commands.add_parser("train", help="train a job under a plan"))
+    _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
+    _check_options(commands.add_parser("check", help="see in seconds whether a plan can cut the job's batches"))
+    _sketch_options(commands.add_parser("sketch", help="show what a model costs, unit by unit, without running it"))
+    _plan_options(commands.add_parser("plan", help="choose a plan: will it fit, how fast, why; or look at one"))
+    _bench_options(commands.add_parser("bench", help="measure this machine: compute, communication, a job's loader"))
+    _report_options(
+        commands.add_parser("report", help="sum up a run; draw a step of it: what each rank did, and was to do")
+    )
+    _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
+    helping = commands.add_parser("help", help="explain an error code, a plan key or a command: P012, fsdp, train")
+    helping.add_argument("word", metavar="CODE | KEY | COMMAND", nargs="?")
+    helping.add_argument("--json", action="store_true")
+    helping.set_defaults(run=_help)
+    for name, command in commands.choices.items():
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.epilog = "\n".join(["examples:", *(f"  plait {name} {words}".rstrip() for words in EXAMPLES[name])])
+        if "--plan" in command.options:
+            names = fill(", ".join(KEYS), 76, initial_indent="  ", subsequent_indent="  ")
+            command.epilog += f"\n\nplan keys, which plait help KEY explains:\n{names}"
+    return parser, commands.choices
+
+
+EXAMPLES = {
+    "train": (
+        "job.py --nproc 2",
+        'job.py --plan "fsdp=4 microbatches=2" --save-every 50',
+        "job.py --resume --job.lr 1e-4",
+    ),
+    "check": ('job.py --plan "dp=2"', 'job.py --plan "dp=8 microbatches=4" --full'),
+    "verify": ('job.py --plan "dp=2"', 'job.py --plan "pp=2 tp=2" --steps 8'),
+    "sketch": ("job.py", 'job.py --plan "fsdp=8 recompute=full"'),
+    "plan": (
+        "job.py --machine h100x8",
+        "job.py --machine a100x8 --objective cheapest",
+        'job.py --plan "tp=2" --show tensor',
+    ),
+    "bench": ("compute", "data job.py"),
+    "report": ("", "--timeline", "runs/gpt-3 --timeline --json"),
+    "checkpoint": ("list runs/gpt-3", "verify runs/gpt-3", "export runs/gpt-3 --to weights.safetensors"),
+    "help": ("P012", "fsdp", "train"),
+}
+"""What people type after each command; its `--help` ends with them."""
+
+
+def _output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+
+
+def _elsewhere(module: str) -> Callable[[Any], int]:
+    """A command whose file has a function `run`, imported when it is called."""
+    return lambda options: import_module(module).run(options)
+
+
+def _job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "job", metavar="JOB", help="path/to/job.py or path/to/job.py:function; its arguments are --job.name value"
+    )
+    _output(parser)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    parser.add_argument("--plan", help='one line such as "dp=2 microbatches=4", a TOML file, or auto: the best here')
+    parser.add_argument("--nproc", type=int, help="processes to start on this machine; fills dp=*")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--steps", type=int, help="optimizer steps, instead of the job's")
+    parser.add_argument("--batch", type=int, help="global batch, instead of the job's")
+    parser.add_argument(
+        "--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule"
+    )
+    parser.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN", help="continue this job's newest run, or this run or checkpoint"
+    )
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="with --resume: also with other data or another seed (K010)"
+    )
+    parser.add_argument(
+        "--weights", metavar="PATH", help="start from these: a safetensors file, a Hugging Face folder or a checkpoint"
+    )
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
+    parser.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (3)")
+    parser.add_argument(
+        "--on-nan", choices=("stop", "skip"), default="stop", help="a step with a loss or gradient that is not finite"
+    )
+    parser.add_argument(
+        "--check", choices=CHECKS, default="quick", help="how to check that the plan can cut the job's batches (quick)"
+    )
+    parser.add_argument(
+        "--allow-inexact", action="store_true", help="train although the check found that the plan is another training"
+    )
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
+    parser.add_argument("--ranks", default="0", help="ranks whose output to show, such as 0,3 (0); logs/ has all")
+    parser.add_argument("--to", action="append", choices=("tensorboard",), default=[], help="also write metrics there")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (runs)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        metavar="SECONDS",
+        help="end the run when a rank makes no progress for so long (by what it does, from 10 s to an hour)",
+    )
+    parser.set_defaults(run=_train)
+
+
+def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "info", "verify", "export"))
+    parser.add_argument("path", metavar="PATH", help="a run directory, its checkpoints, or one checkpoint")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step, instead of all or the newest")
+    parser.add_argument("--to", metavar="PATH", help="export: a folder, or a file that ends in .safetensors")
+    parser.add_argument("--shard", default="5GB", metavar="SIZE", help="export: largest file in a folder (5GB)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "fp16", "bf16", "fp64"), help="export: number format of the weights"
+    )
+    _output(parser)
+    parser.set_defaults(run=_elsewhere("plait.cli.checkpoint"))
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps to compare, at least 3 (4)")
+    parser.add_argument(
+        "--full", action="store_true", help="also batches of the job's own size that take long on one device"
+    )
+    parser.set_defaults(run=_verify)
+
+
+def _check_options(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--full", action="store_true", help="more batches and points, for up to some minutes")
+    parser.set_defaults(run=_check)
+
+
+def _sketch_options(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    parser.add_argument("--batch", type=int, default=1, help="samples to show the figures of (1)")
+    parser.add_argument("--plan", help="also the memory that each rank needs under this plan, at the job's batch")
+    parser.set_defaults(run=_sketch)
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    plan_options.add(parser)
+    parser.set_defaults(run=_elsewhere("plait.cli.plan"))
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("compute", "comm", "data", "all"), nargs="?", default="all")
+    parser.add_argument("job", metavar="JOB", nargs="?", help="the job whose data is read (data, all)")
+    parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="file to write (machine.toml)")
+    parser.add_argument("--nproc", type=int, help="processes that measure at once (one per device or core)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _output(parser)
+    parser.set_defaults(run=_elsewhere("plait.cli.bench"))
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", nargs="?", default="runs/latest", help="a run directory (runs/latest)")
+    parser.add_argument(
+        "--timeline", action="store_true", help="write RUN/timeline.html and RUN/trace.json, for Perfetto"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="which step to draw (one that took the median time)")
+    parser.add_argument("--open", action="store_true", help="open the picture in a browser")
+    _output(parser)
+    parser.set_defaults(run=_elsewhere("plait.cli.report"))
+
+
+def _sketch(options: Any) -> int:
+    if options.batch < 1:
+        raise PlaitError(too_small("--batch", options.batch))
+    plan = Plan.read(options.plan).fill(None) if options.plan else None
+    from plait.config.job import load_job
+    from plait.model.fake_model import sketched
+    from plait.model.table import outline, table
+
+    job = load_job(options.job, options.arguments)
+    found = sketched(job)
+    outlined = outline(found[1], options.batch)
+    facts, text = outlined.to_dict(), table(outlined, options.job)
+    if plan is not None:
+        from plait.planner.dryrun import bill
+
+        predicted = bill.Costing.of(job, found).bill(plan)
+        facts, text = facts | {"bill": predicted.to_dict()}, f"{text}\n\n{bill.table(predicted)}"
+    print(json.dumps(facts) if options.json else text)
+    return 0
+
+
+def _train(options: Any) -> int:
+    problems = [
+        too_small(f"--{name.replace('_', '-')}", getattr(options, name), least)
+        for name, least in (("nproc", 1), ("steps", 1), ("batch", 1), ("save_every", 1), ("keep", 1), ("workers", 0))
+        if getattr(options, name) is not None and getattr(options, name) < least
+    ]
+    if options.patience is not None and not 0 < options.patience < math.inf:
+        what = f"--patience {options.patience} is not a number of seconds > 0"
+        problems.append(Problem("U002", what, fix=("--patience 600",)))
+    if options.scale_lr and not options.batch:
+        why = "the rule compares it with the job's own batch"
+        problems.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
+    try:
+        shown = tuple(int(r) for r in options.ranks.split(","))
+    except ValueError:
+        shown = ()
+        problems.append(Problem("U002", f"--ranks {options.ranks} is not a list of ranks", fix=("--ranks 0,3",)))
+    plan, job = _both(options, problems)
+    beyond = [rank for rank in shown if not 0 <= rank < plan.world]
+    if beyond:
+        last = "rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}"
+        raise PlaitError(
+            Problem("U002", f"--ranks {options.ranks}: there is no rank {beyond[0]}", why=f"the plan has {last}")
+        )
+    from dataclasses import replace
+
+    from plait.cli import train
+
+    if options.steps:
+        job = replace(job, steps=options.steps)
+    job, notes = train.scaled(job, options.batch, options.scale_lr)
+    request = train.Request(
+        options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
+        options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes, options.weights,
+        options.allow_changes, options.patience, options.on_nan, options.check, options.allow_inexact,
+    )  # fmt: skip
+    code, summary = train.launch(request, sys.stderr if options.json else None)
+    if options.json:
+        print(json.dumps(summary))
+    return code
+
+
+def _verify(options: Any) -> int:
+    few = Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))
+    problems = [few] if options.steps < 3 else []
+    from plait.launch.place import joining
+
+    asked = options.plan is not None or options.nproc is not None or joining()
+    if not asked:
+        options.plan = FIRST
+    plan, job = _both(options, problems)
+    if not (asked or options.json):
+        print(
+            f"plan        none was given: {FIRST} is tried, two copies of the model with half of each batch", flush=True
+        )
+    from plait.engine.refusals import foresee
+    from plait.launch.devices import kind_of
+    from plait.verify.verdict import table
+    from plait.verify.verify import verify
+
+    foresee(job, plan, kind_of(options.device))
+    seconds = math.inf if options.full else None
+    verdict = verify(job, plan, options.steps, options.device, seconds=seconds)
+    print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
+    if not (asked or options.json):
+        print(
+            "other plans  " + "\n             ".join(f'plait verify {options.job} --plan "{text}"' for text in OTHERS)
+        )
+    return verdict.exit_code
+
+
+def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
+    """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
+    from plait.config.job import load_job
+    from plait.launch import started_by as started
+    from plait.launch.place import joining, world
+
+    started.check()
+    plan = job = None
+    asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
+    auto, count = options.plan == "auto", world() if joining() else asked
+    readers: tuple[Callable[[], Any], ...] = (
+        lambda: None if auto else Plan.read(options.plan or "dp=*").fill(count),
+        lambda: load_job(options.job, options.arguments),
+    )
+    for read in readers:
+        try:
+            result = read()
+        except PlaitError as error:
+            problems += error.problems
+            continue
+        plan, job = (result, job) if isinstance(result, Plan) else (plan, result)
+    if auto and job is not None:
+        from plait.cli.plan import chosen
+
+        plan = chosen(job, options)
+    if problems or plan is None:
+        raise PlaitError(problems)
+    return plan, job
+
+
+def _check(options: Any) -> int:
+    plan, job = _both(options, list[Problem]())
+    from plait.cli.check import run
+
+    return run(options, plan, job)
+
+
+def _help(options: Any) -> int:
+    """Explain an error code, a key of a plan, or a command."""
+    word, (parser, commands) = options.word, _parser()
+    if word is None or word in commands:
+        (parser if word is None else commands[word]).print_help()
+        return 0
+    text = _key_help(word) if word in KEYS else explain(word.upper())
+    if text is None:
+        known = [*commands, *KEYS, *codes()]
+        hint = did_you_mean(word, known) if len(word) < 30 else ""
+        hint = hint if hint.startswith("did you mean") else "codes look like P012"
+        raise PlaitError(
+            Problem("U003", f"there is no help on `{word[:60]}`        {hint}", fix=("plait help fsdp", "plait --help"))
+        )
+    print(json.dumps({"code": word.upper() if word not in KEYS else word, "text": text}) if options.json else text)
+    return 0
+
+
+def _key_help(name: str) -> str:
+    """What a key of a plan does; for a way to split, the text of its technique."""
+    key = KEYS[name]
+    choices = f" ({', '.join(key.choices)})" if key.choices else ""
+    module = TECHNIQUES.get(name)
+    text = f"{name}, in the table [{key.table}] of a plan: {key.help}{choices}"
+    if module is None:
+        return text
+    source = (Path(__file__).parents[1] / "parallel" / f"{module}.py").read_text(encoding="utf-8")
+    return f"{text}\n\n{ast.get_docstring(ast.parse(source))}"

@@ -1,0 +1,177 @@
+"""`plait plan`: choose a plan for a job on a machine; and `--plan auto` of `plait train`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf, prod
+from typing import Any
+
+from plait.config.errors import PlaitError, Problem, too_small
+from plait.config.job import Job, load_job
+from plait.config.machine import Machine
+from plait.config.output_file import check_writable, write
+from plait.config.plan import AXES, Plan
+from plait.model.table import size as sized_up
+from plait.planner import goals
+from plait.planner.answer import Answer, ask, text, toml
+from plait.planner.fewer import compared
+from plait.planner.question import UNPRICED_CP, Asked, room, sized
+from plait.planner.space import divisors
+
+EVERY = 10**6
+BYTES = 2**20
+"""Numbers without a unit from which on they are taken for bytes."""
+UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def run(options: Any) -> int:
+    """The command."""
+    if options.show:
+        from plait.cli import tensor_table as slicetable
+
+        return slicetable.run(options)
+    memory = size(options.memory)
+    if options.dry_run:
+        from plait.planner.dryrun import dry_run as dryrun
+
+        named = memory is not None or options.machine != "here"
+        return dryrun.run(options, room(machine_of(options), memory) if named else None)
+    pins = pinned(options)
+    machine = machine_of(options)
+    if options.out:
+        check_writable(options.out)
+    if options.tries:
+        from plait.launch import fork as here
+
+        here.stay_forkable()
+    if options.batch is not None and options.batch < 1:
+        raise PlaitError(too_small("--batch", options.batch))
+    job = load_job(options.job, options.arguments)
+    job = replace(job, batch=options.batch or job.batch)
+    asked = Asked.of(job, options.job, machine, split=machine.devices > 1 or bool(options.scale))
+
+    def again(arguments: dict[str, str]) -> Asked:
+        return Asked.of(load_job(options.job, arguments), options.job, machine, split=machine.devices > 1)
+
+    goal = goals.named(options, again)
+    if goal is not None:
+        found = goal(asked, pins, memory)
+        print(json.dumps(found.to_dict()) if options.json else found.text())
+        return 0
+    found = ask(asked, pins, memory, EVERY if options.all else options.top)
+    if not found.rows:
+        raise PlaitError(impossible(found))
+    found = compared(found, pins, memory, choose=not options.tries)
+    if options.tries:
+        found = goals.tried(found, options)
+    if options.out and found.best:
+        write(options.out, toml(found))
+    print(json.dumps(found.to_dict()) if options.json else text(found))
+    return 0 if found.best else 1
+
+
+def impossible(found: Answer) -> Problem:
+    """P070: no plan has the keys that are given."""
+    question, devices = found.question, found.question.devices
+    kept = " ".join(f"{key}={value}" for key, value in question.pins.items()) or "what is given"
+    whys = sorted(found.found.whys, key=lambda why: -found.found.whys[why])[:2]
+    axes = [key for key in AXES if devices % question.pins.get(key, 1)]
+    if axes:
+        whys = [f"{axes[0]}={question.pins[axes[0]]} does not divide {devices} devices"]
+    elif not whys:
+        whys = list(unsearched(found))
+    product = prod(question.pins.get(key, 1) for key in AXES if key != "ep")
+    fix = [f"--gpus {product}"] if axes and product > 1 else []
+    fix += [f"--pin {axes[0]}={max(d for d in divisors(devices) if d <= question.pins[axes[0]])}"] if axes else []
+    what = f"no plan for {devices} devices and a batch of {question.batch} goes with {kept}"
+    return Problem("P070", what, why="; ".join(whys), fix=tuple(fix))
+
+
+def unsearched(found: Answer) -> Iterator[str]:
+    """Why there was nothing to search: what the model, the devices and the batch have."""
+    question = found.question
+    pp, tp, cp = (question.pins.get(key, 1) for key in ("pp", "tp", "cp"))
+    if pp > question.stages:
+        yield f"the model's forward pass has {question.stages} unit calls, and so no {pp} stages"
+    if tp > 1 and not question.sliceable:
+        yield "no layer of the model can be cut"
+    if cp > 1 and not question.stretchable:
+        yield UNPRICED_CP
+    if question.devices // (pp * tp * cp) > question.batch:
+        yield f"{question.devices // (pp * tp * cp)} copies would share {question.batch} samples"
+
+
+def chosen(job: Job, options: Any) -> Plan:
+    """The plan of `--plan auto`: the best of this machine for --nproc processes, with the reason said.
+
+    A process of its own searches: it runs parts of the model there and back, after which this one could not fork ranks
+    where torch sees a GPU.
+    """
+    from plait.launch import fork as here
+    from plait.launch.place import Place, joining, world
+
+    machine = Machine.read("here")
+    ranks = world() if joining() else options.nproc or machine.devices
+    job = replace(job, batch=getattr(options, "batch", None) or job.batch)
+
+    def search(place: Place) -> dict[str, Any]:
+        place.beat(-1, "build")
+        return _best(Asked.of(job, options.job, sized(machine, ranks), split=ranks > 1), ranks)
+
+    best = search(Place()) if joining() else here.run(search, 1)[0]
+    print(f"plan      {best['plan']}, chosen of {best['of']}: {best['why']}", file=sys.stderr)
+    return Plan.parse(best["plan"])
+
+
+def _best(asked: Asked, ranks: int) -> dict[str, Any]:
+    found = ask(asked, {"precision": "fp32"} if not asked.accelerated else {}, devices=ranks)
+    if found.best is None or found.best.candidate.estimate is None:
+        why = (
+            f"the least that any plan on {ranks} devices needs is more than {sized_up(max(0.0, found.question.memory))}"
+        )
+        raise PlaitError(Problem("M001", "no plan fits", why=why, fix=("more processes: --nproc", "a smaller --batch")))
+    best = found.best.candidate
+    second = next((row for row in found.rows[1:] if row.fits), None)
+    rest = f"; next best {second.candidate.plan}: {second.why}" if second else ""
+    why = f"{1000 * best.seconds:.3g} ms a step predicted{rest}"
+    return {"plan": str(best.plan), "of": found.found.counts.get("priced", 0), "why": why}
+
+
+def pinned(options: Any) -> dict[str, Any]:
+    """The keys of --pin, and of --plan: what the search must not change."""
+    words = " ".join([*options.pin, *([options.plan] if options.plan else [])])
+    given = Plan.parse(words) if words else Plan()
+    named = {word.partition("=")[0] for word in words.split()}
+    return {key: getattr(given, key) for key in given.to_dict() if key in named}
+
+
+def size(text_: str | None) -> float | None:
+    """Bytes of 80GiB, 40GB or 1e9."""
+    if text_ is None:
+        return None
+    number = text_.strip().upper()
+    unit = next((u for u in sorted(UNITS, key=len, reverse=True) if number.endswith(u)), "")
+    try:
+        found = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < inf:
+        raise PlaitError(Problem("U002", f"--memory {text_} is not a size", fix=("--memory 80GiB",)))
+    if not unit and found < BYTES:
+        why, fix = "without a unit it is bytes", (f"--memory {text_.strip()}GiB", f"--memory {text_.strip()}MiB")
+        raise PlaitError(Problem("U002", f"--memory {text_} has no unit", why=why, fix=fix))
+    return found
+
+
+def machine_of(options: Any) -> Machine:
+    """--machine, with as many devices as --gpus says."""
+    if options.gpus is not None and options.gpus < 1:
+        raise PlaitError(too_small("--gpus", options.gpus))
+    machine = Machine.read(options.machine)
+    machine = sized(machine, options.gpus) if options.gpus else machine
+    if options.gpus and machine.devices != options.gpus:
+        why = f"{machine.nodes} nodes of {machine.devices_per_node} are {machine.devices} devices"
+        fix = (f"--gpus {machine.devices}",)
+        raise PlaitError(Problem("U002", f"--gpus {options.gpus} does not fill its nodes", why=why, fix=fix))
+    return machine

@@ -1,0 +1,286 @@
+"""What `plait plan --show tensor` prints: which layers `tp` cuts, how, and what stays whole and why.
+
+Layers of the same form in sister blocks are one line with a count. Found as for a run, in one process, on a model of
+any size: see `parallel/tensor/find/finder.py`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job, load_job
+from plait.config.plan import Plan
+from plait.data import batch as data
+from plait.engine.build import call, check_plan
+from plait.model.fake_model import sketched
+from plait.model.slices import Cut, Group, Integer, Slices
+from plait.model.table import aligned, short
+from plait.parallel.tensor import choose as chosen
+from plait.parallel.tensor import vocabulary
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Columns and their row, in every block of the same form. Names but the first are those inside `block`."""
+
+    block: str
+    kind: str
+    """The class of the module in whose call they lie."""
+    count: int
+    columns: tuple[str, ...]
+    row: str
+    how: tuple[str, ...]
+    changed: tuple[str, ...]
+    """Numbers that the code has fixed, and what they become."""
+    summed: tuple[str, ...]
+    """Parameters that every process holds whole and has a share of the gradient of."""
+    parameters: int
+    """Of all these blocks, that are cut."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding or a head, cut by rows of the vocabulary."""
+
+    name: str
+    rows: tuple[int, ...]
+    """Of each process."""
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Layers that stay whole for one reason."""
+
+    name: str
+    count: int
+    share: float
+    """Of all weights."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """All of it. `held`: parameters that the fullest process holds."""
+
+    tp: int
+    parameters: int
+    held: int
+    pairs: tuple[Pair, ...]
+    vocabulary: tuple[Table, ...]
+    whole: tuple[Whole, ...]
+    small: float
+    """The share of weights in what is no matrix and stays whole: norms, biases."""
+    stretched: tuple[str, ...] = ()
+    """Units that run on stretches of the sequence between their slices."""
+    unstretched: tuple[Whole, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def run(options: Any) -> int:
+    """`plait plan JOB --plan P --show tensor`."""
+    plan = Plan.read(options.plan or "dp=1").fill(None)
+    if plan.tp == 1:
+        what = "--show tensor needs a plan that cuts layers"
+        raise PlaitError(Problem("U002", what, why=f"the plan is {plan}: tp=1", fix=('--plan "tp=2"',)))
+    found = shown(load_job(options.job, options.arguments), plan)
+    print(json.dumps(found.to_dict()) if options.json else text(found, options.job))
+    return 0
+
+
+def shown(job: Job, plan: Plan) -> Shown:
+    """What a plan with `tp` cuts of a job's model. Nothing of it is trained, and no process is started."""
+    check_plan(job, plan)
+    model, sketch = sketched(job)
+    example = data.example(job.data, data.opened(job.data))
+    inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
+    found = chosen.slices_of(sketch, model, inputs, call, job, plan)
+    return summary(model, found, plan.tp)
+
+
+def summary(model: nn.Module, found: Slices, ranks: int) -> Shown:
+    """The slices of a model as a few lines."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    cuts = {cut.parameter: cut for cut in vocabulary.cuts(model, found, ranks)}
+    total = sum(sizes.values())
+    parts = [{n: prod(cut.shape(shapes[n], rank)) for n, cut in cuts.items()} for rank in range(ranks)]
+    held = max(sum((sizes | own).values()) for own in parts)
+    names = {id(p): n for n, p in model.named_parameters()}
+    tables = []
+    for name in found.vocabulary:
+        module = model.get_submodule(name)
+        own = [names[id(p)] for p in module.parameters(recurse=False)]
+        lengths = tuple(n for ((_, n),) in vocabulary.rows(len(next(module.parameters())), ranks))
+        tables.append(Table(name, lengths, sum(sizes[n] for n in own)))
+    small = total - sum(sizes[n] for n in cuts) - round(sum(share for _, share, _ in found.whole) * total)
+    pairs, rows = _pairs(model, found.groups, sizes), [(unit, 0.0, why) for unit, why in found.unstretched]
+    on = tuple(_label(list(names)) for _, names in groupby((s.unit for s in found.stretches), _form))
+    return Shown(ranks, total, held, pairs, tuple(tables), _whole(found.whole), max(0, small) / total, on, _whole(rows))
+
+
+def _pairs(model: nn.Module, groups: Iterable[Group], sizes: dict[str, int]) -> tuple[Pair, ...]:
+    alike: dict[Pair, list[Pair]] = {}
+    for group in groups:
+        pair = _pair(model, group, sizes)
+        alike.setdefault(replace(pair, block=_form(pair.block)), []).append(pair)
+    return tuple(
+        replace(form, block=_label([p.block for p in same]), count=len(same), parameters=form.parameters * len(same))
+        for form, same in alike.items()
+    )
+
+
+def _pair(model: nn.Module, group: Group, sizes: dict[str, int]) -> Pair:
+    inner = _inside(group.container)
+    row = model.get_submodule(group.row)
+    bias = [f"{group.row}.bias"] if row._parameters.get("bias") is not None else []
+    return Pair(
+        group.container,
+        type(model.get_submodule(group.container)).__name__,
+        1,
+        tuple(inner(c) for c in group.columns),
+        inner(group.row),
+        _how(group, inner),
+        tuple(_changed(model, i, inner) for i in group.integers if not _own_size(model, group, i)),
+        tuple(inner(n) for n in (*group.partial, *bias)),
+        sum(sizes[c.parameter] for c in group.cuts),
+    )
+
+
+def _own_size(model: nn.Module, group: Group, integer: Integer) -> bool:
+    """Whether it is the size of a layer that is cut, which says nothing new."""
+    layer = integer.module in (*group.columns, group.row)
+    return layer and not isinstance(model.get_submodule(integer.module), nn.MultiheadAttention)
+
+
+def _inside(container: str) -> Callable[[str], str]:
+    def inner(name: str) -> str:
+        if name == container:
+            return "itself"
+        return name[len(container) + 1 :] if container else name
+
+    return inner
+
+
+def _how(group: Group, inner: Callable[[str], str]) -> tuple[str, ...]:
+    """How columns are cut, those that are cut alike in one sentence."""
+    ways: dict[str, list[str]] = {}
+    for name in group.columns:
+        cut = max(
+            (c for c in group.cuts if c.parameter.startswith(f"{name}.")), key=lambda c: len(c.ranges[0]), default=None
+        )
+        if cut is not None:
+            ways.setdefault(way(cut), []).append(inner(name))
+    parts = [f"{', '.join(names)} {said}" if len(ways) > 1 else said for said, names in ways.items()]
+    parts += ["sizes in its code resized"] if group.resize else []
+    entering = [str(a.key) for a in group.arguments]
+    return (*parts, *([f"argument {', '.join(entering)} cut or summed too"] if entering else []))
+
+
+def way(cut: Cut) -> str:
+    """How one parameter is cut.
+
+    >>> way(Cut("w", 0, (((0, 4),), ((4, 4),)))), way(Cut("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2)))))
+    ('contiguous', 'inside 2 parts')
+    """
+    alike = max(len(ranks) for ranks in cut.alike())
+    parts = max(len(ranges) for ranges in cut.ranges)
+    said = "contiguous" if parts == 1 else f"inside {parts} parts"
+    return said if alike == 1 else f"{said}, heads shared by {alike} ranks"
+
+
+def _changed(model: nn.Module, integer: Integer, inner: Callable[[str], str]) -> str:
+    value: Any = model.get_submodule(integer.module)
+    for step in integer.path.split("."):
+        value = getattr(value, step)
+    owner = inner(integer.module)
+    return f"{'' if owner == 'itself' else owner + '.'}{integer.path} {value} → {value // integer.divisor}"
+
+
+def _whole(given: Iterable[tuple[str, float, str]]) -> tuple[Whole, ...]:
+    alike: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
+    for name, share, reason in given:
+        alike.setdefault((_form(name.rpartition(".")[0]), _form(reason)), []).append((name, share, reason))
+    rows = []
+    for (_, told), members in alike.items():
+        reason = members[0][2] if len({reason for _, _, reason in members}) == 1 else told
+        rows.append(Whole(_sisters([m[0] for m in members]), len(members), sum(m[1] for m in members), reason))
+    return tuple(sorted(rows, key=lambda row: -row.share))
+
+
+def _sisters(names: list[str]) -> str:
+    """One name for layers in the same or in alike modules: `layers.0-3.q, k, v`."""
+    if len(names) == 1:
+        return names[0] or "the model"
+    parents = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    inner = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    if all(name.isdigit() for name in inner) and len(inner) > 1:
+        inner = [_span(sorted(map(int, inner))) or ", ".join(inner)]
+    return (f"{_label(parents)}." if parents != [""] else "") + ", ".join(inner)
+
+
+def _span(numbers: list[int]) -> str:
+    """`0-3` for consecutive numbers, else nothing."""
+    return f"{numbers[0]}-{numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else ""
+
+
+def _form(name: str) -> str:
+    """A name, or a text with names, in which members of lists have no number.
+
+    >>> _form("layers.3.mlp reaches layers.4, not 2")
+    'layers.*.mlp reaches layers.*, not 2'
+    """
+    return re.sub(r"(?<=\.)\d+\b", "*", name)
+
+
+def _label(names: list[str]) -> str:
+    """One name for several of a form: `layers.0-3.mlp` when one number tells them apart, else `layers.*.mlp`."""
+    if len(names) == 1:
+        return names[0] or "the model"
+    split = [re.split(r"(?<=\.)(\d+)\b", name) for name in names]
+    differing = [i for i, parts in enumerate(zip(*split)) if len(set(parts)) > 1]
+    span = _span(sorted(int(parts[differing[0]]) for parts in split)) if len(differing) == 1 else ""
+    if span:
+        split[0][differing[0]] = span
+        return "".join(split[0])
+    return _form(names[0]) or "the model"
+
+
+def text(found: Shown, job: str) -> str:
+    """As a table for a terminal."""
+    lines = [
+        f"job     {job}, tp={found.tp}: each process holds {short(found.held)} of {short(found.parameters)} parameters"
+    ]
+    rows: list[tuple[str, ...]] = [
+        ("cut", "", "blocks", "columns → row", "parameters", "how", "changed in its code", "gradients summed")
+    ]
+    for p in found.pairs:
+        rows.append((p.block, p.kind, str(p.count), f"{', '.join(p.columns)} → {p.row}", short(p.parameters), "; ".join(p.how),
+                     ", ".join(p.changed) or "–", ", ".join(p.summed) or "–"))  # fmt: skip
+    for t in found.vocabulary:
+        each = str(t.rows[0]) if len(set(t.rows)) == 1 else f"{max(t.rows)} to {min(t.rows)}"
+        rows.append((t.name, "", "1", "rows of the vocabulary", short(t.parameters), f"{each} rows each", "–", "–"))
+    if len(rows) > 1:
+        lines += ["", *aligned(rows, right=(2, 4))]
+    else:
+        lines += ["", "nothing can be cut: every process would hold and compute all of it"]
+    rows = [("whole", "layers", "weights", "why")]
+    rows += [(w.name or "the model", str(w.count), f"{w.share:.1%}", w.reason) for w in found.whole]
+    if found.small:
+        why = "norms, and biases of rows: small, and every process needs all of it"
+        rows.append(("norms, biases", "", f"{found.small:.1%}", why))
+    lines += ["", *aligned(rows, right=(1, 2))] if len(rows) > 1 else []
+    on = ", ".join(found.stretched)
+    lines += ["", f"on stretches of the sequence between slices: {on}"] if on else []
+    lines += [f"on the whole sequence: {w.name} ({w.count}): {w.reason}" for w in found.unstretched]
+    return "\n".join(lines)

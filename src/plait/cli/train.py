@@ -1,0 +1,418 @@
+"""`plait train`: one rank of a run, and the launcher's side of it."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait import __version__
+from plait.checkpoint import optimizer_state as optstate
+from plait.checkpoint.checkpoints import Checkpoints
+from plait.checkpoint.weights import open_weights
+from plait.cli.console import Console
+from plait.config.errors import FAILED, RESUMABLE, PlaitError
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.data.batch import Batch, split
+from plait.engine import joined_ranks as joined
+from plait.engine.build import broadcast_text, pick_device
+from plait.engine.engine import Engine
+from plait.engine.metrics import Recorder
+from plait.engine.refusals import foresee
+from plait.engine.resume import Start, writing
+from plait.engine.run_directory import Run
+from plait.engine.step import Step
+from plait.launch import fork as here
+from plait.launch.devices import check, cuda_names, kind_of
+from plait.launch.failure_report import short
+from plait.launch.place import Place, current, joining
+from plait.parallel.context.sequences import opened_units
+from plait.parallel.tensor import choose as chosen
+from plait.tensors.finite import number
+from plait.verify.job import check as jobcheck
+
+LOOKED_AT = 8
+"""Of so many runs of a job the result of the job check is taken again."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `plait train` was asked for."""
+
+    name: str
+    """The job's name as given: path/to/job.py:function."""
+    job: Job
+    plan: Plan
+    arguments: dict[str, str]
+    runs: Path = Path("runs")
+    resume: str | None = None
+    """The run or checkpoint to continue; empty: the job's newest run."""
+    device: str = "auto"
+    workers: int = 0
+    save_every: int = 100
+    keep: int = 3
+    mirrors: tuple[str, ...] = ()
+    shown: tuple[int, ...] = (0,)
+    verbose: bool = False
+    notes: tuple[str, ...] = ()
+    weights: str | None = None
+    """What to start from instead of the job's own initial weights."""
+    allow_changes: bool = False
+    """Continue although the job changed such that its place in the data means something else."""
+    patience: float | None = None
+    """Seconds without progress after which a rank is ended; None: chosen by what it does (see `launch/hangs.py`)."""
+    on_nan: str = "stop"
+    """What to do in a step whose loss or gradient norm is not finite: stop, or skip it."""
+    check: str = "quick"
+    """How the job is checked before the first step: none, quick, full (see `verify/job/check.py`)."""
+    allow_inexact: bool = False
+    """Train although the job check found that the plan makes another training of the job."""
+
+
+def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
+    """Run the request: fork its processes here, or join those a launcher started. Returns (exit code, summary)."""
+    console = Console(request.shown, request.verbose, out)
+    if joining():
+        return _joined(request, console)
+    check(kind_of(request.device), request.plan.world)
+    foresee(request.job, request.plan, kind_of(request.device))
+    if request.weights:
+        open_weights(Path(request.weights))  # what cannot be read is said before a start
+    checked = _checked(request)
+    _refuse(request, checked)
+    start = _started(request)
+    run = start.run
+    with writing(run.path):
+        lock = run.lock()
+        jobcheck.store(run.path, checked)
+        logs = [open(run.log(rank), "ab", buffering=0) for rank in range(request.plan.world)]  # noqa: SIM115
+    console.say(headline(request))
+    for note in (*request.notes, *_notes(request), *([start.note] if start.note else []), *_told(checked)):
+        console.say(note)
+
+    def text(rank: int, data: bytes) -> None:
+        logs[rank].write(data)
+        console.text(rank, data)
+
+    def message(rank: int, message: dict[str, Any]) -> None:
+        if message["kind"] == "status":
+            console.status(message["value"])
+        elif message["kind"] in ("log", "warning"):
+            logs[rank].write(message["text"].encode("utf-8", "backslashreplace"))
+            if message["kind"] == "warning":
+                console.warning(rank, message["short"])
+        else:
+            console.say(message["text"])
+
+    try:
+        listener = here.Listener(message, text, console.tick, console.say)
+        results = here.run(
+            lambda place: train(request, run, place), request.plan.world, listener, patience=request.patience,
+            alike=request.plan.pp == 1,
+        )  # fmt: skip
+    except BaseException as error:
+        _failed(start, error, console)
+        raise
+    finally:
+        console.close()
+        for log in logs:
+            log.close()
+        lock.close()
+    return _finish(console, run, results[0])
+
+
+def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
+    place, run = current(), None
+    starts, locks = list[Start](), list[Any]()
+    checked = _checked(request) if place.rank == 0 else jobcheck.Checked("none")  # before there are connections to fork
+
+    def make() -> Run:
+        _refuse(request, checked)
+        starts.append(_started(request))
+        with writing(starts[0].run.path):
+            locks.append(starts[0].run.lock())
+            jobcheck.store(starts[0].run.path, checked)
+        return starts[0].run
+
+    try:
+        with joined.telling(place, lambda: run.log(place.rank) if run is not None else None):
+            device = pick_device(request.device, place)
+            run = joined.meet(place, place.connect(device), device, make)
+            if place.rank == 0:
+                for line in (headline(request), *_told(checked)):
+                    console.say(line)
+                place.report = lambda message: (
+                    console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
+                )
+            result = train(request, run, place)
+    except BaseException as error:
+        for start in starts:
+            _failed(start, error, console)
+        raise
+    finally:
+        console.close()
+        for lock in locks:
+            lock.close()
+    if place.rank == 0:
+        return _finish(console, run, result)
+    return (RESUMABLE if result["stopped"] else 0), result
+
+
+def _checked(request: Request) -> jobcheck.Checked:
+    """What the job check says, or said in one of the job's last runs."""
+    before = tuple(Run.all(request.name, request.runs)[:LOOKED_AT])
+    words = {"name": request.name, "arguments": request.arguments, "before": before, "workers": request.workers}
+    return jobcheck.check(request.job, request.plan, request.check, **words)
+
+
+def _refuse(request: Request, checked: jobcheck.Checked) -> None:
+    if checked.problems and not request.allow_inexact:
+        first, *rest = checked.problems
+        anyway = "--allow-inexact    trains all the same, and the run says so"
+        raise PlaitError([dataclasses.replace(first, fix=(*first.fix, anyway)), *rest])
+
+
+def _told(checked: jobcheck.Checked) -> list[str]:
+    """What of the job check is said beside the headline: what is not exact, and what was not looked at."""
+    return [f"note  not exact: {line}" for line in checked.inexact] + [
+        f"note  job check: {line}" for line in checked.unchecked
+    ]
+
+
+def _started(request: Request) -> Start:
+    return Start.of(request.name, request.plan, request.arguments, request.runs, request.resume)
+
+
+def _failed(start: Start, error: BaseException, console: Console) -> None:
+    said = start.failed(error)
+    if said:
+        console.say(said)
+
+
+def _finish(console: Console, run: Run, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    summary = {"run": str(run.path), **result}
+    if result["stopped"]:
+        console.say(
+            f"stopped at step {result['step']} · saved {result['checkpoint']} · continue with the same command and --resume"
+        )
+        return RESUMABLE, summary
+    if result["device_bytes"]:
+        each = " · ".join(f"{n / 2**20:.1f}" for n in result["device_bytes"])
+        console.say(f"memory per device (MiB): {each}   device 0 also holds the optimizer state and all outputs")
+    if not result["made"]:
+        console.say(
+            f"complete at step {result['step']}: nothing was left to do · go on with --resume --steps {2 * result['step']}"
+        )
+        return 0, summary
+    if result["skipped"]:
+        console.say(f"{result['skipped']} steps were left out: nothing was updated in them")
+    console.say(console.done(run.path, result["checkpoint"]))
+    return 0, summary
+
+
+def _notes(request: Request) -> list[str]:
+    kind, notes = kind_of(request.device), list[str]()
+    if request.plan.precision == "fp16" and kind == "cpu":
+        notes.append("note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU")
+    count = len(cuda_names()) if kind == "cuda" else 0
+    if count > request.plan.devices == 1:
+        notes.append(
+            f"note  one of {count} devices is used; --nproc {count} uses all, --plan auto chooses a plan for them"
+        )
+    return notes
+
+
+def headline(request: Request) -> str:
+    """plait 0.1 · stdlib_gpt · dp=2 on 2 CPU processes (gloo) · batch 32 = 16 per device"""
+    job, plan = request.job, request.plan
+    kind = kind_of(request.device).upper()
+    backend = f" ({'nccl' if kind == 'CUDA' else 'gloo'})" if plan.world > 1 else ""
+    where = f"{plan.world} {kind} process" + ("es" if plan.world > 1 else "") + backend
+    shares = sorted({split(job.batch, plan.shares, i)[1] for i in range(plan.shares)}, reverse=True)
+    share = " or ".join(map(str, shares)) + " per device"
+    parts = f", in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
+    name = Path(request.name.partition(":")[0])
+    title = name.parent.name if name.stem == "job" and name.parent.name else name.stem
+    return f"plait {__version__} · {title} · {plan} on {where} · batch {job.batch} = {share}{parts}"
+
+
+def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
+    """Train one rank to the end, or until somebody asks to stop."""
+    report = place.report or (lambda message: None)
+    if place.report is not None and not place.joined:
+        warnings.showwarning = _reporter(report)
+    engine = _engine(request, run, place)
+    named: set[str] = set()
+    _inexact(engine, report, named)
+    _whole(engine, report)
+    resumed = _resume(engine, request, run, report) if request.resume is not None else None
+    if request.weights and resumed is None:
+        engine.load_weights(request.weights)
+    recorder = Recorder(
+        engine,
+        run,
+        lambda value: report({"kind": "status", "value": value}),
+        list(request.mirrors),
+        lambda text: report({"kind": "note", "text": text}),
+    )
+    saved, stopped, loss, skipped, made = resumed, False, None, 0, 0
+    try:
+        if resumed is not None and _owed(engine, run):
+            _evaluate(engine, recorder, engine.position.step)
+        for batch in engine.batches():
+            step = _step(engine, batch, recorder, request.keep)
+            recorder.step(batch, step)
+            skipped, made = skipped + step.skipped, made + 1
+            _sound(engine, step, report)
+            if loss is None:
+                _inexact(engine, report, named)
+            loss = step.loss
+            last = step.stop or step.step == engine.job.steps
+            if last or step.step % request.save_every == 0:
+                recorder.flush()
+                saved = engine.save(request.keep, wait=last)
+            _evaluate(engine, recorder, step.step)
+            stopped = step.stop and step.step < engine.job.steps
+        poisoned = engine.guard.poisoned(engine, engine.position.step, "found at the end of the run")
+        if poisoned is not None:
+            raise PlaitError(poisoned, FAILED)
+    finally:
+        recorder.close()
+    return {
+        "step": engine.position.step, "loss": None if loss is None else number(loss), "skipped": skipped, "made": made, "stopped": stopped,
+        "checkpoint": str(saved) if saved else None,
+        "device_bytes": recorder.device_bytes,
+    }  # fmt: skip
+
+
+def _engine(request: Request, run: Run, place: Place) -> Engine:
+    """The engine of the request. What checkpoints will say of the job is found out here, not beside a step."""
+    engine = Engine(
+        request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan
+    )
+    engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), request.arguments
+    optstate.check(engine)
+    place.beat(engine.position.step, "data")
+    engine.fingerprint.get("data")
+    return engine
+
+
+def _step(engine: Engine, batch: Batch, recorder: Recorder, keep: int) -> Step:
+    """One step. If it is not finite and the run stops, the state before it, which is good, is saved first."""
+    try:
+        return engine.step(batch)
+    except PlaitError as error:
+        if error.codes[0] not in ("N001", "N002") or not engine.position.step:
+            raise
+        recorder.flush()
+        first, *rest = error.problems
+        fix = (f"the state before it is saved in {engine.save(keep)}", *first.fix)
+        raise PlaitError([dataclasses.replace(first, fix=fix), *rest], error.exit_code) from None
+
+
+def _sound(engine: Engine, step: Step, report: Callable[[dict[str, Any]], None]) -> None:
+    """Tell of a step that was left out, and of checkpoints whose numbers are not finite."""
+    if engine.place.rank:
+        return
+    if step.trouble is not None:
+        report(
+            {
+                "kind": "note",
+                "text": "note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "),
+            }
+        )
+    while engine.checkpoints.marked:
+        problem = engine.checkpoints.marked.pop(0)
+        report({"kind": "note", "text": f"note  {problem.what}: {problem.why}"})
+
+
+def _whole(engine: Engine, report: Callable[[dict[str, Any]], None]) -> None:
+    """Say what of the model ranks hold, or compute, whole under tp and cp."""
+    lines = [chosen.told(engine.built.whole)] if engine.built.plan.tp > 1 else []
+    for line in (*lines, *opened_units(engine.built.whole)) if engine.place.rank == 0 else ():
+        report({"kind": "note", "text": f"note  {line}"})
+
+
+def _inexact(engine: Engine, report: Callable[[dict[str, Any]], None], named: set[str]) -> None:
+    """Say what cannot equal one device; some of it shows in the first step, and what losses ask for on the last stage only."""
+    built = engine.built
+    first = not any(place for axis, place in built.at.items() if axis != "pp")
+    for line in built.inexact if engine.place.rank == 0 else built.sharers.inexact if first else ():
+        if line not in named:
+            report({"kind": "note", "text": f"note  not exact: {line}"})
+            named.add(line)
+
+
+def _resume(engine: Engine, request: Request, run: Run, report: Callable[[dict[str, Any]], None]) -> Path | None:
+    path = engine.resume(missing_ok=not request.resume, allow_changes=request.allow_changes)
+    if engine.place.rank == 0:
+        for problem in engine.checkpoints.refused:
+            report({"kind": "note", "text": f"refused {problem.what}: {problem.why}"})
+        report(
+            {
+                "kind": "note",
+                "text": f"resumed from {path} at step {engine.position.step}"
+                if path
+                else "nothing saved yet: starting from step 0",
+            }
+        )
+        for line in engine.checkpoints.changed:
+            report({"kind": "note", "text": f"changed  {line}"})
+        with writing(run.path):
+            run.describe(request.name, request.plan, request.arguments)
+            run.cut(engine.position.step)
+    if engine.built.group is not None:
+        broadcast_text("cut", engine.place.rank, engine.built.group, engine.built.device)  # nobody appends before
+    return path
+
+
+def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
+    wanted = engine.job.evaluate
+    if wanted is None or not (step == engine.job.steps or (wanted.every and step % wanted.every == 0)):
+        return
+    recorder.evaluated(step, engine.evaluate())
+
+
+def _owed(engine: Engine, run: Run) -> bool:
+    """Whether the run had ended before the evaluation of the step that it goes on from was done. All ranks call it."""
+    rank = engine.place.rank
+    word = "" if rank else "done" if run.evaluated(engine.position.step) else "owed"
+    return broadcast_text(word, rank, engine.built.group, engine.built.device) == "owed"
+
+
+def _reporter(report: Callable[[dict[str, Any]], None]):
+    def show(
+        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        report({"kind": "warning", "text": text, "short": f"{category.__name__}: {short(str(message))}"})
+
+    return show
+
+
+def scaled(job: Job, batch: int | None, rule: str | None) -> tuple[Job, tuple[str, ...]]:
+    """The job with another global batch and, only when a rule is asked for, another learning rate; and the rule in words.
+
+    linear: times batch / job.batch (Goyal et al. 2017). sqrt: times its square root (Krizhevsky 2014), the usual
+    choice for Adam.
+    """
+    if batch is None or batch == job.batch:
+        return job, ()
+    ratio = batch / job.batch
+    changed = dataclasses.replace(job, batch=batch)
+    if rule is None:
+        return changed, (
+            f"note  global batch {job.batch} → {batch}; learning rate unchanged (--scale-lr linear or sqrt changes it)",
+        )
+    factor = ratio if rule == "linear" else ratio**0.5
+
+    def optimizer(parameters: list[Any]) -> Any:
+        made = job.optimizer(parameters)
+        for group in made.param_groups:
+            group["lr"] = group["lr"] * factor
+        return made
+
+    words = f"{rule}: batch {job.batch} → {batch}" + (", √" if rule == "sqrt" else ", ") + f"{ratio:.4g}"
+    return dataclasses.replace(changed, optimizer=optimizer), (f"note  learning rate × {factor:.4g}  ({words})",)

@@ -1,0 +1,289 @@
+"""The job: what to train. It knows nothing of devices, and it alone decides the result.
+
+A job is named ``path/to/job.py`` or ``path/to/job.py:name``: a function (default `job`) whose annotated arguments
+become ``--job.depth 8`` and that returns a `Job`. Loading it runs the file: a job is Python, and Python is code.
+"""
+
+import difflib
+import importlib.util
+import inspect
+import os
+import reprlib
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from plait.config.errors import PlaitError, Problem, did_you_mean
+
+SLICES = ("column", "row", "vocabulary", "whole")
+"""What `Job.tensor` can say of a module."""
+
+LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(*site.getsitepackages(), site.getusersitepackages()),
+)
+"""Folders of code that is not the user's own."""
+MAKERS = {"model": "forward", "data": "__getitem__", "optimizer": "param_groups"}
+"""Fields of `Job` that make something, and what the thing itself has: an object in place of what makes it."""
+RESULTS = {"loss": "a loss", "metrics": "metrics", "weight": "a weight", "schedule": "a factor"}
+BUILTINS = {kind.__name__: kind for kind in (bool, int, float, str)}
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """What to measure on held-out data, exactly: every sample once, whatever the number of ranks.
+
+    `metrics(outputs, targets)` returns a dict of tensors with one value per sample (or per token); what is reported
+    is the mean over all values of the whole data set. `every` is in steps; the end of a run always evaluates.
+    """
+
+    data: Callable[[], Any]
+    metrics: Callable[[Any, Any], dict[str, Any]]
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [*_wrong_fields(self)]
+        if problems:
+            raise PlaitError(problems)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, written for one device.
+
+    The four promises a job can count on under every plan: the loss is a weighted mean over the *global* batch, the
+    sample order is a pure function of (seed, step), randomness is keyed by (seed, step, place in the model, global
+    element index), and the clock is samples seen.
+    """
+
+    model: Callable[[], Any]
+    """-> any `nn.Module`, with the initial weights its constructor draws."""
+    loss: Callable[[Any, Any], Any]
+    """(outputs, targets) -> scalar: the mean over `weight(targets)` of the samples it is given."""
+    data: Callable[[], Any]
+    """-> len() and [i] -> (inputs, targets); or an iterable of such pairs, best with state_dict/load_state_dict."""
+    optimizer: Callable[[list[Any]], Any]
+    """list of parameters -> a torch optimizer."""
+    batch: int
+    """Samples per optimizer step over ALL devices, under every plan."""
+    steps: int
+    """Optimizer steps of the whole job."""
+    weight: Callable[[Any], Any] | None = None
+    """targets -> what the mean in `loss` is over, e.g. tokens that count. Default: the number of samples."""
+    schedule: Callable[[int], float] | None = None
+    """Samples seen before the step -> factor on the learning rate of every parameter group."""
+    clip: float | None = None
+    """Largest global gradient norm."""
+    seed: int = 0
+    """Of initial weights, sample order, augmentation and dropout."""
+    evaluate: Evaluate | None = None
+    """What to measure on held-out data."""
+    stages: tuple[str, ...] | None = None
+    """Names of the first unit of each pipeline stage but the first, instead of the cuts that are found."""
+    units: tuple[str, ...] | None = None
+    """Names of the modules to split by, such as "layers.*", when the automatic choice is not wanted."""
+    tensor: Mapping[str, str] | None = None
+    """Pattern of module names -> "column", "row", "vocabulary" or "whole": slices instead of those that are found."""
+
+    def __post_init__(self) -> None:
+        problems = [*_wrong_fields(self)]
+        if problems:
+            raise PlaitError(problems)
+
+
+def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
+    for field in fields(made):
+        value = getattr(made, field.name)
+        optional = field.default is None
+        expected = None
+        if field.name in ("model", "loss", "data", "optimizer", "weight", "schedule", "metrics"):
+            if field.name in MAKERS and hasattr(value, MAKERS[field.name]) and not isinstance(value, type):
+                expected = f"a function that makes one: lambda{' parameters' * (field.name == 'optimizer')}: …"
+            elif not callable(value) and not (optional and value is None):
+                expected = "a function, for example a lambda"
+            elif field.name in ("loss", "metrics", "weight", "schedule") and _of_torch(value):
+                expected = f"a function; it is a class, and calling it makes an object instead of {RESULTS[field.name]}"
+        elif field.name in ("batch", "steps"):
+            if type(value) is not int or value < 1:
+                expected = "a whole number ≥ 1"
+        elif field.name == "every":
+            if type(value) is not int or value < 0:
+                expected = "a whole number ≥ 0"
+        elif field.name == "seed":
+            if type(value) is not int or not 0 <= value < 2**63:
+                expected = "a whole number from 0 to 2⁶³ − 1"
+        elif field.name == "clip":
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                expected = "a number > 0, or None"
+        elif field.name in ("units", "stages"):
+            names = isinstance(value, tuple) and value and all(isinstance(name, str) and name for name in value)
+            if value is not None and not names:
+                expected = 'a tuple of names of modules, such as ("layers.*",), or None'
+        elif field.name == "tensor":
+            words = isinstance(value, Mapping) and all(isinstance(k, str) and v in SLICES for k, v in value.items())
+            if value is not None and not words:
+                expected = (
+                    f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None'
+                )
+        elif value is not None and not isinstance(value, Evaluate):
+            expected = "a plait.Evaluate, or None"
+        if expected:
+            plain = value is None or isinstance(value, (bool, int, float, str, tuple, list, dict))
+            shown = reprlib.repr(value) if plain else getattr(value, "__name__", f"{type(value).__name__}(…)")
+            what = f"{type(made).__name__}({field.name}={shown}) is not {expected}"
+            yield Problem("J004", what, fix=(f"{field.name}={expected}",))
+
+
+def _of_torch(value: Any) -> bool:
+    """Whether it is a class of modules or of schedulers, and no function."""
+    return isinstance(value, type) and (hasattr(value, "forward") or hasattr(value, "step"))
+
+
+def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
+    """The `Job` that a name like ``path/job.py:name`` stands for, its function called with the given arguments.
+
+    Raises `PlaitError` J001 to J005, with the user's own file and line when their code raised.
+    """
+    path, _, function = name.partition(":")
+    function = function or "job"
+    file = Path(path)
+    if not os.path.isfile(file):
+        there = sorted(str(p) for p in (file.parent if os.path.isdir(file.parent) else Path()).glob("*.py"))
+        near = difflib.get_close_matches(str(file), there, n=3, cutoff=0.5)
+        fixes = tuple(near or there[:3]) or ("path/to/job.py",)
+        raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
+    module = _execute(file.resolve())
+    make = getattr(module, function, None)
+    signature = _signature(make)
+    if not callable(make) or signature is None:
+        known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        hint = did_you_mean(function, known) if known else "define  def job() -> plait.Job"
+        raise PlaitError(Problem("J002", f"{path} has no function `{function}`        {hint}", where=path))
+    given = _arguments(signature, arguments or {}, path)
+    try:
+        job = make(*given.args, **given.kwargs)
+    except PlaitError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PlaitError(Problem("J003", f"the job raised {_named(error)}", where=user_line(error))) from error
+    if not isinstance(job, Job):
+        raise PlaitError(
+            Problem(
+                "J003",
+                f"`{function}` returned {type(job).__name__}, not a plait.Job",
+                where=path,
+                fix=("return plait.Job(…)",),
+            )
+        )
+    return job
+
+
+def _execute(file: Path) -> Any:
+    """Import the file under its own name, with its directory importable, as `python file.py` would."""
+    module_name = f"plait_job_{file.stem}"
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise PlaitError(
+            Problem("J001", f"{file} is not a Python file: its name does not end in .py", fix=("path/to/job.py",))
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except PlaitError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PlaitError(
+            Problem("J003", f"importing the job raised {_named(error)}", where=user_line(error) or str(file))
+        ) from error
+    return module
+
+
+def _signature(make: Any) -> inspect.Signature | None:
+    """With annotations written as text evaluated, unless one names what exists for type checkers only."""
+    for evaluated in (True, False):
+        try:
+            return inspect.signature(make, eval_str=evaluated)
+        except Exception:  # evaluating an annotation can raise anything
+            continue
+    return None
+
+
+def _arguments(signature: inspect.Signature, given: dict[str, str], path: str) -> inspect.BoundArguments:
+    parameters = {n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    values, others = dict[str, Any](), dict[str, str]()
+    problems: list[Problem] = []
+    for name, text in given.items():
+        key = name.replace("-", "_")
+        if key in parameters:
+            kind, optional = _kind(parameters[key])
+            try:
+                values[key] = None if optional and text.lower() == "none" else _convert(text, kind)
+            except Exception:  # a type may raise anything of a str
+                values[key] = None
+                problems.append(Problem("J005", f"--job.{name} {text}        expected {kind.__name__}", where=path))
+        elif rest is not None:
+            others[key] = text
+        else:
+            known = [f"--job.{p}" for p in parameters]
+            hint = did_you_mean(f"--job.{name}", known) if known else "the job takes no arguments"
+            problems.append(Problem("J005", f"unknown argument  --job.{name}        {hint}", where=path))
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in values:
+            what = f"--job.{name} is needed: the job's argument `{name}` has no default"
+            problems.append(Problem("J005", what, where=path, fix=(f"--job.{name} …",)))
+    if problems:
+        raise PlaitError(problems)
+    bound = signature.bind_partial()
+    bound.arguments.update(values | ({rest: others} if rest is not None else {}))
+    bound.apply_defaults()
+    return bound
+
+
+def _kind(parameter: inspect.Parameter) -> tuple[type, bool]:
+    """The type an argument's text becomes, and whether `none` stands for None."""
+    kind, default = parameter.annotation, parameter.default
+    kind = BUILTINS.get(kind, kind) if isinstance(kind, str) else kind
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    optional = NoneType in members
+    if optional and len(members) == 2:
+        kind = next(member for member in members if member is not NoneType)
+    if not isinstance(kind, type) or kind is parameter.empty or kind is Any:
+        kind = str if default is None or default is parameter.empty else type(default)
+    return kind, optional
+
+
+def _convert(text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise ValueError(text)
+        return text.lower() in ("true", "1", "yes")
+    return kind(text)
+
+
+def user_line(error: BaseException) -> str:
+    """`file:line in function` of the innermost frame that is the user's own code, or an empty string."""
+    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
+        return f"{error.filename}:{error.lineno}"
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(("<", *(f"{folder}{os.sep}" for folder in LIBRARIES))):
+            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return found
+
+
+def _named(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,309 @@
+"""Which samples a step sees: a pure function of (seed, step), never of the layout.
+
+The order of an epoch is a permutation keyed by (seed, epoch). Step k takes the next `batch` samples of it; the last
+batch of an epoch is short, never padded and never dropped. Ranks take contiguous, possibly unequal shares of the
+batch, micro-batches contiguous parts of a share. Augmentation inside ``dataset[i]`` may use Python's, numpy's or
+torch's own generators: they are seeded by (seed, epoch, i), whoever loads the sample, so neither the rank nor the
+number of loader workers changes it.
+
+An iterable data set is read by every rank in full and each keeps its share; its ``state_dict`` (when it has one)
+travels in checkpoints, otherwise a resumed run reads up to where it was.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from plait.config.errors import PlaitError, Problem
+from plait.data.batch_rows import Rows
+from plait.randomness.keyed import host_state, restore_host
+from plait.tensors.float64 import Widest
+from plait.tensors.torch_private import tree_map_only
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is in its data: `step` steps done, next sample `start` of `epoch`, `samples` seen in all.
+
+    `state` is an iterable data set's own state there, when it has one.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    start: int = 0
+    samples: int = 0
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch of one rank: samples first … first + count − 1 of the global batch."""
+
+    first: int
+    count: int
+    inputs: Any
+    targets: Any
+    ids: tuple[int, ...]
+    spare: tuple[Any, Any] | None = None
+    """(inputs, targets) of one sample beside an empty micro-batch, for a forward pass that every rank must make."""
+    samples: tuple[Any, ...] = ()
+    """What was collated, where the data set has a `collate` of its own (see `data/padding.py`)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's work for one rank. `size` samples over all ranks; `after` is the position once it is done."""
+
+    position: Position
+    size: int
+    micro: tuple[Micro, ...]
+    after: Position
+    seen: tuple[int, ...] = ()
+    """Of an iterable: a digest of all samples of the batch, on every rank."""
+    idle: tuple[Micro, ...] = ()
+    """What a rank runs along with when its share of an iterable has ended."""
+    around: tuple[Any, ...] = ()
+    """Of an iterable with a `collate` of its own: all samples of the batch."""
+    most: int = 0
+    """Samples of the rank that has most of them, where a rank's share is not its part of the batch by number."""
+
+    @property
+    def count(self) -> int:
+        return sum(m.count for m in self.micro)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every batch is ours: part `rank` of `ranks`, computed in `microbatches` parts."""
+
+    rank: int = 0
+    ranks: int = 1
+    microbatches: int = 1
+
+    def parts(self, size: int) -> list[tuple[int, int]]:
+        """(first, count) of each micro-batch in a global batch of `size`; a count may be 0 in a short batch."""
+        first, count = split(size, self.ranks, self.rank)
+        inside = [split(count, self.microbatches, i) for i in range(self.microbatches)]
+        return [(first + offset, n) for offset, n in inside]
+
+
+def split(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(first, count) of part `index` when `size` things are shared out as evenly as they go, larger parts first."""
+    each, extra = divmod(size, parts)
+    return index * each + min(index, extra), each + (index < extra)
+
+
+def is_map(data: Any) -> bool:
+    """Whether the data set is read by index (torch's IterableDataset inherits a `__getitem__` that only raises)."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+
+
+def opened(make: Callable[[], Any], where: str = "Job(data=…)") -> Any:
+    """What `make()` gives, checked. A generator, which can be read once only, is made again for every reading."""
+    data = checked(make(), where)
+    if is_map(data) or not _once(data):
+        return data
+    if make() is data:
+        what = f"the job's data is one {type(data).__name__}, and it can be read only once"
+        why = "every call of the function gives the same one; each epoch, and the look at the first sample, need their own"
+        raise PlaitError(Problem("J007", what, why, where, ("data=lambda: …    make a new one in every call",)))
+    return _Remade(make)
+
+
+def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """`make`, called once in each process where what it gives is read by index."""
+    held: dict[int, Any] = {}
+
+    def data() -> Any:
+        if (here := os.getpid()) in held:
+            return held[here]
+        found = make()
+        if is_map(found):
+            held[here] = found
+        return found
+
+    return data
+
+
+def _once(data: Any) -> bool:
+    """Whether it is a generator, or what Python's own functions make of one (map, zip, itertools)."""
+    return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
+
+
+class _Remade:
+    """What is read once, made again for every reading."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+def example(make: Callable[[], Any], data: Any, where: str = "Job(data=…)") -> Any:
+    """What `first_samples` can read beside `data`: of an iterable another one, since reading moves it, read once."""
+    return data if is_map(data) else _First(opened(make, where))
+
+
+class _First:
+    """The first sample of an iterable, as a data set."""
+
+    def __init__(self, data: Any):
+        state = host_state()
+        self.sample = next(iter(data), None)
+        restore_host(state)
+        if self.sample is None:
+            raise empty("it ended without a sample")
+        for name in ("collate", "sketched_beside"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Any:
+        return self.sample
+
+
+def empty(why: str, where: str = "") -> PlaitError:
+    """J007: there is not one sample."""
+    return PlaitError(Problem("J007", "the data is empty", why=why, where=where))
+
+
+def checked(data: Any, where: str) -> Any:
+    """`data` when it can be read by `batches`, with at least one sample. J007 otherwise."""
+    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+        what = "the data is a DataLoader that already makes batches"
+        why = f"each of its batches would count as one sample; plait makes the batches: Job(batch=…) of single samples, {SHARED}"
+        fix = ("give its dataset", "DataLoader(…, batch_size=None)    keeps a sampler of your own")
+        raise PlaitError(Problem("J007", what, why, where, fix))
+    if is_map(data):
+        if len(data) == 0:
+            raise empty("len(data) = 0", where)
+    elif not hasattr(data, "__iter__"):
+        raise PlaitError(
+            Problem("J007", f"the data is a {type(data).__name__}, which cannot be read", where=where,
+                    fix=("give it  __len__ and __getitem__,  or  __iter__",))
+        )  # fmt: skip
+    return data
+
+
+SHARED = "shared out over all devices"
+LABELS = ("labels", "label", "targets", "target", "y")
+"""What the targets are called in a sample that is a dict, the likeliest first."""
+
+
+def collate(data: Any, samples: list[Any]) -> tuple[Any, Any]:
+    """(inputs, targets) of some samples: the data set's own `collate` when it has one, else torch's default. J007."""
+    if hasattr(data, "collate"):
+        pairs = data.collate(samples)
+        if not _is_pair(pairs):
+            what, why = "the data's `collate` does not return a pair (inputs, targets)", f"it returned {_told(pairs)}"
+            raise PlaitError(Problem("J007", what, why=why, fix=("return inputs, targets",)))
+        return pairs[0], pairs[1]
+    if not _is_pair(samples[0]):
+        raise PlaitError(_no_pair(samples[0]))
+    try:
+        pairs = default_collate(samples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        shapes = list(dict.fromkeys(_told(s) for s in samples))
+        if len(shapes) == 1 and not isinstance(error, TypeError):
+            raise
+        what = (
+            f"{len(samples)} samples cannot be put together: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+        why = "torch's default_collate puts samples of one shape together; here are " + ", and ".join(shapes[:2])
+        fix = ("make all samples alike", "give the data set  collate(samples) -> (inputs, targets),  which pads")
+        raise PlaitError(Problem("J007", what, why=why, fix=fix)) from error
+    return pairs[0], pairs[1]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _no_pair(sample: Any) -> Problem:
+    """J007 with what to write, from the sample's own keys."""
+    fix = ["return inputs, targets    from __getitem__ (inputs may be a tensor, a tuple or a dict)"]
+    label = next((n for n in LABELS if n in sample), None) if isinstance(sample, dict) else None
+    if label is not None:
+        fix = [f'x = dict(data[i]); return x, x.pop("{label}")    in __getitem__ of a class around the data set']
+        if any(isinstance(value, list) for value in sample.values()):
+            fix.append('dataset.with_format("torch")    its values are lists, not tensors')
+    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_told(sample)}", fix=tuple(fix))
+
+
+def _told(value: Any) -> str:
+    """A sample in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, dict):
+        return "a dict of " + ", ".join(map(str, list(value)[:8]))
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_told, value[:4]))
+    return f"a {type(value).__name__}"
+
+
+def first_samples(data: Any, count: int) -> tuple[Any, Any]:
+    """A collated batch of `count` samples for the sketch: the first sample, repeated. Leaves the generators as they were.
+
+    `data.sketched_beside()`, where there is one, gives samples: the batch has the first of them, and the lengths of all.
+    """
+    state = host_state()
+    company = data.sketched_beside() if hasattr(data, "sketched_beside") else []
+    sample = company[0] if company else data[0] if is_map(data) else next(iter(data))
+    restore_host(state)
+    samples = [tree_map_only(Tensor, lambda t: t, sample) for _ in range(count)]
+    return beside(data, samples, company) if company else collate(data, samples)
+
+
+def rows_of(data: Any, sample: Any) -> Rows:
+    """Where the samples are in what the data set's `collate` returns. The generators stay as they were."""
+    state = host_state()
+    try:
+        return Rows(collate(data, [sample]), collate(data, [sample, sample]))
+    finally:
+        restore_host(state)
+
+
+def beside(data: Any, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:
+    """The samples collated beside others, without the rows of these: with the shapes of the whole."""
+    rows, alone = rows_of(data, samples[0]), collate(data, samples)
+    together = collate(data, [*samples, *company])
+    pair = rows.first(together, len(samples), len(samples) + len(company))
+    return pair if rows.holds(pair, alone) else alone
+
+
+def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
+    """The micro-batch of these samples. Without ids it is empty, and one of `samples` is beside it."""
+    samples = samples[: len(ids) or 1]
+    inputs, targets = collate(data, samples)
+    spare = None if ids else (inputs, targets)
+    if not ids:
+        inputs, targets = tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, (inputs, targets))
+    kept = tuple(samples) if hasattr(data, "collate") else ()
+    return Micro(first, len(ids), inputs, targets, tuple(ids), spare, kept)
+
+
+def largest(batch: int, shares: int, microbatches: int) -> int:
+    """Samples of the largest micro-batch that training runs on a device."""
+    return -(-batch // (shares * microbatches))
+
+
+Weigh = Callable[[Any], Any] | None
+
+
+def weigh(weight: Weigh, micro: Micro) -> float:
+    """What the loss of a micro-batch is a mean over: `Job.weight` of its targets, or its number of samples. It is computed in
+    float64, so that the weights of parts add up to that of the whole."""
+    if micro.count == 0:
+        return 0.0
+    if weight is None:
+        return float(micro.count)
+    with Widest():
+        value = weight(micro.targets)
+        return float(value.sum() if isinstance(value, Tensor) else value)

@@ -1,0 +1,236 @@
+"""Iterables that know their share: with `shard(num_shards, index)`, as Hugging Face's have it, a rank reads its part only.
+
+In every step a rank takes as many samples of its share as it would have of the batch if shares were every Nth sample.
+Where they are just that, the global batch has the very samples that one device would have, and a run can go on with
+another number of ranks. Other shares (of files, say) make another order, which is named. A share that ends earlier gives
+fewer samples, and the epoch is over when all have ended: nothing is dropped, nothing padded.
+
+Ranks tell each other in every step how many samples they have. That shares are apart is seen by digests of what they
+read; that together they are the whole, by its first samples and, where the data has a length, by the number read.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from plait.config.errors import PlaitError, Problem
+from plait.data.batch import Batch, Micro, Position, Share, empty, is_map, part, split
+from plait.data.iterable_streams import digest, number_of
+from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.tensors.exchange import exchange
+
+LOOKED_AT = 64
+"""So many samples of the whole are compared with those of the shares, or two of each share."""
+CPU = torch.device("cpu")
+Taken = tuple[list[Any], bool]
+
+
+def known_by(data: Any, ranks: int) -> bool:
+    """Whether an iterable can give each of so many ranks its part only; Hugging Face's know into how many they can be cut."""
+    most = getattr(data, "num_shards", None)
+    can = callable(getattr(data, "shard", None)) and not is_map(data)
+    return ranks > 1 and can and not (isinstance(most, int) and most < ranks)
+
+
+def whole(data: Any) -> Any:
+    """An iterable without its shares, for a rank that stands for all."""
+    return _Whole(data) if hasattr(data, "shard") and not is_map(data) else data
+
+
+class _Whole:
+    def __init__(self, data: Any):
+        self.data = data
+        for name in ("collate", "set_epoch"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+
+def due(start: int, batch: int, ranks: int, rank: int) -> int:
+    """How many of the samples start … start + batch − 1 a share has that is every `ranks`th from `rank` on.
+
+    >>> [due(4, 5, 2, rank) for rank in (0, 1)]
+    [3, 2]
+    """
+    return (start + batch - rank + ranks - 1) // ranks - (start - rank + ranks - 1) // ranks
+
+
+def read_before(at: Position, ranks: int) -> tuple[int, list[int]]:
+    """(samples of the epoch that are due before position `at`, how many of each share were read). J026."""
+    state = at.state if isinstance(at.state, dict) and "shares" in at.state else None
+    if state is not None and state["shares"] == ranks:
+        return state["due"], list(state["read"])
+    if state is not None and not state["every_nth"]:
+        what = f"the run stopped in the middle of an epoch read in {state['shares']} shares, and now there are {ranks}"
+        why = "its shares are not every Nth sample of the whole: what is left of the epoch is spread over other shares now"
+        fix = (
+            f"resume with a plan of {state['shares']} shares of samples",
+            "shard(N, i) that gives samples i, i + N, …",
+        )
+        raise PlaitError(Problem("J026", what, why=why, fix=fix))
+    return at.start, [due(0, at.start, ranks, rank) for rank in range(ranks)]
+
+
+class OfShare(IterableDataset):
+    """What this rank reads of its share, step by step; its counts and places are not yet those of the batch."""
+
+    def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position):
+        self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
+        self.reads: Callable[[], None] = lambda: None
+        self.last: Any = None
+        """A sample, for a rank that runs along without one."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        start, counts = read_before(self.at, self.share.ranks)
+        epoch, read = self.at.epoch, counts[self.share.rank]
+        while True:
+            source, ended = self._open(epoch, read), False
+            while not ended:
+                samples, ended = self._take(source, epoch, read, start)
+                self.last = samples[-1] if samples else self.last
+                if self.last is None:
+                    raise empty(f"share {self.share.rank} of {self.share.ranks} ended without a sample")
+                idle = (
+                    tuple(part(self.data, [self.last], 0, []) for _ in range(self.share.microbatches)) if ended else ()
+                )
+                micro = self._parts(samples, read)
+                after = Position(0, epoch + ended)
+                yield Batch(Position(0, epoch), len(samples), micro, after, digest(samples), idle=idle)
+                read, start = read + len(samples), start + self.batch
+            epoch, read, start = epoch + 1, 0, 0
+
+    def _number(self, read: int) -> int:
+        """Of a sample in the whole, if the share is every Nth."""
+        return read * self.share.ranks + self.share.rank
+
+    def _open(self, epoch: int, read: int) -> Iterator[Any]:
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(epoch)
+        seed_host(self.seed, "epoch", epoch)
+        source = iter(self.data.shard(num_shards=self.share.ranks, index=self.share.rank))
+        for i in range(read):
+            self.reads()
+            seed_host(self.seed, "sample", epoch, self._number(i))
+            self.last = next(source, self.last)
+        return source
+
+    def _take(self, source: Iterator[Any], epoch: int, read: int, start: int) -> Taken:
+        samples: list[Any] = []
+        for i in range(read, read + due(start, self.batch, self.share.ranks, self.share.rank)):
+            self.reads()
+            seed_host(self.seed, "sample", epoch, self._number(i))
+            try:
+                samples.append(next(source))
+            except StopIteration:
+                return samples, True
+        return samples, False
+
+    def _parts(self, samples: list[Any], read: int) -> tuple[Micro, ...]:
+        found = []
+        for i in range(self.share.microbatches):
+            first, n = split(len(samples), self.share.microbatches, i)
+            ids = [self._number(read + k) for k in range(first, first + n)]
+            found.append(part(self.data, samples[first : first + n] or [self.last], first, ids))
+        return tuple(found)
+
+
+class Merge:
+    """Makes the steps' batches of what each rank of the group read. All ranks go along."""
+
+    def __init__(self, share: Share, batch: int, group: Any, every_nth: bool, length: int | None):
+        self.share, self.batch, self.group, self.every_nth, self.length = share, batch, group, every_nth, length
+
+    def batches(self, source: Iterator[Batch], at: Position) -> Iterator[Batch]:
+        """The batches from position `at` on."""
+        start, read = read_before(at, self.share.ranks)
+        local, ended = None, False
+        while True:
+            local = next(source) if local is None or not ended else replace(local, size=0, micro=local.idle, seen=())
+            ended = ended or local.after.epoch > local.position.epoch
+            counts, over = self._told(local, ended)
+            read, start = [a + b for a, b in zip(read, counts)], start + self.batch
+            if over:
+                self._whole(read)
+            state = {"shares": self.share.ranks, "every_nth": self.every_nth, "due": start, "read": read}
+            now, total = (0, at.epoch + 1) if over else (at.start + sum(counts), at.epoch), sum(counts)
+            after = Position(at.step + (total > 0), now[1], now[0], at.samples + total, None if over else state)
+            if total:
+                first = sum(counts[: self.share.rank])
+                micro = tuple(replace(m, first=m.first + first) for m in local.micro)
+                yield Batch(replace(at, state=None), total, micro, after, most=max(counts))
+            at = after
+            if over:
+                read, start, ended = [0] * self.share.ranks, 0, False
+
+    def _told(self, local: Batch, ended: bool) -> tuple[list[int], bool]:
+        """(samples of every share, whether all have ended). J023 when two have the same, J022 when copies of one differ."""
+        seen = [*local.seen, *[0] * 8][:8]
+        mine = torch.tensor([self.share.rank, local.size, int(ended), *seen], dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(rows, mine, group=self.group)
+        table: dict[int, list[int]] = {}
+        for row in (row.tolist() for row in rows):
+            if table.setdefault(row[0], row)[:3] != row[:3]:
+                what = f"ranks that share their samples read different ones of share {row[0]}"
+                raise PlaitError(Problem("J022", what, why="the iterable, or its `shard`, depends on the rank"))
+        read = [tuple(row[3:]) for row in table.values() if any(row[3:])]
+        if len(set(read)) < len(read):
+            raise overlapping(self.share.ranks)
+        return [table[i][1] for i in range(self.share.ranks)], all(row[2] for row in table.values())
+
+    def _whole(self, read: list[int]) -> None:
+        if self.length is not None and sum(read) != self.length:
+            what = f"the shares of an iterable are not all of it: {sum(read)} samples, and its length is {self.length}"
+            why = f"shard({len(read)}, i) gave " + ", ".join(map(str, read[:8]))
+            raise PlaitError(Problem("J023", what, why=why, where="Job(data=…)"))
+
+
+def overlapping(ranks: int) -> PlaitError:
+    """J023: shares have the same samples."""
+    what = f"the shares of an iterable overlap: shard({ranks}, i) gives the same samples for different i"
+    fix = ("shard(num_shards, index) gives samples index, index + num_shards, …, or files that no other index has",)
+    return PlaitError(Problem("J023", what, where="Job(data=…)", fix=fix))
+
+
+def every_nth(data: Any, seed: int, share: Share, rank: int, group: Any) -> bool:
+    """Whether shares are every Nth sample, as far as their first samples tell; `data` is read from its start. J023."""
+    each, state = max(2, LOOKED_AT // share.ranks), host_state()
+    if hasattr(data, "set_epoch"):
+        data.set_epoch(0)
+    mine = _first(lambda: data.shard(num_shards=share.ranks, index=share.rank), seed, share, each)
+    whole = _first(lambda: data, seed, Share(), each * share.ranks) if rank == 0 else []
+    restore_host(state)
+    told = [_unpacked(row) for row in exchange(_packed([share.rank, *mine]), group, CPU)]
+    shares = {row[0]: row[1:] for row in told}
+    if len({row for row in shares.values() if len(set(row)) > 1}) < sum(len(set(row)) > 1 for row in shares.values()):
+        raise overlapping(share.ranks)
+    whole = _unpacked(exchange(_packed(whole), group, CPU)[0])
+    return all(shares[j % share.ranks][j // share.ranks :][:1] == (number,) for j, number in enumerate(whole))
+
+
+def _first(make: Callable[[], Any], seed: int, share: Share, count: int) -> list[int]:
+    """Numbers of the first samples of a share, which tell their values."""
+    seed_host(seed, "epoch", 0)
+    source, found = iter(make()), list[int]()
+    for i in range(count):
+        seed_host(seed, "sample", 0, i * share.ranks + share.rank)
+        sample = next(source, source)
+        if sample is source:
+            break
+        found.append(number_of(sample))
+    return found
+
+
+def _packed(numbers: list[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def _unpacked(row: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(row) // 8}q", row)

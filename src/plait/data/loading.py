@@ -1,0 +1,241 @@
+"""Reading the samples of each step, here or in loader processes: the iteration behind `data/batch.py`'s rules."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from plait.config.errors import PlaitError, Problem
+from plait.data.batch import Batch, Micro, Position, Share, empty, is_map, part
+from plait.data.iterable_shares import OfShare, known_by, read_before
+from plait.data.iterable_streams import digest
+from plait.data.padding import packed
+from plait.launch.failure_report import LoaderError, described
+from plait.randomness.keyed import first_draws, permutation, seed_host
+from plait.tensors.torch_private import tree_map_only
+
+
+def batches(
+    data: Any, batch: int, seed: int, share: Share, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
+) -> Iterator[Batch]:  # fmt: skip
+    """The endless sequence of this rank's batches, from position `at` on.
+
+    `data` is what `Job.data` returned. `workers` loader processes fetch ahead (an iterable uses at most one). `reads` is
+    called before each sample, also in those processes.
+    """
+    if is_map(data):
+        plan, source = _Plan(len(data), batch, seed, share, at), _Mapped(data, seed, reads)
+        if workers == 0:
+            for item in plan:
+                yield source[item]
+            return
+        told: Any = DataLoader(
+            _Told(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle
+        )
+    else:
+        stream = (OfShare if known_by(data, share.ranks) else _Streamed)(data, batch, seed, share, at)
+        stream.reads = reads
+        if workers == 0:
+            yield from stream
+            return
+        told = DataLoader(_ToldStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
+    for item in told:
+        if isinstance(item, _Failed):
+            raise item.error()
+        yield item
+
+
+class _Told(Dataset):
+    """A source of batches whose failures are returned: torch would make new exceptions of their text in the rank."""
+
+    def __init__(self, source: Any):
+        self.source = source
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return _shared(self.source[index])
+        except RAISED as error:
+            return _failed(error)
+
+
+class _ToldStream(IterableDataset):
+    def __init__(self, source: Any):
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for batch in self.source:
+                yield _shared(batch)
+        except RAISED as error:
+            yield _failed(error)
+
+
+RAISED = (Exception, SystemExit, KeyboardInterrupt)
+"""What the job's data may raise: also what would end a loader process without a word."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An exception in loader process `worker`, as `failing.described` told it."""
+
+    told: dict[str, Any]
+    worker: int
+
+    def error(self) -> Exception:
+        """What the rank raises."""
+        if self.told["problems"]:
+            problems = [Problem(**told) for told in self.told["problems"]]
+            return PlaitError(problems, self.told["exit_code"], self.told["trace"])
+        return LoaderError(self.told, self.worker)
+
+
+def _failed(error: BaseException) -> _Failed:
+    info = get_worker_info()
+    return _Failed(described(error), info.id if info is not None else 0)
+
+
+def _shared(batch: Batch) -> Batch:
+    """A batch whose tensors are in shared memory: what has no room raises here, and not in a thread that nobody hears."""
+    tree_map_only(Tensor, Tensor.share_memory_, [(m.inputs, m.targets, m.spare) for m in batch.micro])
+    micro = tuple(replace(m, samples=packed(m.samples)) if m.samples else m for m in batch.micro)
+    return replace(batch, micro=micro, around=packed(batch.around))
+
+
+def _shorter(at: Position, length: int) -> PlaitError:
+    return PlaitError(
+        Problem("K003", f"the run is at sample {at.start} of epoch {at.epoch}, and the data has only {length} samples",
+                why="it has become shorter since the checkpoint", fix=("resume with the data it was started with",))
+    )  # fmt: skip
+
+
+class _Plan:
+    """The sampler: for each step the position and, per micro-batch, the sample ids. Plain numbers, so it pickles."""
+
+    def __init__(self, length: int, batch: int, seed: int, share: Share, at: Position):
+        self.length, self.batch, self.seed, self.share, self.at = length, batch, seed, share, at
+
+    def __iter__(self) -> Iterator[tuple[Position, int, list[tuple[int, list[int]]], Position]]:
+        at, order, epoch = self.at, None, -1
+        if at.start >= self.length:
+            raise _shorter(at, self.length)
+        while True:
+            if epoch != at.epoch:
+                order, epoch = permutation(self.seed, at.epoch, self.length), at.epoch
+            assert order is not None
+            size = min(self.batch, self.length - at.start)
+            parts = [(f, order[at.start + f : at.start + f + n].tolist()) for f, n in self.share.parts(size)]
+            after = _advance(at, size, at.start + size == self.length)
+            yield at, size, parts, after
+            at = after
+
+
+def _advance(at: Position, size: int, ends: bool) -> Position:
+    start, epoch = (0, at.epoch + 1) if ends else (at.start + size, at.epoch)
+    return Position(at.step + 1, epoch, start, at.samples + size)
+
+
+class _Mapped:
+    """Loads the samples of one step, the host generators that the data draws from seeded before each sample."""
+
+    def __init__(self, data: Any, seed: int, reads: Callable[[], None]):
+        self.data, self.seed, self.reads = data, seed, reads
+        self.drawn: set[int] = set()
+        seed_host("untouched")
+        self.untouched = first_draws()
+
+    def __getitem__(self, item: tuple[Position, int, list[tuple[int, list[int]]], Position]) -> Batch:
+        at, size, parts, after = item
+        while True:
+            seed_host("untouched")
+            micro = self._load(at, parts)
+            moved = {k for k, number in enumerate(first_draws()) if number != self.untouched[k]} - self.drawn
+            if not moved:
+                return Batch(at, size, micro, after)
+            self.drawn |= moved  # these samples drew unkeyed numbers: load them again, and seed that generator too
+
+    def _load(self, at: Position, parts: list[tuple[int, list[int]]]) -> tuple[Micro, ...]:
+        loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
+        return tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
+
+    def _sample(self, epoch: int, i: int) -> Any:
+        self.reads()
+        if self.drawn:
+            seed_host(self.seed, "sample", epoch, i, only=self.drawn)
+        return self.data[i]
+
+
+class _Streamed(IterableDataset):
+    """Batches of an iterable: every rank reads every sample and keeps its own."""
+
+    def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position):
+        self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
+        self.reads: Callable[[], None] = lambda: None
+
+    def __iter__(self) -> Iterator[Batch]:
+        at = self.at
+        source = self._open(at)
+        while True:
+            samples, ended = self._take(source, at)
+            if not samples and at.start == 0:
+                again = f" when it was read again for epoch {at.epoch}: it can be read only once" if at.epoch else ""
+                raise empty(f"the iterable ended without a sample{again}")
+            if samples:
+                state = self.data.state_dict() if hasattr(self.data, "state_dict") else None
+                after = replace(_advance(at, len(samples), ended), state=state)
+                around = tuple(samples) if hasattr(self.data, "collate") else ()
+                yield Batch(at, len(samples), self._share(at, samples), after, digest(samples), around=around)
+                at = after
+            else:  # the epoch ended exactly at a batch's end
+                at = Position(at.step, at.epoch + 1, 0, at.samples)
+                ended = True
+            if ended:
+                source = self._open(at)
+
+    def _open(self, at: Position) -> Iterator[Any]:
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(at.epoch)
+        seed_host(self.seed, "epoch", at.epoch)  # an iterable may shuffle as soon as it is opened
+        if isinstance(at.state, dict) and "shares" in at.state:
+            read_before(at, 1)  # of other shares: only every Nth sample can be found again
+        elif at is self.at and at.state is not None:
+            self.data.load_state_dict(at.state)
+            return iter(self.data)
+        source = iter(self.data)
+        for i in range(at.start):
+            self.reads()
+            seed_host(self.seed, "sample", at.epoch, i)
+            if next(source, self) is self:
+                raise _shorter(at, i)
+        return source
+
+    def _take(self, source: Iterator[Any], at: Position) -> tuple[list[Any], bool]:
+        samples: list[Any] = []
+        while len(samples) < self.batch:
+            self.reads()
+            seed_host(self.seed, "sample", at.epoch, at.start + len(samples))
+            try:
+                samples.append(next(source))
+            except StopIteration:
+                return samples, True
+        return samples, False
+
+    def _share(self, at: Position, samples: list[Any]) -> tuple[Micro, ...]:
+        micro = []
+        for first, n in self.share.parts(len(samples)):
+            ids = list(range(at.start + first, at.start + first + n))
+            micro.append(part(self.data, samples[first : first + n] or samples[:1], first, ids))
+        return tuple(micro)
+
+
+def _settle(worker: int) -> None:
+    """Loader workers end with their rank, also when it is killed, and leave signals to it."""
+    from plait.launch.fork import die_with_parent
+
+    os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the launcher's group only
+
+    torch.set_num_threads(1)
+    die_with_parent()

@@ -1,0 +1,356 @@
+"""From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.checkpoint import optimizer_state as optstate
+from plait.checkpoint.fingerprint import structure
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.config.job import Job, user_line
+from plait.config.plan import AXES, Plan
+from plait.data import batch as data_module
+from plait.engine import try_metrics as trial
+from plait.launch.devices import kind_of, of_rank
+from plait.launch.place import Place
+from plait.losses import transformers
+from plait.losses.global_batch import Sharers
+from plait.model import mutations as ownstate
+from plait.model.make import Made, make, make_optimizer
+from plait.model.sketch import Sketch, sketch
+from plait.parallel.context import strategy as context
+from plait.parallel.expert import find as experts
+from plait.parallel.expert import strategy as expert
+from plait.parallel.fsdp import optimizer_check as elementwise
+from plait.parallel.fsdp import strategy as shard
+from plait.parallel.fsdp.runtime import Shards
+from plait.parallel.gradient_sums import Across
+from plait.parallel.mesh import group_of
+from plait.parallel.order import ORDER
+from plait.parallel.precision import trained_format
+from plait.parallel.tensor import choose as chosen
+from plait.randomness.keyed import Randomness
+from plait.randomness.sub_block import Rule, Windows, first_of
+from plait.tensors import higher_order as higher
+from plait.tensors import scripted
+from plait.tensors.digest import differing
+from plait.tensors.part import Part, Ranges, whole
+from plait.tensors.torch_private import tree_map_only
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's outputs. It runs as in training: it keeps nothing for generation."""
+    with transformers.without_cache(model):
+        return called(model, inputs)
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+@dataclass
+class Built:
+    """One rank's model and optimizer under a plan. Strategies fill in what they bring."""
+
+    job: Job
+    plan: Plan
+    place: Place
+    device: torch.device
+    group: Any
+    model: nn.Module
+    data: Any
+    sketch: Sketch
+    whole: Sketch = field(init=False)
+    """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
+    cast: torch.dtype | None = None
+    probe: Any = None
+    """(what runs the model in training's format, n -> n samples' inputs) of the sketch."""
+    pairs: Any = None
+    """n -> inputs and targets of n samples."""
+    randomness: Any = None
+    optimizer: Any = None
+    names: dict[int, str] | None = None
+    own: dict[str, nn.Parameter] = field(default_factory=dict)
+    """This rank's part of every parameter, by the model's name; tied ones once."""
+    shares: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's parts of parameters that are on the meta device, until they are put in place."""
+    reducer: Any = None
+    """What sums gradients over the ranks: `reducer.Reducer`, `sharded.Shards`, or None."""
+    peers: Any = None
+    """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
+    pipe: Any = None
+    """This rank's part of the pipeline, if there is one."""
+    elsewhere: tuple[str, ...] = ()
+    """Units of other stages: their buffers are not this rank's."""
+    copies: Any = None
+    """The group of ranks that hold copies of this rank's parts."""
+    at: dict[str, int] = field(default_factory=dict)
+    """This rank's place on every axis of the mesh."""
+    groups: dict[str, Any] = field(default_factory=dict)
+    """The ranks that differ from this one on an axis alone, for each axis on which there are any."""
+    cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)
+    """Parameters of which this rank has a part by another way than `fsdp`: the shape of the whole, and which ranges."""
+    experts: set[str] = field(default_factory=set)
+    """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
+    alike: Any = None
+    """The group of ranks that hold the same experts, or the same parts of them, if there are others."""
+    apart: Any = None
+    """The group of ranks that keep parts of the same experts, if they are kept as parts."""
+    sharers: Sharers = field(default_factory=Sharers)
+    """The ranks with other samples, while a step's passes run."""
+    holders: dict[str, int] = field(default_factory=dict)
+    """How many ranks of the same share of samples hold the same part of a parameter, where more than one do."""
+    partial: list[tuple[tuple[str, ...], Any]] = field(default_factory=list)
+    """Parameters whose gradient on a rank is a share of a sum, and the group of ranks that have the others."""
+    masters: dict[str, nn.Parameter] | None = None
+    """What the optimizer updates when it is not `own`: copies in host memory."""
+    prepared: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
+    """Called with the optimizer once it is made."""
+    rules: list[Rule] = field(default_factory=list)
+    """What this rank holds of tensors that are drawn at random: the first that says something is right."""
+    replicas: Any = None
+    run: Any = call
+    """(model, inputs) -> outputs."""
+    scaler: Any = None
+    precision: torch.dtype | None = None
+    begun: bool = False
+    """A step was made."""
+    structure: dict[str, list[str]] = field(default_factory=dict)
+    """What the model's modules were made with (`fingerprint.structure`)."""
+    initial: list[dict[str, Any]] = field(default_factory=list)
+    """The hyperparameters of the optimizer's groups as the job sets them."""
+    unlike: tuple[str, ...] = ()
+    """What differs from rank to rank in what an iterable gives."""
+    lockstep: str = ""
+    """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
+    a sample (layers that count samples), `sample` with one that weighs nothing."""
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
+        sums = getattr(self.reducer, "inner", self.reducer)
+        named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
+        found = {n: Part(t.detach(), *self.cuts[n]) if n in self.cuts else whole(t.detach()) for n, t in named}
+        return found | sums.parts() if isinstance(sums, Shards) else found
+
+    def _elsewhere(self, name: str) -> bool:
+        return any(name.startswith(unit + ".") for unit in self.elsewhere)
+
+    def refresh(self) -> None:
+        """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
+        sums = getattr(self.reducer, "inner", self.reducer)
+        if isinstance(sums, Shards):
+            sums.reshard()
+        for name, master in (self.masters or {}).items():
+            with torch.no_grad():
+                master.copy_(self.own[name])
+
+    @property
+    def together(self) -> str:
+        """`lockstep`, also where the job asks the other ranks for something: before the first step that is not known,
+        and only the last stage of a pipeline ever knows."""
+        asks = not self.sharers.alone and (self.pipe is not None or self.sharers.used or not self.begun)
+        return self.lockstep or ("sample" if asks else "")
+
+    @property
+    def inexact(self) -> list[str]:
+        """What cannot equal one device under this plan, by nature: of the whole model, and what this rank's losses ask for."""
+        found = [line for s in ORDER if s.wanted(self.plan) for line in s.inexact(self.plan, self.whole)]
+        found += [*self.sharers.inexact, *self.unlike]
+        found += [f"random numbers in {name} come from an operator plait cannot key" for name in self.whole.unkeyed]
+        return found
+
+
+def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
+    """Refuse what cannot work, all of it at once, before any process starts."""
+    check_schedule(job)
+    problems = plan.idle() + [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
+    if problems:
+        raise PlaitError(problems)
+
+
+def check_schedule(job: Job) -> None:
+    """J004 when the job's schedule is not a function from samples seen to a factor."""
+    if job.schedule is None:
+        return
+    fix = ("schedule=lambda samples: min(1.0, samples / 640)    a factor on the learning rate",)
+    try:
+        value = job.schedule(0)
+        float(value)
+    except Exception as error:  # it is the user's code
+        what = f"Job.schedule(0) raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        why = "plait calls it with the number of samples seen, and multiplies the learning rates by what it returns"
+        raise PlaitError(Problem("J004", what, why=why, where=user_line(error), fix=fix)) from error
+
+
+def pick_device(wanted: str, place: Place) -> torch.device:
+    """This rank's device: `auto`, `cpu` or `cuda`. H001 when CUDA is asked for and none is visible, H003 when too few are."""
+    if kind_of(wanted) == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", of_rank(place.local_rank, place.unsaid, place.world))
+    torch.cuda.set_device(device)
+    torch.autograd.set_multithreading_enabled(
+        False
+    )  # backward in this thread: one of its own would not know the context
+    return device
+
+
+def build(
+    job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, known: tuple[Made, Sketch] | None = None
+) -> Built:  # fmt: skip
+    """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64).
+
+    `known`: a model that is made already, and what `understood` told of one like it, which is the same on every rank.
+    """
+    place.beat(-1, "build")
+    check_plan(job, plan, device.type)
+    group = place.connect(device)
+    share = shard.share(plan, place.rank) if shard.wanted(plan) and not plan.across else None
+    made = make(job, device, cast, group, share) if known is None else known[0]
+    built = begun(job, plan, place, (device, cast), made)
+    built.group = group
+    _meet(built)
+    built.sketch = built.whole = understood(built, made) if known is None else known[1]
+    if known is None:
+        elementwise.check(job, plan, built.whole)
+        trial.metrics(built, made, lambda pair: move(pair, device, cast))
+    model, sketched = built.model, built.whole
+    for strategy in ORDER:
+        if strategy.wanted(plan):
+            strategy.apply(built)
+    if plan.across:
+        built.reducer = Across([name for name, _, _ in sketched.parameters], built)
+    if built.replicas is None:  # replicas bring their own, one per thread
+        built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
+        if built.rules:
+            built.randomness.windows = Windows(sketched.drawn, first_of(built.rules))
+    everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
+    built.optimizer, built.names = make_optimizer(job, everything)
+    for name in everything.keys() - built.own.keys():
+        built.optimizer.state.pop(everything[name], None)
+    built.initial = optstate.hyperparameters(built.optimizer)
+    for prepare in built.prepared:
+        prepare(built.optimizer)
+    return built
+
+
+def begun(job: Job, plan: Plan, place: Place, how: tuple[torch.device, torch.dtype | None], made: Made) -> Built:
+    """A rank that has a model and knows nothing of it yet. `how`: device, and cast."""
+    samples = data_module.opened(job.data)
+    example = data_module.example(job.data, samples)
+    pairs = lambda n: move(data_module.first_samples(example, n), *how)  # noqa: E731
+    once = call if plan.pp == 1 else partial(_as_trained, (plan, how[1], how[0].type))
+    built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
+    built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
+    built.probe, built.pairs = (once, lambda n: pairs(n)[0]), pairs
+    built.structure = structure(made.model)
+    transformers.adapt(made.model)
+    return built
+
+
+def understood(built: Built, made: Made, seen: Sketch | None = None) -> Sketch:
+    """The sketch of the job's model (`seen`, when there is one), with what the plan's strategies need to know of all of it."""
+    with higher.apart():
+        return _understood(built, made, seen)
+
+
+def _understood(built: Built, made: Made, seen: Sketch | None) -> Sketch:
+    job, plan, cast, (once, inputs) = built.job, built.plan, built.cast, built.probe
+    judge = lambda n: judged(job, built.pairs(n)[1])  # noqa: E731
+    found = sketch(made.fake, inputs, once, job.units, judge) if seen is None else seen
+    if problem := scripted.refused(plan, found.scripted):
+        raise PlaitError(problem)
+    found = built.sketch = with_open_head(found, job)
+    if expert.wanted(plan):
+        found = replace(found, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
+    if plan.tp > 1:
+        found = chosen.sliced(found, made, (inputs, built.pairs, cast is torch.float64), once, job, plan)
+    built.sketch = found
+    ownstate.check(plan, found)
+    return context.stretched(built, built.pairs) if plan.cp > 1 else found
+
+
+def judged(job: Job, targets: Any) -> Callable[[Any], Any]:
+    """Makes the loss of the model's output for these targets."""
+    return lambda outputs: job.loss(outputs, targets)
+
+
+def _meet(built: Built) -> None:
+    """The groups of ranks that this one has to do with. All ranks make all groups, in the same order."""
+    plan, rank = built.plan, built.place.rank
+    built.at, built.peers = plan.at(rank), built.group
+    if plan.across:
+        built.groups = {axis: group_of(plan, rank, (axis,)) for axis in AXES if getattr(plan, axis) > 1}
+        built.peers = group_of(plan, rank, ("dp", "fsdp"))
+    if plan.dp * plan.cp > 1 and plan.processes != "one":
+        built.copies = built.group if plan.world == plan.dp else group_of(plan, rank, ("dp", "cp"))
+    ranks = dist.get_process_group_ranks(built.peers) if built.peers is not None else None
+    built.sharers = Sharers(ranks, plan.microbatches)
+
+
+def _as_trained(how: tuple[Plan, torch.dtype | None, str], model: nn.Module, inputs: Any) -> Any:
+    """A call in the number format of training: stages wait for outputs in the format that they will have."""
+    with trained_format(*how, model):
+        return call(model, inputs)
+
+
+def move(tree: Any, device: torch.device, cast: torch.dtype | None) -> Any:
+    """The tensors of a tree on the device, floating ones in `cast` when it is given."""
+
+    if device.type == "cpu" and cast is None:
+        return tree
+
+    def one(t: Tensor) -> Tensor:
+        return t.to(device, cast if cast is not None and t.is_floating_point() else t.dtype, non_blocking=True)
+
+    return tree_map_only(Tensor, one, tree)
+
+
+def with_open_head(sketched: Sketch, job: Job) -> Sketch:
+    """The sketch of a job whose loss multiplies by the weight of `head` itself: that unit is used outside its call."""
+    head = getattr(job.loss, "head", None)
+    if head is None:
+        return sketched
+    units = (replace(u, closed=u.closed and not f"{head}.".startswith(f"{u.name}.")) for u in sketched.units)
+    return replace(sketched, units=tuple(units))
+
+
+def broadcast_text(text: str, rank: int, group: Any, device: torch.device) -> str:
+    """Rank 0's text on every rank, sent as bytes (an object collective would unpickle what it receives)."""
+    if group is None:
+        return text
+    data = torch.tensor(list(text.encode()) if rank == 0 else [], dtype=torch.uint8, device=device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, 0, group=group)
+    if rank != 0:
+        data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, 0, group=group)
+    return bytes(data.tolist()).decode()
+
+
+def check_copies(built: Built, step: int) -> None:
+    """C006 when ranks that hold copies of the same parts do not hold the same bits."""
+    named = [(name, part.tensor) for name, part in built.parts().items() if name in built.own]
+    wrong: list[str] = []
+    for group, shared in ((built.copies, False), (built.alike, True)):
+        mine = [(name, t) for name, t in named if (name in built.experts) is shared]
+        wrong += differing(mine, group, built.device) if group is not None and mine else []
+    if wrong:
+        what = f"copies of {wrong[0]} have drifted apart by step {step}"
+        why, fix = f"{len(wrong)} tensors differ between ranks", ("change weights only through the optimizer",)
+        raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
+
+
+def check_loss(loss: Any) -> None:
+    """J010 when what the job's loss returned is not a scalar tensor."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        why, fix = f"it returned {shape}", ("return the mean over the samples",)
+        raise PlaitError(Problem("J010", "the job's loss is not a scalar tensor", why=why, fix=fix))

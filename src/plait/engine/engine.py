@@ -1,0 +1,323 @@
+"""The engine: one rank's training loop under a plan, for those who want to own the loop and for `plait train`.
+
+>>> with Engine(job(), Plan.parse("dp=2")) as engine:          # doctest: +SKIP
+...     for batch in engine.batches():
+...         step = engine.step(batch)
+
+A step is forward, backward, reduce, clip, update. The loss of each micro-batch enters with its weight over the weight
+of the global batch, so what is optimised is the weighted mean over the batch, however it was split.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.checkpoint import fingerprint
+from plait.checkpoint.checkpoints import Checkpoints
+from plait.checkpoint.weights import load_weights
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.data.batch import Batch, Position, Share, opened, weigh
+from plait.data.iterable_shares import Merge, every_nth, known_by
+from plait.data.iterable_streams import agree
+from plait.data.loading import batches
+from plait.data.padding import LOOSE, Padding, fetching
+from plait.engine.build import Built, build, check_copies, pick_device
+from plait.engine.evaluate import evaluate
+from plait.engine.nonfinite import Guard
+from plait.engine.passes import Passes
+from plait.engine.step import Spans, Step, sort_of, tokens
+from plait.launch.place import Place, current
+from plait.tensors.torch_private import scale_
+
+
+class Engine:
+    """Trains one rank of `job` under `plan`. Joins the processes a launcher started (RANK set), or runs alone.
+
+    `device` is auto, cpu or cuda. `directory` is where checkpoints live. `workers` loader processes fetch ahead.
+    `on_nan`: what to do in a step whose loss or gradient norm is not finite: stop (N001), skip (leave it out), or ignore.
+    Raises `PlaitError` for whatever is wrong with the job, the plan or the machine.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan | str = "dp=*", *, device: str = "auto", directory: str | Path = "checkpoints",
+        workers: int = 0, place: Place | None = None, cast: torch.dtype | None = None, on_nan: str = "stop",
+    ):  # fmt: skip
+        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        self.place = current() if place is None else place
+        plan = plan.fill(self.place.world)
+        self.built: Built = self._build(job, plan, pick_device(device, self.place), cast)
+        self.job, self.plan, self.workers = job, plan, workers
+        self.position = Position()
+        self.checkpoints = Checkpoints(Path(directory))
+        self.arguments: dict[str, str] = {}
+        """What the job was called with on the command line: kept in checkpoints."""
+        self._stop = False
+        self._busy = 0.0
+        self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
+        self.passes = Passes(self.built, self._spans)
+        self.guard = Guard(self.built, on_nan)
+
+    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
+        return build(job, plan, self.place, device, cast)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the process group, if this engine joined one for itself."""
+        if self.place.joined and dist.is_initialized():
+            self.built.reducer = None
+            gc.collect()
+            dist.destroy_process_group()
+            time.sleep(0.2)  # gloo's threads may abort a correct program that ends at once
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.built.model
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the training depends on, for checkpoints (see `checkpoint/fingerprint.py`)."""
+        return fingerprint.of(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.built.optimizer
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of outputs gathered on the first device by processes=one; else 0."""
+        return self.passes.output_bytes
+
+    @property
+    def share(self) -> Share:
+        return Share(self.plan.share(self.place.rank), self.plan.ranks, self.plan.microbatches)
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
+        job = self.job
+        reads = self.place.reads
+        source = batches(
+            self.built.data, job.batch, job.seed, self.share, self.position, workers=self.workers, reads=reads
+        )
+        if known_by(self.built.data, self.share.ranks):
+            source = self._merged(source)
+        padding = self._padding()
+        while self.position.step < job.steps and not self._stop:
+            self._spans.begin("data")
+            batch = next(source)
+            self._compare(batch)
+            if padding is not None:
+                batch = padding.batch(batch, fetching(self.built.data, job.seed, batch, self.share.ranks))
+                self._name_padding(padding)
+            self._spans.end("data")
+            yield batch
+
+    def _merged(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches of an iterable of which every rank reads its share."""
+        job, built, share = self.job, self.built, self.share
+        nth = every_nth(opened(job.data), job.seed, share, self.place.rank, built.group)
+        if not nth:
+            built.unlike = (f"the order of samples is that of {share.ranks} shares of the iterable",)
+        elif built.whole.places:
+            built.unlike = (f"random numbers of a forward pass go by a sample's place in {share.ranks} shares",)
+        length = len(built.data) if hasattr(built.data, "__len__") else None
+        return Merge(share, job.batch, built.group, nth, length).batches(source, self.position)
+
+    def _padding(self) -> Padding | None:
+        """What pads micro-batches alike. A data set without a `collate` has samples of one shape only."""
+        parts = self.plan.ranks * self.plan.microbatches
+        data, built = self.built.data, self.built
+        return Padding(data, built.group, built.device) if parts > 1 and hasattr(data, "collate") else None
+
+    def _name_padding(self, padding: Padding) -> None:
+        if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
+            self.built.unlike = (*self.built.unlike, LOOSE)
+
+    def _compare(self, batch: Batch) -> None:
+        """What ranks read of an iterable is the same; what only some of it is has a name."""
+        if not batch.seen or self.place.world == 1:
+            return
+        if not agree(batch.size, batch.seen, self.built.group, "Job(data=…)"):
+            self.built.unlike = ("noise in the iterable's samples is another on every rank: its generator has no seed",)
+
+    def step(self, batch: Batch) -> Step:
+        """Forward, backward, reduce, clip, update. All ranks must take the same steps."""
+        loss = self.backward(batch)
+        return self.update(batch, loss)
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed rider (see `_rider`)."""
+        built = self.built
+        weights = [weigh(self.job.weight, micro) for micro in batch.micro]
+        total = self._total_weight(batch, weights)
+        self.guard.before.keep()
+        pieces = self.passes.pieces(batch, {i: weights[i] / total for i in self.runs(batch, weights)})
+        rider = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
+        self._spans.begin("reduce")
+        if built.reducer is not None:
+            rider = built.reducer.finish()
+        self._spans.end("reduce")
+        built.begun = True
+        return rider
+
+    def again(self, batch: Batch) -> None:
+        """Forward and backward of a step once more, for those who watch: gradients are left, and nothing is told of it."""
+        spans, self._spans.open = self._spans.open, []
+        self.norm(self.backward(batch))
+        self._spans.open = spans
+
+    def runs(self, batch: Batch, weights: list[float]) -> list[int]:
+        """Numbers of the micro-batches that this rank runs: those that weigh something, or that every rank must run."""
+        most = Share(0, self.plan.ranks, self.plan.microbatches).parts(batch.size)  # rank 0's parts are the largest
+        if batch.most:
+            most = Share(0, 1, self.plan.microbatches).parts(batch.most)
+        return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
+
+    def _total_weight(self, batch: Batch, weights: list[float]) -> float:
+        """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask."""
+        if self.job.weight is None:
+            return float(batch.size)
+        total = torch.tensor(sum(weights), dtype=torch.float64)
+        if self.plan.ranks > 1:
+            total = total.to(self.built.device)
+            dist.all_reduce(total, group=self.built.peers)
+        if not 0 < float(total) < math.inf:
+            raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
+                                     why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
+        return float(total)
+
+    def _armed(self, batch: Batch, losses: list[Tensor]) -> Tensor:
+        """The rider, with the reducer ready to sum it and the gradients of the backward that follows."""
+        rider = self._rider(batch, losses)
+        if self.built.reducer is not None:
+            self.built.reducer.arm(rider)
+        return rider
+
+    def _rider(self, batch: Batch, losses: list[Tensor]) -> Tensor:
+        """What all ranks must know, summed beside the gradients: loss, wish to stop, samples and busy time by share of the
+        batch, time waiting for data by rank, saving."""
+        rank, ranks, data = self.plan.share(self.place.rank), self.plan.ranks, 2 + 2 * self.plan.ranks
+        row = [0.0] * (data + self.plan.world) + [self.checkpoints.word(self.place.world)]
+        row[data + self.place.rank] = sum(took for name, _, took in self._spans.open if name == "data")
+        alike = self.plan.cp * self.plan.tp  # ranks that compute the same loss
+        together = self.plan.pp * alike
+        row[1], row[2 + rank], row[2 + ranks + rank] = (
+            float(self.place.stopping()),
+            batch.count / together,
+            self._busy / together,
+        )
+        if self.built.device.type == "cpu":
+            row[0] = sum(float(loss) for loss in losses) / alike
+            return torch.tensor(row, dtype=torch.float64)
+        rider = torch.tensor(row, dtype=torch.float64, device=self.built.device)
+        rider[0] = torch.stack(losses).sum() / alike if losses else 0.0
+        return rider
+
+    def norm(self, rider: Tensor) -> tuple[float, list[float]]:
+        """The norm of the gradients that `backward` left, over all ranks, and the numbers of its rider."""
+        reducer = self.built.reducer
+        gradients = [p.grad for p in self.built.own.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if reducer is None else reducer.norm(gradients)
+        return float(norm), rider.tolist()
+
+    def update(self, batch: Batch, rider: Tensor) -> Step:
+        """Clip by the global norm, take the optimizer step, advance the clock.
+
+        All ranks know loss and norm before anything is updated: a step in which either is not finite changes nothing.
+        """
+        built, optimizer = self.built, self.optimizer
+        self._spans.begin("optimizer")
+        norm, row = self.norm(rider)
+        unscale = 1.0 / built.scaler.value if built.scaler else 1.0
+        what = self.guard.wrong(built, row[0], norm * unscale)
+        trouble = self.guard.handle(self, batch, what) if what else None
+        self._set_rate()
+        lr = float(optimizer.param_groups[0]["lr"])
+        finite = trouble is None and (built.scaler is None or math.isfinite(norm))
+        if finite:
+            self.guard.skipped = 0
+            self._optimise(_clip_factor(norm * unscale, self.job.clip) * unscale)
+        if built.scaler is not None and trouble is None:
+            built.scaler.update(finite)
+        for parameter in built.own.values():
+            parameter.grad = None
+        self.position = batch.after
+        self._spans.end("optimizer")
+        step = self._told(batch, row, norm * unscale, lr)
+        step.skipped, step.trouble = not finite, trouble
+        return step
+
+    def _optimise(self, factor: float) -> None:
+        gradients = [p.grad for p in self.built.own.values() if p.grad is not None]
+        if gradients and factor != 1.0:
+            scale_(gradients, factor)
+        self.optimizer.step()
+
+    def _set_rate(self) -> None:
+        if self.job.schedule is None:
+            return
+        rate = float(self.job.schedule(self.position.samples))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * rate
+
+    def _told(self, batch: Batch, row: list[float], norm: float, lr: float) -> Step:
+        ranks = self.plan.ranks
+        loss, stop, *rows, saved = row
+        self.checkpoints.heard(self, saved)
+        spans = self._spans.taken()
+        self._busy = sum(
+            took for name, _, took in spans if sort_of(name) in ("forward", "backward", "loss", "replicate")
+        )
+        self._stop = stop > 0
+        return Step(
+            batch.after.step, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
+            spans, [(int(n), seconds) for n, seconds in zip(rows[:ranks], rows[ranks:])], rows[2 * ranks :],
+        )  # fmt: skip
+
+    def evaluate(self) -> dict[str, float]:
+        """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`)."""
+        self.place.beat(self.position.step, "evaluate")
+        return evaluate(self.built)
+
+    def save(self, keep: int = 3, wait: bool = True) -> Path:
+        """Write a checkpoint of this step, beside training unless `wait`; keep the newest `keep`. All ranks call it."""
+        self.place.beat(self.position.step, "checkpoint")
+        check_copies(self.built, self.position.step)
+        path = self.checkpoints.save(self, keep, wait)
+        self.place.beat(self.position.step, "checkpoint")
+        return path
+
+    def load_weights(self, path: str | Path) -> None:
+        """Start from these weights: a safetensors file, a Hugging Face folder or a checkpoint. All ranks call it."""
+        self.place.beat(self.position.step, "checkpoint")
+        load_weights(self, Path(path))
+
+    def resume(self, missing_ok: bool = False, allow_changes: bool = False) -> Path | None:
+        """Load the newest good checkpoint. K001 when there is none and `missing_ok` is false.
+
+        What the job changed since is in `checkpoints.changed`; K010 for what cannot be meant, unless `allow_changes`.
+        """
+        self.place.beat(self.position.step, "checkpoint")
+        return self.checkpoints.resume(self, missing_ok, allow_changes)
+
+
+def _clip_factor(norm: float, clip: float | None) -> float:
+    """As `torch.nn.utils.clip_grad_norm_`: clip / (norm + 1e-6), at most 1; NaN stays NaN."""
+    if clip is None:
+        return 1.0
+    factor = clip / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor

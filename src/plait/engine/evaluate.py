@@ -1,0 +1,193 @@
+"""Evaluation that does not know the layout: sums and counts over all ranks, every sample exactly once.
+
+The evaluation set is shared out without padding, ranks add up values and their number, and one sum over the ranks
+gives the mean. Averaging the ranks' means instead counts the samples of a smaller share more. Where a forward pass
+gathers parameters, a rank whose share has ended runs along on a sample of another's, and its outputs are dropped.
+A forward pass has as many samples as the largest micro-batch of training, so what fits in training fits here.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.data.batch import Share, collate, empty, example, first_samples, is_map, largest, opened, part, split
+from plait.data.iterable_streams import agree, digest
+from plait.data.padding import Padding
+from plait.engine import try_metrics as trial
+from plait.engine.build import Built, call, move
+from plait.parallel.fsdp.runtime import Shards
+from plait.parallel.precision import autocast
+from plait.randomness.keyed import seed_host
+from plait.tensors import higher_order as higher
+from plait.tensors.exchange import exchange
+
+
+def evaluate(built: Built) -> dict[str, float]:
+    """The mean of each of the job's metrics over its evaluation set; {} when it has none. All ranks call it."""
+    job, place = built.job, built.place
+    if job.evaluate is None:
+        return {}
+    sums: dict[str, Tensor] = {}
+    rank, ranks = built.plan.share(place.rank), built.plan.ranks
+    size = largest(job.batch, built.plan.shares, built.plan.microbatches)
+    together = isinstance(getattr(built.reducer, "inner", built.reducer), Shards) or built.plan.ep > 1
+    reads = lambda: place.within("evaluation data")  # noqa: E731
+    with _evaluating(built):
+        data = opened(job.evaluate.data, trial.WHERE)
+        if hasattr(data, "collate"):
+            parts = Share(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
+            shares = _alike(data, job.batch, job.seed, parts, Padding(data, built.group, built.device), reads=reads)
+        else:
+            shares = _share(data, size, job.seed, rank, ranks, built.group, reads=reads)
+        for pair, count in shares:
+            place.within("evaluate")
+            if not count and not together:
+                continue
+            for name, row in _sums(built, pair, count).items():
+                sums[name] = sums[name] + row if name in sums else row
+    return _means(built, sums)
+
+
+def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
+    """Of a batch with `count` samples that are this rank's: each metric's sum and number of values."""
+    assert built.job.evaluate is not None
+    inputs, targets = move(pair, built.device, built.cast)
+    outputs, here = _outputs(built, inputs, count or 1)
+    if not (count and here):
+        return {}
+    metrics, found = built.job.evaluate.metrics, dict[str, Tensor]()
+    returned = metrics(outputs, targets)
+    if built.pipe is not None:
+        built.pipe.stages.look(returned, "metrics")
+    for name, values in trial.named(returned, metrics).items():
+        values = values.double()
+        found[name] = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
+    return found
+
+
+def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
+    """The first and largest forward pass of an evaluation, and its metrics: for a dry run, which fits what `ready` gives."""
+    assert built.job.evaluate is not None
+    wanted, plan = built.job.evaluate.data, built.plan
+    count = largest(built.job.batch, plan.shares, plan.microbatches)
+    pair = first_samples(example(wanted, opened(wanted, trial.WHERE), trial.WHERE), count)
+    with _evaluating(built):
+        _sums(built, ready(pair), count)
+
+
+@contextmanager
+def _evaluating(built: Built) -> Iterator[None]:
+    """In eval mode, without gradients, in the number format of training."""
+    modes = [(m, m.training) for m in built.model.modules()]
+    built.model.eval()
+    try:
+        with torch.no_grad(), higher.apart(), autocast(built.device.type, built.precision):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _outputs(built: Built, inputs: Any, samples: int) -> tuple[Any, bool]:
+    """The model's outputs, and whether this rank has them: in a pipeline the last stage does."""
+    if built.pipe is None:
+        return call(built.model, inputs), True
+    return built.pipe.forward_only(inputs, samples, lambda: call(built.model, inputs))
+
+
+def _share(
+    data: Any, batch: int, seed: int, rank: int, ranks: int, group: Any, *, reads: Callable[[], None]
+) -> Iterator[tuple[tuple[Any, Any], int]]:  # fmt: skip
+    """This rank's part of an evaluation set, in order, every sample on exactly one rank; as many batches on each.
+
+    Beside each batch how many of its samples are this rank's: 0 when it is only there to make up the number. `reads` is
+    called before each sample.
+    """
+    if is_map(data):
+        first, count = split(len(data), ranks, rank)
+        for offset in range(0, split(len(data), ranks, 0)[1], batch):  # rank 0's share is the largest
+            ids = range(first + offset, first + min(offset + batch, count))
+            samples = []
+            for i in ids or [0]:
+                reads()
+                seed_host(seed, "evaluate", i)
+                samples.append(data[i])
+            yield collate(data, samples), len(ids)
+        return
+    source, read = enumerate(_keyed(data, seed, reads)), 0
+    while True:
+        everyone = [(s, i % ranks == rank) for _, (i, s) in zip(range(batch * ranks), source)]
+        read += len(everyone)
+        if group is not None:
+            agree(read, digest([s for s, _ in everyone]), group, trial.WHERE)
+        if not everyone:
+            break
+        samples = [s for s, mine in everyone if mine]
+        yield collate(data, samples or [everyone[0][0]]), len(samples)
+    if not read:
+        raise empty("the iterable ended without a sample", trial.WHERE)
+
+
+def _alike(
+    data: Any, batch: int, seed: int, share: Share, padding: Padding, *, reads: Callable[[], None]
+) -> Iterator[tuple[tuple[Any, Any], int]]:
+    """As `_share`, of data with a `collate`: batches of as many samples as a step has, each shared out as in training and
+    padded to the longest sample of the batch."""
+
+    def read(i: int) -> Any:
+        reads()
+        seed_host(seed, "evaluate", i)
+        return data[i]
+
+    source, start = None if is_map(data) else enumerate(_keyed(data, seed, reads)), 0
+    while True:
+        if source is None:
+            around, size = {}, min(batch, len(data) - start)
+        else:
+            around = dict(zip(range(start, start + batch), (s for _, s in islice(source, batch))))
+            size = len(around)
+            if padding.group is not None:
+                agree(start + size, digest(list(around.values())), padding.group, trial.WHERE)
+        if size == 0 and start == 0:
+            raise empty("the iterable ended without a sample", trial.WHERE)
+        if size == 0:
+            return
+        fetch = read if source is None else around.__getitem__
+        micros = [
+            part(data, [fetch(i) for i in ids] or [fetch(start)], first, ids)
+            for first, ids in ((f, list(range(start + f, start + f + n))) for f, n in share.parts(size))
+        ]
+        most = Share(0, share.ranks, share.microbatches).parts(size)  # rank 0's parts are the largest
+        for micro, (_, largest_) in zip(padding.alike(micros, fetch), most):
+            if largest_:
+                yield micro.spare or (micro.inputs, micro.targets), micro.count
+        start += size
+
+
+def _keyed(data: Any, seed: int, reads: Callable[[], None]) -> Iterator[Any]:
+    """Samples of an iterable, the host generators seeded before each."""
+    seed_host(seed, "evaluate")
+    source, i = iter(data), 0
+    while True:
+        reads()
+        seed_host(seed, "evaluate", i)
+        try:
+            yield next(source)
+        except StopIteration:
+            return
+        i += 1
+
+
+def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:
+    if built.reducer is not None:
+        told = exchange("\n".join(sums).encode(), built.group, built.device)
+        names = max(told, key=len).decode().split("\n")  # a rank without samples, or without the outputs, has none
+        rows = torch.stack([sums.get(name, torch.zeros(2, dtype=torch.float64)) for name in names]).to(built.device)
+        dist.all_reduce(rows, group=built.group)
+        sums = dict(zip(names, rows))
+    return {name: float(row[0] / row[1]) for name, row in sums.items()}

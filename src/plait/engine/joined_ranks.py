@@ -1,0 +1,114 @@
+"""Ranks that another launcher started: they agree on the run directory before they train, and each says why it failed.
+
+No process of plait's watches over them, so nobody can compare their failures: a rank says its own, and one that lost
+another rank says that. What all of them would say is said by one (`PlaitError.said`).
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.config.errors import PlaitError, Problem, trace_of
+from plait.engine.build import broadcast_text
+from plait.engine.run_directory import Run
+from plait.launch.failure_report import described
+from plait.launch.failures import Failure
+from plait.launch.place import Place
+from plait.launch.progress import Words
+
+TOKEN = ".seen-by-all"
+"""A file that rank 0 puts into the run directory for the others to read."""
+SEEN = 5.0
+"""Seconds in which a file must be seen on all machines of a shared file system."""
+
+
+def meet(place: Place, group: Any, device: torch.device, make: Callable[[], Run]) -> Run:
+    """The run directory, which rank 0 makes and every rank sees. L003 on all ranks when some do not.
+
+    What rank 0 cannot make ends every rank with the same exit code.
+    """
+    facts: dict[str, Any] = {}
+    failure: Exception | None = None
+    if place.rank == 0:
+        try:
+            facts = _made(make())
+        except Exception as error:
+            failure, facts = error, {"exit_code": error.exit_code if isinstance(error, PlaitError) else 1}
+    facts = json.loads(broadcast_text(json.dumps(facts), place.rank, group, device))
+    if failure is not None:
+        raise failure
+    if "exit_code" in facts:
+        raise PlaitError(Problem("L003", "rank 0 could not make the run directory"), facts["exit_code"], said=True)
+    folder = _seen(facts)
+    rows = torch.zeros(place.world, device=device)
+    rows[place.rank] = float(folder is None)
+    if group is not None:
+        dist.all_reduce(rows, group=group)
+    blind = [rank for rank, missing in enumerate(rows.tolist()) if missing]
+    if place.rank == 0:
+        (Path(facts["path"]) / TOKEN).unlink(missing_ok=True)
+    if blind:
+        raise _apart(facts, blind)
+    assert folder is not None
+    if folder != Path(facts["path"]) and place.local_rank == 0:
+        print(f"note  rank {place.rank} was started in another folder than rank 0; it writes into {folder}", flush=True)
+    return Run(folder)
+
+
+def _made(run: Run) -> dict[str, Any]:
+    token = secrets.token_hex(16)
+    (run.path / TOKEN).write_text(token, encoding="utf-8")
+    return {"path": str(run.path), "whole": str(run.path.resolve()), "token": token, "host": socket.gethostname()}
+
+
+def _seen(facts: dict[str, Any]) -> Path | None:
+    """The run directory as this rank sees it, beneath its own working directory or by its whole path."""
+    end = time.monotonic() + SEEN
+    while True:
+        for folder in (Path(facts["path"]), Path(facts["whole"])):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                if (folder / TOKEN).read_text(encoding="utf-8") == facts["token"]:
+                    return folder
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.1)
+
+
+def _apart(facts: dict[str, Any], blind: list[int]) -> PlaitError:
+    ranks = ", ".join(map(str, blind[:8])) + (", …" if len(blind) > 8 else "")
+    why = f"rank 0 made {facts['whole']} on {facts['host']}; rank {ranks} cannot read it"
+    fix = (
+        "--runs /a/folder/that/all/machines/share    (NFS, Lustre, …)",
+        "start all processes in one working directory on such a file system",
+    )
+    what = "the run directory is not on a file system that all machines share"
+    return PlaitError(Problem("L003", what, why=why, where=f"here: {socket.gethostname()}:{os.getcwd()}", fix=fix))
+
+
+@contextlib.contextmanager
+def telling(place: Place, log: Callable[[], Path | None]) -> Iterator[None]:
+    """Whatever a rank raises inside becomes an error with its rank, its step and the user's line; its log gets the traceback."""
+    words = Words(1)
+    place.beat = lambda step, phase: words.write(0, step, phase)
+    place.within = lambda phase: words.within(0, phase)
+    try:
+        yield
+    except PlaitError:
+        raise
+    except (Exception, SystemExit) as error:
+        trace, file = trace_of(error), log()
+        if file is not None:
+            with contextlib.suppress(OSError), open(file, "a", encoding="utf-8", errors="backslashreplace") as out:
+                out.write(trace)
+        failure = Failure.raised(place.rank, words.read(0), described(error))
+        problems = [failure.problem] if failure.problem is not None else failure.problems
+        raise PlaitError(problems, failure.exit_code, failure.trace) from error

@@ -1,0 +1,198 @@
+"""What a rank writes while it trains: metrics (rank 0), events (every rank), and the status that becomes the live line.
+
+An event is something that took time on a rank: ``{"step": 12, "epoch": 0, "start": 352, "size": 32, "spans": [["data", 0.0, 0.0004], …]}``
+with starts and durations in seconds, the starts from the step's first span, which began `at` on the host's clock: one
+clock for all ranks of a host. Under `pp` the spans are those of actions: `receive F1.0`, `F1.0`, `send F1.0`. `start` and
+`size` say which samples of the epoch's order the step used: together with the seed they are the ledger of samples.
+"""
+
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+import psutil
+import torch
+
+from plait.config.errors import PlaitError, Problem
+from plait.data.batch import Batch
+from plait.engine.engine import Engine, Step
+from plait.engine.run_directory import Run
+from plait.engine.step import sort_of
+from plait.tensors.finite import number
+
+COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a step tells of waiting."""
+
+    data: list[float]
+    """Seconds that each rank waited for samples."""
+    others: float
+    """Seconds that rank 0 was ready earlier than the slowest rank: in its sums it waits for that one, it does not send."""
+
+    @staticmethod
+    def of(step: Step, share: Callable[[int], int]) -> "Waits":
+        """`share`: which share of the batch a rank has."""
+        ready = [data + step.by_rank[share(rank)][1] for rank, data in enumerate(step.data_by_rank)]
+        return Waits(step.data_by_rank, max(ready) - ready[0])
+
+
+class Recorder:
+    """Writes one rank's record of a run. `status` is called with a dict at most ten times a second on rank 0."""
+
+    def __init__(self, engine: Engine, run: Run, status: Any, mirrors: list[str], note: Any = print):
+        self.engine, self.status, self.note, self.told = engine, status, note, 0.0
+        rank = engine.place.rank
+        self.rank, self.world = rank, engine.plan.devices
+        self.events = open(run.events(rank), "a", buffering=1 << 14, encoding="utf-8")  # noqa: SIM115
+        self.metrics = open(run.metrics, "a", buffering=1, encoding="utf-8") if rank == 0 else None  # noqa: SIM115
+        self.mirror = _mirror(mirrors, run.path) if rank == 0 else None
+        self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
+        self.waits: deque[Waits] = deque(maxlen=50)
+        self.last = time.perf_counter()
+        self.device_bytes: list[int] = []
+        self.slow = Counter[tuple[str, int]]()
+        self.process = psutil.Process()
+
+    def step(self, batch: Batch, step: Step) -> None:
+        """Record one step."""
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        self._event(batch, step)
+        if self.metrics is None:
+            return
+        spent: dict[str, float] = {}
+        for name, _, took in step.spans:
+            sort = sort_of(name)
+            spent[sort] = spent.get(sort, 0.0) + took
+        tokens = step.tokens * step.size // max(1, batch.count)  # ranks hold equal lengths; scale to the batch
+        self.recent.append((seconds, spent, step.size, tokens))
+        row = {
+            "step": step.step, "loss": step.loss, "norm": step.norm, "lr": step.lr, "samples": step.samples,
+            "seconds": round(seconds, 6), "samples_per_s": round(step.size / seconds, 2),
+            "tokens_per_s": round(tokens / seconds, 1) if tokens else None,
+            "ranks": len(step.by_rank), "samples_by_rank": [n for n, _ in step.by_rank],
+            "busy_by_rank": [round(s, 6) for _, s in step.by_rank],
+            "data_by_rank": [round(s, 6) for s in step.data_by_rank], "skipped": step.skipped,
+            "spans": {k: round(v, 6) for k, v in spent.items()},
+        }  # fmt: skip
+        if self.engine.built.replicas is not None:
+            replicas, outputs = self.engine.built.replicas, self.engine.output_bytes
+            row["device_bytes"] = self.device_bytes = replicas.device_bytes(self.engine.optimizer, outputs)
+        if self.engine.built.scaler is not None:
+            row["loss_scale"] = self.engine.built.scaler.value
+        self.metrics.write(_json(row))
+        if self.mirror is not None:
+            for name in ("loss", "norm", "lr", "samples_per_s", "tokens_per_s"):
+                if row[name] is not None:
+                    self.mirror.add_scalar(name, row[name], step.step)
+        busy = [seconds for _, seconds in step.by_rank]
+        self._straggler("is {}× slower than the median rank", busy, 0.0)
+        self._straggler("waits {}× as long for its samples as the median rank", step.data_by_rank, 0.1 * seconds)
+        self.waits.append(Waits.of(step, self.engine.plan.share))
+        if now - self.told > 0.1 or step.step == self.engine.job.steps:
+            self.told = now
+            self.status(self._status(step))
+
+    def _straggler(self, does: str, spent: list[float], least: float) -> None:
+        """Say once when a rank takes 1.4 times as long as the median rank, and `least` seconds more, for 50 steps on end."""
+        median = median_low(spent)
+        for rank, seconds in enumerate(spent):
+            slow = seconds > 1.4 * median > 0 and seconds >= median + least
+            key = does, rank
+            self.slow[key] = self.slow[key] + 1 if slow else min(self.slow[key], 0)
+            if self.slow[key] == 50:
+                self.slow[key] = -(10**9)
+                self.note(f"note  rank {rank} {does.format(f'{seconds / median:.1f}')} for 50 steps")
+
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        """Record an evaluation."""
+        if self.metrics is None or not values:
+            return
+        self.metrics.write(_json({"step": step, "evaluation": values}))
+        wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if wrong:
+            self.note(f"note  evaluation at step {step}: {', '.join(wrong)}")
+        if self.mirror is not None:
+            for name, value in values.items():
+                self.mirror.add_scalar(f"evaluation/{name}", value, step)
+        self.status({"evaluation": values, "step": step})
+
+    def _event(self, batch: Batch, step: Step) -> None:
+        origin = step.spans[0][1] if step.spans else 0.0
+        spans = [[name, round(start - origin, 6), round(took, 6)] for name, start, took in step.spans]
+        at = batch.position
+        row = {
+            "step": step.step,
+            "epoch": at.epoch,
+            "start": at.start,
+            "size": batch.size,
+            "at": round(origin, 6),
+            "spans": spans,
+        }
+        self.events.write(json.dumps(row) + "\n")
+
+    def _status(self, step: Step) -> dict[str, Any]:
+        total = sum(r[0] for r in self.recent)
+        spent = {name: sum(r[1].get(name, 0.0) for r in self.recent) for name in ("reduce", "optimizer", *COMPUTE)}
+        data = [sum(each) for each in zip(*(w.data for w in self.waits))]
+        slowest = max(range(len(data)), key=data.__getitem__)
+        alike = data[slowest] - min(data) < 0.05 * total
+        comm = max(0.0, spent["reduce"] - sum(w.others for w in self.waits))
+        samples, tokens = sum(r[2] for r in self.recent), sum(r[3] for r in self.recent)
+        useful = sum(spent[name] for name in COMPUTE) + spent["optimizer"] / self.world
+        left = self.engine.job.steps - step.step
+        return {
+            "step": step.step, "steps": self.engine.job.steps, "loss": step.loss, "rate": (tokens or samples) / total,
+            "unit": "tok/s" if tokens else "samples/s", "share": useful / total, "devices": self.world,
+            "memory": self._memory(), "comm": comm / total, "data": data[slowest] / total,
+            "data_rank": None if alike else slowest, "eta": left * total / len(self.recent),
+        }  # fmt: skip
+
+    def _memory(self) -> int:
+        if self.engine.built.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return self.process.memory_info().rss
+
+    def flush(self) -> None:
+        """Everything recorded so far is in the files: before a checkpoint says that these steps are done."""
+        for file in (self.events, self.metrics):
+            if file is not None:
+                file.flush()
+
+    def close(self) -> None:
+        for file in (self.events, self.metrics, self.mirror):
+            if file is not None:
+                file.close()
+
+
+def _json(row: dict[str, Any]) -> str:
+    """A line of metrics; a number that is not finite is null there."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return number(value) if isinstance(value, float) else value
+
+    return json.dumps(plain(row), allow_nan=False) + "\n"
+
+
+def _mirror(names: list[str], path: Path) -> Any:
+    """Where metrics are written a second time. TensorBoard is the one there is."""
+    if not names:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise PlaitError(
+            Problem("H004", "--to tensorboard needs the package tensorboard", fix=("pip install tensorboard",))
+        ) from None
+    return SummaryWriter(str(path / "tensorboard"))

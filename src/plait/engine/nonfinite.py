@@ -1,0 +1,293 @@
+"""A step whose loss or gradient norm is not finite: found on all ranks in that step, before anything is updated.
+
+The loss and the norm are summed over the ranks anyway, so all of them decide alike and nothing is sent for it. Only
+then do they look for the place: the passes of the step run once more, from the same weights, buffers and random numbers,
+with hooks on units and parameters, and every rank tells the others what it saw. Weights, buffers and the optimizer's
+state are those before the step; the step can be left out, or the run stops.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.data.batch import Batch, Micro
+from plait.engine.build import Built, call
+from plait.engine.passes import Passes
+from plait.parallel.fsdp.runtime import Shards
+from plait.tensors.exchange import exchange
+from plait.tensors.finite import Rule, finite, several
+from plait.tensors.torch_private import copy_, own_buffers, tree_leaves
+
+if TYPE_CHECKING:
+    from plait.engine.engine import Engine
+
+CHOICES = ("stop", "skip", "ignore")
+IN_A_ROW = 10
+"""So many steps left out one after the other end the run."""
+SHOWN = 64
+"""Sample numbers of a micro-batch that a message has room for."""
+PLACES = 4
+"""Micro-batches that a message has room for."""
+
+
+class Guard:
+    """What an engine does about a step that is not finite. `choice`: stop, skip (leave it out), or ignore."""
+
+    def __init__(self, built: Built, choice: str):
+        if choice not in CHOICES:
+            raise PlaitError(Problem("U002", f"on_nan={choice!r} is none of {', '.join(CHOICES)}"))
+        self.choice = choice
+        self.rule = Rule.of(built)
+        self.before = Before(built)
+        self.skipped = 0
+        """Steps left out since one was made."""
+
+    def wrong(self, built: Built, loss: float, norm: float) -> str:
+        """What is not finite, in words; nothing when all is well, or when fp16's loss scale can still be lowered."""
+        if self.choice == "ignore":
+            return ""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if math.isfinite(norm) or (built.scaler is not None and built.scaler.lowers):
+            return ""
+        scale = "" if built.scaler is None else f" and the loss scale is {built.scaler.value:g}, the smallest there is"
+        return f"the gradient norm is {norm} (the loss is {loss:.6g}){scale}"
+
+    def handle(self, engine: "Engine", batch: Batch, what: str) -> Problem:
+        """Put everything back, find where it began, and return what to tell of a step that is left out.
+
+        Raises N001 to stop, N002 after ten such steps in a row, N003 when the weights were wrong before the step.
+        """
+        self._put_back(engine)
+        step = batch.position.step + 1
+        poisoned = self.poisoned(engine, step - 1, f"in step {step} {what}")
+        if poisoned is not None:
+            raise PlaitError(poisoned, FAILED)
+        places = self._where(engine, batch)
+        self.skipped += 1
+        why = "\n".join(places) or "every rank's own numbers are finite: their sum is too large for the number format"
+        problem = Problem("N001", f"step {step}: {what}", why=why, fix=_fixes(self.choice))
+        if self.choice == "stop":
+            raise PlaitError(problem, FAILED)
+        if self.skipped == IN_A_ROW:
+            again = Problem("N002", f"{IN_A_ROW} steps in a row were not finite, up to step {step}",
+                            why="leaving out steps does not help: every batch gives such numbers",
+                            fix=("a lower learning rate, or  clip=1.0  in the job",))  # fmt: skip
+            raise PlaitError([again, problem], FAILED)
+        return problem
+
+    def poisoned(self, engine: "Engine", step: int, why: str) -> Problem | None:
+        """N003 when weights are not finite after `step` on any rank. All ranks call it."""
+        own = [(f"model/{name}", p) for name, p in engine.built.own.items() if p.requires_grad]
+        names = [name.removeprefix("model/") for name in self.rule.broken(own)]
+        told = [json.loads(text) for text in _exchange(engine, names)]
+        ranks = [rank for rank, found in enumerate(told) if found]
+        if not ranks:
+            return None
+        names = list(dict.fromkeys(name for found in told for name in found))
+        made = f"the update of step {step} made them so" if step else "they were so at the start"
+        rate = f", with lr={engine.optimizer.param_groups[0]['lr']:g}" if step else ""
+        what = f"weights are not finite after step {step}: {several(names)}"
+        fix = (
+            "a lower learning rate, or  clip=1.0  in the job",
+            "--resume goes on from the newest checkpoint that is finite",
+        )
+        return Problem("N003", what, why=f"{why}\n{made}{rate}; on {_ranks(ranks)}", fix=fix)
+
+    def _put_back(self, engine: "Engine") -> None:
+        for parameter in engine.built.own.values():
+            parameter.grad = None
+        self.before.put_back()
+
+    def _where(self, engine: "Engine", batch: Batch) -> list[str]:
+        """Lines that tell in which micro-batches it began. All ranks get the same."""
+        losses = [(n, float(loss)) for n, loss in engine.passes.losses]
+        search = Search(engine.built, engine.passes)
+        with search:
+            engine.again(batch)
+        self._put_back(engine)
+        seen = {
+            "loss": [(n, loss) for n, loss in losses if not math.isfinite(loss)],
+            "unit": search.units,
+            "gradient": search.gradients,
+        }
+        numbers = sorted({n for rows in seen.values() for n, _ in rows})
+        micro = [[n, list(batch.micro[n].ids), *_unsound(batch.micro[n])] for n in numbers]
+        words = [json.loads(text) for text in _exchange(engine, {**seen, "micro": micro})]
+        return _told(words, engine.plan.microbatches)
+
+
+class Before:
+    """What forward passes write of a rank's model, as it was before the step: statistics, counters, weights that follow."""
+
+    def __init__(self, built: Built):
+        sketch, norms = built.whole, built.whole.batch_norms
+        model = built.model
+        names = [
+            *sketch.counting,
+            *(f"{norm}.{key}" for norm in norms for key in own_buffers(model.get_submodule(norm))),
+        ]
+        owners = [
+            (own_buffers(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2])
+            for name in dict.fromkeys(names)
+        ]
+        self.buffers = [
+            (buffers, key) for buffers, key in owners if (t := buffers.get(key)) is not None and not t.is_meta
+        ]
+        self.weights = [p for name, p in built.own.items() if name in sketch.rewritten]
+        self.held: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self.copies: list[Tensor] = []
+
+    def keep(self) -> None:
+        """A step begins."""
+        self.held = [(buffers, key, t) for buffers, key in self.buffers if (t := buffers[key]) is not None]
+        now = [t.detach() for t in (*(t for *_, t in self.held), *self.weights)]
+        if [(t.shape, t.dtype, t.device) for t in now] != [(t.shape, t.dtype, t.device) for t in self.copies]:
+            self.copies = [t.clone() for t in now]
+        elif now:
+            copy_(self.copies, now)
+
+    def put_back(self) -> None:
+        """As if the step had not begun."""
+        for buffers, key, tensor in self.held:
+            buffers[key] = tensor
+        with torch.no_grad():
+            for tensor, copy in zip((*(t for *_, t in self.held), *self.weights), self.copies):
+                tensor.data.copy_(copy)
+
+
+class Search:
+    """Watches the passes of a step, run once more, for the first numbers of a micro-batch that are not finite."""
+
+    def __init__(self, built: Built, passes: Passes):
+        self.built, self.passes = built, passes
+        self.units: list[tuple[int, str]] = []
+        """(micro-batch, unit) of the first unit that was given finite inputs and returned something else."""
+        self.gradients: list[tuple[int, str]] = []
+        """(micro-batch, parameter) of the first parameter, in backward's order, whose gradient is not finite."""
+        self.handles: list[Any] = []
+        self.hooked: set[int] = set()
+        self.run = built.run
+
+    def __enter__(self) -> "Search":
+        built, sums = self.built, getattr(self.built.reducer, "inner", self.built.reducer)
+        built.run = call  # hooks would compile it anew
+        models = [built.model] if built.replicas is None else built.replicas.models
+        sharded = sums.sharded if isinstance(sums, Shards) else {}
+        for model in models:
+            for name in (unit.name for unit in built.sketch.units if unit.name not in built.elsewhere):
+                hook = partial(self._unit, name)
+                self.handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+        for name, parameter in built.own.items():
+            if name not in sharded:
+                self._watch(name, parameter)
+        for model in models[1:]:
+            for name, parameter in model.named_parameters():
+                self._watch(name, parameter)
+        for module in sums.modules if isinstance(sums, Shards) else ():
+            self.handles.append(module.register_forward_pre_hook(self._gathered))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.built.run = self.run
+        for handle in self.handles:
+            handle.remove()
+
+    def _watch(self, name: str, parameter: Tensor) -> None:
+        if parameter.requires_grad and id(parameter) not in self.hooked:
+            self.hooked.add(id(parameter))
+            self.handles.append(parameter.register_hook(partial(self._gradient, name)))
+
+    def _gathered(self, module: nn.Module, args: Any) -> None:
+        """A module of shards has its whole parameters for a while."""
+        names = {id(p): n for n, p in self.built.model.named_parameters() if not hasattr(p, "placements")}
+        for parameter in module.parameters() if torch.is_grad_enabled() else ():
+            if id(parameter) in names:
+                self._watch(names[id(parameter)], parameter)
+
+    def _unit(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if all(n != self.passes.at for n, _ in self.units) and not _sound(output) and _sound((args, kwargs)):
+            self.units.append((self.passes.at, name))
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        if all(n != self.passes.at for n, _ in self.gradients) and not finite(gradient):
+            self.gradients.append((self.passes.at, name))
+
+
+def _sound(tree: Any) -> bool:
+    """Whether no tensor in it holds NaN or plus infinity: minus infinity is what masks are made of."""
+    found = (
+        t for t in tree_leaves(tree) if type(t) in (Tensor, nn.Parameter) and not t.is_meta and t.is_floating_point()
+    )
+    with torch.no_grad():
+        return not any(bool((t.isnan() | t.isposinf()).any()) for t in found)
+
+
+def _unsound(micro: Micro) -> tuple[list[int], str]:
+    """(samples whose inputs or targets are themselves not finite, which of the two)."""
+    ids = micro.ids
+    bad, where = dict[int, None](), list[str]()
+    for name, tree in (("inputs", micro.inputs), ("targets", micro.targets)):
+        for t in tree_leaves(tree):
+            if isinstance(t, Tensor) and t.is_floating_point() and t.dim() and len(t) == len(ids):
+                rows = (~t.flatten(1).isfinite()).any(1) if t.dim() > 1 else ~t.isfinite()
+                found = [i for i, wrong in zip(ids, rows.tolist()) if wrong]
+                bad |= dict.fromkeys(found)
+                where += [name] * bool(found)
+    return list(bad), " and ".join(dict.fromkeys(where))
+
+
+def _told(words: list[dict[str, Any]], microbatches: int) -> list[str]:
+    """What the ranks saw, in lines, those first that are nearest to where it began."""
+    lost = any(word["loss"] for word in words)
+    rows: dict[tuple[bool, bool, int, str, str], list[int]] = {}
+    for rank, word in reversed(list(enumerate(words))):  # a gradient is wrong in the last stage first
+        micro = {n: rest for n, *rest in word["micro"]}
+        seen: dict[int, list[str]] = {}
+        for n, unit in word["unit"]:
+            seen.setdefault(n, []).append(f"unit {unit} is the first to return NaN or infinity")
+        for n, loss in word["loss"]:
+            seen.setdefault(n, []).append(f"the loss is {loss}")
+        for n, name in word["gradient"] if not lost else ():
+            seen.setdefault(n, []).append(f"the gradient of {name} is the first that is not finite")
+        began = {n for n, _ in word["unit"]}
+        for n, facts in seen.items():
+            ids, bad, where = micro[n]
+            row = not bad, n not in began, n, _about(ids, bad, where), "; ".join(facts)
+            rows.setdefault(row, []).append(rank)
+    lines = []
+    for (*_, n, samples, facts), ranks in sorted(rows.items(), key=lambda row: row[0][:2]):
+        lines.append(f"{_ranks(ranks)}, micro-batch {n} of {microbatches}: {facts}; samples {samples}")
+    return lines[:PLACES] + [f"and {len(lines) - PLACES} more micro-batches"] * (len(lines) > PLACES)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def _about(ids: list[int], bad: list[int], where: str) -> str:
+    held = f", of which {_some(bad)} are not finite themselves ({where})" if bad else ""
+    return _some(ids) + held
+
+
+def _some(ids: list[int]) -> str:
+    return ", ".join(map(str, ids[:SHOWN])) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
+
+
+def _fixes(choice: str) -> tuple[str, ...]:
+    go = ("--resume --on-nan skip  goes on and leaves such steps out",) if choice == "stop" else ()
+    return (
+        *go,
+        "look at what the job's data gives for these samples",
+        "a lower learning rate, or  clip=1.0  in the job",
+    )
+
+
+def _exchange(engine: "Engine", value: Any) -> Iterable[bytes]:
+    return exchange(json.dumps(value).encode(), engine.built.group, engine.built.device)

@@ -1,0 +1,154 @@
+"""The forward and backward passes of one step on one rank: micro-batch by micro-batch, in threads, or by a pipeline's table.
+
+Every loss enters with its weight over the weight of the global batch, whoever computes it and in whatever order.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.data.batch import Batch
+from plait.engine.build import Built, call, check_loss, move
+from plait.engine.step import Spans
+from plait.losses.global_batch import nothing
+from plait.parallel.pipeline.runtime import Piece
+from plait.parallel.precision import forward_format
+from plait.tensors import higher_order as higher
+from plait.tensors.torch_private import leaves
+
+
+class Passes:
+    """Leaves the gradients of this rank's samples in the parameters' `.grad`."""
+
+    def __init__(self, built: Built, spans: Spans):
+        self.built, self.spans = built, spans
+        self.output_bytes = 0
+        """Of the outputs that processes=one gathers on its first device."""
+        self.losses: list[tuple[int, Tensor]] = []
+        """Of the last step: number of a micro-batch, its loss; where losses are computed."""
+        self.number = 0
+
+    def pieces(self, batch: Batch, runs: dict[int, float]) -> list[Piece]:
+        """The micro-batches to run, on the device. `runs`: number -> its weight over the global batch's."""
+        built, found = self.built, []
+        for i, weight in runs.items():
+            micro = batch.micro[i]
+            pair = micro.spare if micro.spare and built.together == "sample" else (micro.inputs, micro.targets)
+            inputs, targets = move(pair, built.device, built.cast)
+            samples = micro.count or int(built.together == "sample")
+            scale = weight * (built.scaler.value if built.scaler else 1.0)
+            found.append(Piece(inputs, targets, micro.first, samples, weight, scale, micro.count == 0, i))
+        idle = bool(found) and all(piece.idle for piece in found)
+        for sums in (built.reducer, getattr(built.reducer, "inner", None)):
+            if sums is not None:
+                sums.idle = idle
+        return found
+
+    def run(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Forward and backward of all. `arm` is given the weighted losses when the last backward is about to begin."""
+        with self.built.sharers.here(), higher.apart():
+            rider = self._all(pieces, step, arm)
+        self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
+        return rider
+
+    @property
+    def at(self) -> int:
+        """Number of the micro-batch whose forward or backward runs."""
+        return self.number if self.built.pipe is None else self.built.pipe.at
+
+    def _all(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        built, losses, rider = self.built, list[Tensor](), torch.empty(0)
+        if built.pipe is not None:
+            return self._pipelined(pieces, step, arm)
+        for piece in pieces:
+            last, self.number = piece is pieces[-1], piece.number
+            if built.reducer is not None:
+                built.reducer.before(last)
+            loss, backward = self.forward(piece, step) if built.replicas is None else self._in_threads(piece, step)
+            if piece.weight:
+                piece.loss = loss
+                losses.append(loss.double() * piece.weight)
+            if last:
+                rider = arm(losses)
+            self.spans.begin("backward")
+            backward()
+            if built.reducer is not None and not last:
+                built.reducer.after()
+            self.spans.end("backward")
+        return rider if pieces else arm(losses)
+
+    def forward(self, piece: Piece, step: int) -> tuple[Tensor, Callable[[], None]]:
+        """(loss, what runs its backward pass) of one micro-batch."""
+        built = self.built
+        self.spans.begin("forward")
+        with built.randomness.at(step, piece.first, piece.samples):
+            loss = self._loss(self._model(piece), piece)
+        self.spans.end("forward")
+        scaled = loss if piece.scale == 1.0 else loss * piece.scale
+
+        def backward() -> None:
+            built.sharers.idle = piece.idle
+            with built.randomness.replay():
+                scaled.backward()
+
+        return loss.detach(), backward
+
+    def _model(self, piece: Piece) -> Any:
+        self.built.sharers.begin(piece.idle)
+        with self._format():
+            return self.built.run(self.built.model, piece.inputs)
+
+    def _loss(self, outputs: Any, piece: Piece) -> Tensor:
+        """The job's loss, or zero for an empty share in a model that communicates: it takes part and adds nothing."""
+        with self._format():
+            whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731
+            loss = whole() if piece.weight else nothing(whole, outputs, self.built.sharers.made)
+        check_loss(loss)
+        return loss
+
+    def _format(self) -> AbstractContextManager[Any]:
+        """The number format of the forward pass and the loss."""
+        return forward_format(self.built.plan, self.built.cast, self.built.device.type)
+
+    @contextmanager
+    def _threaded(self) -> Iterator[None]:
+        """Around the forward pass of a part of the samples, in a thread of its own."""
+        with self.built.sharers.thread(), self._format():
+            yield
+
+    def _pipelined(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        built = self.built
+        built.pipe.number = step
+        built.pipe.clock.beat = self.spans.beat
+        built.reducer.before(False)
+        losses = built.pipe.step(pieces, self._model, self._loss)
+        self.spans.open += built.pipe.clock.spans
+        rider = arm(losses)
+        built.reducer.before(True)
+        return rider
+
+    def _in_threads(self, piece: Piece, step: int) -> tuple[Tensor, Callable[[], None]]:
+        built = self.built
+        self.spans.begin("replicate")
+        built.replicas.send_weights()
+        self.spans.end("replicate")
+        self.spans.begin("forward")
+        outputs, back = built.replicas.forward(call, self._threaded, piece.inputs, step, piece.first, piece.samples)
+        self.spans.end("forward")
+        self.spans.begin("loss")
+        loss = self._loss(outputs, piece)
+        gathered = leaves(outputs)
+        self.output_bytes = sum(o.nbytes for o in gathered if isinstance(o, Tensor))
+        (loss * piece.scale).backward()
+        self.spans.end("loss")
+
+        def backward() -> None:
+            back([o.grad if isinstance(o, Tensor) else None for o in gathered])
+            self.spans.begin("collect")
+            built.replicas.collect()
+            self.spans.end("collect")
+
+        return loss.detach(), backward

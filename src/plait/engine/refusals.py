@@ -1,0 +1,39 @@
+"""Refusals before a run starts: those of the plan alone, and those that take a look at the model.
+
+Whether a model can be cut into stages, where it has its sequence and whether its units may run on a stretch of it, how its
+experts are shared out: every rank finds this out for itself, and all refuse alike. Here one forked process does so first and
+does nothing else, so that what cannot work is said before there are ranks or a run directory.
+"""
+
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.engine.build import check_plan
+from plait.launch import fork as here
+from plait.launch.place import Place
+from plait.parallel.context.sequences import as_held
+from plait.parallel.context.strategy import rows
+from plait.parallel.pipeline.partition import check
+from plait.parallel.role import Layout
+from plait.planner.dryrun.dry_run import known
+
+
+def foresee(job: Job, plan: Plan, device: str) -> None:
+    """Raise what the plan, and as far as it can be told without ranks the model, is refused for."""
+    check_plan(job, plan, device)
+    if max(plan.pp, plan.cp, plan.ep) == 1:
+        return
+    try:
+        here.run(lambda place: _look(job, plan, place), 1)
+    except PlaitError as error:
+        if all(code[0] == "P" for code in error.codes):  # whatever else is wrong, ranks say where
+            raise
+
+
+def _look(job: Job, plan: Plan, place: Place) -> None:
+    """What every rank does before it builds its part. A model that is too large to be looked at here is left to the ranks."""
+    place.beat(-1, "build")
+    sketch, _ = known(job, plan)
+    if plan.pp > 1:
+        held = as_held(sketch, rows(plan, sketch, 0)) if plan.cp > 1 else sketch
+        check(sketch, Layout.of(plan, held, job.stages).cut, plan.stages_per_rank > 1, plan.tp * plan.cp * plan.ep > 1)

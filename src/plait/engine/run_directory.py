@@ -1,0 +1,197 @@
+"""The run directory: everything a run leaves behind, as plain text except tensors.
+
+    runs/stdlib_gpt-7/{plan.toml, job.json, env.json, metrics.jsonl, events/rank0.jsonl, logs/rank0.log, checkpoints/}
+
+`runs/latest` points to the newest. A lock keeps a second launcher out of a run that is going on.
+"""
+
+import fcntl
+import glob
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from plait import __version__
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.launch.devices import cuda_names
+from plait.launch.place import cores, facts
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def events(self, rank: int) -> Path:
+        return self.path / "events" / f"rank{rank}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank{rank}.log"
+
+    @staticmethod
+    def create(job: str, plan: Plan, arguments: dict[str, str], root: Path) -> "Run":
+        """A new directory `root/<job's name>-<number>`, with what is known before the start written into it.
+
+        R002 when it cannot be made.
+        """
+        try:
+            path = _new_folder(root, job_name(job))
+        except OSError as error:
+            raise _cannot_be_made(root, error) from None
+        try:
+            for part in ("events", "logs", "checkpoints"):
+                (path / part).mkdir()
+            Run(path).describe(job, plan, arguments)
+            _point(path)
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise _cannot_be_made(path, error) from None
+        return Run(path)
+
+    @staticmethod
+    def latest(job: str, root: Path) -> "Run":
+        """The newest run of this job that has a checkpoint, else its newest. K001 when there is none."""
+        name, runs = job_name(job), Run.all(job, root)
+        saved = [p for p in runs if any(_number(c.name, "step") for c in (p / "checkpoints").glob("step-*"))]
+        if not runs:
+            raise PlaitError(
+                Problem("K001", f"there is no run of {name} in {root}/ to resume", fix=("start without --resume",))
+            )
+        return Run((saved or runs)[0])
+
+    @staticmethod
+    def all(job: str, root: Path) -> list[Path]:
+        """The directories of this job's runs, the newest first."""
+        name = job_name(job)
+        found = (p for p in root.glob(f"{glob.escape(name)}-*") if _number(p.name, name))
+        return sorted(found, key=lambda p: -_number(p.name, name))
+
+    def describe(self, job: str, plan: Plan, arguments: dict[str, str]) -> None:
+        """Write down what is known before the start; a resumed run does it again, its plan may be another."""
+        (self.path / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
+        _write_json(self.path / "job.json", {"job": job, "arguments": arguments, "command": sys.argv})
+        _write_json(self.path / "env.json", environment())
+
+    def point(self) -> None:
+        """Make `latest` beside the run point to it. R002 when it cannot be made."""
+        try:
+            _point(self.path)
+        except OSError as error:
+            raise _cannot_be_made(self.path, error) from None
+
+    def lock(self) -> IO[bytes]:
+        """Hold the run for this process until the returned file is closed. R001 when another one holds it."""
+        file = open(self.path / "lock", "ab")  # noqa: SIM115
+        for _ in range(30):  # the workers of a killed launcher take a moment to follow it
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except OSError:
+                time.sleep(0.1)
+        file.close()
+        raise PlaitError(
+            Problem(
+                "R001",
+                f"another process is running {self.path}",
+                fix=("wait for it, or stop it", "start a new run without --resume"),
+            )
+        )
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the metrics have the evaluation of a step."""
+        rows = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        return any(b'"evaluation"' in row and _step_of(row) == step for row in rows)
+
+    def cut(self, step: int) -> None:
+        """Forget the rows of metrics and events after `step`: a resumed run writes them again."""
+        for path in (self.metrics, *self.path.glob("events/*.jsonl")):
+            if path.exists():
+                kept = [row for row in path.read_bytes().splitlines() if _step_of(row) <= step]
+                beside = path.with_name(path.name + ".tmp")
+                beside.write_bytes(b"".join(row + b"\n" for row in kept))
+                os.replace(beside, path)
+
+
+def job_name(job: str) -> str:
+    """`examples/digits/job.py` -> digits; `net.py:big` -> net-big."""
+    path, _, function = job.partition(":")
+    file = Path(path).resolve()
+    stem = file.parent.name if file.stem == "job" and file.parent.name else file.stem
+    return f"{stem}-{function}" if function and function != "job" else stem
+
+
+def environment() -> dict[str, Any]:
+    """What a run's speed and numbers may depend on besides its job and plan."""
+    import torch
+
+    return {
+        "plait": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cores": cores(),
+        "cuda": cuda_names(),
+        "variables": facts(),
+    }
+
+
+def _new_folder(root: Path, name: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((_number(p.name, name) for p in root.iterdir()), default=0)
+    while True:
+        path = root / f"{name}-{number}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def _point(path: Path) -> None:
+    link = path.parent / "latest"
+    beside = link.with_name(f".latest-{os.getpid()}")
+    beside.unlink(missing_ok=True)  # of a process with this number that was killed here
+    try:
+        beside.symlink_to(path.name)
+        os.replace(beside, link)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _cannot_be_made(path: Path, error: OSError) -> PlaitError:
+    what = f"the run directory {path} cannot be made"
+    return PlaitError(Problem("R002", what, why=str(error), fix=("--runs somewhere/else",)))
+
+
+def _number(name: str, start: str) -> int:
+    """7 of a name such as net-7 that starts with `net`; 0 when it is no such name."""
+    tail = name.removeprefix(start + "-")
+    return int(tail) if tail != name and tail.isascii() and tail.isdecimal() else 0
+
+
+def _step_of(row: bytes) -> float:
+    try:
+        step = json.loads(row)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line torn by a kill
+    return step if isinstance(step, (int, float)) else float("inf")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

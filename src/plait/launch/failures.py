@@ -1,0 +1,147 @@
+"""Who is guilty: the launcher's verdict on ranks that died, raised, or hang."""
+
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plait.config.errors import FAILED, Problem
+from plait.launch.failure_report import located, titled
+from plait.launch.hangs import Hang, moment
+from plait.launch.limits import no_shared_memory, too_many_files
+from plait.launch.progress import Progress
+
+
+@dataclass
+class Failure:
+    """What happened to one rank. `order`: the smallest is the guilty one."""
+
+    rank: int
+    order: tuple[int, int]
+    problem: Problem | None = None
+    problems: list[Problem] = field(default_factory=list)
+    victim: bool = False
+    exit_code: int = FAILED
+    trace: str = ""
+
+    @staticmethod
+    def raised(rank: int, progress: Progress, message: dict[str, Any]) -> "Failure":
+        """The rank raised an exception, told in `message` (see `here._described`)."""
+        trace, why = message["trace"], moment(progress)
+        if message["problems"]:
+            problems = [
+                Problem(p["code"], p["what"], p["why"], p["where"], tuple(p["fix"])) for p in message["problems"]
+            ]
+            return Failure(rank, (1, rank), problems=problems, exit_code=message["exit_code"], trace=trace)
+        if "worker" in message:
+            why += f", in loader worker {message['worker']}"
+        if message["sort"] == "peer":
+            problem = Problem("C004", f"rank {rank} lost its connection {why}", why=titled(message))
+            return Failure(rank, (4, rank), problem, victim=True, trace=trace)
+        known = _limits(rank, why, message)
+        if known is not None:
+            return Failure(rank, (1, rank), known, trace=trace)
+        where = located(message)
+        return Failure(
+            rank, (2, rank), Problem("C005", f"rank {rank} raised {titled(message)}", why=why, where=where), trace=trace
+        )
+
+
+def _limits(rank: int, when: str, message: dict[str, Any]) -> Problem | None:
+    """What a rank met that is no fault of its code: no room, or a loader process that is gone."""
+    text, where = message["text"], message["where"]
+    if message["sort"] == "memory":
+        fix = ("more micro-batches (--plan microbatches=…)", "a smaller batch (--batch …)")
+        return Problem("M002", f"out of memory on rank {rank} {when}", why=text, where=where, fix=fix)
+    if message["sort"] == "files":
+        return too_many_files(f"rank {rank} {when}: {text}", where)
+    if message["sort"] == "shared":
+        return no_shared_memory(f"rank {rank} has no room in shared memory {when}", text, where)
+    if message["sort"] == "loader":
+        fix = (
+            f"logs/rank{rank}.log has what it said",
+            "fewer --workers, if memory ran out",
+            "--workers 0    to see an error in the rank itself",
+        )
+        return Problem("C008", f"a loader process of rank {rank} died {when}", why=text, where=where, fix=fix)
+    return None
+
+
+def hung(found: Hang) -> Failure:
+    """The verdict on a rank that makes no progress."""
+    look, rank = found.look, found.look.rank
+    if found.stopped:
+        what = f"rank {rank} was stopped (SIGSTOP or a debugger) and holds everyone up"
+        does, fix = "it is stopped", ("send it SIGCONT within 2 s, or start again with --resume",)
+    else:
+        what = f"rank {rank} stopped making progress" + (" and holds everyone up" if found.others else "")
+        does = "it is at work, but finishes nothing" if look.busy else "it uses no processor, disk or network"
+        does = "it waits for other ranks" if look.waits else does
+        fix = (
+            f"logs/rank{rank}.log ends with its stack", "--resume after mending it",
+            f"--patience {max(60, 4 * look.silent):.0f}    if it only needs more time",
+        )  # fmt: skip
+    why = "; ".join((f"no progress for {look.silent:.0f} s, {moment(look.progress)}", does, *found.others))
+    return Failure(rank, (0, rank), Problem("C001", what, why=why, where=look.stack.where, fix=fix))
+
+
+class Watch:
+    """Judges processes that ended without a word."""
+
+    def __init__(self) -> None:
+        self.oom_kills = _oom_kills()
+
+    def died(self, rank: int, progress: Progress, status: int) -> Failure:
+        """A rank ended without a word. status: negative signal number, or exit code."""
+        if status < 0:
+            name = _named(-status)
+            if status == -signal.SIGABRT:
+                what, fix = (
+                    f"rank {rank} aborted itself (SIGABRT) {moment(progress)}",
+                    (f"logs/rank{rank}.log says why", "--resume"),
+                )
+                why = "a check in compiled code failed, or a collective's watchdog gave up waiting for another rank"
+                return Failure(rank, (3, rank), Problem("C003", what, why=why, fix=fix), victim=True)
+            if status == -signal.SIGKILL and _oom_kills() > self.oom_kills:
+                why, fix = (
+                    "the system ran out of memory and killed it: not a communication fault",
+                    ("more micro-batches", "fewer loader workers", "--resume"),
+                )
+            elif status == -signal.SIGKILL:
+                why, fix = (
+                    "somebody or the system killed it: not a communication fault",
+                    ("--resume", "dmesg  tells whether memory ran out"),
+                )
+            else:
+                why, fix = (
+                    "the process crashed in compiled code",
+                    (f"logs/rank{rank}.log has the Python stack", "--resume"),
+                )
+            return Failure(
+                rank,
+                (0, rank),
+                Problem("C003", f"rank {rank} was killed ({name}) {moment(progress)}", why=why, fix=fix),
+            )
+        what = f"rank {rank} ended with exit code {status} {moment(progress)}"
+        why = "the job, or a library it uses, ended the process"
+        where, fix = f"logs/rank{rank}.log", ("do not call exit in a job",)
+        return Failure(rank, (0, rank), Problem("C003", what, why=why, where=where, fix=fix))
+
+
+def _named(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _oom_kills() -> int:
+    """How often the kernel has killed for memory, in our control group or on the machine."""
+    total = 0
+    for path, word in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
+        try:
+            rows = dict(line.split()[:2] for line in Path(path).read_text().splitlines())
+            total += int(rows.get(word, 0))
+        except (OSError, ValueError):
+            continue
+    return total

@@ -1,0 +1,270 @@
+"""Which rank hangs: the launcher's view of ranks that say nothing for a while.
+
+A rank that is slow must not be ended, and one that is dead must be found. Silence alone does not tell them apart, so
+the launcher looks closer at a rank that has been silent: does its process tree use processor, disk or network, where is
+its Python stack, and do the others wait for it? From that it does two things at two times.
+
+It *names* such a rank soon (`NAMED`): which step and phase, the user's line, whether it computes or sleeps, who waits
+for it; its stack goes to its log. Nothing is ended by that.
+
+It *ends* the run late, and the sooner the surer it is (`limit`). All others wait in a collective that this rank has not
+entered, in a phase that took the others next to no time: a few seconds. It reads, saves or compiles, which may take
+minutes at any moment: ten minutes without using anything, an hour when it is at work. Every limit grows with what the
+same phase took before, on any rank; `--patience` overrules all of them. A rank that a signal has stopped is ended for
+after `STOPPED`.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from plait.launch.activity import Activity, activity, stopped
+from plait.launch.progress import BETWEEN, READING, Progress, Words
+from plait.launch.stacks import Stack, Stacks
+
+STOPPED = 2.0
+"""Seconds a process may be in the stopped state (SIGSTOP, a debugger) before the run is ended."""
+LOOK, NAMED = 3.0, 8.0
+"""Seconds of silence after which the launcher looks at a rank, and after which it names it."""
+AGAIN = 4.0
+"""A rank is named again once it has been silent this many times as long; and first, this many times the slowest seen."""
+AWAITED, AWAITED_BUSY = 10.0, 12.0
+"""Seconds for which all others may wait for a rank that uses nothing, and for one that computes."""
+IDLE, BUSY, FIRST = 120.0, 300.0, 3600.0
+"""Seconds without progress where nobody is known to wait: using nothing; computing; computing in the build or the first
+step, where torch and libraries compile and fetch."""
+READS, READS_BUSY = 600.0, 3600.0
+"""Seconds without progress while a rank reads samples, saves or compiles: using nothing, and at work."""
+GROWTH = 10.0
+"""A limit is at least this many times what the same phase has taken so far on any rank."""
+
+
+@dataclass
+class Look:
+    """What the launcher knows of one silent rank."""
+
+    rank: int
+    progress: Progress
+    silent: float
+    """Seconds since it last said something."""
+    busy: bool = False
+    """Its process tree uses processor, disk or network."""
+    stack: Stack = field(default_factory=Stack)
+    waited: float = 0.0
+    """Seconds for which it has used nothing."""
+
+    @property
+    def waits(self) -> bool:
+        """It waits for another rank."""
+        return not self.busy and (
+            self.stack.communicates or (self.progress.phase == "reduce" and not self.stack.frames)
+        )
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that holds a run up."""
+
+    look: Look
+    others: tuple[str, ...]
+    """What the others do."""
+    stopped: bool = False
+
+
+def limit(suspect: Look, others: list[Look], alike: bool, seen: float, patience: float | None) -> tuple[float, float]:
+    """(seconds for which `suspect` may go on, seconds of them that have passed).
+
+    `others`: the looks at all other running ranks. `alike`: what ranks do in a phase is alike, so that the others'
+    time is a measure for this one's. `seen`: the longest that this phase took so far.
+    """
+    phase, busy = suspect.progress.phase, suspect.busy
+    building = phase in ("start", "build")
+    waiting = [look for look in others if look.waits]
+    awaited = bool(others) and len(waiting) == len(others) and not any(o.stack.asked_by_user for o in waiting)
+    passed, allowed = suspect.silent, (FIRST if building or suspect.progress.step < 1 else BUSY) if busy else IDLE
+    if suspect.stack.compiles or phase in READING or phase == "checkpoint":
+        allowed = READS_BUSY if busy else READS
+    elif awaited and (alike or building) and not (building and busy):
+        passed = min(passed, *(look.waited for look in waiting))
+        seen = max(seen, *(look.silent - look.waited for look in waiting))
+        allowed = AWAITED_BUSY if busy else AWAITED
+    return (max(allowed, GROWTH * seen) if patience is None else patience), passed
+
+
+class HangDetector:
+    """Looks at the ranks' progress and says what is worth saying."""
+
+    def __init__(self, words: Words, pids: list[int], stacks: Stacks, patience: float | None, alike: bool):
+        self.words, self.pids, self.stacks, self.patience, self.alike = words, pids, stacks, patience, alike
+        self.stopped_since: dict[int, float] = {}
+        self.slowest: dict[str, float] = {}
+        """By phase, the longest that a rank said nothing in it and then went on."""
+        self.last: dict[int, Progress] = {}
+        self.used: dict[int, tuple[Activity, float]] = {}
+        """Of silent ranks, what they had used at the last look, and since when they use nothing."""
+        self.looks: list[Look] = []
+        self.named: dict[int, float] = {}
+        self.checked = self.looked = self.awake = 0.0
+
+    def check(self) -> Hang | None:
+        """The rank that holds everyone up and is to be ended for, or None. Looks at most ten times a second."""
+        now = time.monotonic()
+        if now - self.checked < 0.1:
+            return None
+        if self.checked and now - self.checked > 2.0:  # the launcher itself was suspended: its clock proves nothing
+            self.stopped_since.clear()
+            self.used.clear()
+            self.awake = now
+        self.checked = now
+        self._follow()
+        held = self._stopped(now)
+        if held is not None:
+            return Hang(Look(held, self.last[held], now - self.last[held].since), self._others(held), True)
+        if self.stopped_since or now - self.looked < min(1.0, self._scale(LOOK)):
+            return None
+        self.looked = now
+        self.looks = list(self._look(now))
+        return self._judged()
+
+    def names(self) -> Iterator[tuple[list[Look], list[Look]]]:
+        """Of the last look: (ranks that have been silent for long in the same place, those that wait for them)."""
+        looks, self.looks = self.looks, []  # each look is told of once
+        waiting = [look for look in looks if look.waits]
+        together = len(waiting) == len(looks)
+        groups: dict[tuple[object, ...], list[Look]] = {}
+        for look in looks:
+            seen = self.slowest.get(look.progress.phase, 0.0)
+            due = self.named.get(look.rank, max(self._scale(NAMED), AGAIN * seen))
+            if look.silent >= due and (not look.waits or together):
+                self.named[look.rank] = AGAIN * look.silent
+                where = (look.progress.step, look.progress.phase, look.busy, look.stack.where)
+                key = ("all",) if together else where
+                groups.setdefault(key, []).append(look)
+        for group in groups.values():
+            yield sorted(group, key=_guilt), [look for look in waiting if look not in group]
+
+    def _scale(self, seconds: float) -> float:
+        """A time of looking, shorter where the user has less patience."""
+        return seconds if self.patience is None else min(seconds, self.patience / 3)
+
+    def _follow(self) -> None:
+        """Read all rows; learn how long phases take."""
+        for rank in range(self.words.world):
+            row, before = self.words.read(rank), self.last.get(rank)
+            if before is not None and row != before:
+                took = row.since - before.since
+                self.slowest[before.phase] = max(self.slowest.get(before.phase, 0.0), took)
+                self.used.pop(rank, None)
+                self.named.pop(rank, None)
+            self.last[rank] = row
+
+    def _stopped(self, now: float) -> int | None:
+        for rank, pid in enumerate(self.pids):
+            if stopped(pid):
+                if now - self.stopped_since.setdefault(rank, now) > STOPPED:
+                    return rank
+            else:
+                self.stopped_since.pop(rank, None)
+        return None
+
+    def _look(self, now: float) -> Iterator[Look]:
+        """A look at each running rank; a close one at those that are silent."""
+        for rank, row in self.last.items():
+            if row.phase == "end":
+                continue
+            since = max(row.since, self.awake)
+            look = Look(rank, row, now - since)
+            if look.silent < self._scale(LOOK):
+                look.busy = True
+            else:
+                look.busy, idle_from = self._used(rank, since)
+                look.waited = 0.0 if look.busy else now - idle_from
+                if look.silent >= self._scale(NAMED):
+                    look.stack = self.stacks.ask(self.pids[rank])
+            yield look
+
+    def _used(self, rank: int, since: float) -> tuple[bool, float]:
+        """(whether a silent rank does anything, since when it does nothing)."""
+        found, before = activity(self.pids[rank]), self.used.get(rank)
+        if before is None:
+            self.used[rank] = (found, since)
+            return True, 0.0  # one look shows no movement
+        busy = found.busy_since(before[0])
+        idle_from = found.at if busy else before[1]
+        self.used[rank] = (found, idle_from)
+        return busy, idle_from
+
+    def _judged(self) -> Hang | None:
+        """The rank that has been silent for longer than it may."""
+        suspects = [look for look in self.looks if not look.waits]
+        if not suspects:
+            return self._deadlock()
+        for suspect in sorted(suspects, key=lambda look: (look.progress.step, -look.silent)):
+            others = [look for look in self.looks if look is not suspect]
+            seen = self.slowest.get(suspect.progress.phase, 0.0)
+            allowed, passed = limit(suspect, others, self.alike, seen, self.patience)
+            if passed >= allowed:
+                return Hang(suspect, self._others(suspect.rank))
+        return None
+
+    def _deadlock(self) -> Hang | None:
+        """All ranks wait, so nobody will ever come: for each other, or for a call that the user's code makes on some."""
+        if not self.looks:
+            return None
+        first = min(self.looks, key=_guilt)
+        phases = {look.progress.phase for look in self.looks}
+        allowed = READS if phases & {*READING, "checkpoint"} else AWAITED if len(self.looks) > 1 else IDLE
+        seen = max(self.slowest.get(phase, 0.0) for phase in phases - {"reduce"} or {""})
+        allowed = max(allowed, GROWTH * seen) if self.patience is None else self.patience
+        if min(look.waited for look in self.looks) < allowed:
+            return None
+        return Hang(first, self._others(first.rank))
+
+    def _others(self, rank: int) -> tuple[str, ...]:
+        return tuple(f"rank {r} in {row.phase}" for r, row in self.last.items() if r != rank)
+
+
+def _guilt(look: Look) -> tuple[bool, int, float]:
+    """Sorts the likeliest culprit first: a rank whose user asked for a collective of its own, then who has come least far."""
+    return (not look.stack.asked_by_user, look.progress.step, -look.silent)
+
+
+def told(group: list[Look], waiting: list[Look]) -> str:
+    """One line on ranks that have been silent in the same place, for the console."""
+    look = group[0]
+    who = ranks_in_words(sorted(one.rank for one in group))
+    verb = "has" if len(group) == 1 else "have"
+    if look.stack.compiles:
+        does = "torch.compile is at work"
+    elif look.busy:
+        does = "at work"
+    elif look.waits:
+        does = "waiting for each other" if len(group) > 1 else "waiting for other ranks"
+    else:
+        does = "using no processor, disk or network"
+    at = f": {look.stack.where}" + f" on rank {look.rank}" * (len(group) > 1 and look.waits) if look.stack.where else ""
+    waits = (
+        f"; {ranks_in_words([one.rank for one in waiting])} wait{'s' * (len(waiting) == 1)} for it" if waiting else ""
+    )
+    log = f"logs/rank{look.rank}.log"
+    return (
+        f"note  {who} {verb} made no progress for {look.silent:.0f} s {moment(look.progress)}, {does}{at}{waits}"
+        f" (stack in {log})"
+    )
+
+
+def moment(progress: Progress) -> str:
+    """`at step 5, forward`, `after step 5, evaluate`, or `during build`."""
+    step, phase = progress.step, progress.phase
+    if step < 0:
+        return f"during {phase}"
+    return f"after step {step}, {phase}" if phase in BETWEEN else f"at step {step + 1}, {phase}"
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0-7` or `ranks 0,2,5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ",".join(map(str, ranks))

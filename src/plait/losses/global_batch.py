@@ -1,0 +1,219 @@
+"""Losses that look at the whole batch: the mean over the global batch, or the global batch itself, under any plan.
+
+A mean over samples can be computed share by share. A loss that multiplies two means (the balance loss of a mixture of
+experts), or compares samples with each other (contrastive losses), cannot: each rank would compute it of its own share.
+Write such a loss with the functions here and it is the same number, with the same gradient, however the batch is split:
+
+>>> def balance(probabilities, chosen):                    # [tokens, experts] each, the second of zeros and ones
+...     return probabilities.shape[1] * (plait.global_mean(probabilities) * plait.global_mean(chosen)).sum()
+
+On one device they are `x.mean(0)` and `x`. In a split run they are collectives over the ranks that have other samples,
+so every rank has to call them, as often and in the same order; a rank without samples in a short batch runs along on a
+sample that does not count. Micro-batches are computed one after another: there the mean is over one micro-batch of all
+ranks, and `plait verify` says that this is not exact.
+
+How the gradient comes out right: the loss of every rank enters with its weight over the global batch's weight. Each
+rank computes the same value from the same means, so the weights sum to one; and backward sums the ranks' gradients of
+the mean, each of which has its weight in it already.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.model.meter import tensors_in
+from plait.tensors.collectives import gathered, sum_part, summed
+from plait.tensors.rows import Rows
+from plait.tensors.torch_private import in_backward
+
+
+class Sharers:
+    """One rank among those with other samples, while its forward and backward passes run."""
+
+    def __init__(self, ranks: list[int] | None = None, microbatches: int = 1):
+        self.ranks, self.microbatches = ranks, microbatches
+        self._group: Any = None
+        self.apart: Sharers | None = None
+        """What threads of this process, each with a part of its samples, ask instead: they do not know of each other."""
+        self.idle = False
+        """What runs now is a sample that makes up the number and does not count."""
+        self.used = self.asking = False
+        """Whether the job asked for something of the global batch; whether it is being exchanged just now."""
+        self.made: list[Tensor] = []
+        """What was asked for since `made` was last cleared."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has all samples."""
+        return self.ranks is None or len(self.ranks) == 1
+
+    @property
+    def group(self) -> Any:
+        """The ranks, in a group of their own: what else is under way between them may be in another order. They make it
+        when they first ask for something."""
+        if self._group is None:
+            self._group = dist.new_group(self.ranks, use_local_synchronization=True)
+        return self._group
+
+    def begin(self, idle: bool) -> None:
+        """A micro-batch's forward pass begins."""
+        self.idle, self.made = idle, []
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Inside, `global_mean` and `global_batch` are those of the ranks' samples together."""
+        token = CURRENT.set(self)
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
+
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """In a thread with a part of this rank's samples: a mean is of that part, and this is noted."""
+        self.apart = self.apart or Sharers()
+        with self.apart.here():
+            yield
+
+    @contextmanager
+    def ask(self) -> Iterator[None]:
+        """What is exchanged inside was asked for by the job, and is in no price."""
+        self.asking = True
+        try:
+            yield
+        finally:
+            self.asking = False
+
+    @property
+    def inexact(self) -> list[str]:
+        """What cannot equal one device here."""
+        told = []
+        if self.used and self.microbatches > 1:
+            told.append(f"of one micro-batch of all ranks, not of the batch: microbatches={self.microbatches}")
+        if self.apart is not None and self.apart.used:
+            told.append("of one device's share where the model asks for it: processes=one")
+        return [f"what the job asks of the global batch (global_mean, global_batch) is {words}" for words in told]
+
+
+CURRENT: ContextVar[Sharers | None] = ContextVar("sharers", default=None)
+STRETCHES: ContextVar[Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None] = ContextVar("stretches", default=None)
+"""What makes whole sequences of this rank's stretches in values that units hand on past what they return."""
+
+
+def global_mean(x: Tensor) -> Tensor:
+    """The mean over dim 0 of `x` [n, …] on all ranks together, whatever n is on each: `x.mean(0)` of the global batch.
+
+    It can be differentiated. Every rank must call it, in the same order. On one device it is `x.mean(0)`.
+    """
+    sharers = _current()
+    if sharers is None or sharers.alone:
+        return x.mean(0)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mine = x[:0] if sharers.idle else x
+    row = torch.cat([mine.to(wide).sum(0).reshape(-1), torch.tensor([len(mine)], dtype=wide, device=x.device)])
+    row = _Sum.apply(row, sharers)
+    mean = (row[:-1] / row[-1].detach()).view(x.shape[1:]).to(x.dtype)
+    sharers.made.append(mean)
+    return mean
+
+
+def global_batch(x: Tensor) -> Tensor:
+    """`x` [n, …] of all ranks one after another, in the order of the samples; n may differ between ranks.
+
+    It can be differentiated. Every rank must call it, in the same order. On one device it is `x`.
+    """
+    sharers = _current()
+    if sharers is None or sharers.alone:
+        return x
+    mine = x[:0] if sharers.idle else x
+    sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(sharers.group.size())]
+    with sharers.ask():
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=x.device), group=sharers.group)
+    whole = _Batch.apply(mine, Rows.of(torch.cat(sizes).tolist()), sharers)
+    sharers.made.append(whole)
+    return whole
+
+
+def whole_sequences(rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of tensors [samples · positions, …] whose positions ranks share: with all positions. Without shares, as they are."""
+    make = STRETCHES.get()
+    return tuple(rows) if make is None else make(rows)
+
+
+def asking() -> bool:
+    """Whether the global batch is more than what this rank has; if so it counts as asked for."""
+    sharers = _current()
+    return sharers is not None and (not sharers.alone or sharers.microbatches > 1)
+
+
+def _current() -> Sharers | None:
+    sharers = CURRENT.get()
+    if sharers is not None:
+        sharers.used = True
+    elif in_backward() and dist.is_initialized() and dist.get_world_size() > 1:
+        what = "global_mean was called in a recomputation that does not know the other ranks"
+        why = "backward runs in another thread than the forward pass did"
+        raise PlaitError(
+            Problem("J020", what, why=why, fix=("call it in the loss, or outside what is recomputed",)), FAILED
+        )
+    return sharers
+
+
+def nothing(loss: Callable[[], Tensor], outputs: Any, asked: Sequence[Tensor] = ()) -> Tensor:
+    """Zero, computed from those of a model's outputs that the loss looks at, as on a rank that has samples.
+
+    Backward from it comes to the units that the other ranks' backwards come to, and to what the loss `asked` of the
+    other ranks meanwhile. (Zero times the loss may be NaN.)
+    """
+    found = [(o, o.grad_fn, o.output_nr) for o in tensors_in(outputs) if o.requires_grad]
+    try:
+        made = loss()
+    except Exception:  # it may not bear an empty batch
+        return torch.stack([o.sum() * 0.0 for o, _, _ in found]).sum()
+    ends, ahead = {(node, number) for _, node, number in found}, [(made.grad_fn, made.output_nr)]
+    met = set(ahead)
+    found += [(o, o.grad_fn, o.output_nr) for o in asked if o.requires_grad]
+    while ahead:
+        edge = ahead.pop()
+        if edge not in ends and edge[0] is not None:
+            new = [other for other in edge[0].next_functions if other not in met]
+            met.update(new)
+            ahead.extend(new)
+    sums = [o.sum() * 0.0 for o, node, number in found if (node, number) in met]
+    return torch.stack(sums).sum() if sums else made * 0.0
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharers: Sharers) -> Tensor:
+        ctx.sharers = sharers
+        with sharers.ask():
+            return summed(x, sharers.group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return _Sum.apply(grads[0], ctx.sharers), None
+
+
+class _Batch(torch.autograd.Function):
+    """All ranks' rows; backward: this rank's rows of the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows, sharers: Sharers) -> Tensor:
+        ctx.at = rows, sharers
+        with sharers.ask():
+            return gathered(x, 0, rows, sharers.group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        rows, sharers = ctx.at
+        with sharers.ask():
+            return sum_part(grads[0], 0, rows, sharers.group), None, None

@@ -1,0 +1,282 @@
+"""Loss memory: the cross-entropy of a language model without its logits.
+
+What it does
+    The logits of 4,096 tokens over 128,000 words are 2 GiB in float32, their gradient as much again, often more than
+    all activations of the model. Here the head's product, the softmax and their gradients are computed for `chunk`
+    tokens at a time, so that never more than chunk × vocabulary numbers exist. It is the same loss: only the order of
+    rounding differs.
+
+How
+    `LinearCrossEntropy.attach` gives the model's last linear layer a forward that multiplies nothing: it returns a
+    `Headed`, the hidden states beside the layer's weight and bias, which travels through the model's output to the
+    loss. The gradients of a chunk are computed at once, while its probabilities are there, and only they are kept:
+    those of the hidden states and of the weight, which are sums over tokens. Backward multiplies them by what it gets.
+
+Costs
+    One gradient of the head's weight from the loss on, and for a moment in backward another one. No product is
+    computed twice.
+
+Paper
+    Hsu et al. 2024, Liger Kernel: Efficient Triton Kernels for LLM Training.
+"""
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.tensors.collectives import enter, total
+from plait.tensors.part import Ranges
+from plait.tensors.rows import Rows
+from plait.tensors.sharded_losses import normalised
+from plait.tensors.sharded_tensor import Spread
+from plait.tensors.torch_private import leaves, tree_leaves
+
+IGNORED = -100
+"""The target that does not count, as in `torch.nn.functional.cross_entropy`."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    chunk: int = 1024,
+    *,
+    rows: Rows | None = None,
+    group: Any = None,
+) -> Tensor:
+    """`cross_entropy(linear(hidden, weight, bias), targets, ignore_index=ignore_index)`, `chunk` tokens at a time.
+
+    hidden [..., width], weight [vocabulary, width], bias [vocabulary], targets [...] whole numbers -> scalar: the mean
+    over the targets that count. For models that compute their loss in their own forward.
+
+    With `rows` and `group`, weight and bias are this rank's rows of the vocabulary; the loss is the whole's on every rank
+    and the gradients of weight and bias are those of its rows. `hidden` may be a `Spread` whose tokens are cut: the loss
+    is that of all tokens, and the gradients of weight and bias are those of the rank's own tokens, to be summed.
+    """
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    count, spread = (targets != ignore_index).sum(), hidden if isinstance(hidden, Spread) else None
+    if spread is not None:
+        hidden, targets = spread.local, spread.rows.take(targets, spread.cut, spread.group.rank())
+    if not torch.is_grad_enabled():
+        hidden, weight, bias = hidden.detach(), weight.detach(), bias if bias is None else bias.detach()
+    held = None
+    if rows is not None and group.size() > 1:
+        hidden, held = enter(hidden, group), (rows.ranks[group.rank()], group)
+    loss = _Chunked.apply(hidden, weight, bias, targets, _How(ignore_index, chunk, count, held))
+    return loss if spread is None else total(loss, spread.group)
+
+
+@dataclass(frozen=True)
+class _How:
+    """`count`: of the targets that the mean is over. `held`: this rank's rows of the vocabulary and the ranks, if cut."""
+
+    ignore_index: int
+    chunk: int
+    count: Tensor
+    held: tuple[Ranges, Any] | None
+
+
+class _Chunked(torch.autograd.Function):
+    """Gradients are kept as sums over the tokens: small numbers in 16 bits would vanish before the loss scale meets them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How) -> Tensor:
+        kind = hidden.device.type
+        mixed = torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64
+        narrow = torch.get_autocast_dtype(kind) if mixed else hidden.dtype
+        wide = _at_least_32(narrow)
+        need_hidden, need_weight, need_bias, *_ = ctx.needs_input_grad
+        sums = (
+            torch.empty_like(hidden) if need_hidden else None,
+            torch.zeros_like(weight, dtype=_at_least_32(weight.dtype)) if need_weight else None,
+            torch.zeros_like(bias, dtype=wide) if need_bias and bias is not None else None,
+        )
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        with torch.autocast(kind, enabled=False):
+            h, w, b = hidden.to(narrow), weight.to(narrow), bias if bias is None else bias.to(narrow)
+            for start in range(0, len(h), how.chunk):
+                rows = slice(start, start + how.chunk)
+                counts = (targets[rows] != how.ignore_index).unsqueeze(1)
+                index = targets[rows].unsqueeze(1).where(counts, 0)
+                p, chosen, at, here = _log_softmax(F.linear(h[rows], w, b), index, wide, how.held)
+                loss -= chosen.where(counts, 0.0).sum()
+                if any(ctx.needs_input_grad):
+                    p.exp_()
+                    if p.shape[1]:
+                        p.scatter_add_(1, at, -here.to(p.dtype))
+                    p.masked_fill_(~counts, 0.0)
+                    _add(sums, rows, p.to(narrow), h[rows], w)
+                del p  # before the next chunk's logits
+        ctx.save_for_backward(how.count, *sums)
+        ctx.formats = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        return loss / how.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        count, *sums = ctx.saved_tensors
+        factor = grad_outputs[0] / count.clamp(min=1)
+        scaled = [s if s is None else (s.to(factor.dtype) * factor).to(dtype) for s, dtype in zip(sums, ctx.formats)]
+        return (*scaled, None, None)
+
+
+def _log_softmax(
+    logits: Tensor, index: Tensor, wide: torch.dtype, held: tuple[Ranges, Any] | None
+) -> tuple[Tensor, ...]:
+    """Of [tokens, words] and targets [tokens, 1]: logarithms of the probabilities, and of the targets'; where a target
+    stands among this rank's words, and whether it does."""
+    if held is None:
+        p = F.log_softmax(logits, -1, dtype=wide)
+        return p, p.gather(1, index), index, torch.ones_like(index)
+    logits = logits.to(wide)
+    log_sum, chosen, here, at = (t.unsqueeze(1) for t in normalised(logits, index.squeeze(1), *held))
+    return logits - log_sum, chosen - log_sum, at, here
+
+
+def _at_least_32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _add(sums: tuple[Tensor | None, ...], rows: slice, p: Tensor, h: Tensor, w: Tensor) -> None:
+    """Add what the gradient `p` of a chunk's logits [rows, vocabulary] gives to the three sums."""
+    to_hidden, to_weight, to_bias = sums
+    if to_hidden is not None:
+        to_hidden[rows] = p @ w
+    if to_weight is not None and p.dtype == to_weight.dtype:
+        to_weight.addmm_(p.t(), h)
+    elif to_weight is not None:
+        to_weight += p.t() @ h
+    if to_bias is not None:
+        to_bias += p.sum(0, dtype=to_bias.dtype)
+
+
+class _Head:
+    """The weight and bias a head had in its forward: one leaf, so that no code takes them for outputs of the model."""
+
+    def __init__(self, head: nn.Linear):
+        self.weight, self.bias = head.weight, head.bias
+        self.rows, self.group = vars(head).get("_rows"), vars(head).get("_ranks")
+        """Which rows of the vocabulary each rank of the group has, where the head is cut (see `parallel/tensor/vocabulary.py`)."""
+
+
+class _NotLogits(PlaitError, AttributeError):
+    """J017 where a model computes with its logits."""
+
+
+def _refused(what: str):
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _NotLogits(_computed(what))
+
+    return refuse
+
+
+def _computed(what: str) -> Problem:
+    return Problem(
+        "J017",
+        f"the model computes with its logits ({what}), which LinearCrossEntropy never makes",
+        why="scaled, capped or shifted logits are another loss than that of the head's product",
+        fix=("loss=lambda logits, targets: cross_entropy(…)    (makes all logits)",),
+    )
+
+
+class Headed(NamedTuple):
+    """What an attached head returns: its input [..., width], and what it would have multiplied it by."""
+
+    hidden: Tensor
+    head: _Head
+
+    __mul__ = __rmul__ = __matmul__ = _refused("*")
+    __truediv__ = __rtruediv__ = _refused("/")
+    __add__ = __radd__ = _refused("+")
+    __sub__ = __rsub__ = _refused("-")
+    __neg__ = _refused("-")
+    __getitem__ = _refused("[…]")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NotLogits(_computed(f".{name}"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _NotLogits(_computed(getattr(func, "__name__", str(func))))
+
+
+def _forward(head: nn.Linear, hidden: Tensor) -> Any:
+    """Of an attached head. Evaluation (eval mode, no gradients) gets its logits."""
+    if head.training or torch.is_grad_enabled():
+        return Headed(hidden, _Head(head))
+    return type(head).forward(head, hidden)
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy:
+    """A `Job.loss` for large vocabularies: the mean cross-entropy over the targets that count, exact, without the logits.
+
+    >>> loss = LinearCrossEntropy(head="lm_head", chunk=1024)
+    >>> job = plait.Job(loss=loss, weight=loss.weight, ...)        # doctest: +SKIP
+
+    `head` names the `nn.Linear` (with or without bias, tied or not) whose output the model returns, anywhere in its
+    outputs, untouched. Targets are one whole number per token, already shifted: what a token should predict is the
+    data set's business. Evaluation gets real logits.
+    """
+
+    head: str = "lm_head"
+    ignore_index: int = IGNORED
+    chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        if type(self.chunk) is not int or self.chunk < 1:
+            what = f"LinearCrossEntropy(chunk={self.chunk!r}) is not a whole number ≥ 1"
+            raise PlaitError(Problem("J016", what, fix=("chunk=1024",)))
+
+    def attach(self, model: nn.Module) -> None:
+        """Give the model's head a forward that multiplies nothing. J016 when there is no such linear layer."""
+        found = dict(model.named_modules(remove_duplicate=False)).get(self.head)
+        if found is None or not self.head:
+            linear = [name for name, m in model.named_modules() if _plain(m)]
+            hint = did_you_mean(self.head, linear) if linear else "it has no nn.Linear"
+            raise PlaitError(Problem("J016", f"the model has no module  {self.head}        {hint}", where=repr(self)))
+        if not _plain(found):
+            what = f"{self.head} is a {type(found).__name__}, not a plain torch.nn.Linear"
+            why = "LinearCrossEntropy multiplies by its weight and adds its bias itself, and nothing else"
+            raise PlaitError(Problem("J016", what, why=why, where=repr(self)))
+        found.forward = MethodType(_forward, found)
+
+    def weight(self, targets: Tensor) -> Tensor:
+        """The number of targets that count: a `Job.weight`."""
+        return (targets != self.ignore_index).sum()
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """The loss of a model's outputs; J017 when they do not hold what the head returned, once."""
+        leaves(outputs)  # makes trees of dataclasses
+        found = [x for x in tree_leaves(outputs, is_leaf=lambda x: isinstance(x, Headed)) if isinstance(x, Headed)]
+        if len(found) != 1:
+            what = f"the model's outputs hold what {self.head} returned {len(found)} times, not once"
+            why = f"the model returned {type(outputs).__name__}; {self.head}'s output must be in it, untouched"
+            raise PlaitError(Problem("J017", what, why=why, where=repr(self)))
+        (hidden, head) = found[0]
+        tokens = hidden.shape[:-1]
+        if not isinstance(targets, Tensor) or (tokens != targets.shape and tokens != (targets.numel(),)):
+            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            what = f"targets are {given}, the input of {self.head} is {tuple(hidden.shape)}"
+            why = "there is one target for each row the head is given, already shifted"
+            raise PlaitError(Problem("J017", what, why=why, where=repr(self)))
+        given = hidden, head.weight, targets, head.bias, self.ignore_index, self.chunk
+        return linear_cross_entropy(*given, rows=head.rows, group=head.group)
+
+
+def _plain(module: nn.Module) -> bool:
+    """A linear layer that only multiplies and adds."""
+    own = vars(module).get("forward")
+    attached = isinstance(own, MethodType) and own.__func__ is _forward
+    linear = isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or "_rows" in vars(module))
+    return linear and (own is None or attached)

@@ -1,0 +1,144 @@
+"""Making what a job describes: its model with the weights it has on one device, and its optimizer."""
+
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
+from plait.losses import transformers
+from plait.model.deferred_init import defer
+from plait.tensors.digest import differing, digest
+from plait.tensors.torch_private import convert, own_buffers
+
+
+@dataclass(frozen=True)
+class Made:
+    """A rank's model. Of a model too large to hold, large parameters are on the meta device, and `shares` has this
+    rank's parts of them; `fake` is what a sketch can run."""
+
+    model: nn.Module
+    fake: nn.Module
+    shares: dict[str, Tensor] = field(default_factory=dict)
+
+
+def make(
+    job: Job, device: torch.device, cast: torch.dtype | None, group: Any, share: Callable[[Tensor], Tensor] | None
+) -> Made:
+    """The job's model on this rank, in `cast` if given. With `share`, a large model is never held: see `model/deferred_init.py`.
+
+    J008 when its weights are not the same on all ranks of the group.
+    """
+    deferred = defer(lambda: make_model(job), share, digest) if share is not None else None
+    model = deferred.model if deferred else make_model(job)
+    if group is not None and dist.get_world_size(group) > 1:
+        _same_everywhere(model, deferred.digests if deferred else {}, group, device)
+    convert(model, device, cast)
+    if deferred is None:
+        return Made(model, model)
+    _convert_fake(deferred.fake, device, cast)
+    shares = {
+        n: s.to(device, cast if cast is not None and s.is_floating_point() else s.dtype)
+        for n, s in deferred.shares.items()
+    }
+    return Made(model, deferred.fake, shares)
+
+
+def _convert_fake(model: nn.Module, device: torch.device, cast: torch.dtype | None) -> None:
+    """As `convert`, tensor by tensor: `nn.Module.to` cannot exchange fake ones in place."""
+
+    def one(t: Tensor) -> Tensor:
+        return t.detach().to(device, cast if cast is not None and t.is_floating_point() else t.dtype)
+
+    made = {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, made[id(parameter)])
+        buffers = own_buffers(module)
+        buffers.update({name: None if b is None else one(b) for name, b in buffers.items()})
+
+
+def make_model(job: Job) -> nn.Module:
+    """The job's model with the initial weights its constructor draws on one device, on every rank alike."""
+    random.seed(job.seed)
+    np.random.seed(job.seed & 0xFFFFFFFF)
+    torch.manual_seed(job.seed)
+    model = job.model()
+    if not isinstance(model, nn.Module):
+        fix = ("return a module from it: model=lambda: MyModel(…)",)
+        raise PlaitError(
+            Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module", fix=fix)
+        )
+    _supported(model)
+    transformers.in_doubles()
+    if hasattr(job.loss, "attach"):
+        job.loss.attach(model)
+    return in_training(model)
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """The model in training mode, by its own `train()`; parts that the job itself put in eval mode stay there."""
+    frozen = [m for m in model.modules() if not m.training] if model.training else []
+    model.train()
+    for module in frozen:
+        module.training = False
+    return model
+
+
+def _supported(model: nn.Module) -> None:
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        fix = ("run one batch through it in the job's model function",)
+        raise PlaitError(
+            Problem(
+                "J006", f"{lazy[0]} has no shape yet", why="a lazy module takes its shape from the first batch", fix=fix
+            )
+        )
+    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    if sparse:
+        why, fix = (
+            "their sum over ranks, norm and clipping are not defined here",
+            ("sparse=False    (the result is the same)",),
+        )
+        raise PlaitError(
+            Problem("J012", f"{sparse[0]} makes sparse gradients, which plait does not sum", why=why, fix=fix)
+        )
+
+
+def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
+    """The job's optimizer of these parameters, and the name of each by id.
+
+    Parameters that other ranks hold are among them, as placeholders that never get a gradient: how the job groups its
+    parameters may depend on their number and order.
+    """
+    names = {id(p): name for name, p in own.items()}
+    optimizer = job.optimizer([p for p in own.values() if p.requires_grad])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        fix = ("return one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",)
+        raise PlaitError(Problem("J006", what, fix=fix))
+    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        what = f"{type(optimizer).__name__} needs a closure, which plait does not give"
+        why = "it evaluates the loss several times in one step; a step here is one forward and backward of the batch"
+        raise PlaitError(Problem("J013", what, why=why, fix=("an optimizer whose step() takes no closure",)))
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return optimizer, names
+
+
+def _same_everywhere(model: nn.Module, digests: dict[str, Tensor], group: Any, device: torch.device) -> None:
+    named = dict([*model.named_parameters(), *model.named_buffers()]) | digests
+    wrong = differing(list(named.items()), group, device)
+    if wrong:
+        raise PlaitError(
+            Problem("J008", f"the job's model has different initial weights on different ranks: {', '.join(wrong[:3])}",
+                    why=f"{len(wrong)} tensors differ, although Python's, numpy's and torch's generators start from seed on every rank",
+                    fix=("draw initial weights from these generators only: not from time, os.urandom or the order of a set",))
+        )  # fmt: skip

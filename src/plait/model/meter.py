@@ -1,0 +1,363 @@
+"""Metering one run of a model: what each unit call computes, keeps for backward, and depends on.
+
+`model/trace.py` runs the model and tells the `Meter` of every module that is entered and left, every torch function and
+every operator. Three things are followed:
+
+- operators: floating-point operations, and which unit's parameters each operator reads, and from where;
+- what autograd saves, through its own hooks, by storage, so that a tensor saved twice counts once;
+- dependencies: every tensor carries the set of unit calls it was computed from. Code between units passes the sets
+  on from arguments to results; the output of a unit carries that call alone. This is how a skip connection is seen.
+  What a unit hands on past what it returns (in a list, a cache, an attribute) is followed in the same way: it matters where
+  something depends on its numbers, not where it lies.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.model.operations import Effort
+from plait.tensors.output_form import taken
+from plait.tensors.torch_private import leaves, storage_key, tree_map, version
+from plait.tensors.trees import carried, flat, learn, tensors_in
+
+NONE: frozenset[int] = frozenset()
+BETWEEN, OUTPUT, KNOWN = -1, -2, -3
+ROUTED = "routed_by_plait"
+"""Attribute of values that units hand on past what they return, of which is known what is done with them: leaks of `KNOWN`."""
+SHAPES = frozenset({
+    "__get__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size",
+    "is_contiguous", "is_floating_point", "is_complex", "get_device", "type", "data_ptr",
+})  # fmt: skip
+"""Names of functions that give no numbers of a tensor, when what they give is no tensor."""
+
+
+@dataclass
+class MeteredCall:
+    """What one call of a unit showed. Bytes, and floating-point operations of the forward pass."""
+
+    unit: str
+    needs: tuple[int, ...]
+    inputs: int = 0
+    given: int = 0
+    """How many tensors it is given."""
+    flops: int = 0
+    output: int = 0
+    saved: int = 0
+    itemsize: int = 4
+    """Of its output."""
+    effort: Effort = field(default_factory=Effort)
+    backward: bool = False
+    writes: bool = False
+    back: int | str | None = None
+    """Which of its arguments, changed, it returns."""
+    leaks: set[int] = field(default_factory=set)
+    """Later calls (-1: numbers of Python in code between units, -2: the loss) that depend on what it computed by another way
+    than through its output."""
+    aside: set[int] = field(default_factory=set)
+    """Later calls (-1: code between units, -2: the model's output) that get hold of it, whatever they do with it."""
+    returned: tuple[Any, tuple[Any, ...]] = (None, ())
+    """The structure of its output: `templates.taken`."""
+
+
+@dataclass
+class Metered:
+    """What one run showed."""
+
+    calls: list[MeteredCall] = field(default_factory=list)
+    needs: tuple[int, ...] = ()
+    """Calls that the model's output depends on."""
+    opened: set[str] = field(default_factory=set)
+    """Units with a parameter or a submodule that was used from outside of their calls."""
+    entered: set[str] = field(default_factory=set)
+    """Modules that were called."""
+    outside: dict[str, int] = field(default_factory=dict)
+    """Modules that were called while no unit was running, and how often."""
+    flops: int = 0
+    """Of the code between units."""
+    effort: Effort = field(default_factory=Effort)
+    """The same in detail."""
+    saved: int = 0
+    """By the code between units, what a unit saves too not counted."""
+    differentiates: bool = False
+    """The model asks for derivatives in its own forward pass."""
+
+
+class Meter:
+    """Follows one run. `where` says which unit each module lies in: `homes`; `constants` are parameters by name, and
+    buffers without one."""
+
+    def __init__(
+        self, units: Mapping[int, str], where: Iterator[tuple[nn.Module, str]], constants: list[tuple[str, Tensor]]
+    ):
+        self.seen = Metered()
+        self.units = units
+        self.modules: dict[int, set[str]] = {}
+        self.parameters: dict[int, set[str]] = {}
+        for module, home in where:
+            self.modules.setdefault(id(module), set()).add(home)
+            for parameter in module.parameters(recurse=False):
+                self.parameters.setdefault(id(parameter), set()).add(home)
+        self.constants = {storage_key(t): name for name, t in constants}
+        self.alive: list[Any] = [t for _, t in constants]  # ids and storages name tensors only as long as these live
+        self.looking = False
+        """The meter itself asks tensors for their sizes: not the model's code."""
+        self.running: nn.Module | None = None
+        self.depth = 0
+        self.given: list[tuple[Tensor, int]] = []
+        self.asked: Any = ()
+        self.of: dict[int, frozenset[int]] = {}
+        self.made: dict[int, int] = {}
+        self.written: dict[int, frozenset[int]] = {}
+        self.past: dict[int, frozenset[tuple[int, int]]] = {}
+        """By tensor, and below by storage: (call, its leak when something depends on this) of what code between units made of
+        what calls did not return."""
+        self.past_written: dict[int, frozenset[tuple[int, int]]] = {}
+        self.kept: dict[int, tuple[int | None, int]] = {}
+
+    # — calls —
+
+    def enter(self, name: str, module: nn.Module, given: Any) -> None:
+        """A module is called with `given`."""
+        with self._look():
+            self._entered(name, module, given)
+
+    @contextmanager
+    def _look(self) -> Iterator[None]:
+        self.looking = True
+        try:
+            yield
+        finally:
+            self.looking = False
+
+    def _entered(self, name: str, module: nn.Module, given: Any) -> None:
+        self.seen.entered.add(name)
+        if self.running is not None:
+            self.depth += module is self.running
+            self._used(self.modules.get(id(module)))
+            return
+        self.seen.outside[name] = self.seen.outside.get(name, 0) + 1
+        unit = self.units.get(id(module))
+        if unit is None:
+            self._used(self.modules.get(id(module)))
+            return
+        tensors = list(tensors_in(given))
+        needs = self.sources(tensors)
+        self.seen.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
+        self.running, self.depth = module, 0
+        self.given, self.asked = [(t, version(t)) for t in tensors], given
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """The module returns `output`; None, or the same with other tensors where it also leaves those in what it was given."""
+        if module is not self.running:
+            return None
+        if self.depth:
+            self.depth -= 1
+            return None
+        with self._look():
+            return self._left(output)
+
+    def _left(self, output: Any) -> Any:
+        left = {id(t) for t in tensors_in(self.asked)} - {id(t) for t, _ in self.given}
+        twice = [t for t in leaves(output) if isinstance(t, Tensor) and id(t) in left]
+        if twice and not carried(output) and _place(self.asked, output) is None:
+            found = tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) and id(t) in left else t, output)
+            self._returned(found)
+            return found
+        self._returned(output)
+        return None
+
+    def _returned(self, output: Any) -> None:
+        self.running = None
+        this_call = len(self.seen.calls) - 1
+        tensors, this = list(tensors_in(output)), frozenset((this_call,))
+        call = self.seen.calls[-1]
+        for tensor in tensors:
+            self.made.pop(id(tensor), None)
+        call.itemsize = max((t.element_size() for t in tensors if t.is_floating_point()), default=4)
+        call.output, call.backward = _bytes(tensors), any(t.requires_grad for t in tensors)
+        learn(output)
+        plain = {id(leaf) for leaf in leaves(output)}
+        hidden = [
+            t for t in tensors if id(t) not in plain and id(t) not in self.parameters
+        ]  # nobody who looks through its output would see these
+        if any(t.requires_grad for t in hidden) or carried(output):  # hooks of sharding look through the output
+            self.seen.opened.add(call.unit)
+        if hidden:
+            call.leaks.add(BETWEEN)
+            call.aside.add(BETWEEN)
+        call.returned = taken(output)
+        same = {id(t) for t, _ in self.given}
+        if {id(t) for t in tensors_in(self.asked)} & {id(t) for t in tensors if id(t) not in same}:
+            call.back = _place(self.asked, output)
+            call.writes = call.back is None
+        for i, _ in self._carried(t for t in tensors if id(t) in same):
+            self.seen.calls[i].leaks.add(this_call)
+            self.seen.calls[i].aside.add(this_call)
+        for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
+            self._mark(tensor, this | self.sources([tensor]) if id(tensor) in same else this)
+        for tensor, before in self.given:
+            if version(tensor) != before:
+                call.writes = True
+                self._mark_storage(tensor, this)
+        self.given, self.asked = [], ()
+
+    def finish(self, output: Any, loss: Any = None) -> Metered:
+        """The run is over and returned `output`, of which a loss was made, if it is given: else that may depend on all of it."""
+        self.seen.needs = tuple(sorted(self.sources(tensors_in(output))))
+        for i, _ in self._carried(tensors_in(output)):
+            self.seen.calls[i].aside.add(OUTPUT)
+        for i, way in self._carried(tensors_in(output if loss is None else loss)):
+            self.seen.calls[i].leaks.add(way if way == KNOWN else OUTPUT)
+        for call, size in self.kept.values():
+            if call is None:
+                self.seen.saved += size
+            else:
+                self.seen.calls[call].saved += size
+        self.alive.clear()  # autograd's graph may hold itself through these
+        return self.seen
+
+    def _used(self, homes: set[str] | None) -> None:
+        """Something that lies in these units is used here: from outside, unless one of them is running."""
+        here = "" if self.running is None else self.seen.calls[-1].unit
+        if homes is not None and here not in homes:
+            self.seen.opened |= homes - {""}
+
+    # — dependencies —
+
+    def sources(self, tensors: Any) -> frozenset[int]:
+        """The calls that these tensors were computed from."""
+        found = NONE
+        for tensor in tensors:
+            found |= self.of.get(id(tensor), NONE)
+            if self.written:
+                found |= self.written.get(storage_key(tensor), NONE)
+        return found
+
+    def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A torch function was called by the model's own code."""
+        if self.looking:
+            return
+        given = [*flat(args), *flat(kwargs)]
+        carried = self._carried(given)
+        if carried:
+            self._passed(carried, func, given, result)
+        if self.running is not None:
+            old = {id(t) for t in given}
+            for tensor in flat(result):
+                if id(tensor) not in old and id(tensor) not in self.of:
+                    self.made[id(tensor)] = len(self.seen.calls) - 1
+                    self.alive.append(tensor)
+            return
+        found = self.sources(given)
+        if not found:
+            return
+        if getattr(func, "__name__", "") == "__setitem__":
+            self._mark_storage(given[0], found)
+        inputs = {id(t) for t in given}
+        for tensor in flat(result):
+            self._mark(tensor, found)
+            if id(tensor) in inputs:  # in place, or out=
+                self._mark_storage(tensor, found)
+
+    def _carried(self, tensors: Iterable[Tensor]) -> frozenset[tuple[int, int]]:
+        """What of these tensors calls other than the one that runs computed and did not return."""
+        here = BETWEEN if self.running is None else len(self.seen.calls) - 1
+        found: set[tuple[int, int]] = set()
+        for tensor in tensors:
+            call = self.made.get(id(tensor), here)
+            if call != here and id(tensor) not in self.of:
+                found.add((call, KNOWN if hasattr(tensor, ROUTED) else BETWEEN))
+            found |= self.past.get(id(tensor), frozenset())
+            if self.past_written:
+                found |= self.past_written.get(storage_key(tensor), frozenset())
+        return frozenset(found)
+
+    def _passed(self, carried: frozenset[tuple[int, int]], func: Any, given: list[Tensor], result: Any) -> None:
+        """A function is given what calls did not return: its results depend on them."""
+        name, results = getattr(func, "__name__", ""), list(flat(result))
+        here = BETWEEN if self.running is None else len(self.seen.calls) - 1
+        written = (
+            {id(t) for t in given[:1]} if name == "__setitem__" else {id(t) for t in given} & {id(t) for t in results}
+        )
+        numbers = bool(results or written) or name not in SHAPES
+        for i, way in carried:
+            self.seen.calls[i].aside.add(here if here != BETWEEN else way)
+            if numbers and (here != BETWEEN or not (results or written)):
+                self.seen.calls[i].leaks.add(here if here != BETWEEN else way)
+        for tensor in results if here == BETWEEN else ():
+            self.past[id(tensor)] = self.past.get(id(tensor), frozenset()) | carried
+            self.alive.append(tensor)
+        for tensor in (t for t in given if id(t) in written):
+            key = storage_key(tensor)
+            self.past_written[key] = self.past_written.get(key, frozenset()) | carried
+            self.alive.append(tensor)
+
+    def _mark(self, tensor: Tensor, sources: frozenset[int]) -> None:
+        self.of[id(tensor)] = sources
+        self.alive.append(tensor)
+
+    def _mark_storage(self, tensor: Tensor, sources: frozenset[int]) -> None:
+        """Also views of it, made before or after, see what was written."""
+        storage = storage_key(tensor)
+        self.written[storage] = self.written.get(storage, NONE) | sources
+        self.alive.append(tensor)
+
+    # — operators and what autograd keeps —
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator ran."""
+        for tensor in flat(args):
+            homes = self.parameters.get(id(tensor))
+            if homes is not None:
+                self._used(homes)
+        seen = self.seen if self.running is None else self.seen.calls[-1]
+        seen.flops += seen.effort.add(func, args, kwargs, result, self.constants)
+
+    def pack(self, tensor: Tensor) -> int:
+        """Autograd keeps a tensor. What it keeps already, parameters and buffers cost nothing more."""
+        storage = storage_key(tensor)
+        call = None if self.running is None else len(self.seen.calls) - 1
+        before = self.kept.get(storage)
+        if storage not in self.constants and (before is None or (before[0] is None and call is not None)):
+            self.kept[storage] = (call, _storage_bytes(tensor))
+        self.alive.append(tensor)
+        return len(self.alive) - 1
+
+    def unpack(self, index: int) -> Tensor:
+        """What was packed, for a model that differentiates in its forward pass."""
+        self.seen.differentiates = True
+        return self.alive[index]
+
+
+def homes(model: nn.Module, units: Mapping[int, str]) -> Iterator[tuple[nn.Module, str]]:
+    """Every module with the unit it lies in, or "", of units by the id of their module.
+
+    A module that is reached by several ways comes several times.
+    """
+
+    def walk(module: nn.Module, home: str) -> Iterator[tuple[nn.Module, str]]:
+        home = home or units.get(id(module), "")
+        yield module, home
+        for kid in module.children():
+            yield from walk(kid, home)
+
+    yield from walk(model, "")
+
+
+def _place(asked: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> int | str | None:
+    """Which of the arguments (args, kwargs) is itself the output."""
+    return next((key for key, value in (*enumerate(asked[0]), *asked[1].items()) if value is output), None)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,109 @@
+"""What a forward pass changes of the model itself: buffers that count or average, weights that follow others.
+
+Such a model's training depends on how often its forward runs, and, when what is written comes from the samples, on which
+samples one run sees: copies that see other samples drift apart, and nothing in a step brings them together again. So
+strategies ask for these names: a sketch has them from a run in which every operator tells what it reads and writes, by the
+storage it lies in. What comes from a sample is what some operator made from one, however often removed.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.model.deferred_init import roles
+from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMode, storage_key, tree_leaves
+
+if TYPE_CHECKING:
+    from plait.model.sketch import Sketch
+
+
+def refused(plan: Plan, sketch: "Sketch", cut: Collection[str]) -> Problem | None:
+    """P031 when the plan would lose or multiply what the forward pass writes into weights. `cut`: those that tp cuts."""
+    for name in sketch.rewritten:
+        if plan.fsdp > 1 or plan.offload == "all":
+            why = "a rank has the whole weight only while its unit runs, and drops it with what was written"
+        elif plan.offload == "optimizer":
+            why = "the optimizer's copy on the host would take its place"
+        elif plan.processes == "one":
+            why = "threads share the weight, and each would write it"
+        elif name in cut:
+            why = f"tp={plan.tp} gives every rank a slice of it"
+        elif name in sketch.sampled and plan.shares * plan.cp > 1:
+            why = f"what is written comes from the samples, and {plan.shares * plan.cp} copies see different ones"
+        else:
+            continue
+        what = f"the forward pass changes the weight {name}, which does not work with {plan}"
+        copies = 1 if name in sketch.sampled else plan.world
+        fix = (f'--plan "dp={copies}"', "pp, when one unit holds it and changes it")
+        return Problem("P031", what, why=why, fix=fix)
+    return None
+
+
+def check(plan: Plan, sketch: "Sketch") -> None:
+    """Raise what is `refused`."""
+    if problem := refused(plan, sketch, {cut.parameter for cut in sketch.cuts}):
+        raise PlaitError(problem)
+
+
+def apart(sketch: "Sketch", ranks: int) -> Iterator[str]:
+    """What cannot equal one device when so many ranks see different samples: buffers made from them."""
+    for name in sketch.sampled:
+        if name not in sketch.rewritten:
+            yield f"buffer {name} is made from the samples that a rank sees: each of {ranks} ranks has its own"
+
+
+class Writes:
+    """Listens to the operators of one forward pass of a model on `inputs`."""
+
+    def __init__(self, model: nn.Module, inputs: Any, fakes: FakeTensorMode | None):
+        norms = {id(b) for m in model.modules() if isinstance(m, BatchNormBase) for b in m.buffers()}
+        buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in norms]
+        self.model, self.norms = model, {name for name, b in model.named_buffers() if id(b) in norms}
+        self.own: dict[int, str] = {}
+        for name, tensor in (*model.named_parameters(), *buffers):
+            self.own[storage_key(tensor)] = name
+            if fakes is not None and not isinstance(tensor, FakeTensor):  # operators meet either
+                self.own[storage_key(fakes.from_tensor(tensor))] = name
+        self.data = {name: storage_key(p) for name, p in model.named_parameters()}
+        self.sampled: dict[int, Any] = {}
+        """Storages that hold something made from samples. Kept alive: a key may be used again otherwise."""
+        self.by: dict[str, set[str]] = {}
+        """The modules whose own code writes a tensor of the model, by its name; "" is the model's."""
+        self._mark(inputs)
+
+    def operator(self, module: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """One that a module's own code has run."""
+        written, read = roles(func, args, kwargs)
+        for tensor in written:
+            if name := self.own.get(storage_key(tensor)):
+                self.by.setdefault(name, set()).add(module)
+        if any(storage_key(t) in self.sampled for t in (*written, *read)):
+            self._mark([result, written])
+
+    def tell(self, seen: Any) -> None:
+        """Write it down, at the end: `counting` (buffers written in place), `rewritten` and `sampled` of a `Watched`."""
+        seen.counting = [name for name in self.by if name not in self.data]
+        seen.rewritten, seen.sampled = self.weights(), self.from_samples()
+
+    def from_samples(self) -> list[str]:
+        """Buffers and weights that hold something made from samples now."""
+        held = {self.own[key] for key in self.sampled if key in self.own}
+        now = (*self.model.named_parameters(), *self.model.named_buffers())
+        return [n for n, t in now if n not in self.norms and (n in held or storage_key(t) in self.sampled)]
+
+    def weights(self) -> dict[str, set[str]]:
+        """Weights that were written or given other storage, and the modules whose code did it, where that is known."""
+        found = {name: self.by[name] for name in self.data if name in self.by}
+        for name, parameter in self.model.named_parameters():
+            if storage_key(parameter) != self.data[name]:
+                found.setdefault(name, {""})
+        return found
+
+    def _mark(self, values: Any) -> None:
+        for t in tree_leaves(values):
+            if isinstance(t, torch.Tensor):
+                self.sampled[storage_key(t)] = t.untyped_storage() if t.layout is torch.strided else t

@@ -1,0 +1,135 @@
+"""What a unit call's forward consists of: products of matrices, elements that other operators move, operators launched.
+
+`model/meter.py` notes it for two batch sizes; `line` finds what grows with the batch. The planner times it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plait.model.flops import flops_of
+from plait.tensors.torch_private import schema, storage_key
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Product:
+    """[rows, inner] @ [inner, columns] in the forward pass of one sample, `batch` of them side by side."""
+
+    rows: float
+    inner: float
+    columns: float
+    batch: float = 1.0
+    times: float = 1.0
+    weight: str = ""
+    """The parameter that is its second matrix; "" for none: a product of two activations."""
+    fused: bool = False
+    """Inside one kernel that keeps its intermediate values to itself, as flash attention does."""
+    grows: Literal["rows", "batch", ""] = "rows"
+    """What has more with more samples."""
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass of a sample."""
+        return 2 * self.rows * self.inner * self.columns * self.batch * self.times
+
+
+@dataclass
+class Effort:
+    """Of one call. `moved` by the number of elements of the result, so that wide values are told from narrow ones."""
+
+    products: list[Product] = field(default_factory=list)
+    moved: Counter[int] = field(default_factory=Counter)
+    operators: int = 0
+    keys: int = 0
+    """Elements of keys and values that attention was given."""
+
+    def add(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, names: Mapping[int, str]
+    ) -> int:
+        """Note one operator; returns its floating-point operations. `names`: of parameters, by storage."""
+        flops = flops_of(func, args, kwargs, result)
+        given, made = _tensors(args), _tensors((result,))
+        if flops:
+            self.operators += 1
+            self.products += _products(func.overloadpacket, args, made, flops, names)
+            if func.overloadpacket in ATTENTION:
+                self.keys += args[1].numel() + args[2].numel()
+            return flops
+        stores = {storage_key(t) for t in given}
+        fresh = [t for t in made if storage_key(t) not in stores]
+        if fresh or (made and schema(func).is_mutable):
+            self.operators += 1
+            size = sum(t.numel() for t in given if t.dim()) + sum(t.numel() for t in (fresh or made))
+            self.moved[max(t.numel() for t in made)] += size
+        return 0
+
+
+ATTENTION = frozenset(
+    getattr(aten, name)
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    ) if hasattr(aten, name)
+)  # fmt: skip
+SECOND = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
+"""Where the two matrices stand in the arguments."""
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [v for v in value if isinstance(v, Tensor)]
+    return found
+
+
+def _products(packet: Any, args: Any, made: list[Tensor], flops: int, names: Mapping[int, str]) -> list[Product]:
+    """The products of one operator."""
+    weight = next((names[storage_key(t)] for t in _tensors(args) if t.dim() > 1 and storage_key(t) in names), "")
+    if packet in ATTENTION:
+        b, h, s, d = args[0].shape
+        keys, wide = args[1].shape[2], args[2].shape[3]
+        return [Product(s, d, keys, b * h, fused=True), Product(s, keys, wide, b * h, fused=True)]
+    if packet in SECOND:
+        left, right = (args[i] for i in SECOND[packet])
+        batch = left.shape[0] if left.dim() == 3 else 1
+        if storage_key(left) in names and storage_key(right) not in names:  # weight @ x, as a transposed linear layer
+            left, right = right.mT, left.mT
+        return [Product(left.shape[-2], left.shape[-1], right.shape[-1], batch, weight=weight)]
+    out = made[0]
+    columns = out.shape[1] if out.dim() > 1 else 1
+    rows = max(1, out.numel() // max(1, columns))
+    return [Product(rows, flops / 2 / rows / max(1, columns), columns, weight=weight)]
+
+
+def line(small: Effort, large: Effort | None, sizes: tuple[int, int]) -> list[Product]:
+    """Products of one sample, from those of batches of two sizes; from one batch alone, all is taken to grow."""
+    a, b = sizes
+    if large is None or len(large.products) != len(small.products):
+        return [
+            replace(p, rows=p.rows / a) if p.weight else replace(p, batch=p.batch / a, grows="batch")
+            for p in small.products
+        ]
+    found = []
+    for p, q in zip(small.products, large.products):
+        if q.rows != p.rows:
+            found.append(replace(p, rows=(q.rows - p.rows) / (b - a)))
+        elif q.batch != p.batch:
+            found.append(replace(p, batch=(q.batch - p.batch) / (b - a), grows="batch"))
+        else:
+            found.append(replace(p, grows=""))
+    return _together(found)
+
+
+def _together(products: list[Product]) -> list[Product]:
+    """Equal ones as one."""
+    counts = Counter(products)
+    return [replace(p, times=p.times * n) for p, n in counts.items()]

@@ -1,0 +1,184 @@
+"""A step of the job's optimizer on tensors without numbers: what it keeps from step to step, and what it allocates.
+
+Some optimizers read numbers from their tensors (`.item()`, `float(…)`), such as a norm or a count of steps. They are told
+what a step of theirs on small real tensors read at the same place. One that cannot be followed so is run for real.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job, user_line
+from plait.model.fake_model import HOLDS
+from plait.model.make import make_optimizer
+from plait.model.sketch import Sketch
+from plait.model.table import size
+from plait.parallel.fsdp.optimizer_check import small
+from plait.planner.dryrun.allocations import Allocations, Tape
+from plait.randomness.keyed import host_state, restore_host
+from plait.tensors.fake import PartlyFake, given_to
+from plait.tensors.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    no_modes,
+    scalar_of,
+    schema,
+    tree_leaves,
+)
+
+STEPS = 2
+"""The first makes the state, the second finds it there."""
+Formats = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and number format of tensors, by name."""
+
+
+@dataclass
+class Numbers:
+    """What a step of an optimizer reads from its tensors, in order: the first, and any later one."""
+
+    steps: list[list[Any]] = field(default_factory=list)
+    step: int = -1
+    place: int = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.step, self.place = self.step + 1, 0
+
+    def told(self, func: Any, args: Any) -> Any:
+        """The answer of an operator that `reads`: a plausible one where the small run read another kind, or less."""
+        dtype = args[0].dtype if func is scalar_of else torch.bool
+        read = self.steps[min(self.step, len(self.steps) - 1)] if self.steps else []
+        found = read[self.place] if self.place < len(read) else None
+        self.place += 1
+        kind = bool if dtype is torch.bool else float if dtype.is_floating_point else int
+        return found if type(found) is kind else kind(1)
+
+
+def reads(func: Any) -> bool:
+    """Whether an operator gives numbers and no tensors, as the one behind `.item()` does."""
+    returned = schema(func).returns
+    return bool(returned) and all(str(one.type) in ("number", "Scalar", "bool", "int", "float") for one in returned)
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Any] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if reads(func):
+            self.read.append(result)
+        return result
+
+
+class _Telling(TorchDispatchMode):
+    """Answers what has no number by what was read at the same place."""
+
+    def __init__(self, numbers: Numbers):
+        super().__init__()
+        self.numbers = numbers
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if reads(func):
+            answer = self.numbers.told(func, args)
+            if any(isinstance(t, FakeTensor) for t in given_to(args)):
+                return answer
+        return func(*args, **(kwargs or {}))
+
+
+def read(job: Job, own: Mapping[str, Tensor], given: set[str] | None = None) -> Numbers:
+    """What steps of the job's optimizer read, from a run on small tensors. `given`: names of those that have a gradient."""
+    state = host_state()
+    trained = {n: p for n, p in own.items() if p.requires_grad}
+    try:
+        with no_modes():
+            return Numbers(_read(job, trained, set(trained) if given is None else given))
+    finally:
+        restore_host(state)
+
+
+def _read(job: Job, trained: Mapping[str, Tensor], given: set[str]) -> list[list[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = dict(zip(trained, small([tuple(p.shape) for p in trained.values()])))
+    found: list[list[Any]] = []
+    try:
+        made = {n: nn.Parameter(torch.randn(s, generator=generator).to(trained[n].dtype)) for n, s in shapes.items()}
+        optimizer = make_optimizer(job, made)[0]
+        for _ in range(STEPS):
+            for name, parameter in made.items():
+                if name in given:
+                    parameter.grad = torch.randn(shapes[name], generator=generator).to(parameter.dtype)
+            with _Noting() as noting:
+                optimizer.step()
+            found.append(noting.read)
+    except Exception:  # it may choose parameters by their sizes: then what it reads is taken to be 1
+        return found
+    return found
+
+
+def stepped(job: Job, parts: Formats) -> tuple[torch.optim.Optimizer, Tape]:
+    """The job's optimizer after its steps on fake parts, and the tape of the last. M015 when it can be followed on real ones only."""
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with fakes:
+            own = {n: nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, (shape, dtype) in parts.items()}
+            for parameter in own.values():
+                parameter.grad = torch.zeros_like(parameter)
+        return _taken(job, own, PartlyFake(fakes), _Telling(read(job, own)))
+    except PlaitError:
+        raise
+    except Exception as error:  # an operator without a fake form, or one whose result's size depends on numbers
+        total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values())
+        if total > HOLDS:
+            why = f"on tensors without numbers it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}; the weights are {size(total)}"
+            what = "the memory of the job's optimizer cannot be found without running it"
+            fix = ("a smaller model of the same kind", "torch.optim.AdamW")
+            raise PlaitError(Problem("M015", what, why, user_line(error), fix)) from error
+    generator = torch.Generator().manual_seed(0)
+    real = {n: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for n, (shape, dtype) in parts.items()}
+    for parameter in real.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return _taken(job, real, nullcontext(), nullcontext())
+
+
+def _taken(
+    job: Job, own: dict[str, nn.Parameter], mode: AbstractContextManager[Any], telling: AbstractContextManager[Any]
+) -> tuple[torch.optim.Optimizer, Tape]:
+    optimizer, meter = make_optimizer(job, own)[0], Allocations()
+    for _ in range(STEPS):
+        meter = Allocations()
+        if isinstance(telling, _Telling):
+            telling.numbers.begin()
+        with mode, meter, telling:
+            meter.hold("", own.values(), free=True)
+            meter.hold("", [p.grad for p in own.values()], free=True)
+            meter.hold("", _state(optimizer), free=True)
+            optimizer.step()
+    return optimizer, meter.tape
+
+
+def optimizer_state(job: Job, sketch: Sketch) -> int:
+    """Bytes that a job's optimizer keeps from step to step, on one device: found for one parameter of each shape and
+    format, since it keeps as much for the others."""
+    alike = Counter((shape, dtype) for _, shape, dtype in sketch.parameters)
+    first = {(shape, dtype): name for name, shape, dtype in reversed(sketch.parameters)}
+    optimizer, _ = stepped(job, {name: form for form, name in first.items()})
+    return sum(alike[tuple(p.shape), p.dtype] * kept_by(state) for p, state in optimizer.state.items())
+
+
+def kept_by(state: Any) -> int:
+    """Bytes of one parameter's state."""
+    found = (t.untyped_storage() for t in tree_leaves(state) if isinstance(t, Tensor))
+    return sum({id(s): s.nbytes() for s in found}.values())
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [t for t in tree_leaves([list(s.values()) for s in optimizer.state.values()]) if isinstance(t, Tensor)]

@@ -1,0 +1,301 @@
+"""The sketch: what a job is, found by running its model on fake tensors. No weights are computed with, no data moves.
+
+The model runs twice, on two batch sizes. Whatever draws a random number is noted with its place and with the dim of
+the drawn tensor that grew with the batch: that is all `randomness/keyed.py` needs to give any rank its own stretch of the
+one global mask. Layers that look at the whole batch at once (batch statistics) are noted too, because splitting the
+batch changes them unless they are synchronised.
+
+A model that looks at values in its forward pass cannot run on fake tensors; a copy of it then runs for real.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.model import units
+from plait.model.costs import ZERO, Figure, Unit, UnitCall, Work
+from plait.model.experts import Mixture
+from plait.model.meter import MeteredCall
+from plait.model.operations import Effort, line
+from plait.model.random_places import places_of
+from plait.model.slices import Cut, Slices
+from plait.model.trace import Call, Watched, channels_of, watch
+from plait.randomness import keyed as randomness
+from plait.tensors.output_form import template
+from plait.tensors.scripted import is_scripted
+from plait.tensors.torch_private import fake_failures
+
+ROUNDS = 8
+"""Pairs of runs for a model that decides at random what to run."""
+PROBES = (3, 5)
+"""The two batch sizes of the runs: odd, so that dims of the model rarely have them."""
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What `engine/build.py` and the strategies need to know of a model. All names are qualified module names."""
+
+    parameters: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    """(name, shape, dtype) of every parameter that is trained, tied ones once."""
+    frozen: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+    """The same of every parameter that is not."""
+    places: dict[str, int | None] = field(default_factory=dict)
+    """Random place `module#call#draw` -> batch dim of the tensor drawn there (None: it has none)."""
+    drawn: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Random place -> shape of the whole tensor drawn there for one sample: its batch dim has the rows of a sample."""
+    unkeyed: tuple[str, ...] = ()
+    """Modules whose random numbers plait cannot key (drawn by an operator without a rule)."""
+    batch_norms: tuple[str, ...] = ()
+    """Batch-norm modules that use batch statistics in training: these can be synchronised."""
+    channels: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
+    """Of each batch-norm module: its channels, and the format it computes its statistics in."""
+    batch_coupled: tuple[str, ...] = ()
+    """Modules that use batch statistics by a direct call: these cannot be synchronised."""
+    counting: tuple[str, ...] = ()
+    """Buffers that every training forward changes, besides those of batch norms (counters, power iterations)."""
+    rewritten: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Weights that every training forward changes (moving averages of others), and the modules whose code does it."""
+    sampled: tuple[str, ...] = ()
+    """Of both, those whose new value comes from the samples."""
+    host_random: bool = False
+    """True when the forward pass draws from Python's or numpy's generator."""
+    decides: bool = False
+    """True when it may decide by torch's generator what to run: it looks at values, and draws numbers for no sample."""
+    by_values: bool = False
+    """True when the model had to run on real tensors."""
+    units: tuple[Unit, ...] = ()
+    calls: tuple[UnitCall, ...] = ()
+    needs: tuple[int, ...] = ()
+    """Calls whose outputs the model's output depends on."""
+    rest: tuple[str, ...] = ()
+    """Parameters that belong to no unit: the model's own, used by the code between units."""
+    flops_between: Figure = ZERO
+    """Floating-point operations of the code between units."""
+    work_between: Work = field(default_factory=Work, compare=False)
+    """What the code between units consists of."""
+    saved_between: Figure = ZERO
+    """Bytes that the code between units keeps for backward, besides what units keep too."""
+    differentiates: bool = False
+    """True when the forward pass asks for derivatives itself."""
+    course: Any = None
+    """Where the sequence is in the model (`parallel/context/sequences.py`), when it is cut."""
+    scripted: tuple[str, ...] = ()
+    """Modules that `torch.jit` has compiled."""
+    opaque: tuple[tuple[str, str], ...] = ()
+    """Operators of higher order that the forward pass calls: the module whose code does it, and the operator."""
+    unmeasured: str = ""
+    """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
+    slices: Slices = field(default_factory=Slices)
+    """What tensor parallelism can cut; found only for a plan that has it."""
+    cuts: tuple[Cut, ...] = ()
+    """Every parameter that is cut into slices, by its first name."""
+    shares: tuple[str, ...] = ()
+    """Parameters whose gradient on a rank of a sliced model is a share of a sum over all of them."""
+    tolls: tuple[Any, ...] = ()
+    """What a sliced model sends (`tolls.Toll`)."""
+    mixtures: tuple[Mixture, ...] = ()
+    """Layers with experts; found only for a plan that shares them out."""
+
+    def has(self, module: str) -> bool:
+        """Whether a module lies in a unit of this sketch."""
+        return any(f"{module}.".startswith(f"{unit.name}.") for unit in self.units)
+
+    def local(self, rank: int) -> "Sketch":
+        """The sketch of a rank's slices: the same model with smaller parameters."""
+        cuts = {cut.parameter: cut for cut in self.cuts}
+        sizes = {n: d.itemsize * prod(s) for n, s, d in (*self.parameters, *self.frozen)}
+        cut = lambda rows: tuple((n, cuts[n].shape(s, rank) if n in cuts else s, d) for n, s, d in rows)  # noqa: E731
+        parameters, frozen = cut(self.parameters), cut(self.frozen)
+        here = {n: d.itemsize * prod(s) for n, s, d in (*parameters, *frozen)}
+        less = lambda unit: sum(sizes[n] - here[n] for n in unit.parameters)  # noqa: E731
+        units = tuple(replace(unit, weights=unit.weights - less(unit)) for unit in self.units)
+        return replace(self, parameters=parameters, frozen=frozen, units=units)
+
+
+def sketch(
+    model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None,
+    loss: Callable[[int], Callable[[Any], Any]] | None = None,
+) -> Sketch:  # fmt: skip
+    """Run `model` on batches of `PROBES` samples (`inputs(n)` makes one) and note what it does.
+
+    `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called. `loss(n)`
+    makes the loss of an output for n samples, asked what it depends on where units hand on more than they return.
+    """
+    state = randomness.host_state()
+    probe = _Probe(model, inputs, call, units.choose(model) if wanted is None else units.named(model, wanted))
+    first = probe.first()
+    again = units.chosen_again(model, probe.chosen, first[0].metered) if wanted is None else None
+    if again is not None and probe.metering:
+        probe.chosen = again
+        first = probe.pair(0)
+    host_random = any(run.host_random for run in first)
+    decides = probe.by_values and None in places_of([first], PROBES)[0].values()
+    more = range(1, ROUNDS if host_random or decides else 1)  # branches taken at random: see most of them
+    rounds = [first, *(probe.pair(number) for number in more)]
+    if loss is not None and any(call.aside for run in first for call in run.metered.calls):
+        probe.judge(loss, rounds)
+    randomness.restore_host(state)
+    if wanted is not None and probe.metering:
+        units.check_named(model, wanted, [pair[0].metered for pair in rounds])
+    small = [pair[0] for pair in rounds]
+    places, drawn, coupled = places_of(rounds, PROBES)
+    norms = {name: model.get_submodule(name) for run in small for name in run.batch_norms}
+    return Sketch(
+        tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
+        tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
+        places=places,
+        drawn=drawn,
+        unkeyed=_unique([*(name for run in small for name in run.unkeyed), *coupled]),
+        batch_norms=tuple(norms),
+        channels={name: channels_of(norm) for name, norm in norms.items()},
+        batch_coupled=_unique(name for run in small for name in run.batch_coupled),
+        counting=_unique(name for run in small for name in run.counting),
+        rewritten={name: tuple(sorted(by)) for run in small for name, by in run.rewritten.items()},
+        sampled=_unique(name for run in small for name in run.sampled),
+        host_random=host_random,
+        decides=decides,
+        by_values=probe.by_values,
+        scripted=tuple(name for name, module in model.named_modules() if is_scripted(module)),
+        opaque=tuple(dict.fromkeys(call for run in small for call in run.opaque)),
+        unmeasured=probe.unmeasured,
+        **_measures(model, probe.chosen, rounds),
+    )
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+class _Probe:
+    """Runs of one model, and how they have to be made: on fake tensors or for real, measuring units or not."""
+
+    def __init__(self, model: nn.Module, inputs: Callable[[int], Any], call: Call, chosen: dict[str, bool]):
+        self.model, self.inputs, self.call, self.chosen = model, inputs, call, chosen
+        self.by_values, self.metering, self.unmeasured = False, True, ""
+
+    def first(self) -> list[Watched]:
+        """The first pair. What only measuring cannot do must not stop a training: it is left out, and said."""
+        failures = fake_failures()
+        for self.by_values, self.metering in ((False, True), (False, False), (True, True)):
+            try:
+                return self.pair(0)
+            except Exception as error:
+                if self.metering:
+                    self.unmeasured = f"{type(error).__name__}: {error}"
+                elif not isinstance(error, failures):
+                    raise
+        self.metering = False
+        return self.pair(0)
+
+    def judge(self, loss: Callable[[int], Callable[[Any], Any]], rounds: list[list[Watched]]) -> None:
+        """Let the calls of these runs leak what the loss depends on, and not all that is in the model's output."""
+        inputs, judge = self.inputs(PROBES[0]), loss(PROBES[0])
+        randomness.seed_host("sketch", 0)
+        model = copy.deepcopy(self.model) if self.by_values else self.model
+        try:
+            seen = watch(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
+        except Exception:  # it may look at numbers: then it may depend on anything
+            return
+        read = seen.metered.calls
+        for run in (run.metered.calls for pair in rounds for run in pair):
+            if [call.unit for call in run] == [call.unit for call in read]:
+                for call, judged in zip(run, read):
+                    call.leaks = judged.leaks
+
+    def pair(self, number: int) -> list[Watched]:
+        """The two runs, with the host generators in the same state, so that both take the same branches."""
+        runs = []
+        for n in PROBES:
+            example = self.inputs(n)
+            randomness.seed_host("sketch", number)
+            before = randomness.first_draws()
+            randomness.seed_host("sketch", number)
+            with warnings.catch_warnings():  # a copy of fake weights is warned of
+                warnings.simplefilter("ignore")
+                model = copy.deepcopy(self.model) if self.by_values else self.model
+            metering = self.chosen if self.metering else None
+            runs.append(watch(model, example, self.call, not self.by_values, metering))
+            runs[-1].host_random = before[:2] != randomness.first_draws()[:2]
+        if self.metering:
+            self.unmeasured = ""
+        return runs
+
+
+def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watched]]) -> dict[str, Any]:
+    """The fields of a sketch that say what the units are and what their calls cost: those of the round with most."""
+    everything = [run.metered for pair in rounds for run in pair]
+    rows = sorted(everything, key=lambda run: -len(run.calls))
+    called = units.in_order([[call.unit for call in run.calls] for run in rows])
+    names = {id(p): name for name, p in model.named_parameters()}
+    open_ = units.tied(model, called).union(*(run.opened for run in everything))
+    found = []
+    for name in called:
+        module = model.get_submodule(name)
+        parameters = list(module.parameters())
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        named = tuple(names[id(p)] for p in parameters)
+        found.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
+    small, large = (run.metered for run in max(rounds, key=lambda pair: len(pair[0].metered.calls)))
+    alike = units.same_calls(small, large)
+    others = large.calls if alike else [None] * len(small.calls)
+    inside = {name for unit in found for name in unit.parameters}
+    return {
+        "units": tuple(found),
+        "calls": tuple(_call(a, b) for a, b in zip(small.calls, others)),
+        "needs": small.needs,
+        "differentiates": any(run.differentiates for run in everything),
+        "rest": tuple(name for name in names.values() if name not in inside),
+        "work_between": _work(small.effort, large.effort if alike else None),
+        "flops_between": _fit(small, large if alike else None, "flops"),
+        "saved_between": _fit(small, large if alike else None, "saved"),
+    }
+
+
+def single(call: MeteredCall) -> UnitCall:
+    """A call of one run: its template holds for batches of that size only."""
+    return _call(call, None)
+
+
+def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
+    figures = {name: _fit(small, large, name) for name in ("flops", "inputs", "output", "saved")}
+    form = template(small.returned, None if large is None else large.returned, PROBES)
+    numbers = small.output // max(1, small.itemsize), 0 if large is None else large.output // max(1, small.itemsize)
+    work = _work(small.effort, None if large is None else large.effort, numbers)
+    told = {
+        "backward": small.backward,
+        "given": small.given,
+        "writes": small.writes,
+        "back": small.back,
+        "leaks": tuple(sorted(small.leaks)),
+        "aside": tuple(sorted(small.aside)),
+    }
+    return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **told)
+
+
+def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0)) -> Work:
+    """What a call consists of. `returned`: elements of its output in both runs."""
+    a, b = PROBES
+
+    def each(one: float, other: float) -> float:
+        return one / a if large is None else (other - one) / (b - a)
+
+    other = small if large is None else large
+    wide = each(small.moved[returned[0]], other.moved[returned[1]])
+    whole = each(sum(small.moved.values()), sum(other.moved.values()))
+    keys = each(small.keys, other.keys)
+    return Work(tuple(line(small, large, PROBES)), wide, whole - wide, float(small.operators), keys)
+
+
+def _fit(small: Any, large: Any, name: str) -> Figure:
+    """The line through both runs; when only one can be used, all of it is for each sample."""
+    a, b = PROBES
+    if large is None:
+        return Figure(0.0, getattr(small, name) / a)
+    each = (getattr(large, name) - getattr(small, name)) / (b - a)
+    return Figure(getattr(small, name) - a * each, each)

@@ -1,0 +1,332 @@
+"""Watching a model run once: which module draws what, normalises over the batch, or changes a buffer.
+
+The run may be on fake tensors, which have shapes and no numbers, or on real ones. It leaves the model as it was.
+"""
+
+import logging
+import random
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from plait.model.meter import Meter, Metered, homes
+from plait.model.mutations import Writes
+from plait.randomness import distributions as draws
+from plait.randomness import keyed as randomness
+from plait.tensors import higher_order as higher
+from plait.tensors import scripted
+from plait.tensors.fake import PartlyFake
+from plait.tensors.torch_private import (
+    SEEDED,
+    BatchNormBase,
+    Facade,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    own_buffers,
+    schema,
+    storage_key,
+    tree_map_only,
+)
+
+Call = Callable[[nn.Module, Any], Any]
+_NORMS = ("native_batch_norm", "_batch_norm_with_update", "_native_batch_norm_legit", "cudnn_batch_norm")
+
+
+@dataclass
+class Watched:
+    """What a run showed: drawn shapes by place, and names of modules and buffers."""
+
+    drawn: dict[str, torch.Size] = field(default_factory=dict)
+    unkeyed: list[str] = field(default_factory=list)
+    batch_norms: list[str] = field(default_factory=list)
+    batch_coupled: list[str] = field(default_factory=list)
+    counting: list[str] = field(default_factory=list)
+    rewritten: dict[str, set[str]] = field(default_factory=dict)
+    sampled: list[str] = field(default_factory=list)
+    host_random: bool = False
+    opaque: list[tuple[str, str]] = field(default_factory=list)
+    """Operators of higher order, and the modules whose code calls them."""
+    metered: Metered = field(default_factory=Metered)
+
+
+@dataclass
+class Keys:
+    """For a run that takes the course that training takes. Its random numbers are those of `where` (seed, step, first
+    sample, samples); whole numbers and small tensors are real, so that the model can look at them."""
+
+    where: tuple[int, int, int, int]
+    places: dict[str, int | None]
+    notes: bool
+    """Note where Python's and numpy's generators are after each call of a unit: `after`."""
+    after: list[Any] = field(default_factory=list)
+
+
+def watch(
+    model: nn.Module,
+    inputs: Any,
+    call: Call,
+    fake: bool,
+    units: Iterable[str] | None = None,
+    keys: Keys | None = None, *,
+    judge: Callable[[Any], Any] | None = None,
+) -> Watched:  # fmt: skip
+    """Run the model once and return what it showed; with the names of units, also what their calls cost.
+
+    `judge`: makes the loss of the model's output, when it is asked what that depends on.
+    """
+    fakes = fakes_of(model) if fake else None
+    meter = None if units is None else _meter(model, units, fakes)
+    before, weights = _state(model), [(p, p.data) for p in model.parameters()]
+    compiled = [(b, b.clone()) for _, b in scripted.buffers(model)]
+    watcher = _Watcher(model, meter, keys)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it prints pages for what is raised here anyway
+    try:
+        with (
+            warnings.catch_warnings(),
+            higher.apart(),
+            _keeping(meter),
+            nullcontext() if fakes is None else fakes if keys is None else PartlyFake(fakes),
+        ):
+            warnings.simplefilter("ignore")  # whatever it is, training will say it
+            shown = keys is not None
+            hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
+            given = tree_map_only(torch.Tensor, hide, inputs)
+            writes = watcher.writes = Writes(model, given, fakes) if keys is None else None
+            with watcher, watcher.operators:
+                output = call(model, given)
+                loss = None if judge is None else judge(output)
+        if writes is not None:
+            writes.tell(watcher.seen)
+        if meter is not None:
+            watcher.seen.metered = meter.finish(output, loss)
+    finally:
+        watcher.remove()
+        watcher.seen.counting += _restore(model, before)
+        for buffer, value in compiled:
+            buffer.copy_(value)
+        for parameter, data in weights:
+            if storage_key(parameter) != storage_key(data):
+                parameter.data = data
+        logger.setLevel(level)
+    return watcher.seen
+
+
+def fakes_of(model: nn.Module) -> FakeTensorMode:
+    """A mode for fake tensors: the one that the model itself was built in, if it was."""
+    built: Any = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
+    return built or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _meter(model: nn.Module, names: Iterable[str], fakes: FakeTensorMode | None) -> Meter:
+    units = {id(model.get_submodule(name)): name for name in names}
+    named = [(n, t) for n, t in (*model.named_parameters(), *(("", b) for b in model.buffers()))]
+    if fakes is not None:  # autograd meets views of both
+        named += [(n, fakes.from_tensor(t)) for n, t in named if not isinstance(t, FakeTensor)]
+    return Meter(units, homes(model, units), named)
+
+
+@contextmanager
+def _keeping(meter: Meter | None) -> Iterator[None]:
+    """Let autograd run, and tell the meter what it keeps; without a meter it stays off."""
+    if meter is None:
+        with torch.no_grad():
+            yield
+    else:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(meter.pack, meter.unpack):
+            yield
+
+
+Kept = list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor], list[tuple[Any, Any]]]]
+
+
+def _state(model: nn.Module) -> Kept:
+    """What a forward pass may change on modules: attributes (caches), which tensors are buffers, their values, and hooks."""
+    values = lambda m: {n: b.clone() for n, b in own_buffers(m).items() if b is not None}  # noqa: E731
+    hooks = lambda m: [(kept, dict(kept)) for kept in vars(m).values() if type(kept) is OrderedDict]  # noqa: E731
+    plain = (m for _, m in scripted.plain(model))
+    return [(m, dict(m.__dict__), dict(own_buffers(m)), values(m), hooks(m)) for m in plain]
+
+
+def _restore(model: nn.Module, before: Kept) -> list[str]:
+    """Put it back (a cache filled on fake tensors must not stay); returns the names of buffers that were replaced."""
+    names = {id(m): name for name, m in model.named_modules()}
+    replaced = []
+    for module, attributes, buffers, values, hooks in before:
+        changed = [n for n, b in buffers.items() if own_buffers(module).get(n) is not b]
+        replaced += [f"{names[id(module)]}.{n}".lstrip(".") for n in changed]
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        for kept, content in [(own_buffers(module), buffers), *hooks]:
+            kept.clear()
+            kept.update(content)
+        for name, value in values.items():
+            if not buffers[name].is_leaf:  # written with what has a gradient
+                buffers[name].detach_()
+            buffers[name].copy_(value)
+    return replaced
+
+
+class _Watcher(TorchFunctionMode):
+    """Follows which module is running and which function it called; its `operators` see what that function drew."""
+
+    def __init__(self, model: nn.Module, meter: Meter | None, keys: Keys | None):
+        super().__init__()
+        self.seen, self.meter, self.keys = Watched(), meter, keys
+        self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
+        self.calls: dict[str, int] = {}
+        self.drew = 0
+        self.operators = _Operators(self)
+        self.handles: list[Any] = []
+        self.writes: Writes | None = None
+        for name, module in scripted.plain(model):
+            self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
+
+    def _entering(self, name: str):
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.meter is not None:
+                self.meter.enter(name, module, (args, kwargs))
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self.owner.append((name, f"{name}#{self.calls[name]}", module))
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.owner.pop()
+        found = None
+        if self.meter is not None:
+            found = self.meter.leave(module, output)
+            ended = len(self.meter.seen.calls) - (self.meter.running is not None)
+            if self.keys is not None and self.keys.notes and len(self.keys.after) < ended:
+                self.keys.after.append((random.getstate(), np.random.get_state()))
+        return found
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def place(self) -> str:
+        owner = self.owner[-1][1]
+        self.calls[owner] = self.calls.get(owner, 0) + 1
+        return f"{owner}#{self.calls[owner]}"
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS:
+            result = self._dropout(func, *args, **kwargs)
+        elif func is higher.whole:
+            result = self._whole(func, args, kwargs)
+        else:
+            result = self._other(func, args, kwargs)
+        if self.meter is not None:
+            self.meter.function(func, args, kwargs, result)
+        return result
+
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.operators.keyed = func in draws.COMPOSITES
+        self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.operators.keyed = self.operators.per_sample = False
+
+    def _whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing looks into it: what it draws cannot be keyed, what it computes is not counted."""
+        name, _, module = self.owner[-1]
+        before, seen = torch.get_rng_state(), self.meter.seen if self.meter is not None else None
+        asked = seen is not None and seen.differentiates
+        result = func(*args, **kwargs)
+        if seen is not None:
+            seen.differentiates = asked  # how torch finds its backward is its own affair
+        if not torch.equal(before, torch.get_rng_state()):
+            self.seen.unkeyed.append(name or type(module).__name__)
+        self.seen.opaque.append((name, args[0]))
+        return result
+
+    def _dropout(
+        self,
+        func: Any,
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool = True,
+    ):
+        if isinstance(input, Facade) and input.inside:
+            return input.like(self._dropout(func, input.local, p, training, inplace, train))
+        if training and train and p > 0.0:
+            shape = draws.mask_shape(func, input)
+            self.seen.drawn[self.place()] = shape
+            if torch.is_grad_enabled():  # a mask is multiplied with, and kept for backward
+                mask = input.new_ones(shape)
+                return input.mul_(mask) if inplace else input * mask
+        return input
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, watcher: _Watcher):
+        super().__init__()
+        self.watcher, self.keyed, self.per_sample = watcher, False, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        watcher = self.watcher
+        if watcher.meter is not None:
+            watcher.meter.operator(func, args, kwargs or {}, result)
+        name, _, module = watcher.owner[-1]
+        if watcher.writes is not None:
+            watcher.writes.operator(name, func, args, kwargs or {}, result)
+        if func in SEEDED and 0.0 not in [
+            _argument(func, args, kwargs or {}, name) for name in ("dropout_p", "dropout")
+        ]:
+            rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in draws.RULES
+            if self.keyed and rule and isinstance(result, torch.Tensor):
+                place, keys = watcher.place(), watcher.keys
+                watcher.seen.drawn[place] = result.shape
+                if keys is not None:
+                    where = (func, args, kwargs or {}), list(keys.where), place
+                    result = draws.redraw(result, *where, keys.places.get(place, -1))
+            else:
+                watcher.seen.unkeyed.append(name or type(module).__name__)
+        elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs or {}):
+            if isinstance(module, BatchNormBase):
+                watcher.seen.batch_norms.append(name)
+            elif not self.per_sample:
+                watcher.seen.batch_coupled.append(name or type(module).__name__)
+        return result
+
+
+def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    training = _argument(func, args, kwargs, "training")
+    training = _argument(func, args, kwargs, "train") if training is None else training
+    return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
+    for i, argument in enumerate(schema(func).arguments):
+        if argument.name == name:
+            return (
+                args[i]
+                if i < len(args)
+                else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
+            )
+    return None
+
+
+def channels_of(norm: nn.Module) -> tuple[int, torch.dtype]:
+    """The channels of a batch norm, and the format it computes its statistics in."""
+    assert isinstance(norm, BatchNormBase)
+    given = next((t.dtype for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point()), torch.float32)
+    return norm.num_features, torch.promote_types(given, torch.float32)

@@ -1,0 +1,74 @@
+"""Gradient accumulation (microbatches): a share of the batch computed in parts, one optimizer step for all of them.
+
+What it does
+    Each rank cuts its share into m micro-batches and runs forward and backward on one after the other; gradients add
+    up in place. Only the last backward synchronises with other ranks.
+
+Picture
+    rank 0   F0 B0 F1 B1 F2 B2▓ ─► step        ▓ gradients are summed over the ranks in the last backward only
+    rank 1   F0 B0 F1 B1 F2 B2▓ ─► step
+
+Costs
+    Memory: activations of one micro-batch instead of the whole share. Time: smaller matrix products, m times the
+    launch overhead; traffic is that of one step.
+
+Choose when
+    The activations of the whole share do not fit.
+
+Avoid when
+    The whole share fits: a larger matrix product is a faster one.
+
+How it stays exact
+    A micro-batch's loss is a mean over its own weight; it enters with that weight over the weight of the global
+    batch. Averaging the parts' means instead is wrong whenever the parts are unequal (a ragged batch, masked tokens).
+    Batch statistics are the exception: a layer that normalises over the batch sees one micro-batch at a time.
+    Dynamic padding is that of the global batch: a part with shorter samples is collated beside the batch's longest, whose
+    row is dropped (`data/padding.py`), so dropout and whatever looks at padded places are one device's; it computes their
+    padding too. A `collate` that sorts, packs, crops or draws numbers is left alone, and named where the model draws any.
+
+Paper
+    Ott et al. 2018, Scaling Neural Machine Translation.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from plait.config.errors import Problem
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.parallel.strategy import Charge, Role
+
+AXIS = None
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.microbatches > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    smallest = batch // plan.shares
+    if plan.microbatches > smallest >= 1:
+        yield Problem(
+            "P014",
+            f"a share of {smallest} samples does not split into {plan.microbatches} micro-batches",
+            why=f"batch {batch} / {plan.shares} shares = {batch / plan.shares:.4g} samples each",
+            fix=(f"microbatches={smallest}", f"--batch {plan.microbatches * plan.shares}"),
+        )
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    for name in (*sketch.batch_norms, *sketch.batch_coupled):
+        yield f"batch statistics in {name} are those of each of the {plan.microbatches} micro-batches, not of the batch"
+    for kind, names in (("buffer", sketch.counting), ("weight", sketch.rewritten)):
+        yield from (
+            f"{kind} {name} changes in every forward pass, and a step has {plan.microbatches} of them" for name in names
+        )
+
+
+def apply(built: Any) -> None:
+    """Nothing to wire: the engine runs the micro-batches that the data layer cut."""
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    return ()

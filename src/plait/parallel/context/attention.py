@@ -1,0 +1,261 @@
+"""What attention becomes in a unit that runs on a stretch of the sequence: its own call, answered for the whole.
+
+A unit's code calls `scaled_dot_product_attention` on the queries, keys and values of its rows. `Attending` takes that
+call and hands it to whoever can see the other stretches: a ring, an exchange of heads, or, when it is checked that a
+unit can run on a stretch, the keys and values of a run on the whole sequence.
+
+Masks may come whole (a mask that the model made for the whole sequence) or as this rank's rows; keys a mask speaks of
+are always all of them, so columns that were cut are gathered.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from plait.config.errors import PlaitError, Problem
+from plait.parallel.context import ring, ulysses
+from plait.parallel.context.blockwise import Scores
+from plait.parallel.context.sequence_shard import Held, Stretch
+from plait.parallel.context.sequences import Pair
+from plait.randomness.distributions import bits, key
+from plait.randomness.sub_block import Axis, sub_block
+from plait.tensors.rows import Rows, within
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of attention: q [batch, heads, rows, width], k and v [batch, key heads, rows, width] of this rank's rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    """Rows: the whole's, this rank's, or one; columns: the whole's or one."""
+    dropout: float
+    causal: bool
+    scale: float
+
+    def rows(self, held: Held) -> Tensor | None:
+        """The mask with this rank's rows (or one for all)."""
+        whole = self.mask is not None and self.mask.shape[-2] == held.cut.length
+        return held.take(self.mask, self.mask.dim() - 2) if whole else self.mask  # pyrefly: ignore
+
+
+Answer = Callable[[Asked, Held, Held], Tensor]
+"""(call, the queries' rows, the keys' rows) -> output of this rank's queries."""
+
+
+class Attending(TorchFunctionMode):
+    """Around a unit's forward: its attentions see all stretches.
+
+    `held`: the rows of each sequence. `pairs`: the sequences of each attention, in the order in which they are called.
+    """
+
+    def __init__(self, held: Mapping[int, Held], pairs: Sequence[Pair], answer: Answer):
+        super().__init__()
+        self.held, self.pairs, self.answer = held, pairs, answer
+        self.number = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return self._asked(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _rows(self, which: int, given: Tensor) -> Held | None:
+        """Which rows of a sequence an attention's queries (0) or keys (1) are; None: every rank has all of them."""
+        if self.number > len(self.pairs):
+            what = f"a unit calls attention {self.number} times, in the sketch {len(self.pairs)}"
+            raise PlaitError(Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)))
+        sequence = self.pairs[self.number - 1][which]
+        held = None if sequence is None else self.held.get(sequence)
+        return held if held is not None and given.shape[-2] == held.size else None
+
+    def _asked(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        self.number += 1
+        asked, mask = query, attn_mask
+        query, key, value = (_local(t, t.dim() - 2) for t in (query, key, value))
+        attn_mask = mask.local if isinstance(mask, Stretch) and mask.along > -3 else mask
+        queries, keys = self._rows(0, query), self._rows(1, key)
+        if queries is not None and is_causal and queries is not keys:  # queries and keys are counted from the first
+            length = key.shape[-2] if keys is None else keys.cut.length
+            order = torch.arange(max(length, queries.cut.length), device=query.device)
+            attn_mask, is_causal = order[: queries.cut.length, None] >= order[:length], False
+        if queries is None or keys is None:  # what is attended to is no stretch, or becomes whole: every rank has it
+            if queries is not None and attn_mask is not None and attn_mask.shape[-2] == queries.cut.length:
+                attn_mask = queries.take(attn_mask, attn_mask.dim() - 2)
+            key, value = (t if keys is None else keys.gather(t, t.dim() - 2) for t in (key, value))
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return asked.like(out) if isinstance(asked, Stretch) else out
+        front = query.shape[:-2]
+        q, k, v = (t if t.dim() == 4 else t.reshape(1, -1, *t.shape[-2:]) for t in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() < 4:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        if attn_mask is not None and attn_mask.shape[-1] == keys.size < keys.cut.length:
+            fetch = keys.gather if attn_mask.requires_grad else keys.fetch
+            attn_mask = fetch(attn_mask, attn_mask.dim() - 1)
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        out = self.answer(Asked(q, k, v, attn_mask, dropout_p, is_causal, scale), queries, keys)
+        out = out.reshape(*front, query.shape[-2], value.shape[-1])
+        return asked.like(out) if isinstance(asked, Stretch) else out
+
+
+def _local(given: Tensor, dim: int) -> Tensor:
+    """This rank's rows of queries or keys, when they are a stretch inside a unit."""
+    if not isinstance(given, Stretch):
+        return given
+    return given.local if given.cut == dim and given.times == 1 else given.whole()
+
+
+def around(randomness: Callable[[], Any]) -> Answer:
+    """Attention in a ring."""
+
+    def answer(asked: Asked, queries: Held, keys: Held) -> Tensor:
+        mask, kept = asked.rows(queries), None
+        if asked.dropout > 0.0:
+            b, h, t, _ = asked.q.shape
+            length = keys.cut.length
+            drawn = _Drawn(randomness(), b, h, True)
+            axes = [*drawn.heads(), (queries.cut.length, queries.cut.ranks[queries.rank]), (length, ((0, length),))]
+            kept = drawn.kept(asked, axes).view(b, h, t, length)
+        learned = mask is not None and mask.requires_grad
+        scores = Scores(asked.scale, asked.causal, mask, kept, learned)
+        return ring.attention(asked.q, asked.k, asked.v, scores, ring.Ring(keys.group, keys.cut))
+
+    return answer
+
+
+def exchanged(randomness: Callable[[], Any]) -> Answer:
+    """Attention on this rank's heads of the whole sequence."""
+
+    def answer(asked: Asked, queries: Held, keys: Held) -> Tensor:
+        rows, columns = (ulysses.Exchange(held.group, held.cut) for held in (queries, keys))
+        ranks, heads = len(queries.cut.ranks), asked.q.shape[1]
+        k, v = (ulysses.repeated(t, heads, ranks) for t in (asked.k, asked.v))
+        q, k, v = rows.heads(asked.q), columns.heads(k), columns.heads(v)
+        mask = asked.mask
+        if mask is not None and mask.shape[-2] == queries.size:
+            mask = (queries.gather if mask.requires_grad else queries.fetch)(mask, mask.dim() - 2)
+        mask = mask if mask is None else rows.mine(mask)
+        if asked.dropout == 0.0:
+            grouped = k.shape[1] != q.shape[1]
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=asked.causal, scale=asked.scale, enable_gqa=grouped
+            )
+            return rows.rows(out)
+        b, share, sizes = q.shape[0], q.shape[1], (queries.cut.length, keys.cut.length)
+        drawn = _Drawn(randomness(), b, heads, False)
+        axes = [*drawn.heads((queries.rank * share, share)), *((size, ((0, size),)) for size in sizes)]
+        kept = drawn.kept(asked, axes).view(b, share, *sizes)
+        scores = Scores(asked.scale, asked.causal, mask, kept, mask is not None and mask.requires_grad)
+        return rows.rows(ring.attention(q, k, v, scores, ring.Ring(_Alone(), Rows.of(sizes[1:]))))
+
+    return answer
+
+
+class _Alone:
+    """A group of one."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def check_heads(heads: int, ranks: int, slices: int = 1) -> None:
+    """P042 when heads cannot be shared out. `slices`: of how many processes, each with its heads, this is one."""
+    if heads % ranks:
+        whose = f" of each of tp={slices}" if slices > 1 else ""
+        what = f"context=ulysses shares out heads: {heads} heads{whose} do not divide by cp={ranks}"
+        raise PlaitError(Problem("P042", what, why=f"{heads} = {heads // ranks} × {ranks} + {heads % ranks}",
+                                 fix=("context=ring", f"cp={math.gcd(heads, ranks)}")))  # fmt: skip
+
+
+class _Drawn:
+    """What an attention of `heads` heads draws: element i of the stream is that of the whole weights, samples first."""
+
+    def __init__(self, randomness: Any, batch: int, heads: int, fold: bool):
+        self.windows, self.place = randomness.windows, randomness.place()
+        self.seed, self.step, first, self.samples = randomness.where.tolist()
+        if fold and self.samples and batch % self.samples and batch * heads % self.samples == 0:  # both in one dim
+            batch, heads = self.samples, batch * heads // self.samples
+        self.batch, self.local = batch, heads
+        self.start = first * (batch // self.samples) if self.samples and batch % self.samples == 0 else 0
+
+    def heads(self, some: tuple[int, int] | None = None) -> list[Axis]:
+        """The batch, and of the heads those that are held here; `some`: of these, (the first, how many)."""
+        axis, shape = None, self.windows.shapes.get(self.place, ())
+        if shape and self.batch == self.samples:
+            axis = self.windows.rule(self.place, len(shape) - 3, math.prod(shape[:-2]), self.local)
+        size, ranges = axis or (self.local, ((0, self.local),))
+        if some is not None:
+            ranges = within(ranges, *some)
+        return [(self.batch, ((0, self.batch),)), (size, ranges)]
+
+    def kept(self, asked: Asked, axes: list[Axis]) -> Tensor:
+        """What dropout multiplies a sub-block of the weights with: as it is for these elements on one device."""
+        stream = partial(bits, key(self.seed, "draw", self.step, self.place))
+        words = sub_block(stream, self.start, axes)
+        stays = 1.0 - asked.dropout
+        kept = torch.from_numpy(np.asarray((words + 0.5) * 2.0**-32 < stays))
+        return kept.to(asked.q.device, torch.float64 if asked.q.dtype is torch.float64 else torch.float32) / stays
+
+
+# — the check —
+
+
+def plainly(asked: Asked) -> Tensor:
+    """Attention as torch computes it, of all rows."""
+    grouped = asked.k.shape[1] != asked.q.shape[1]
+    return F.scaled_dot_product_attention(
+        asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
+    )
+
+
+@dataclass
+class Whole:
+    """A run on the whole sequence: the keys and values of each attention, by their number."""
+
+    calls: list[Asked]
+    number: int = 0
+    worst: float = 0.0
+
+    def note(self, asked: Asked) -> None:
+        """A call of the whole run."""
+        self.calls.append(replace(asked, mask=None))
+
+    def answer(self, asked: Asked, queries: Held, keys: Held) -> Tensor:
+        """Attention over the whole run's keys and values. Notes how far this rank's own are from their rows."""
+        whole = self.calls[self.number]
+        self.number += 1
+        for mine, other, held in ((asked.q, whole.q, queries), (asked.k, whole.k, keys), (asked.v, whole.v, keys)):
+            self.worst = max(self.worst, apart(mine, held.take(other, 2)))
+        mask = asked.rows(queries)
+        if asked.causal:
+            order = torch.arange(queries.cut.length, device=asked.q.device)
+            mask = queries.take(order[:, None], 0) >= order
+        grouped = whole.k.shape[1] != asked.q.shape[1]
+        return F.scaled_dot_product_attention(asked.q, whole.k, whole.v, mask, scale=asked.scale, enable_gqa=grouped)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference, to the largest number in `b`."""
+    if a.shape != b.shape:
+        return math.inf
+    if not a.numel():
+        return 0.0
+    a, b = ((torch.view_as_real(t) if t.is_complex() else t).detach().double().nan_to_num() for t in (a, b))
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))

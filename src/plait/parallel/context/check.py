@@ -1,0 +1,208 @@
+"""The check that a unit may run on a stretch of the sequence, before it does: in float64, on one device, with no others.
+
+A unit that computes every position alone, but for its attention, gives on a stretch that stretch of what it gives on the
+whole. So each unit runs once on a whole (short) sequence, as the model's own code feeds it; its attentions' keys and
+values are kept. Then it runs on each rank's stretch, with its attention answered from those, and the outputs are
+compared. Attention written out by hand, convolutions over positions, norms over the sequence: all of these show as a
+difference. A unit that counts positions or makes a bias of them is run once more with its rows posing as the whole
+sequence (`Stretch`): then its code counts all. One in which positions meet otherwise is opened up (`parallel/context/opened_unit.py`). A unit
+without attention that fails at that too runs on the whole sequence; one with attention is refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError
+from plait.model.trace import Call as Run
+from plait.model.trace import watch
+from plait.parallel.context.attention import Asked, Attending, Whole, apart, check_heads, plainly
+from plait.parallel.context.left_out import Running, leave_out
+from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, opened
+from plait.parallel.context.sequence_shard import Held
+from plait.parallel.context.sequences import Call, Course, refused, short, still, too_short
+from plait.parallel.context.unit_in_rows import (
+    Besides,
+    copied,
+    cut_arguments,
+    lengths_of,
+    posed,
+    taken_of,
+    wide,
+    widened,
+)
+from plait.tensors.rows import Rows
+from plait.tensors.torch_private import named_leaves, tree_map_only
+
+
+def proved(
+    model: nn.Module, inputs: Any, call: Run, course: Course, layout: tuple[Layout, int], heads: bool = False
+) -> Course:
+    """The course with every call that can run on stretches marked so. P040 when one with attention cannot.
+
+    `inputs`: one sample. `layout`: how the sequence is cut over how many ranks. `heads`: attention shares out heads.
+    """
+    cut, ranks = layout
+    try:
+        taken = _taken(model, short(course, inputs, ranks), call, course)
+    except Exception:  # it may need its own length
+        taken = _taken(model, inputs, call, course)
+    calls = []
+    for made, given in zip(course.calls, taken):
+        if not made.stretched:
+            calls.append(made)
+            continue
+        unit = model.get_submodule(made.unit)
+        found, why = _tried(unit, made, given, (cut, ranks), heads)
+        if why:
+            found = opened(unit, found, given, (cut, ranks)) or replace(found, stretched=False)
+        if made.sees and not found.stretched:
+            raise refused(f"unit {made.unit} cannot run on a stretch of the sequence", why)
+        calls.append(found)
+    course = replace(course, calls=tuple(calls))
+    return replace(course, draws={at: n for at, n in course.draws.items() if course.on(at[0]) is not None})
+
+
+def _taken(model: nn.Module, inputs: Any, call: Run, course: Course) -> list[Any]:
+    """What the units are given in a run of the model."""
+    found: list[Any] = []
+    names = dict.fromkeys(c.unit for c in course.calls)
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        on = len(found) < len(course.calls) and course.calls[len(found)].stretched
+        found.append(tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)) if on else None)
+
+    with still(model) as stack:
+        for name in names:
+            hook = model.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(hook.remove)
+        watch(model, inputs, call, False)
+    if len(found) != len(course.calls):
+        raise refused("the model calls other units on one sample, or when it does not train", "its course varies")
+    return found
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """What is put in the place of modules' forwards inside is taken back."""
+    before = [(module, module.__dict__.get("forward")) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+def _tried(module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int], heads: bool) -> tuple[Call, str]:
+    """The call, perhaps with some arguments left whole, and why it cannot run on a stretch, if it cannot."""
+    unit, (args, kwargs) = widened(module), tree_map_only(Tensor, wide, given)
+    whole, running = Whole([]), Running(unit)
+    with torch.no_grad():
+        lengths = lengths_of(made, (args, kwargs))
+        if not lengths:
+            return made, "it is given nothing of the sequence when it does not train"
+        if min(lengths.values()) < 2 * layout[1]:
+            raise too_short(min(lengths.values()), layout[1])
+        cuts = {n: layout[0](t, layout[1]) for n, t in lengths.items()}
+        ranks: list[Mapping[int, Held]] = [{n: Lone(c, None, r) for n, c in cuts.items()} for r in range(layout[1])]
+
+        def plain(asked: Asked, *_: Held) -> Tensor:
+            if heads:
+                check_heads(asked.q.shape[1], layout[1])
+            running.attends()
+            whole.note(asked)
+            return plainly(asked)
+
+        sequences = {n: Held(Rows.of([t]), None, 0) for n, t in lengths.items()}
+        try:
+            with running, Attending(sequences, made.attends, plain), Counted() as counted:
+                expected = named_leaves(unit(*copied(args), **copied(kwargs)))[0]
+        except PlaitError:
+            raise
+        except Exception as error:
+            return (
+                made,
+                f"it cannot run again on what it was given: {type(error).__name__}: {str(error).splitlines()[0]}",
+            )
+        made = replace(made, flops=counted.get_total_flops())
+        reasons = []
+        for left, poses in _choices(made, given):
+            call = replace(made, left=left, poses=poses)
+            while True:
+                with running, Counted() as counted:
+                    reason = _differs(unit, (args, kwargs), call, (expected, whole), ranks)
+                if not reason:
+                    part = counted.get_total_flops() / len(ranks) / made.flops if made.flops else 1.0
+                    return replace(call, part=part), ""
+                reasons.append(reason)
+                if not poses or len(call.alone) == TRIED or not (name := running.stopped()):
+                    break
+                call = replace(call, alone=(*call.alone, name))
+                leave_out(unit.get_submodule(name))
+    return made, reasons[0]
+
+
+def _choices(made: Call, given: Any) -> list[tuple[frozenset[str], bool]]:
+    """(arguments to leave whole, whether the others pose as whole), the likeliest first: none, then masks. Posing comes last.
+
+    What poses has features in its last dim; where the sequence is in the last one, it is a mask.
+    """
+    leaves = {path: leaf for path, leaf in named_leaves(given)[0] if isinstance(leaf, Tensor)}
+    paths = [path for path in leaves if path in made.given]
+    found = [frozenset(some) for n in range(min(len(paths), TRIED + 1)) for some in combinations(paths, n)]
+    found = found if len(paths) <= 2 * TRIED else found[: 1 + len(paths)]
+    masks = frozenset(path for path in paths if made.given[path][0] == leaves[path].dim() - 1 > 0)
+    return [*((left, False) for left in found), (masks, True)]
+
+
+@dataclass(frozen=True)
+class Lone(Held):
+    """Rows of a rank that has no others to ask."""
+
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        raise RuntimeError("its code needs all rows of the sequence")
+
+    fetch = gather
+
+
+def _differs(
+    unit: nn.Module, given: Any, call: Call, known: tuple[list[tuple[str, Any]], Whole], ranks: list[Mapping[int, Held]]
+) -> str:
+    """How the unit's outputs on stretches are not the stretches of its output, or nothing."""
+    expected, whole = known
+    for held in ranks:
+        whole.number, whole.worst = 0, 0.0
+        args, kwargs = cut_arguments(copied(given), call, held)
+        try:
+            with Attending(held, call.attends, whole.answer):
+                besides: Besides = {}
+                found = named_leaves(posed(unit, args, kwargs, call, held, besides))[0]
+        except PlaitError:
+            raise
+        except Exception as error:
+            sizes = " and ".join(f"{mine.size} of {mine.cut.length}" for mine in held.values())
+            told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return f"on {sizes} positions: {told}"
+        if whole.worst > NEAR:
+            return (
+                f"its queries, keys or values on a stretch are not those of the whole: they differ by {whole.worst:.0e}"
+            )
+        if [path for path, _ in found] != [path for path, _ in expected]:
+            return "it returns something else"
+        for (path, a), (_, b) in zip(found, expected):
+            if isinstance(b, Tensor):
+                b = taken_of(b, path, call, held, besides)
+                off = apart(a, b) if isinstance(a, Tensor) else 1.0
+                if off > NEAR:
+                    used = (
+                        "its attention is not torch's function" if not whole.calls else "it mixes positions otherwise"
+                    )
+                    return f"its output on a stretch differs from that of the whole by {off:.0e}: {used}"
+    return ""

@@ -1,0 +1,331 @@
+"""A unit in which positions meet otherwise than in torch's attention: opened up, so that only what must meet is gathered.
+
+Attention written out, a convolution, a recurrence or a norm over positions: the unit's own code does it, and on a rank's rows
+alone it would be wrong. So modules of the unit that compute every position by itself run on this rank's rows as they are, and
+the code around them runs with its rows posing as the whole sequence (`Stretch`): what is done to every position alone is done
+to these rows, and whatever needs others gathers them. Of attention written out that is its keys and values, so a rank computes
+the scores of its own queries only, under masks and biases that its code makes for the whole sequence. A module whose code
+cannot be given such a tensor (compiled by `torch.jit`, a `torch.autograd.Function`) runs on the whole sequence, on every rank.
+
+That this is right is checked as everything is, in float64 and on one device, before training. The unit runs once with all
+rows posing, and what it gathers is noted. Then it runs on each rank's rows, is told what was noted, and must ask for rows of
+exactly that, and give its rows of the output.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from plait.model.sketch import Sketch
+from plait.parallel.context.attention import Asked, Attending, Whole, apart, plainly
+from plait.parallel.context.left_out import Running, leave_out, own
+from plait.parallel.context.sequence_shard import Held, Stretch
+from plait.parallel.context.sequences import Call, Course, refused
+from plait.parallel.context.unit_in_rows import (
+    Besides,
+    copied,
+    cut_arguments,
+    lengths_of,
+    posed,
+    taken_of,
+    wide,
+    widened,
+)
+from plait.tensors.rows import AndAll, Rows
+from plait.tensors.torch_private import BatchNormBase, leaves, named_leaves, tree_map, tree_map_only
+
+NEAR = 1e-6
+"""A model may compute in float32 whatever it is given."""
+TRIED = 3
+"""At most so many arguments are left whole for a try, and twice as many tries made of modules on whole sequences."""
+LEAST = 0.01
+"""Of a model's products, that cp must spare a rank to be of use."""
+Layout = Callable[[int, int], Rows]
+"""(length, ranks) -> who holds which rows."""
+
+
+def on_wholes(module: nn.Module) -> None:
+    """From now on this module is given whole sequences; what it returns is held in rows again."""
+    module.forward = partial(_wholly, own(module))  # pyrefly: ignore[bad-assignment]
+
+
+def _wholly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    known = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Stretch)]
+    if not known:
+        return forward(*args, **kwargs)
+    x = max(known, key=lambda t: t.dim())
+    args, kwargs = tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Stretch) else leaf, (args, kwargs))
+    return tree_map(x.held_again, forward(*args, **kwargs))
+
+
+@dataclass
+class Gathered:
+    """What a unit gathers, in order, in a run with all rows."""
+
+    notes: list[Tensor] = field(default_factory=list)
+    number: int = 0
+    worst: float = 0.0
+    """How far what a rank asks the rest of is from its rows of that."""
+
+
+@dataclass(frozen=True)
+class All(Held):
+    """All rows of a sequence: notes what is gathered."""
+
+    told: Gathered = field(default_factory=Gathered)
+
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        self.told.notes.append(local.clone())
+        return local
+
+    fetch = gather
+
+
+@dataclass(frozen=True)
+class Some(Held):
+    """A rank's rows of a sequence: what the others would tell it was noted."""
+
+    told: Gathered = field(default_factory=Gathered)
+
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        told = self.told
+        if told.number == len(told.notes):
+            raise RuntimeError("on some rows its code needs other rows than on all")
+        whole = told.notes[told.number]
+        told.number += 1
+        alike = whole.shape[:dim] + whole.shape[dim + 1 :] == local.shape[:dim] + local.shape[dim + 1 :]
+        fits = alike and whole.shape[dim] == self.cut.length
+        told.worst = max(told.worst, apart(local, self.take(whole, dim)) if fits else torch.inf)
+        if not fits:
+            raise RuntimeError("on some rows its code needs other rows than on all")
+        return whole.clone()
+
+    fetch = gather
+
+
+def opened(module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int]) -> Call | None:
+    """The call of a unit, opened up; None when that is not possible.
+
+    `given`: to the unit, of one sample. `layout`: how a sequence is cut over how many ranks.
+    """
+    unit, given = widened(module), tree_map_only(Tensor, wide, given)
+    tensors = {path: leaf for path, leaf in named_leaves(given)[0] if isinstance(leaf, Tensor)}
+    masks = frozenset(
+        path for path, (dim, _) in made.given.items() if path in tensors and dim == tensors[path].dim() - 1 > 0
+    )
+    with torch.no_grad():
+        cuts = {n: layout[0](t, layout[1]) for n, t in lengths_of(made, given).items()}
+        try:
+            trial = _Trial(unit, given, replace(made, left=masks, poses=True, opened=True), cuts)
+        except Exception:  # it cannot run again on what it was given
+            return None
+        trial.leave_out()
+        for _ in range(2 * TRIED):
+            with trial.running:
+                stopped = trial.stopped()
+            if stopped is None:
+                with trial.running:
+                    stopped = trial.lost()
+                if not stopped:
+                    return replace(trial.call, flops=trial.flops, part=trial.part)
+            if not any(stopped):
+                return None
+            trial.call = replace(trial.call, together=(*trial.call.together, stopped[-1]))
+            on_wholes(unit.get_submodule(stopped[-1]))
+    return None
+
+
+class _Trial:
+    """Runs of a unit: on the whole, and on the rows of each rank."""
+
+    def __init__(self, unit: nn.Module, given: Any, call: Call, cuts: Mapping[int, Rows]):
+        self.unit, self.given, self.call, self.cuts, self.running = unit, given, call, cuts, Running(unit)
+        self.ranks = len(next(iter(cuts.values())).ranks)
+        self.whole, self.part = Whole([]), 1.0
+        inner = {name: m for name, m in unit.named_modules() if name}
+        with _calls_of(inner) as self.inner, self._sees(self._held(None), self._noted), Counted() as counted:
+            args, kwargs = copied(given)
+            self.expected = named_leaves(unit(*args, **kwargs))[0]
+        self.flops = counted.get_total_flops()
+
+    def _noted(self, asked: Asked, *_: Held) -> Tensor:
+        self.whole.note(asked)
+        return plainly(asked)
+
+    def _held(self, rank: int | None, told: Gathered | None = None) -> dict[int, Held]:
+        """The rows of a rank; None: all."""
+        if rank is None:
+            return {n: All(AndAll.beside(c), None, len(c.ranks), told or Gathered()) for n, c in self.cuts.items()}
+        return {n: Some(c, None, rank, told or Gathered()) for n, c in self.cuts.items()}
+
+    def _sees(self, held: Mapping[int, Held], answer: Any) -> Attending:
+        return Attending(held, self.call.attends, answer)
+
+    def leave_out(self) -> None:
+        """Modules that compute every position alone run on rows as they are: the outermost that do."""
+        found = list[str]()
+        for name, seen in self.inner.items():
+            if not any(name.startswith(f"{other}.") for other in found):
+                module = self.unit.get_submodule(name)
+                if any(_alone(module, one, self.cuts) for one in seen[:1]) and len(seen) == 1:
+                    found.append(name)
+        self.inner.clear()
+        for name in found:
+            leave_out(self.unit.get_submodule(name))
+        norms = [name for name, module in self.unit.named_modules() if name and isinstance(module, BatchNormBase)]
+        norms = [name for name in norms if not any(f"{name}.".startswith(f"{other}.") for other in found)]
+        for name in norms:  # where samples are apart, another function takes their statistics
+            on_wholes(self.unit.get_submodule(name))
+        self.call = replace(self.call, alone=tuple(found), together=tuple(norms))
+
+    def stopped(self) -> list[str] | None:
+        """None when the unit on rows gives its rows of the output; else the modules in which its code stops, if it stops."""
+        told, parts = Gathered(), list[int]()
+        try:
+            self._run(self._held(None, told), told)
+            for rank in range(self.ranks):
+                parts.append(self._run(self._held(rank, told), told))
+        except Exception:
+            return self._stopped()
+        self.part = sum(parts) / self.ranks / self.flops if self.flops else 1.0
+        return None if told.worst <= NEAR else []
+
+    def lost(self) -> list[str]:
+        """The innermost module in which gradients are lost: a torch.autograd.Function is given rows that pose as the whole."""
+        found = list[str]()
+
+        def hook(name: str, output: Any) -> None:
+            made = [t.local if isinstance(t, Stretch) else t for t in leaves(output) if isinstance(t, Tensor)]
+            if not found and any(isinstance(getattr(node, "variable", None), Stretch) for node in reached(made)):
+                found.append(name)
+
+        hooks = [
+            module.register_forward_hook(lambda _, args, output, name=name: hook(name, output))
+            for name, module in self.unit.named_modules()
+            if name not in self.call.together
+        ]
+        held, self.whole.number = self._held(None), 0
+        args, kwargs = cut_arguments(copied(self.given), self.call, held)
+        try:
+            with torch.enable_grad(), self._sees(held, self.whole.answer):
+                args, kwargs = tree_map_only(Tensor, _learned, (args, kwargs))
+                posed(self.unit, args, kwargs, self.call, held, {})
+        except Exception:  # some stop at such a tensor
+            return self._stopped()
+        finally:
+            for handle in hooks:
+                handle.remove()
+        return found
+
+    def _stopped(self) -> list[str]:
+        """After an exception: the modules that it passed through, the innermost last, that may run on wholes yet."""
+        return [name for name in self.running.now if name not in self.call.together]
+
+    def _run(self, held: Mapping[int, Held], told: Gathered) -> int:
+        """The floating-point operations of a run on some rows. Raises when its output is not these rows of the whole's."""
+        told.number = self.whole.number = 0
+        self.whole.worst = 0.0
+        args, kwargs = cut_arguments(copied(self.given), self.call, held)
+        with self._sees(held, self.whole.answer), Counted() as counted:
+            besides: Besides = {}
+            found = named_leaves(posed(self.unit, args, kwargs, self.call, held, besides))[0]
+        told.worst = max(told.worst, self.whole.worst)
+        if [path for path, _ in found] != [path for path, _ in self.expected]:
+            raise ValueError("it returns something else")
+        for (path, a), (_, b) in zip(found, self.expected):
+            if isinstance(b, Tensor):
+                b = taken_of(b, path, self.call, held, besides)
+                told.worst = max(told.worst, apart(a, b) if isinstance(a, Tensor) else torch.inf)
+        return counted.get_total_flops()
+
+
+def reached(starts: Iterable[Tensor]) -> set[Any]:
+    """The nodes of autograd's graph that a backward pass from these tensors goes through."""
+    found: set[Any] = set()
+    left = [t.grad_fn for t in starts]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return found
+
+
+class Counted(FlopCounterMode):
+    """Counts floating-point operations of products."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+
+
+Seen = dict[str, list[tuple[Any, Any]]]
+"""Of modules by name: (what it is given, what it returns) of each call."""
+
+
+@contextmanager
+def _calls_of(modules: Mapping[str, nn.Module]) -> Iterator[Seen]:
+    """Notes what modules are given and return meanwhile, outer modules before inner ones."""
+    found: Seen = {name: [] for name in modules}
+
+    def hook(name: str, args: Any, kwargs: Any, output: Any) -> None:
+        found[name].append(((args, kwargs), tree_map_only(Tensor, torch.clone, output)))
+
+    hooks = [
+        module.register_forward_hook(lambda _, args, kwargs, output, name=name: hook(name, args, kwargs, output), with_kwargs=True)
+        for name, module in modules.items()
+    ]  # fmt: skip
+    try:
+        yield found
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def _alone(module: nn.Module, seen: tuple[Any, Any], cuts: Mapping[int, Rows]) -> bool:
+    """Whether a module gives on some rows what it gave for them: its arguments' first dim of a sequence's length is cut."""
+    given, output = seen
+    for cut in cuts.values():
+        for rank in {0, len(cut.ranks) - 1}:
+            args, kwargs = tree_map_only(Tensor, partial(_first, cut, rank), copied(given))
+            mine = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            whole = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
+            if len(mine) != len(whole) or all(a.shape == b.shape for a, b in zip(mine, whole)):
+                break
+            try:
+                found = leaves(module(*args, **kwargs))
+            except Exception:
+                return False
+            expected = leaves(tree_map_only(Tensor, partial(_first, cut, rank), output))
+            tensors = [(a, b) for a, b in zip(found, expected) if isinstance(b, Tensor)]
+            if not tensors or any(not isinstance(a, Tensor) or apart(a, b) > NEAR for a, b in tensors):
+                return False
+        else:
+            return True
+    return False
+
+
+def _learned(t: Tensor) -> Tensor:
+    """As what comes from other units: with a gradient, and written in place."""
+    return t.requires_grad_().clone() if t.is_floating_point() else t
+
+
+def _first(cut: Rows, rank: int, t: Tensor) -> Tensor:
+    """The rows of the first dim, the last excepted, that is as long as the sequence."""
+    dim = next((d for d, n in enumerate(t.shape[:-1]) if n == cut.length), None)
+    return t if dim is None else cut.take(t, dim, rank)
+
+
+def worth(course: Course, sketch: Sketch) -> None:
+    """P040 when every rank would compute about all that one device computes."""
+    flops = [call.flops.of(1) for call in sketch.calls]
+    spared = sum(n * (1 - made.part) for n, made in zip(flops, course.calls) if made.stretched)
+    if not any(made.stretched for made in course.calls) or spared < LEAST * sum(flops):
+        units = dict.fromkeys(made.unit for made in course.calls if not made.stretched or made.opened)
+        why = f"positions meet in all that {', '.join(units)[:200]} compute: every rank would compute all of it, on the whole sequence"
+        raise refused("cp would spare no rank any work", why)

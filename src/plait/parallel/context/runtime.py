@@ -1,0 +1,216 @@
+"""The forward pass of a rank that computes a stretch of the sequence: who runs on what, unit by unit.
+
+Code before the first attention runs on the whole sequence, so positions, masks and embeddings are what they are. From
+there on a unit gets this rank's rows of whatever has a dim of the sequence, and what it returns is known to the code
+around it as a `Stretch`. A unit that cannot run on a stretch gets the whole. What the loss gets is whole again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.losses.global_batch import STRETCHES
+from plait.parallel.context.attention import Answer, Attending
+from plait.parallel.context.left_out import leave_out
+from plait.parallel.context.opened_unit import on_wholes
+from plait.parallel.context.sequence_shard import Held, Stretch, for_loss
+from plait.parallel.context.sequences import At, Call, Course, refused, too_short
+from plait.parallel.context.unit_in_rows import Besides, posed, show
+from plait.tensors.torch_private import checkpoint_frame, is_unknown, leaves, named_leaves, tree_map, tree_unflatten
+
+
+class Stretching:
+    """The units of a model on one of `ranks` ranks."""
+
+    hold: Callable[[int], Held]
+    """Which rows it has of a sequence of some length."""
+    answer: Answer
+    """How its attentions see the other ranks' rows."""
+
+    def __init__(self, model: nn.Module, course: Course, ranks: int):
+        self.model, self.course, self.ranks = model, course, ranks
+        self.unit = ""
+        """That runs now."""
+        self.frame: Any = None
+        """The model's own checkpoint in which it was called."""
+        self.held: dict[int, Held] = {}
+        """Which rows of each sequence."""
+        self.turns: dict[str, int] = {}
+        self.besides: Besides = {}
+        """Of what the unit that ran last returned."""
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
+        """What units handed on past what they return: by its id, it and the whole."""
+        self.running = False
+        self.calls: dict[str, list[Call]] = {}
+        for call in course.calls:
+            self.calls.setdefault(call.unit, []).append(call)
+
+    def wrap(self) -> None:
+        """Give units that run on stretches a forward whose attention sees the others. Before it is recomputed or so."""
+        for name, calls in self.calls.items():
+            on = [call for call in calls if call.stretched]
+            pairs = {call.attends for call in on}
+            if len(pairs) > 1:
+                why = f"its attentions are over {' and over '.join(map(str, pairs))} (sequences of queries and keys)"
+                raise refused(f"unit {name} is called for several sequences in turn", why)
+            if len({repr(call) for call in on}) > 1 and any(call.poses for call in on):
+                why = "its code looks at lengths, and its arguments differ from call to call"
+                raise refused(f"unit {name} is called in several ways", why)
+            if on:
+                module = self.model.get_submodule(name)
+                show(module)
+                for inner in on[0].alone:
+                    leave_out(module.get_submodule(inner))
+                for inner in on[0].together:
+                    on_wholes(module.get_submodule(inner))
+                module.forward = _Inside(self, on[0], module)
+
+    def install(self) -> list[Any]:
+        """From now on units get what they run on. After all other hooks: these must see plain tensors."""
+        handles = [self.model.register_forward_pre_hook(self._begin, prepend=True)]
+        handles.append(self.model.register_forward_hook(self._end, prepend=True, always_call=True))
+        for name in self.calls:
+            unit, module = _Border(self, name), self.model.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(unit.enter, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(unit.leave))
+        return handles
+
+    def _begin(self, *_: Any) -> None:
+        self.held, self.turns, self.known, self.running = {}, {}, {}, True
+        STRETCHES.set(self.whole)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.running = False
+        STRETCHES.set(None)
+        if not self.held or output is None:
+            return output
+        leaves(output)  # makes trees of dataclasses
+        return for_loss(tree_map(lambda leaf: self.known.get(id(leaf), (leaf, leaf))[1], output), self.ranks)
+
+    def whole(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Of values [samples · this rank's rows, …] that units handed on: of whole sequences."""
+        if len(self.held) != 1 or len({t.shape for t in rows}) != 1:
+            why = f"values of shapes {', '.join(str(list(t.shape)) for t in rows)} belong to {len(self.held)} sequences"
+            raise refused("what units hand on past what they return cannot be put together", why)
+        (held,) = self.held.values()
+        found = held.gather(torch.stack(tuple(rows), 1).unflatten(0, (-1, held.size)), 1).flatten(0, 1).unbind(1)
+        self.known = {id(t): (t, whole) for t, whole in zip(rows, found)}
+        return found
+
+    def call(self, unit: str) -> Call:
+        """How the call of a unit that begins now runs. In a recomputation by the model's own code it is the first again."""
+        calls = self.calls[unit]
+        if not self.running:
+            return calls[0]
+        turn = self.turns.get(unit, 0)
+        self.turns[unit] = turn + 1
+        if turn >= len(calls):
+            what = f"unit {unit} is called {turn + 1} times, in the sketch {len(calls)}"
+            raise PlaitError(Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)))
+        return calls[turn]
+
+    def rows(self, call: Call, leaves: list[tuple[str, Any]]) -> dict[int, Held]:
+        """Which rows this rank holds: decided by the first unit on stretches of a sequence, from what it is given.
+
+        Sequences of one length are cut alike, so that they can be added.
+        """
+        for path, t in leaves:
+            dim, number = call.given.get(path, (0, None))
+            if number is None or number in self.held:
+                continue
+            length = t.shape[dim]
+            if length < 2 * self.ranks:
+                raise too_short(length, self.ranks)
+            alike = (held for held in self.held.values() if held.cut.length == length)
+            self.held[number] = next(alike, None) or self.hold(length)
+        return self.held
+
+    def sketched(self, held: Held) -> int:
+        """The length, in the course, of the sequence of which these are the rows."""
+        return next(self.course.lengths[number] for number, other in self.held.items() if other is held)
+
+
+class _Border:
+    """What stands before and after a unit."""
+
+    def __init__(self, stretching: Stretching, name: str):
+        self.stretching, self.name = stretching, name
+        self.now: Call | None = None
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = self.now = self.stretching.call(self.name)
+        given = self._given(call, args, kwargs)
+        self.stretching.unit = self.name
+        return given
+
+    def _given(self, call: Call, args: Any, kwargs: Any) -> Any:
+        flat, spec = named_leaves((args, kwargs))
+        if not call.stretched:
+            if not any(isinstance(leaf, Stretch) for _, leaf in flat):
+                return None
+            return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Stretch) else leaf, (args, kwargs))
+        held = self.stretching.rows(call, flat)
+        return tree_unflatten([_mine(path, leaf, call, held) for path, leaf in flat], spec)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        call, self.now = self.now, None
+        self.stretching.unit = ""
+        if call is None or not call.stretched or not self.stretching.running:
+            return output
+        flat, spec = named_leaves(output)
+        besides, self.stretching.besides = self.stretching.besides, {}
+        found = [(leaf, besides.get(path) or self._at(call.returned.get(path))) for path, leaf in flat]
+        return tree_unflatten([Stretch.of(leaf, *at) if at and known(leaf) else leaf for leaf, at in found], spec)
+
+    def _at(self, at: At | None) -> tuple[int, Held] | None:
+        """The dim and the rows of something returned, as code between units sees it."""
+        held = None if at is None else self.stretching.held.get(at[1])
+        return None if at is None or held is None else (at[0], held)
+
+
+def known(leaf: Any) -> bool:
+    """A tensor with numbers: what another stage has is an unknown, of the whole sequence."""
+    return isinstance(leaf, Tensor) and not is_unknown(leaf)
+
+
+def _mine(path: str, leaf: Any, call: Call, rows: dict[int, Held]) -> Any:
+    """An argument as the unit gets it."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    at = None if path in call.left else call.given.get(path)
+    seen = path in call.given or path in call.left or path in call.fixed
+    if not seen:  # was not there in the sketch: a mask that is made at need
+        like = [(d, i) for i, held in rows.items() for d, n in enumerate(leaf.shape) if n == held.cut.length]
+        at = like[0] if len(like) == 1 and leaf.is_floating_point() else None
+    held = None if at is None else rows.get(at[1])
+    if isinstance(leaf, Stretch):
+        if at is not None and at[0] - leaf.dim() == leaf.along and leaf.held == held:  # in backward, of a later pass
+            return leaf.local
+        leaf = leaf.whole()
+    return leaf if at is None or held is None or leaf.shape[at[0]] != held.cut.length else held.take(leaf, at[0])
+
+
+class _Inside:
+    """A unit's own forward, its attentions seeing all stretches; also when it runs again in backward."""
+
+    def __init__(self, stretching: Stretching, call: Call, module: nn.Module):
+        self.stretching, self.how, self.module = stretching, call, module
+        self.replaced = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        held = self.stretching.held
+        if not held:
+            return self.own(*args, **kwargs)
+        self.stretching.frame = checkpoint_frame()
+        besides = self.stretching.besides = {}
+        with Attending(held, self.how.attends, self.stretching.answer):
+            return posed(self.own, args, kwargs, self.how, held, besides)
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's forward as it was."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)

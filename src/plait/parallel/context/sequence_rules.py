@@ -1,0 +1,179 @@
+"""What functions do to a rank's rows of a sequence: all that look at no other row, and where the sequence is then.
+
+Each rule takes (function, stretch, other arguments) and gives the result. `Elsewhere` says that this function needs the
+whole. Views are those of spread tensors (`tensors/sharded_views.py`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.tensors import sharded_views as spreadviews
+from plait.tensors.torch_private import tree_leaves, tree_map
+
+
+class Elsewhere(Exception):
+    """A function needs rows that this rank does not have."""
+
+
+SECOND = {"linalg_norm": None, "linalg_vector_norm": None, "norm": None, "normalize": 1, "roll": None}
+"""Functions whose dims come after another argument -> what they are when they are not given."""
+FIRST = {"glu": -1}
+"""Those whose dim may be left out."""
+
+
+def others(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """What runs along dims that are not the sequence's: sums, norms, softmax."""
+    name = func.__name__
+    at, unsaid = (1, SECOND[name]) if name in SECOND else (0, FIRST.get(name))
+    dims = args[at] if len(args) > at else kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", unsaid)))
+    dims = args if name == "flip" and args and isinstance(args[0], int) else dims
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(dims, (tuple, list)) or not dims or not all(type(d) is int for d in dims):
+        raise Elsewhere
+    dims = {d % x.dim() for d in dims}
+    if x.cut in dims:
+        raise Elsewhere
+    before = sum(d < x.cut for d in dims)
+    found = func(x.local, *args, **kwargs)
+    return tree_map(lambda t: x.like(t, x.cut - before * (t.dim() < x.dim())) if isinstance(t, Tensor) else t, found)
+
+
+def features(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """linear, layer_norm and rms_norm: of the last dims."""
+    plain = not any(isinstance(t, type(x)) for t in tree_leaves((args, kwargs)))
+    sizes = 1 if func.__name__ == "linear" else len(args[0] if args else kwargs["normalized_shape"])
+    if not plain or x.cut >= x.dim() - sizes:
+        raise Elsewhere
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def indexed_along(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """gather and take_along_dim of another dim, with numbers for every place."""
+    dim, index = (*args, *(kwargs[name] for name in ("dim", "index", "indices") if name in kwargs))[:2]
+    dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, index)
+    if not isinstance(dim, int) or dim % x.dim() == x.cut or index.dim() != x.dim():
+        raise Elsewhere
+    return x.like(torch.take_along_dim(x.local, x.rows_of(index), dim))
+
+
+def padded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """F.pad of dims after the sequence's."""
+    sizes = args[0] if args else kwargs["pad"]
+    if len(sizes) // 2 >= -x.along:
+        raise Elsewhere
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def typed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """`type`: another format, or the name of the one that it has."""
+    found = func(x.local, *args, **kwargs)
+    return x.like(found) if isinstance(found, Tensor) else found
+
+
+def tiled(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """`repeat` of other dims."""
+    sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
+    if len(sizes) < x.dim() or sizes[x.along] != 1:
+        raise Elsewhere
+    return x.like(func(x.local, *sizes), x.along + len(sizes))
+
+
+def picked(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """index_select of another dim."""
+    dim = args[0] if args else kwargs["dim"]
+    if not isinstance(dim, int) or dim % x.dim() == x.cut:
+        raise Elsewhere
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def triangle(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """tril and triu of rows of scores."""
+    if x.along != -2 or func.__name__ not in ("tril", "triu"):
+        raise Elsewhere
+    whole = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.local.device)
+    return x.like(x.local.masked_fill(~x.mine(func(whole, *args, **kwargs), 0), 0))
+
+
+def extreme(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """max and min: of two tensors, place by place, or along a dim."""
+    other = args[0] if args else kwargs.get("other")
+    if isinstance(other, Tensor):
+        if other.dim() > x.dim():
+            raise Elsewhere
+        return x.like(func(x.local, x.rows_of(other)))
+    return others(func, x, args, kwargs)
+
+
+def embedded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """Rows of numbers become rows of vectors."""
+    return x.like(func(x.local, *args, **kwargs), x.cut)
+
+
+def expanded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """Other dims are repeated without memory."""
+    sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
+    if not sizes or len(sizes) < -x.along or sizes[x.along] not in (-1, x.rows.length):
+        raise Elsewhere
+    sizes[x.along] = x.local.shape[x.along]
+    return x.like(func(x.local, *sizes), x.along + len(sizes))
+
+
+def repeated(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """repeat_interleave of another dim."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if not isinstance(dim, int) or dim % x.dim() == x.cut:
+        raise Elsewhere
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def unbound(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """The tensors along another dim."""
+    dim = (args[0] if args else kwargs.get("dim", 0)) % x.dim()
+    if dim == x.cut:
+        raise Elsewhere
+    return tuple(x.like(t, x.cut - (dim < x.cut)) for t in func(x.local, *args, **kwargs))
+
+
+def joined(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
+    """cat along another dim, or stack, of tensors that are all stretches."""
+    x, more = next(t for t in parts if hasattr(t, "held")), func.__name__ == "stack"
+    dim = (args[0] if args else kwargs.get("dim", 0)) % (x.dim() + more)
+    if (dim == x.cut and not more) or not all(isinstance(t, type(x)) and x.alike(t) for t in parts):
+        raise Elsewhere
+    return x.like(func([t.local for t in parts], dim), x.cut + (more and dim <= x.cut))
+
+
+def paired(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """Complex numbers of pairs along the last dim, and back."""
+    if func.__name__ == "view_as_complex" and x.along == -1:
+        raise Elsewhere
+    return x.like(func(x.local))
+
+
+RULES = {
+    **dict.fromkeys(
+        (
+            "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "cumprod", "cumsum", "flip", "log_softmax", "logsumexp", "mean",
+            "prod", "softmax", "sort", "std", "sum", "topk", "var", *SECOND, *FIRST,
+        ),
+        others,
+    ),
+    **dict.fromkeys(("view_as_complex", "view_as_real"), paired),
+    **dict.fromkeys(("linear", "layer_norm", "rms_norm"), features),
+    **dict.fromkeys(("max", "min"), extreme),
+    **dict.fromkeys(("gather", "take_along_dim"), indexed_along),
+    "index_select": picked,
+    "pad": padded,
+    "repeat": tiled,
+    "tril": triangle,
+    "triu": triangle,
+    "type": typed,
+    "embedding": embedded,
+    "expand": expanded,
+    "repeat_interleave": repeated,
+    "unbind": unbound,
+    **spreadviews.RULES,
+}  # fmt: skip
+"""Name of a function -> its rule."""

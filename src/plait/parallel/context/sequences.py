@@ -1,0 +1,203 @@
+"""The course of a forward pass on stretches of sequences: which calls of units run on them, and what ranks tell each other.
+
+A model may have several sequences: an encoder's and a decoder's, a text's and an image's. Each is cut by itself, and an
+attention may have its queries in one and its keys in another. `parallel/context/find.py` finds them.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.model.costs import UnitCall
+from plait.model.sketch import Sketch
+from plait.tensors.output_form import NOTHING, Slot
+from plait.tensors.torch_private import named_leaves, tree_map_only, tree_unflatten
+
+SAMPLES = 3
+"""Of the batch in the runs that look for sequences."""
+At = tuple[int, int]
+"""A dim of a tensor, and the number of the sequence that it is."""
+Pair = tuple[int | None, int | None]
+"""The sequences of an attention's queries and of its keys; None: no sequence, every rank has all of it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a call of a unit runs: on a rank's stretches, or on whole sequences."""
+
+    unit: str
+    stretched: bool
+    given: dict[str, At]
+    """Arguments that are cut: all that have one dim of one sequence, but for those in `left`."""
+    returned: dict[str, At]
+    attends: tuple[Pair, ...] = ()
+    """Its attentions, in order."""
+    left: frozenset[str] = frozenset()
+    """Arguments that stay whole though they have such a dim: a mask over keys."""
+    fixed: frozenset[str] = frozenset()
+    """Arguments that have no such dim, whatever their sizes: of others that were not there nobody knows."""
+    poses: bool = False
+    """Its code looks at lengths: it sees those of whole sequences, and computes this rank's rows (`Stretch`)."""
+    alone: tuple[str, ...] = ()
+    """Its modules that do not pose (`parallel/context/left_out.py`)."""
+    opened: bool = False
+    """Positions meet in its own code, which gathers what it needs of other ranks (`parallel/context/opened_unit.py`)."""
+    together: tuple[str, ...] = ()
+    """Its modules that run on whole sequences."""
+    flops: int = 0
+    """Of its products on the short sequence that was tried."""
+    part: float = 1.0
+    """How much of them a rank computes, on average."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether an attention in it is over sequences."""
+        return any(queries is not None for queries, _ in self.attends)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Something that ranks tell each other in a forward pass: `kind` attention, gather, fetch (see `Held`) or rows."""
+
+    kind: str
+    unit: str
+    """In which it is; empty for code between units."""
+    each: tuple[int, ...]
+    """Elements of a row of a sample. Of an attention: queries, keys, values, output."""
+    heads: tuple[int, int]
+    """Of queries, of keys."""
+    dtype: torch.dtype
+    grad: bool
+    twice: bool
+    """The model itself computes this again in backward."""
+    lengths: tuple[int, int]
+    """Of the sequence when sketched. Of an attention: the queries' and the keys'."""
+    fixed: int = 0
+    """Elements of a row, whatever the number of samples."""
+    again: bool = True
+    """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The calls of a forward pass, in order."""
+
+    calls: tuple[Call, ...]
+    draws: dict[tuple[str, int], int]
+    """(place, dim) of random tensors that are drawn on stretches -> sequence."""
+    lengths: tuple[int, ...]
+    """Of the sequences in the input that was tried."""
+    shortens: bool = True
+    """Whether the input's sizes are these lengths, so that a shorter input has shorter sequences."""
+    talks: tuple[Talk, ...] = ()
+    asked: tuple[tuple[str, int, int], ...] = ()
+    """By the loss: an operator, and its bytes in batches of `SAMPLES` - 1 and of `SAMPLES`; of a short sequence."""
+    units: dict[str, int] = field(init=False)
+    """Units that run on stretches -> the sequence of what they return."""
+
+    def __post_init__(self) -> None:
+        units: dict[str, int] = {}
+        for call in self.calls:
+            if call.stretched:
+                first = next(iter((*call.returned.values(), *call.given.values())))
+                units.setdefault(call.unit, first[1])
+        object.__setattr__(self, "units", units)
+
+    def gathered(self, module: str) -> bool:
+        """Whether a module inside a unit runs on whole sequences."""
+        inside = (f"{call.unit}.{name}." for call in self.calls for name in call.together)
+        return f"{module}.".startswith(tuple(inside))
+
+    def on(self, place: str) -> int | None:
+        """The sequence whose stretches a module, or a place where numbers are drawn, computes; None: none of them."""
+        module = place.split("#")[0] + "."
+        return next((number for unit, number in self.units.items() if module.startswith(f"{unit}.")), None)
+
+
+def refused(what: str, why: str, *fix: str) -> PlaitError:
+    """P040."""
+    return PlaitError(Problem("P040", what, why=why, fix=(*fix, "cp=1")))
+
+
+def too_short(length: int, ranks: int) -> PlaitError:
+    """P042."""
+    what = f"a sequence of {length} does not split over cp={ranks}"
+    why = f"each rank holds two positions or more: {length} < 2 × {ranks}"
+    return PlaitError(Problem("P042", what, why=why, fix=(f"cp={max(1, length // 2)}", "longer sequences")))
+
+
+def shortened(inputs: Any, lengths: Sequence[int], to: Sequence[int]) -> Any:
+    """The inputs with `to[i]` positions where they have `lengths[i]`."""
+    sizes = dict(zip(lengths, to))
+
+    def one(t: Tensor) -> Tensor:
+        for dim, size in enumerate(t.shape):
+            t = t.narrow(dim, 0, sizes[size]) if size in sizes and (dim or size != SAMPLES) else t
+        return t
+
+    return tree_map_only(Tensor, one, inputs)
+
+
+def short(course: Course, inputs: Any, ranks: int) -> Any:
+    """The inputs with lengths that are as good as any for a look at the model: unlike stretches for all ranks."""
+    return shortened(inputs, course.lengths, [min(n, 4 * ranks + 1) for n in course.lengths])
+
+
+def as_held(sketch: Sketch, sizes: Sequence[int]) -> Sketch:
+    """The sketch with what calls return as a rank has it: of units on stretches, `sizes[i]` rows of sequence i."""
+    return replace(sketch, calls=tuple(_held(c, made, sizes) for c, made in zip(sketch.calls, sketch.course.calls)))
+
+
+def _held(call: UnitCall, made: Call, sizes: Sequence[int]) -> UnitCall:
+    form = call.template
+    if not made.stretched or form is NOTHING:
+        return call
+    paths = [path for path, _ in named_leaves(tree_unflatten([object() for _ in form.leaves], form.spec))[0]]
+    slots = []
+    for path, slot in zip(paths, form.leaves):
+        if isinstance(slot, Slot) and path in made.returned:
+            dim, number = made.returned[path]
+            slot = replace(slot, base=(*slot.base[:dim], sizes[number], *slot.base[dim + 1 :]))
+        slots.append(slot)
+    return replace(call, template=replace(form, leaves=tuple(slots)))
+
+
+def still(model: nn.Module) -> ExitStack:
+    """The model in eval mode, until the stack is closed."""
+    stack = ExitStack()
+    for module in model.modules():
+        stack.callback(setattr, module, "training", module.training)
+    model.eval()
+    return stack
+
+
+def seeds(model: nn.Module) -> None:
+    """Give parameters that are constant some noise: what they multiply would not be seen."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point() and p.numel() > 1 and bool((p == p.flatten()[0]).all()):
+                p.add_(torch.randn(p.shape, generator=generator, dtype=torch.float64).mul_(0.1).to(p.device, p.dtype))
+
+
+def opened_units(sketch: Sketch) -> list[str]:
+    """Of units that compute more than a rank's rows: what that costs, in a line for those that are alike."""
+    lines: dict[str, str] = {}
+    for call, seen in zip(sketch.course.calls, sketch.calls) if sketch.course is not None else ():
+        units = re.sub(r"\d+", "*", call.unit)
+        if call.stretched and call.opened:
+            whole = f", {', '.join(call.together)} on whole sequences" if call.together else ""
+            lines.setdefault(
+                units,
+                f"cp: positions meet in the code of {units} itself (attention written out, a convolution, …): what must meet "
+                f"is gathered{whole}, and a rank computes {call.part:.0%} of its products",
+            )
+        elif not call.stretched and seen.flops.of(1):
+            lines.setdefault(units, f"cp: {units} runs on the whole sequence, on every rank")
+    return list(lines.values())

@@ -1,0 +1,219 @@
+"""Context parallelism (cp): N devices share the same samples, and each computes a stretch of the sequence.
+
+What it does
+    The model's own forward runs on every rank. Embeddings, positions and masks are made for the whole sequence, as always;
+    from the first unit with attention on, a unit gets the rows of this rank and knows nothing else. Only its attention
+    must see the other stretches: in a ring, keys and values of all stretches come by one after the other; with
+    `context=ulysses` ranks exchange their stretches for heads before the attention and back after it. Which dim of which
+    tensor is the sequence is found by running the model on two lengths; that a unit may run on a stretch is checked in
+    float64 before it does. An encoder's and a decoder's sequence are cut each by itself: a decoder's rows then attend to
+    the encoder's, wherever they are. Patches of an image are a sequence too, with or without a class token.
+
+    Attention need not be torch's function. Where it is written out (products and a softmax, with masks, biases and dropout
+    of its own), keys and values are gathered and each rank computes the scores of its own queries, as Llama 3 was trained.
+    Whatever else lets positions meet (a convolution, a recurrence, a Fourier transform, a norm over positions) is gathered
+    too, there and no further. A module whose code cannot be followed (`torch.jit`, a `torch.autograd.Function`) runs on the
+    whole sequence on every rank. A note says which units do so, and how much of their products a rank computes.
+
+Picture
+    rank 0   embed all ─► rows 0 1 6 7 ─► attention ⇄ ─► MLP ─► head ─► loss      zigzag: equal work under a causal mask
+    rank 1   embed all ─► rows 2 3 4 5 ─► attention ⇄ ─► MLP ─► head ─► loss
+
+Costs
+    Memory: activations of a stretch, 1/N; parameters, gradients and optimizer state are whole on every rank. Traffic:
+    `ring` passes keys and values on N − 1 times in the forward pass, and again with their gradients in backward, while it
+    computes; `ulysses` exchanges queries, keys, values and output once, which waits, but is 1/N of them per rank. All
+    gradients are summed over cp. Attention written out: keys and values of the whole sequence and a rank's rows of the
+    square of scores, in memory; a gather of each, which waits.
+
+Choose when
+    Sequences are so long that the activations of one sample do not fit, or one sample takes too long.
+
+Avoid when
+    The batch has enough samples for all devices and one fits: `dp` and `fsdp` communicate less. Layers are recurrent: every
+    rank runs all of the recurrence. For long sequences torch's function is the better way to write attention.
+
+How it stays exact
+    A stretch's rows are the whole's: the check compares them, queries, keys, values and outputs. Partial attentions are
+    put together by their log-sum-exps. Dropout draws the numbers that its rows have in the whole sequence. What the loss
+    gets is the whole output, so labels shifted by one see over the cut. Every rank's gradients are a share of the sum over
+    cp: of stretches its own, of the whole zero elsewhere.
+
+Paper
+    Liu et al. 2023, Ring Attention (ICLR 2024); Jacobs et al. 2023, DeepSpeed Ulysses; Brandon et al. 2023, Striped
+    Attention, for the balance; Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2, for gathered keys and values.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from torch import nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.parallel import recompute
+from plait.parallel.context.attention import around, check_heads, exchanged
+from plait.parallel.context.check import proved, restored
+from plait.parallel.context.find import find
+from plait.parallel.context.messages import overhear, total
+from plait.parallel.context.opened_unit import Layout, worth
+from plait.parallel.context.runtime import Stretching
+from plait.parallel.context.sequence_shard import Held, Stretch
+from plait.parallel.context.sequences import SAMPLES, Course
+from plait.parallel.precision import forward_format, trained_format
+from plait.parallel.strategy import Charge, Role
+from plait.parallel.tensor.messages import Toll
+from plait.parallel.tensor.wiring import wire
+from plait.randomness.sub_block import Axis, Share
+from plait.tensors.collectives import Absent
+from plait.tensors.rows import Rows
+
+AXIS = "cp"
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.cp > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    whys = {
+        "processes=one": "" if plan.processes != "one" else "stretches are of processes, not of threads",
+        "compile=true": ""
+        if not plan.compile
+        else "attention is taken over while the model runs, and a graph does not see it",
+    }
+    for key, why in whys.items():
+        if why:
+            yield Problem("P041", f"cp={plan.cp} does not work with {key}", why=why, fix=(f'--plan "cp={plan.cp}"',))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    return ()
+
+
+def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
+    """The sketch with the course of the model: found and proved on all of it, before anything of it is taken away.
+
+    `batch(n)`: inputs and targets of n samples.
+    """
+    plan, sketch = built.plan, built.sketch
+
+    def run(model: nn.Module, given: Any) -> Any:
+        from plait.engine.build import call
+
+        with trained_format(plan, built.cast, built.device.type, model):
+            return call(model, given)
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        with forward_format(plan, built.cast, built.device.type):
+            return built.job.loss(outputs, targets)
+
+    course = find(built.model, batch(SAMPLES)[0], run, sketch)
+    course = proved(built.model, batch(1)[0], run, course, (layout(plan), plan.cp), plan.context == "ulysses")
+    if not any(made.sees for made in course.calls):
+        worth(course, sketch)
+    with ExitStack() as stack:
+        model = built.model
+        if plan.tp > 1:
+            model = copy.deepcopy(model)
+            wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
+        stack.enter_context(restored(model))
+        stretching = Stretching(model, course, plan.cp)
+        stretching.wrap()
+        course = overhear(model, batch, run, loss, stretching, layout(plan))
+    for talk in course.talks if plan.context == "ulysses" else ():
+        check_heads(talk.heads[0], plan.cp, plan.tp)
+    if plan.pp > 1:
+        _check_stages(plan, sketch, course)
+    return replace(sketch, course=course)
+
+
+def _check_stages(plan: Plan, sketch: Sketch, course: Course) -> None:
+    """P041 when it is not one stage alone that communicates something."""
+    times = Counter(call.unit for call in sketch.calls)
+    why = ""
+    for talk in course.talks:
+        if not talk.unit:
+            why = "code between units gathers the sequence, and several stages run that code"
+        elif times[talk.unit] > 1:
+            why = f"unit {talk.unit} is called {times[talk.unit]} times, perhaps by several stages"
+    if why or len(course.calls) != len(sketch.calls):
+        what = f"cp={plan.cp} does not work with pp={plan.pp} for this model"
+        raise PlaitError(Problem("P041", what, why=why or "its course varies", fix=(f'--plan "cp={plan.cp}"',)))
+
+
+def apply(built: Any) -> None:
+    plan, group, course = built.plan, built.groups["cp"], built.sketch.course
+    stretching = Stretching(built.model, course, plan.cp)
+    stretching.answer = (around if plan.context == "ring" else exchanged)(lambda: built.randomness)
+    stretching.hold = lambda length: Held(layout(plan)(length, plan.cp), group, group.rank())
+    stretching.wrap()
+    drawn = frozenset(course.draws)
+
+    def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
+        x, number = built.randomness.whose, course.draws.get((place, dim), -1)
+        if isinstance(x, Stretch):
+            return x.held.axis(local) if dim == x.cut else None
+        now = stretching.held.get(number)
+        if now is None or (whole and local * course.lengths[number] == whole * now.cut.length):  # drawn for all rows
+            return None
+        return Share(now.cut, now.rank, drawn)(place, dim, whole, local)
+
+    built.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
+    built.prepared.append(lambda _: stretching.install())
+
+
+def layout(plan: Plan) -> Layout:
+    """How a sequence is cut: for a ring so that causal work is equal."""
+    return Rows.zigzag if plan.context == "ring" else Rows.even
+
+
+def share(plan: Plan, sketch: Sketch, rank: int, toll: Toll) -> Fraction:
+    """How much a rank sends of what it would send of whole sequences."""
+    return part(plan, sketch, rank, toll.module, toll.shape)
+
+
+def part(plan: Plan, sketch: Sketch, rank: int, module: str, shape: Sequence[int] = ()) -> Fraction:
+    """How much of a sequence a rank computes in a module: of the one that a tensor of this shape has, if it is given."""
+    course: Course | None = sketch.course
+    number = None if course is None else course.on(module)
+    if course is None or number is None or course.gathered(module):
+        return Fraction(1)
+    own = course.lengths[number]
+    length = next((n for n in (own, *course.lengths) if not shape or shape.count(n) == 1), None)
+    if length is None and shape[-1] == 0 and any(n and n % own == 0 for n in shape):
+        length = own
+    return Fraction(1) if length is None else Fraction(_mine(plan, rank, length), length)
+
+
+def rows(plan: Plan, sketch: Sketch, rank: int) -> list[int]:
+    """Rows of each sequence that a rank computes."""
+    return [_mine(plan, rank, length) for length in sketch.course.lengths]
+
+
+def _mine(plan: Plan, rank: int, length: int) -> int:
+    return layout(plan)(length, plan.cp).sizes[plan.at(rank)["cp"]]
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    """The messages of attention, and of what is gathered between units and for the loss. Sequences are as sketched."""
+    course = sketch.course
+    if course is None:
+        return
+    rank, cut = plan.at(role.rank)["cp"], lambda length: layout(plan)(length, plan.cp)
+    twice = lambda unit: recompute.again(plan, sketch, unit)  # noqa: E731
+    here = {unit.name for unit in sketch.units} | {""}
+    asked = course.asked if role.layout is None or role.layout.owner[-1] == role.index(plan) else ()
+    course = replace(course, talks=tuple(talk for talk in course.talks if talk.unit in here), asked=asked)
+    found = total(course, cut, rank, (plan.context, list(role.samples)), twice, direct=role.direct)
+    for op in dict.fromkeys(op for op, _ in found):
+        how = f"keys and values in a ring of {plan.cp}" if plan.context == "ring" else f"heads for rows among {plan.cp}"
+        how = how if any(talk.kind == "attention" for talk in course.talks) else f"rows gathered from {plan.cp} ranks"
+        yield Charge("traffic", "cp", op, found[op, "calls"], found[op, "bytes"], how)

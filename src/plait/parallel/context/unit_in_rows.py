@@ -1,0 +1,109 @@
+"""A unit run on some rows of its sequences: its arguments cut, its rows posing as the whole where its code counts positions."""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.parallel.context.sequence_shard import Held, Stretch
+from plait.parallel.context.sequences import At, Call, seeds
+from plait.tensors import multihead
+from plait.tensors.torch_private import BatchNormBase, named_leaves, tree_map_only, tree_unflatten
+
+
+def widened(module: nn.Module) -> nn.Module:
+    """A copy in float64 that draws nothing, its attention visible. Batch norms go on taking statistics of what they are given."""
+    made = copy.deepcopy(module).double().eval()
+    for name, inner in module.named_modules():
+        if isinstance(inner, BatchNormBase) and inner.training:
+            made.get_submodule(name).train()
+    seeds(made)
+    show(made)
+    return made
+
+
+def show(module: nn.Module) -> None:
+    """Let torch's own attention module call `scaled_dot_product_attention` where it can be seen."""
+    for inner in module.modules():
+        if isinstance(inner, nn.MultiheadAttention) and type(inner).forward is nn.MultiheadAttention.forward:
+            inner.forward = partial(multihead.forward, inner)  # pyrefly: ignore
+
+
+Besides = dict[str, tuple[int, Held]]
+"""Of what a unit returns in rows though no run of the model showed that it has one dim of a sequence (weights of attention
+have two): by its path, the dim and the rows."""
+
+
+def posed(
+    forward: Callable[..., Any], args: Any, kwargs: Any, call: Call, held: Mapping[int, Held], besides: Besides
+) -> Any:
+    """What a unit returns, run on this rank's rows: as they are, or under the shape of the whole."""
+    if not call.poses:
+        return forward(*args, **kwargs)
+
+    def whole(path: str, leaf: Any) -> Any:
+        dim, number = (0, None) if path in call.left else call.given.get(path, (0, None))
+        mine = None if number is None or not isinstance(leaf, Tensor) else held.get(number)
+        return Stretch.of(leaf, dim, mine, True) if mine is not None and leaf.shape[dim] == mine.size else leaf
+
+    def rows(path: str, leaf: Any) -> Any:
+        at = call.returned.get(path)
+        if not isinstance(leaf, Stretch):
+            return rows_of(leaf, at, held) if isinstance(leaf, Tensor) else leaf
+        if at is None and leaf.times == 1:
+            besides[path] = leaf.cut, leaf.held
+            return leaf.local
+        return leaf.local if at is not None and at[0] == leaf.cut else rows_of(leaf.whole(), at, held)
+
+    args, kwargs = each(whole, (args, kwargs))
+    return each(rows, forward(*args, **kwargs))
+
+
+def each(make: Callable[[str, Any], Any], tree: Any) -> Any:
+    """A tree with its leaves made again from their paths and what they are."""
+    flat, spec = named_leaves(tree)
+    return tree_unflatten([make(path, leaf) for path, leaf in flat], spec)
+
+
+def rows_of(whole: Tensor, at: At | None, held: Mapping[int, Held]) -> Tensor:
+    """The rows that are held of the sequence that a dim is."""
+    return whole if at is None or at[1] not in held else held[at[1]].take(whole, at[0])
+
+
+def taken_of(whole: Tensor, path: str, call: Call, held: Mapping[int, Held], besides: Besides) -> Tensor:
+    """Of something that a unit returns on all rows, what it returns on some."""
+    if path in besides:
+        dim, mine = besides[path]
+        return mine.take(whole, dim)
+    return rows_of(whole, call.returned.get(path), held)
+
+
+def cut_arguments(given: Any, call: Call, held: Mapping[int, Held]) -> Any:
+    """(args, kwargs) with this rank's rows of what is cut."""
+
+    def one(path: str, leaf: Any) -> Any:
+        at = None if path in call.left else call.given.get(path)
+        return rows_of(leaf, at, held) if isinstance(leaf, Tensor) else leaf
+
+    return each(one, given)
+
+
+def lengths_of(made: Call, given: Any) -> dict[int, int]:
+    """Sequence -> its length, of all that a unit is given something of."""
+    named = {path: leaf for path, leaf in named_leaves(given)[0] if isinstance(leaf, Tensor)}
+    return {number: named[path].shape[dim] for path, (dim, number) in made.given.items() if path in named}
+
+
+def copied(tree: Any) -> Any:
+    """Its tensors cloned: a unit may write into them."""
+    return tree_map_only(Tensor, torch.clone, tree)
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float64, if it has numbers with a point."""
+    if t.is_complex():
+        return t.to(torch.complex128)
+    return t.double() if t.is_floating_point() else t

@@ -1,0 +1,159 @@
+"""Batch normalisation over all ranks: the statistics of the global batch, not of each rank's share.
+
+What it does
+    A layer that normalises over the batch computes another thing when it sees a share of it. Under `dp` the user's
+    batch-norm modules get their training statistics from all ranks. Their class is replaced in place, so names,
+    parameters and buffers stay. (torch's own `SyncBatchNorm` runs on GPUs only.)
+
+Costs
+    Traffic: one gather of 2 C + 1 numbers per layer of C channels in forward and one sum of 2 C in backward, each of
+    them waited for: many small layers feel it.
+
+Choose when
+    It is not chosen: a `dp` plan needs it to be the same training.
+
+Avoid when
+    The network can use group or layer normalisation instead, which see one sample at a time.
+
+How it stays exact
+    Ranks exchange (mean, sum of squared deviations, count) and merge them, which loses no digits where E[x²] − mean²
+    would. A rank whose share of a short batch is empty takes part with a count of zero. Under `compile` the exchange is
+    part of the graph, which keeps the order of such operators, so that a model with many layers stays one graph.
+
+Paper
+    Ioffe and Szegedy 2015, Batch Normalization (ICML); Chan, Golub and LeVeque 1983, Algorithms for Computing the
+    Sample Variance, for the merge.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.parallel.recompute import again
+from plait.parallel.strategy import Charge
+from plait.tensors.torch_private import BatchNormBase, all_gather_tensor, all_reduce, check_dims
+
+
+def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
+    """Make the named batch-norm modules compute their training statistics over `group`."""
+    for name in names:
+        module = model.get_submodule(name)
+        kind = type(module)
+        module.__class__ = type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
+        module.__dict__["_group"] = group
+
+
+def price(name: str, sketch: Sketch, plan: Plan) -> Iterable[Charge]:
+    """Per forward pass: (mean, squares, count) gathered; per backward: two numbers per channel summed."""
+    channels, dtype = sketch.channels[name]
+    m = plan.microbatches
+    passes = m * (1 + again(plan, sketch, name))
+    size = passes * (2 * channels + 1) * dtype.itemsize
+    yield Charge("traffic", "dp", "allgather_", passes, size, f"statistics of {name}")
+    yield Charge("traffic", "dp", "allreduce_", m, m * 2 * channels * dtype.itemsize, f"their gradient in {name}")
+
+
+@dataclass(frozen=True)
+class Pretended:
+    """A group of so many ranks that are not there: each is taken to have what this one has (`planner/dryrun/rehearsal.py`)."""
+
+    ranks: int
+
+
+class _Synchronised(BatchNormBase):
+    _group: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training or self.running_mean is None):
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        check_dims(self, input)
+        out, mean, var, count = _BatchStatistics.apply(input, self.weight, self.bias, self.eps, self._group)
+        if self.training and self.track_running_stats and self.running_mean is not None:
+            assert self.num_batches_tracked is not None and self.running_var is not None
+            self.num_batches_tracked.add_(1)
+            with torch.no_grad():
+                unbiased = var * (count / (count - 1))
+                for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                    if self.momentum is None:
+                        running.lerp_(new.to(running.dtype), self.num_batches_tracked.to(running.dtype).reciprocal())
+                    else:
+                        running.lerp_(new.to(running.dtype), self.momentum)
+        return out
+
+
+class _BatchStatistics(torch.autograd.Function):
+    """(x - mean) / sqrt(var + eps) * weight + bias with mean and var over all ranks. x: [batch, channels, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any):
+        dims = [d for d in range(x.dim()) if d != 1]
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        count = x.numel() // x.shape[1]
+        if count:
+            var, mean = torch.var_mean(wide, dims, correction=0)
+        else:
+            var = mean = wide.new_zeros(x.shape[1])
+        mine = torch.cat([mean, var * count, mean.new_tensor([count])])
+        mean, squares, total = _merge(_everyone(mine, group), x.shape[1])
+        if not (torch.compiler.is_compiling() or isinstance(group, Pretended)) and int(total) == 1:
+            raise ValueError("Expected more than 1 value per channel when training, over all ranks")
+        var = squares / total
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        inverse = torch.rsqrt(var + eps)
+        normal = (wide - mean.view(shape)) * inverse.view(shape)
+        ctx.save_for_backward(normal, weight, inverse)
+        ctx.group, ctx.dims, ctx.total, ctx.shape = group, dims, total, shape
+        ctx.mark_non_differentiable(mean, var, total)
+        out = normal if weight is None else normal * weight.view(shape)
+        out = out if bias is None else out + bias.view(shape)
+        return out.to(x.dtype), mean, var, total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any):
+        normal, weight, inverse = ctx.saved_tensors
+        grad = upstream[0].to(normal.dtype)
+        sum_grad, sum_product = grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)
+        both = torch.cat([sum_grad, sum_product])
+        if torch.compiler.is_compiling():
+            both = all_reduce(both, "sum", ctx.group)
+        elif not isinstance(ctx.group, Pretended):
+            dist.all_reduce(both, group=ctx.group)
+        all_grad, all_product = both.chunk(2)
+        scale = inverse if weight is None else inverse * weight
+        centred = grad - (all_grad / ctx.total).view(ctx.shape) - normal * (all_product / ctx.total).view(ctx.shape)
+        grad_x = (centred * scale.view(ctx.shape)).to(upstream[0].dtype)
+        return (
+            grad_x,
+            sum_product if weight is not None else None,
+            sum_grad if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+        )
+
+
+def _everyone(mine: Tensor, group: Any) -> Tensor:
+    """The rows of all ranks: [ranks, 2 * channels + 1]."""
+    if isinstance(group, Pretended):
+        return torch.stack([mine] * group.ranks)
+    if torch.compiler.is_compiling():
+        return all_gather_tensor(mine[None], 0, group)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone)
+
+
+def _merge(rows: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, sum of squared deviations, count) of the union. rows: [ranks, 2 * channels + 1]."""
+    means, squares, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, -1:]
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    return mean, squares.sum(0) + ((means - mean).square() * counts).sum(0), total

@@ -1,0 +1,185 @@
+"""Gradients of several ranks summed in buckets, inside the last backward of a step (see `parallel/data/strategy.py`)."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 8 << 20
+"""Bytes of gradients per all-reduce; docs/log.md has the measurements behind it."""
+
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and format of a parameter."""
+
+
+def fill(specs: list[Spec], apart: Container[int] = ()) -> list[list[int]]:
+    """Indices of parameters per bucket: in reverse order (as backward finishes them), one dtype per bucket.
+
+    Those `apart` have buckets of their own. A parameter that several ranks of `tp` hold whole is summed by each of them
+    with its own copies; the sums are the same bits only if the buckets are alike, since a sum over three ranks and more
+    is made in an order that depends on the place in the bucket. So slices that are larger on some ranks must not lie in it.
+    """
+    buckets: list[list[int]] = []
+    size: dict[tuple[torch.dtype, bool], int] = {}
+    open_bucket: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i in reversed(range(len(specs))):
+        shape, dtype = specs[i]
+        kind = dtype, i in apart
+        if kind not in open_bucket or size[kind] >= BUCKET_BYTES:
+            open_bucket[kind] = []
+            size[kind] = 0
+            buckets.append(open_bucket[kind])
+        open_bucket[kind].append(i)
+        size[kind] += numel(shape) * dtype.itemsize
+    return buckets
+
+
+def tail_of(specs: list[Spec], rider: int, apart: Container[int] = ()) -> int:
+    """Elements the rider takes in the last bucket: 0 when its format cannot hold it, or there is none."""
+    last = specs[fill(specs, apart)[-1][0]][1] if specs else None
+    return rider if last in (torch.float32, torch.float64) else 0
+
+
+def numel(shape: Iterable[int]) -> int:
+    """Elements of a tensor of that shape."""
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+def laid(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A row of numbers in the shape of a parameter, and in memory in its order: autograd adds gradients up in it."""
+    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+
+
+class _Bucket:
+    """Gradients of some parameters in one flat tensor, one flag per parameter (did this rank use it?), and a tail."""
+
+    def __init__(self, parameters: list[nn.Parameter], tail: int):
+        self.parameters = parameters
+        total = sum(p.numel() for p in parameters)
+        like = parameters[0]
+        self.flat = torch.zeros(total + len(parameters) + tail, dtype=like.dtype, device=like.device)
+        self.flags = self.flat[total : total + len(parameters)]
+        self.tail = self.flat[total + len(parameters) :]
+        pieces = self.flat[:total].split([p.numel() for p in parameters])
+        self.views = [laid(piece, p) for piece, p in zip(pieces, parameters)]
+        self.waiting = len(parameters)
+        self.work: Any = None
+
+
+class Reducer:
+    """Sums the gradients of all ranks of `group` inside the backward that follows `arm`, and a row of numbers with them.
+
+    The row (the "rider") travels in the tail of the last bucket: a collective of its own would cost as much as a small
+    model's gradients. A bucket of 16-bit parameters cannot hold it; there it goes alone.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: Any, rider: int, apart: Container[int] = ()):
+        self.group = group
+        specs = [(tuple(p.shape), p.dtype) for p in parameters]
+        order, tail = fill(specs, apart), tail_of(specs, rider, apart)
+        self.idle = False
+        """Whatever this rank computes in this step is not counted: it used no parameter."""
+        self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]
+        self.armed = False
+        self.next = 0
+        self.rider: Tensor = torch.zeros(0)
+        self.alone: Any = None
+        for bucket in self.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._ready(bucket, i))
+
+    def _ready(self, bucket: _Bucket, i: int):
+        view = bucket.views[i]
+
+        def ready(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not view and gradient is not None:
+                view.copy_(gradient)
+                parameter.grad = view
+            if self.armed:
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    self._launch(complete=False)
+
+        return ready
+
+    def settle(self) -> None:
+        """Sum what the gradients are now, without a rider: when several backward passes end a step."""
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.parameters)
+            for view, parameter in zip(bucket.views, bucket.parameters):
+                if parameter.grad is not None and parameter.grad is not view:
+                    parameter.grad = view.copy_(parameter.grad)
+        self.next = 0
+        self._launch(complete=True)
+        self._wait()
+
+    def before(self, last: bool) -> None:
+        """Before a micro-batch's forward pass: nothing to prepare."""
+
+    def after(self) -> None:
+        """After a backward that does not end the step: gradients have added up in place."""
+
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """The norm of the summed gradients, which every rank holds whole."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def arm(self, rider: Tensor | None) -> None:
+        """The next backward is the last of the step: start each bucket's sum as soon as it is full. None: no rider."""
+        self.armed, self.next, self.alone = True, 0, None
+        self.rider = torch.zeros(0) if rider is None else rider
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.parameters)
+        tail = self.buckets[-1].tail
+        if tail.numel() and rider is not None:
+            tail.copy_(rider)
+        elif rider is not None:
+            self.alone = dist.all_reduce(rider, group=self.group, async_op=True)
+
+    def _launch(self, complete: bool) -> None:
+        while self.next < len(self.buckets):
+            bucket = self.buckets[self.next]
+            if bucket.waiting and not complete:
+                return
+            self._flag(bucket)
+            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            self.next += 1
+
+    def _flag(self, bucket: _Bucket) -> None:
+        bucket.flags.fill_(0.0 if self.idle else 1.0)
+        if bucket.waiting == 0:
+            return
+        for i, parameter in enumerate(bucket.parameters):
+            if parameter.grad is None:  # unused here; others may have used it
+                bucket.views[i].zero_()
+                bucket.flags[i] = 0.0
+
+    def finish(self) -> Tensor:
+        """Start what is left, wait for all sums, give every parameter used anywhere its gradient; the summed rider."""
+        self.armed = False
+        self._launch(complete=True)
+        self._wait()
+        tail = self.buckets[-1].tail
+        if self.alone is not None:
+            self.alone.wait()
+            return self.rider
+        return tail.double()
+
+    def _wait(self) -> None:
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.work = None
+            if bucket.waiting or self.idle:
+                self._give(bucket)
+
+    def _give(self, bucket: _Bucket) -> None:
+        missing = [i for i, p in enumerate(bucket.parameters) if p.grad is None or self.idle]
+        used = bucket.flags.tolist() if missing else []
+        for i in missing:
+            bucket.parameters[i].grad = bucket.views[i] if used[i] > 0 else None

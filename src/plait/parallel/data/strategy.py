@@ -1,0 +1,113 @@
+"""Data parallelism (dp): every device holds the whole model and computes a share of the batch.
+
+What it does
+    Each process runs the model on its own samples. The gradient of a sum is the sum of the gradients, so adding the
+    processes' gradients gives the gradient of the whole batch, and every copy takes the same optimizer step. The
+    gradients travel in buckets: as soon as the last micro-batch's backward has filled a bucket, its all-reduce
+    starts while backward goes on with the layers before it.
+
+Picture
+    rank 0   forward ──► backward ▓▓▓▓▓▓▓▓ ─► step        ▓ backward, bucket by bucket
+    rank 1   forward ──► backward ▓▓▓▓▓▓▓▓ ─► step
+    links                         └►░░└►░░└►░░            ░ all-reduce of a finished bucket
+
+Costs
+    Memory: nothing is saved, every device holds parameters, gradients and optimizer state. Traffic: one all-reduce
+    of the gradients per step (2 (N − 1) / N times their bytes per device in a ring), hidden behind backward but for
+    the last bucket.
+
+Choose when
+    The model, its gradients and its optimizer state fit on one device and the batch has a sample for each.
+
+Avoid when
+    They do not fit, or the share of a device is so small that the all-reduce is longer than backward.
+
+How it stays exact
+    Each micro-batch's loss is scaled by its own weight over the weight of the *global* batch before backward, and
+    buckets are summed, never averaged: unequal shares need no care. A bucket carries one flag per parameter, so a
+    parameter that no rank used keeps no gradient, as on one device, and one that some ranks used gets the sum.
+    Buckets start in a fixed order, so conditional branches cannot mix them up. A rank without a sample in a short
+    batch adds zeros. Batch normalisation computes its statistics over all ranks (`parallel/data/batch_norm.py`).
+
+Paper
+    Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB), for the buckets.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from plait.config.errors import Problem
+from plait.config.plan import Plan
+from plait.model.mutations import apart
+from plait.model.sketch import Sketch
+from plait.parallel.data import batch_norm as batchnorm
+from plait.parallel.data.buckets import Reducer, fill, numel, tail_of
+from plait.parallel.strategy import Charge, Role, held
+
+AXIS = "dp"
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.dp * plan.cp > 1 and plan.fsdp == 1 and plan.processes != "one"
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    if plan.shares > batch:
+        yield Problem(
+            "P012",
+            f"global batch {batch} does not split over dp={plan.dp}",
+            why=f"{plan.dp} ranks, {batch} samples: {plan.dp - batch} ranks would never have one",
+            fix=(f'--plan "dp={batch}"', f"--batch {plan.dp}"),
+        )
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    for name in sketch.batch_coupled:
+        yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over dp={plan.dp}"
+    yield from apart(sketch, plan.dp * plan.cp)
+
+
+def apply(built: Any) -> None:
+    batchnorm.synchronise(built.model, built.sketch.batch_norms, built.peers)
+    built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting or built.sketch.rewritten else ""
+    rider = 0 if built.plan.across else rider_of(built.plan)
+    own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
+    built.reducer = Reducer(list(own.values()), built.copies, rider, _apart(own, built.sketch))
+
+
+def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
+    """Places of the parameters whose slices are larger on some ranks than on others."""
+    uneven = {cut.parameter for cut in sketch.cuts if len({sum(n for _, n in held) for held in cut.ranges}) > 1}
+    return {i for i, name in enumerate(names) if name in uneven}
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    """One all-reduce per bucket (its gradients and one flag per parameter), and what travels beside them."""
+    specs = [(shape, dtype) for _, shape, dtype in sketch.parameters]
+    apart = _apart((name for name, _, _ in sketch.parameters), sketch)
+    buckets = fill(specs, apart)
+    total = sum(
+        sum(numel(specs[i][0]) for i in b) * specs[b[0]][1].itemsize + len(b) * specs[b[0]][1].itemsize for b in buckets
+    )
+    rider = 0 if plan.across else rider_of(plan)  # ranks that differ sum a row of their own
+    tail = tail_of(specs, rider, apart)
+    total += tail * specs[buckets[-1][0]][1].itemsize if tail else 0
+    yield Charge(
+        "traffic", "dp", "allreduce_", len(buckets), total, "sum of the gradients, and the rider in the last bucket"
+    )
+    if rider > tail:
+        yield Charge(
+            "traffic", "dp", "allreduce_", 1, 8 * rider, "the rider: loss, wish to stop, each rank's samples and time"
+        )
+    if role.weighted and plan.ranks > 1:
+        yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
+    yield held("gradients", total, "in buckets, with a flag for each")
+    for name in sketch.batch_norms:
+        yield from batchnorm.price(name, sketch, plan)
+
+
+def rider_of(plan: Plan) -> int:
+    """Numbers all ranks must know after a step: loss, wish to stop, how a save goes, samples and busy time of each share
+    of the batch, each rank's time waiting for data."""
+    return 3 + 2 * plan.ranks + plan.world

@@ -1,0 +1,234 @@
+"""Layers whose experts are elsewhere: what runs instead of their own forward (see `parallel/expert/strategy.py`).
+
+`Stacked`: a module that holds its experts in parameters [experts, …] and is told for each token which it goes to. The
+rows of tokens travel; the owner runs the module's own forward with its share of the experts.
+
+`Listed`: a layer that holds a list of expert modules and calls them in code of its own, whatever that is. The code is
+run twice. The first time each expert only notes what it is given and returns zeros; what was noted travels to the
+experts and comes back; the second time each call returns the expert's result. This is the same function as long as what
+an expert is given does not depend on what another returns, and rows do not depend on each other inside an expert; both
+are checked before (`parallel/expert/find.py`).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.losses.global_batch import Sharers
+from plait.parallel.expert.dispatch import Serve, Way, through, tied
+from plait.tensors.torch_private import leaves, own_buffers, tree_leaves, tree_map_only
+
+Through = Callable[[Tensor, list[int | None], Serve], Tensor]
+"""What takes rows to the experts and back: `travelling`, or `at_home` where all experts are here."""
+
+
+def travelling(way: Way) -> Through:
+    """Rows travel to the ranks of the group."""
+    return lambda rows, counts, serve: through(rows, counts, way, serve)
+
+
+def at_home(rows: Tensor, counts: list[int | None], serve: Serve) -> Tensor:
+    """All experts are here."""
+    return serve(rows, counts)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module as it is now."""
+    replaced = module.__dict__.get("forward")
+    return replaced if replaced is not None else type(module).forward.__get__(module)
+
+
+class Stacked:
+    """The forward of a module with stacked experts, of which this rank has `mine`."""
+
+    def __init__(self, module: nn.Module, experts: int, through: Through, sharers: Sharers):
+        self.own, self.experts, self.through, self.sharers = own_forward(module), experts, through, sharers
+        self.names = [n for n in inspect.signature(type(module).forward).parameters if n != "self"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(self.names, args)) | kwargs
+        name, index, weight = roles(given)
+        hidden, chosen, weights = given[name], given[index], given[weight]
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        order = order[(flat[order] >= 0) & (flat[order] < self.experts)]  # a token may be sent nowhere
+        order = order[:0] if self.sharers.idle else order
+        counts: list[int | None] = [*flat[order].bincount(minlength=self.experts).tolist()]
+        token = order // chosen.shape[1]
+
+        def serve(rows: Tensor, totals: list[int | None]) -> Tensor:
+            return self._serve(
+                rows, [n or 0 for n in totals], lambda r, e: given | {name: r, index: e, weight: ones(r)}, len(args)
+            )
+
+        def ones(rows: Tensor) -> Tensor:
+            return torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
+
+        result = self.through(hidden.index_select(0, token), counts, serve)
+        result = (result * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(result.dtype)
+        return result.new_zeros(len(hidden), *result.shape[1:]).index_add_(0, token, result)
+
+    def _serve(
+        self, rows: Tensor, totals: list[int], arguments: Callable[[Tensor, Tensor], dict[str, Tensor]], places: int
+    ) -> Tensor:
+        """Without a row, one of no meaning is computed and dropped: stacked parameters have a gradient on every rank."""
+        count = len(rows)
+        if not count:
+            row = torch.linspace(-1.0, 1.0, rows.shape[1], dtype=rows.dtype, device=rows.device)
+            rows, totals = torch.cat([rows, row.unsqueeze(0)]), [1] + [0] * (len(totals) - 1)
+        experts = torch.arange(len(totals)).repeat_interleave(torch.tensor(totals)).unsqueeze(1).to(rows.device)
+        return spelled(self.own, arguments(rows, experts), places)[:count]
+
+
+def spelled(forward: Callable[..., Tensor], given: dict[str, Tensor], places: int) -> Tensor:
+    """Call as the model does: the first `places` arguments by place, since a decorated forward may know them by other names."""
+    values = list(given.values())
+    return forward(*values[:places], **dict(list(given.items())[places:]))
+
+
+def roles(given: dict[str, Any]) -> tuple[str, str, str]:
+    """Which arguments are the tokens [tokens, width], the chosen experts and their weights [tokens, choices].
+
+    KeyError when they are not those.
+    """
+    tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+    whole = [n for n, t in tensors.items() if not t.is_floating_point() and t.dim() == 2]
+    real = [n for n, t in tensors.items() if t.is_floating_point() and t.dim() == 2]
+    if len(given) != 3 or len(whole) != 1 or len(real) != 2:
+        raise KeyError("hidden, index, weights")
+    shape = tensors[whole[0]].shape
+    weight = next((n for n in reversed(real) if tensors[n].shape == shape), None)
+    hidden = next(n for n in real if n != weight)
+    if weight is None or tensors[hidden].shape[0] != shape[0]:
+        raise KeyError("hidden, index, weights")
+    return hidden, whole[0], weight
+
+
+class Expert:
+    """The forward of an expert: its own, unless its layer is noting what it is given, or giving what came back."""
+
+    def __init__(self, module: nn.Module, number: int):
+        self.own, self.number = own_forward(module), number
+        self.ask: Callable[[int, Tensor], Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.ask is None:
+            return self.own(*args, **kwargs)
+        rows = [*args, *kwargs.values()]
+        if len(rows) != 1 or not isinstance(rows[0], Tensor):
+            raise TypeError("an expert is given something else than one tensor of rows")
+        flat = rows[0].reshape(-1, rows[0].shape[-1])
+        result = self.ask(self.number, flat)
+        return result.reshape(*rows[0].shape[:-1], *result.shape[1:])
+
+
+class Listed:
+    """The forward of a layer with a list of experts, of which this rank has `mine`."""
+
+    def __init__(self, layer: nn.Module, experts: list[nn.Module], mine: range, through: Through, sharers: Sharers):
+        self.layer, self.own, self.modules, self.mine = layer, own_forward(layer), experts, mine
+        self.through, self.sharers = through, sharers
+        self.experts = [Expert(module, number) for number, module in enumerate(experts)]
+        inside = {id(m) for module in experts for m in module.modules()}
+        self.around = [m for m in layer.modules() if id(m) not in inside]
+        self.width = 0
+        """Numbers in a row, as last seen."""
+        self.again: Callable[[], Callable[[], None]] = lambda: lambda: None
+        """Notes where the random numbers are, and returns what goes back there."""
+        for module, expert in zip(experts, self.experts):
+            module.forward = expert
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, empty = self._first(args, kwargs)
+        sharers = self.sharers
+        order = [] if sharers.idle else sorted(range(len(given)), key=lambda k: given[k][0])
+        counts: list[int | None] = [None] * len(self.experts)
+        for k in order:
+            counts[given[k][0]] = (counts[given[k][0]] or 0) + len(given[k][1])
+        floats = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+        rows = torch.cat([given[k][1] for k in order]) if order else tied(empty, *floats)
+        whole = self.through(rows, counts, lambda r, totals: self._serve(r, totals, empty))
+        results, at = dict[int, Tensor](), 0
+        for k in order:  # not `split`: the code may write to what an expert returns
+            results[k], at = whole.narrow(0, at, len(given[k][1])), at + len(given[k][1])
+        nothing = lambda k: whole.new_zeros(len(given[k][1]), *whole.shape[1:])  # noqa: E731
+        output = self._second(args, kwargs, given, lambda k: results[k] if k in results else nothing(k))
+        leaves(output)  # a dataclass that torch's trees have not met is one leaf to them
+        return tree_map_only(Tensor, lambda t: tied(t, whole) if t.is_floating_point() else t, output)
+
+    def _first(self, args: Any, kwargs: Any) -> tuple[list[tuple[int, Tensor]], Tensor]:
+        """What each call of an expert is given: (its number, rows), in order; and a tensor like them without rows."""
+        given: list[tuple[int, Tensor]] = []
+        like = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point())
+        probe = self._serve_one(like.new_zeros(0, self.width))
+
+        def note(number: int, rows: Tensor) -> Tensor:
+            given.append((number, rows))
+            return probe.new_zeros(len(rows), *probe.shape[1:])
+
+        back, kept = self.again(), [(m, dict(m.__dict__), dict(own_buffers(m))) for m in self.around]
+        for module, _, buffers in kept:
+            own_buffers(module).update({n: None if b is None else b.clone() for n, b in buffers.items()})
+        try:
+            with self._asking(note):
+                self.own(*tree_map_only(Tensor, torch.clone, args), **tree_map_only(Tensor, torch.clone, kwargs))
+        finally:
+            back()
+            for module, attributes, buffers in kept:
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+                own_buffers(module).update(buffers)
+        for _, rows in given:
+            if rows.dtype != like.dtype or rows.shape[1] != self.width:
+                told = f"{rows.dtype} rows of {rows.shape[1]} numbers where the layer is given {like.dtype} and {self.width}"
+                raise self._refused(f"an expert is given {told}")
+        return given, like.new_zeros(0, self.width)
+
+    def _second(self, args: Any, kwargs: Any, given: list[tuple[int, Tensor]], result: Callable[[int], Tensor]) -> Any:
+        calls = 0
+
+        def give(number: int, rows: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > len(given) or given[calls - 1][0] != number or given[calls - 1][1].shape != rows.shape:
+                raise self._refused("its code took another course when it was run again with the experts' results")
+            return result(calls - 1)
+
+        with self._asking(give):
+            output = self.own(*args, **kwargs)
+        if calls != len(given):
+            raise self._refused("its code took another course when it was run again with the experts' results")
+        return output
+
+    def _serve(self, rows: Tensor, totals: list[int | None], empty: Tensor) -> Tensor:
+        """An expert that nobody called does not run: it has no gradient."""
+        found, at = [self._serve_one(empty)], 0
+        for number, count in zip(self.mine, totals):
+            if count is not None:
+                found.append(self.modules[number](rows.narrow(0, at, count)))
+                at += count
+        return torch.cat(found)
+
+    def _serve_one(self, empty: Tensor) -> Tensor:
+        """What an expert of this rank makes of no rows: its width and number format."""
+        with torch.no_grad():
+            return self.experts[self.mine.start].own(empty)
+
+    @contextmanager
+    def _asking(self, ask: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+        for expert in self.experts:
+            expert.ask = ask
+        try:
+            yield
+        finally:
+            for expert in self.experts:
+                expert.ask = None
+
+    def _refused(self, why: str) -> PlaitError:
+        what = f"the experts of a {type(self.layer).__name__} cannot be called from other ranks"
+        return PlaitError(Problem("P051", what, why=why, fix=("ep=1",)))

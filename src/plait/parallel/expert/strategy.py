@@ -1,0 +1,195 @@
+"""Expert parallelism (ep): N processes with different samples hold 1/N of the experts of every mixture each.
+
+What it does
+    In a mixture of experts a router sends each token to a few of many experts. Most of the model's weights are experts,
+    and each sees a few of the tokens only. Here every process keeps its share of each layer's experts and trains them
+    on the tokens of all: tokens travel to the experts that were chosen for them, and the results travel back
+    (all-to-all, as many rows as the router decided). Everything else of the model is as under `dp` and `fsdp`. `ep`
+    takes no processes of its own: a group is N neighbours among the processes with different samples. Where `fsdp` is
+    larger than that, processes of one `fsdp` group hold the same experts, and shard them between them as `zero` says:
+    with `fsdp=4 ep=2` each of four has half of every tensor of half of the experts.
+    Layers are found by structure and checked in float64 before they are believed (`parallel/expert/find.py`); there are two kinds.
+    *Stacked* experts are parameters [experts, …] of one module that is told where each token goes: its own forward runs
+    with a process's share of the experts, on the rows that arrived. *Listed* experts are modules that a layer calls in
+    code of its own, whatever that is: the code runs twice, first to note what each expert is given, then, when that has
+    travelled and come back, to use what the experts returned. Both are a real all-to-all.
+
+Picture
+    rank 0   tokens ─ router ─┬► experts 0 1 ─┬─ Σ      rows go where their expert is, results come back
+                              ╳               ╳
+    rank 1   tokens ─ router ─┴► experts 2 3 ─┴─ Σ
+
+Costs
+    Memory: parameters, gradients and optimizer state of the experts / N, and / the `fsdp` processes with the same ones.
+    Those gather a layer's experts with the unit it lies in (`parallel/fsdp/strategy.py`). Traffic: each layer exchanges tokens × choices
+    rows there and back, in forward and in backward, and nothing hides it. How many rows leave depends on the data: the
+    price is the number expected, the calls are exact. Time: a process whose experts are popular computes for the others
+    too, so an unbalanced router makes all wait. Listed experts cost the layer's own code (not its experts) twice.
+
+Choose when
+    The experts are most of the model and do not fit beside the activations, or their gradients are most of the traffic.
+
+Avoid when
+    The experts fit, links are slow, or there are few tokens: copies (dp) and shards (fsdp) exchange nothing in forward.
+
+How it stays exact
+    The gradient of an expert is the sum over the tokens of all processes: it arrives with the tokens' gradients, each
+    of which has its weight over the global batch in it, and is divided by nothing. Processes that hold the same experts
+    (there are dp × fsdp / N) add theirs up once: into parts between those that shard them, whole between copies of the
+    same parts. An expert that no token chose has a gradient where one device has one.
+    The norm counts each expert once. A sample that only makes up the number sends no token. Layers whose experts drop
+    tokens when they are full depend on who shares a batch: that is inexact, and named. A balance loss multiplies two
+    means over the batch: `plait.global_mean` gives those of the global batch.
+
+Paper
+    Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformer (JMLR), for the balance loss.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from math import prod
+from typing import Any
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.model.experts import Mixture, cut_stacked, without
+from plait.model.sketch import Sketch
+from plait.parallel import recompute
+from plait.parallel.context import strategy as context
+from plait.parallel.expert.dispatch import Way
+from plait.parallel.expert.layers import Listed, Stacked, travelling
+from plait.parallel.fsdp import expert_shards as expertshards
+from plait.parallel.mesh import experts_of
+from plait.parallel.pipeline.stage import hollow
+from plait.parallel.strategy import Charge, Role
+from plait.randomness.keyed import host_state, restore_host
+from plait.tensors.part import everything
+
+AXIS = "ep"
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.ep > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    whys = {
+        "processes=one": "" if plan.processes != "one" else "experts are shared out to processes, not to threads",
+        "compile=true": ""
+        if not plan.compile
+        else "how many rows travel depends on the data, and a graph has fixed sizes",
+        "offload=all": ""
+        if plan.offload != "all"
+        else "it is fsdp that brings parameters to the device, and it leaves experts",
+    }
+    for key, why in whys.items():
+        if why:
+            yield Problem("P050", f"ep={plan.ep} does not work with {key}", why=why, fix=(f'--plan "ep={plan.ep}"',))
+    if plan.shares % plan.ep:
+        what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
+        why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} neighbours would be incomplete"
+        yield Problem("P050", what, why=why, fix=(f'--plan "ep={plan.shares}"', f'--plan "dp={plan.ep} ep={plan.ep}"'))
+    elif plan.expert_shards > 1 and not expertshards.known():
+        what = f"fsdp={plan.fsdp} ep={plan.ep} needs a torch newer than 2.11"
+        why = f"{plan.expert_shards} ranks of an fsdp group would share experts, on a mesh of their own: torch 2.11 has one mesh"
+        fix = ("pip install 'torch>=2.13'", f'--plan "dp={plan.dp * plan.fsdp} ep={plan.ep}"')
+        yield Problem("H010", what, why=why, fix=fix)
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    for mixture in sketch.mixtures:
+        if mixture.coupled:
+            yield f"experts of {mixture.name} drop tokens when they are full: which ones depends on who shares a batch"
+
+
+def apply(built: Any) -> None:
+    plan, model = built.plan, built.model
+    holders = experts_of(plan, built.place.rank)
+    here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
+    frozen = {name for name, p in built.own.items() if not p.requires_grad}
+    for mixture in here:
+        mine = mixture.mine(plan.ep, holders.sharing.rank())
+        shapes = {name: shape for rows in mixture.parameters for name, shape, _ in rows}
+        (_stacked if mixture.stacked else _listed)(built, mixture, Way(holders.sharing, mixture.experts))
+        held = {name for name, _, _ in mixture.held(mine)}
+        for name in mixture.names:
+            built.own.pop(name)
+        built.own |= {name: p for name, p in model.named_parameters() if name in held}
+        if mixture.stacked:
+            rows = ((mine.start, len(mine)),)
+            built.cuts |= {n: (shapes[n], (rows, *everything(shapes[n][1:]))) for n in held}
+        built.experts |= held
+    whole = [
+        n for n, p in built.own.items() if n in built.experts - frozen and not expertshards.parted(plan, tuple(p.shape))
+    ]
+    if holders.holding.size() > 1 and whole:
+        built.partial.append((tuple(whole), holders.holding))
+    built.apart, alike = holders.apart, holders.copies or holders.holding
+    built.alike = alike if alike.size() > 1 else None
+    built.sketch = without(built.sketch, plan)
+    built.prepared.append(lambda _: setattr(built, "lockstep", built.lockstep or "sample"))
+
+
+def _stacked(built: Any, mixture: Mixture, way: Way) -> None:
+    module = cut_stacked(built.model.get_submodule(mixture.name), mixture, way.mine)
+    module.forward = Stacked(module, mixture.experts, travelling(way), built.sharers)
+
+
+def _listed(built: Any, mixture: Mixture, way: Way) -> None:
+    modules = [built.model.get_submodule(name) for name in mixture.modules]
+    gone = [number for number in range(mixture.experts) if number not in way.mine]
+    hollow(built.model, {name for number in gone for name, _, _ in mixture.parameters[number]}, built.device)
+    built.elsewhere += tuple(mixture.modules[number] for number in gone)
+    layer = built.model.get_submodule(mixture.name)
+    layer.forward = Listed(layer, modules, way.mine, travelling(way), built.sharers)
+    layer.forward.width = mixture.width[0]
+    inside = any(place.startswith(f"{mixture.name}.".lstrip(".")) for place in built.sketch.places)
+    layer.forward.again = partial(_again, built, inside)
+
+
+def _again(built: Any, draws: bool) -> Any:
+    """Where the random numbers of a layer's code are, as what puts them back there."""
+    back = built.randomness.mark() if draws and built.model.training else lambda: None
+    host = host_state() if built.sketch.host_random else None
+
+    def both() -> None:
+        back()
+        if host is not None:
+            restore_host(host)
+
+    return both
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    """Per layer and micro-batch: the counts, rows there and back, and both again in backward; the copies' sums once."""
+    units = [f"{u.name}." for u in sketch.units] if role.layout else [""]
+    rank = plan.share(role.rank) % plan.ep
+    sums: dict[Any, int] = {}
+    here = [m for m in sketch.mixtures if any(f"{m.name}.".startswith(unit) for unit in units)]
+    for mixture in here:
+        part = context.part(plan, sketch, role.rank, mixture.name)
+        passes = 2 if recompute.again(plan, sketch, mixture.name) else 1
+        sent = sum(role.samples) * mixture.rows * sum(mixture.width) * mixture.itemsize * (passes + 1) * part
+        calls = len(role.samples) * mixture.calls
+        counts = calls * passes * mixture.experts * 8
+        told = f"rows of {mixture.name} to their experts and back, as many as are expected: it depends on the data"
+        yield Charge("traffic", "ep", "alltoall_base_", calls * (3 * passes + 2), round(sent) + counts, told)
+        for name, shape, dtype in mixture.held(mixture.mine(plan.ep, rank)):
+            if name in mixture.trained and not expertshards.parted(plan, shape):
+                sums[dtype] = sums.get(dtype, 0) + (prod(shape) + 1) * dtype.itemsize
+    for bytes_ in sums.values() if plan.shares * plan.cp > plan.ep else ():
+        yield Charge("traffic", "ep", "allreduce_", 1, bytes_, "gradients of ranks that hold the same experts")
+    yield from expertshards.price(plan, sketch, role, here)
+
+
+def found(mixtures: list[Mixture], whole: list[str], plan: Plan) -> tuple[Mixture, ...]:
+    """The mixtures of a model for this plan. P051 when there are none, or not enough experts."""
+    few = [m for m in mixtures if m.experts < plan.ep]
+    if not mixtures:
+        why = "; ".join(whole) or "no layer sends its tokens to some of several alike parts"
+        raise PlaitError(Problem("P051", "the model has no experts to share out", why=why, fix=("ep=1",)))
+    if few:
+        what = f"ep={plan.ep} is more than the {few[0].experts} experts of {few[0].name or 'the model'}"
+        raise PlaitError(Problem("P051", what, why="each process holds one at least", fix=(f"ep={few[0].experts}",)))
+    return tuple(mixtures)

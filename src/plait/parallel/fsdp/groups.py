@@ -1,0 +1,134 @@
+"""Which units' parameters are gathered together, and which with the root: the grain of sharding (`parallel/fsdp/strategy.py`)."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.model.experts import Mixture
+from plait.model.meter import OUTPUT
+from plait.model.sketch import Sketch
+from plait.parallel.role import Role
+
+TINY = 8 << 20
+"""Bytes of units up to which a model is gathered as one: a collective has a price of its own (docs/log.md)."""
+GROUP_BYTES = 1 << 20
+"""Bytes up to which units of a larger model that follow each other share a group."""
+LEAST = 50
+"""A unit with less than 1/50 of the model's bytes is gathered with the root, unless it is a repeated block."""
+
+
+def groups(sketch: Sketch) -> list[list[str]]:
+    """Units that are gathered together, in the order of their calls. What is in no group is gathered with the root.
+
+    Small units that follow from one another share a group: a collective has a price of its own. A model that takes
+    branches may skip a unit on one rank and not on another, where a gather would wait for ever: there everything
+    belongs to the root, but for units whose tokens travel to experts (`ep`), which no rank can skip alone. So it does
+    where the forward pass runs a backward of its own, after which a unit's parameters would be dropped too early.
+    """
+    if sketch.differentiates:
+        return []
+    branches = sketch.by_values or sketch.host_random
+    weights = {u.name: u.weights + u.experts for u in sketch.units}
+    total = sum(weights.values()) or 1
+    calls = [c.unit for c in sketch.calls]
+    fit = {u.name for u in sketch.units if u.closed and (u.repeated or weights[u.name] * LEAST >= total)}
+    fit -= {c.unit for c in sketch.calls if c.writes}  # its input would be a view, which cannot be changed
+    fit -= {u.name for u in sketch.units if branches and not u.experts}
+    fit -= {u for u in fit for m in sketch.mixtures if u.startswith(f"{m.name}.".lstrip("."))}  # its code may run twice
+    trained, owned = {name: dtype for name, _, dtype in sketch.parameters}, {u.name: u.parameters for u in sketch.units}
+    formats = lambda unit: {trained[p] for p in owned[unit] if p in trained}  # noqa: E731
+    joined = differentiated(sketch)  # a group is gathered in backward when that comes to its last unit
+    found: list[list[str]] = []
+    after: set[int] = set()
+    for i, call in enumerate(sketch.calls):
+        if after.intersection(call.needs):
+            after.add(i)  # it follows from the last unit of the open group
+        if call.unit not in fit or calls.count(call.unit) > 1:
+            continue
+        small = found and sum(weights[u] for u in found[-1]) < GROUP_BYTES
+        alike = small and formats(found[-1][0]) == formats(call.unit)
+        if alike and i in after and joined.issuperset([*found[-1], call.unit]):
+            found[-1].append(call.unit)
+        else:
+            found.append([call.unit])
+        after = {i}
+    tiny = sum(weights[u] for names in found for u in names) < TINY and len(set(trained.values())) == 1
+    return [] if tiny else found
+
+
+def differentiated(sketch: Sketch) -> set[str]:
+    """Units that backward comes to: they are gathered again there."""
+    reached = set(sketch.needs)
+    for i in reversed(range(len(sketch.calls))):
+        reached |= set(sketch.calls[i].needs) if i in reached else set()
+    return {call.unit for i, call in enumerate(sketch.calls) if i in reached and call.backward}
+
+
+def check_formats(sketch: Sketch, mixtures: Iterable[Mixture] = ()) -> None:
+    """P029 when one group would sum gradients of several number formats in one collective. `mixtures`: those kept as parts."""
+    formats = {name: dtype for name, _, dtype in sketch.parameters}
+    together = [(group, {formats[n] for n in names if n in formats}) for group, names in members(sketch).items()]
+    for group, inside in homes(sketch, mixtures).items():
+        together.append((group, {d for m in inside for rows in m.parameters for n, _, d in rows if n in m.trained}))
+    for group, dtypes in together:
+        found = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        if len(found) > 1:
+            what = f"trained parameters of several number formats are gathered together: {', '.join(found)}"
+            fix = ("one format for all trained parameters", "freeze those of the other", '--plan "dp=…"')
+            raise PlaitError(Problem("P029", what, why=f"in {group or 'the root'}, of fsdp's groups", fix=fix))
+
+
+def members(sketch: Sketch) -> dict[str, list[str]]:
+    """Names of the parameters of each group, by its first unit; the root's is the empty name."""
+    units = {u.name: u for u in sketch.units}
+    found = {names[0]: [p for name in names for p in units[name].parameters] for names in groups(sketch)}
+    taken = {p for names in found.values() for p in names}
+    everything = [name for name, _, _ in (*sketch.parameters, *sketch.frozen)]
+    return found | {"": [name for name in everything if name not in taken]}
+
+
+def homes(sketch: Sketch, mixtures: Iterable[Mixture]) -> dict[str, list[Mixture]]:
+    """With which group the experts of each mixture are gathered, as `members` has it: that of the unit around them."""
+    first = {name: names[0] for names in groups(sketch) for name in names}
+    found: dict[str, list[Mixture]] = {}
+    for mixture in mixtures:
+        around = (group for unit, group in first.items() if f"{mixture.name}.".startswith(f"{unit}."))
+        found.setdefault(next(around, ""), []).append(mixture)
+    return found
+
+
+def begins_once(sketch: Sketch) -> bool:
+    """Whether the backward pass begins in one place. Where the model also returns what an earlier unit made (an encoder's
+    states, a router's choices), FSDP2 takes each gradient that comes to it, also on its way through later units, for the
+    beginning, and would gather the last group again. So it matters what the model returns, not what its loss reads."""
+    return len(sketch.needs) < 2 and not any(OUTPUT in call.aside for call in sketch.calls)
+
+
+def gathers(plan: Plan, sketch: Sketch, role: Role) -> dict[str, int]:
+    """How often each group is gathered in a step, by its first unit; the root's is the empty name.
+
+    In a pipeline a forward pass comes to all of the rank's groups, also to those of its other stages, and the root stays
+    gathered. A backward pass asks ahead for the group in front of each it comes to. When that one is another stage's, it
+    is there for the pass that comes to it next.
+    """
+    found, twice, piped = groups(sketch), differentiated(sketch), role.layout is not None
+    first = [names[0] for names in found]
+    if plan.zero < 3:
+        return dict.fromkeys([*first, ""], 1)
+    again = [group for group in first if group in twice]
+    before = dict(zip(again, again[:1] + again))
+    counts, ahead = Counter({"": 1 if piped else plan.microbatches}), set[str]()
+    for kind, stage in role.row(plan) if piped else [("F", 0), ("B", 0)] * plan.microbatches:
+        met, asked = set(first), set[str]()
+        if kind != "F":
+            here = role.layout.cut.units(role.layout.sketch, stage) if role.layout else twice
+            met = {n[0] for n in found if n[0] in twice and n[-1] in here and n[-1] not in role.idle}
+            last = role.layout is None or stage == role.layout.cut.stages - 1
+            asked = {before[group] for group in met} | set(
+                again[-1:] if last and begins_once(role.layout.sketch if role.layout else sketch) else []
+            )
+        counts.update(met - ahead)
+        counts.update(asked - met - ahead)
+        ahead = (ahead | asked) - met if piped or kind == "F" else set()
+    return dict(counts)

@@ -1,0 +1,181 @@
+"""Whether an optimizer does to what a rank has of the parameters what it does to all of them: found by trying it.
+
+SGD, Adam and their kin update every element by its own gradient and state, so a rank can update its part alone.
+Adafactor shares statistics between rows and columns, LAMB scales by a tensor's norm, Muon orthogonalises a matrix; others
+clip by the norm of all gradients: on a part they would silently do something else.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.model.experts import Mixture
+from plait.model.sketch import Sketch
+from plait.parallel.fsdp.runtime import divides
+from plait.randomness.keyed import host_state, restore_host
+
+DIM, MANY, FEW = 160, 2, 4
+"""Of each number of dims, `MANY` tensors are tried with dims up to `DIM` (some optimizers act on large dims only), the
+others with dims up to `FEW`: their place in the list may matter."""
+LARGE = 1 << 22
+"""Numbers in tensors that are tried as large as they are, when an optimizer cannot be made for small ones."""
+
+COURSES = ((12, 1.0), (3, 1e-5), (3, 1e5))
+"""(steps, size of gradients) that are tried, each from the start: an optimizer may clip, or act from some step on."""
+
+Lot = int | str
+"""What each of two ranks has of a tensor: half of it along a dim, `WHOLE`, or one of them has it `ALONE`."""
+WHOLE, ALONE = "whole", "alone"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check(job: Job, plan: Plan, sketch: Sketch) -> None:
+    """P022 when the job's optimizer cannot update what a rank of the plan has of the parameters."""
+    cuts = {cut.parameter: cut.dim for cut in sketch.cuts}
+    for axis, lots in lots_of(plan, sketch, cuts, sketch.mixtures).items():
+        if found := differs(job, trained(sketch), lots):
+            raise PlaitError(problem(found, axis, plan))
+
+
+def problem(found: tuple[str, str], axis: str, plan: Plan) -> Problem:
+    """P022 of an axis. `found`: what `differs` says."""
+    needs = "offload=all" if axis == "fsdp" and plan.fsdp == 1 else f"{axis}={getattr(plan, axis)}"
+    parts = "some of the parameters without the others" if axis == "pp" else "parts of parameters"
+    why = f"tried on all of the parameters and on what a rank has of them: {found[1]}"
+    fix = (f'--plan "dp={plan.devices}"', "torch.optim.AdamW")
+    return Problem("P022", f"{found[0]} cannot update {parts}, which {needs} needs", why=why, fix=fix)
+
+
+def trained(sketch: Sketch) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that are trained, by name."""
+    return {name: shape for name, shape, _ in sketch.parameters}
+
+
+def lots_of(
+    plan: Plan, sketch: Sketch, cuts: Mapping[str, int], mixtures: Iterable[Mixture]
+) -> dict[str, dict[str, Lot]]:
+    """What ranks have of the parameters, by each axis that shares them out; those that are not named are whole.
+
+    `cuts`: which dim tp cuts of a parameter.
+    """
+    mixed = {name: mixture for mixture in mixtures for name in mixture.names} if plan.ep > 1 else {}
+    found: dict[str, dict[str, Lot]] = {}
+    if plan.fsdp > 1 or plan.offload == "all":
+        shapes = {name: shape for name, shape in trained(sketch).items() if divides(shape)}
+        found["fsdp"] = {name: 1 if name in mixed and len(shape) > 1 else 0 for name, shape in shapes.items()}
+    if plan.tp > 1:
+        found["tp"] = dict(cuts)
+    if plan.ep > 1:
+        found["ep"] = {name: 0 if mixture.stacked else ALONE for name, mixture in mixed.items()}
+    if plan.pp > 1:
+        found["pp"] = dict.fromkeys(trained(sketch), ALONE)
+    return found
+
+
+def differs(job: Job, shapes: Shapes, lots: Mapping[str, Lot]) -> tuple[str, str] | None:
+    """(class, why) of an optimizer that does something else where ranks have `lots` of parameters of these shapes."""
+    held = [lots.get(name, WHOLE) for name in shapes]
+    if all(lot == WHOLE for lot in held):
+        return None
+    state = host_state()
+    try:
+        failed: tuple[str, str] | None = None
+        for tried in (small(list(shapes.values())), list(shapes.values())):
+            if failed and sum(torch.Size(s).numel() for s in tried) > LARGE:
+                break
+            try:
+                found = (_compared(job, tried, held, course) for course in COURSES)
+                return next((one for one in found if one is not None), None)
+            except _Unmade as error:  # it may choose parameters by their sizes
+                failed = error.args[0], error.args[1]
+        return None if ALONE in held else failed
+    finally:
+        restore_host(state)
+
+
+class _Unmade(Exception):
+    """The optimizer failed on whole tensors: (class, why)."""
+
+
+def _compared(
+    job: Job, shapes: Sequence[tuple[int, ...]], held: list[Lot], course: tuple[int, float]
+) -> tuple[str, str] | None:
+    generator, (steps, size) = torch.Generator().manual_seed(0), course
+    values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    rows = [
+        [size * torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(min(steps, 3))
+    ]
+    rows = [rows[k % len(rows)] for k in range(steps)]
+    told = lambda error: f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"  # noqa: E731
+    try:
+        whole = _updated(job, values, rows)
+    except Exception as error:  # an optimizer may raise anything
+        raise _Unmade(_kind(job, values), told(error)) from error
+    alone = [k for k, lot in enumerate(held) if lot == ALONE]
+    owner = {k: int(2 * i >= len(alone)) for i, k in enumerate(alone)}
+    try:
+        ranks = [_on_rank(job, values, rows, (held, owner, rank)) for rank in range(2)]
+    except Exception as error:  # the real one would have to run on parts as well
+        return _kind(job, values), told(error)
+    for k, (expected, before) in enumerate(zip(whole, values)):
+        lot = held[k] if before.dim() or held[k] == ALONE else WHOLE
+        if isinstance(lot, int):
+            found = torch.cat([mine[k] for mine in ranks], lot)
+        else:
+            found = ranks[owner.get(k, 0)][k]
+        moved = float((expected - before).abs().max()) if before.numel() else 0.0
+        if moved and not float((found - expected).abs().max()) <= 1e-9 * moved + 1e-14 * float(before.abs().max()):
+            told_ = "when others are elsewhere" if lot in (WHOLE, ALONE) else "in two parts"
+            return _kind(job, values), f"a tensor of shape {list(before.shape)} is updated differently {told_}"
+    return None
+
+
+def _on_rank(
+    job: Job, values: list[Tensor], rows: list[list[Tensor]], how: tuple[list[Lot], dict[int, int], int]
+) -> list[Tensor]:
+    """The tensors of one of two ranks after its steps. `how`: what ranks have, who has what one has alone, which rank."""
+    held, owner, rank = how
+    mine = lambda t, k: _half(t, lot, rank) if isinstance(lot := held[k], int) else t  # noqa: E731
+    here = lambda t, k: None if owner.get(k, rank) != rank else mine(t, k)  # noqa: E731
+    gradients = [[here(g, k) for k, g in enumerate(row)] for row in rows]
+    return _updated(job, [mine(v, k) for k, v in enumerate(values)], gradients)
+
+
+def _kind(job: Job, values: list[Tensor]) -> str:
+    try:
+        return type(job.optimizer([nn.Parameter(v) for v in values])).__name__
+    except Exception:  # what it needs it will say when it is made for the real parameters
+        return "the job's optimizer"
+
+
+def small(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Shapes like these, small enough to be tried."""
+    tried: dict[int, int] = {}
+    found = []
+    for shape in shapes:
+        tried[len(shape)] = tried.get(len(shape), 0) + 1
+        limit = DIM if tried[len(shape)] <= MANY else FEW
+        found.append(tuple(min(d, limit if i < 2 else FEW) for i, d in enumerate(shape)))
+    return found
+
+
+def _half(tensor: Tensor, dim: int, i: int) -> Tensor:
+    if not tensor.dim():
+        return tensor.clone()
+    middle = (tensor.shape[dim] + 1) // 2
+    return tensor.narrow(dim, *((0, middle) if i == 0 else (middle, tensor.shape[dim] - middle))).clone()
+
+
+def _updated(job: Job, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+    parameters: list[Any] = [nn.Parameter(v.clone()) for v in values]
+    optimizer = job.optimizer(parameters)
+    for row in gradients:
+        for parameter, gradient in zip(parameters, row):
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.step()
+    return [p.detach() for p in parameters]

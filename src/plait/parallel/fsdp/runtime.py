@@ -1,0 +1,223 @@
+"""Running a sharded model: its local parts, and the sums of their gradients (see `parallel/fsdp/strategy.py`).
+
+How the messages go is in `parallel/fsdp/collectives.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
+from plait.config.plan import Plan
+from plait.parallel.fsdp.collectives import Scatter
+from plait.tensors.part import Part, Ranges, everything, within
+from plait.tensors.torch_private import end_backward, local_of, widened
+
+
+def divides(shape: Sequence[int]) -> bool:
+    """Whether a tensor is cut into parts: a scalar and one without elements stay whole."""
+    return bool(shape) and 0 not in shape
+
+
+def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
+    """Elements of the largest part of a tensor cut along a dim."""
+    return -(-shape[dim] // ranks) * math.prod(n for d, n in enumerate(shape) if d != dim)
+
+
+def square(value: float) -> float:
+    """Its square, infinity where it is too large (which `**` refuses)."""
+    return value * value
+
+
+def along(shape: Sequence[int], ranks: int) -> int:
+    """The dim of an expert's tensor that is cut: the first that divides, else the first, with parts of unequal size.
+
+    One rank's share of stacked experts [experts, …] may be fewer experts than there are ranks to share them.
+    """
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
+
+
+def stretch(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(first, end) of a rank's part of a dim, as FSDP2 cuts it: equal parts, the last ones short or empty."""
+    each = -(-length // ranks)
+    return min(rank * each, length), min((rank + 1) * each, length)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the parts of a parameter are: the group of ranks that hold them, of those that hold the same, which dim is cut."""
+
+    group: Any
+    copies: Any
+    """None when nobody else holds the same."""
+    dim: int = 0
+
+
+class Shards:
+    """The sharded model of one rank: what the engine calls around backward, and the tensors the optimizer updates.
+
+    `own` are this rank's parts as plain parameters that share storage with FSDP2's: element-wise optimizers need no
+    more, and pay nothing for DTensor's dispatch. Scalars cannot be sharded: they stay whole, and their gradients travel
+    with the rider.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Any, copies: Any, scatter: Scatter, names: set[str]):
+        self.model, self.zero, self.usual, self.scatter = model, plan.zero, Where(group, copies), scatter
+        self.apart: dict[str, Where] = {}
+        """Of parameters that other ranks share than the rest: experts."""
+        watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
+        self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        named = {n: p for n, p in model.named_parameters() if n in names}
+        self.sharded = {n: p for n, p in named.items() if divides(p.shape)}
+        self.scalars = [p for p in named.values() if not divides(p.shape) and p.requires_grad]
+        self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if n in self.sharded else p for n, p in named.items()}
+        self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
+        self.used: set[str] = set()
+        self.held = False
+        """Gradients of micro-batches are added up here, and not over ranks."""
+        self.idle = False
+        """Whatever this rank computes in this step is not counted: it used no parameter."""
+        self.partial: dict[str, Tensor] = {}
+        self.cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = {}
+        """Parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
+        self.squares = 0.0
+        self.rider = torch.empty(0)
+        for module in self.modules:
+            module.register_forward_pre_hook(watch)
+
+    def _watch(self, module: nn.Module, args: Any) -> None:
+        """Note which parameters get a gradient; a parameter that no rank used must keep none, as on one device."""
+        if "_noting" in module.__dict__ or not torch.is_grad_enabled():
+            return
+        found = {id(p): n for n, p in self.model.named_parameters() if not hasattr(p, "placements")}
+        watched = 0
+        for parameter in module.parameters():
+            name = found.get(id(parameter))
+            if name in self.sharded and parameter.requires_grad:
+                add = widened(self.modules[0], parameter)
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name, add=add: self._use(name, add))
+                watched += 1
+        module.__dict__["_noting"] = watched
+
+    def _use(self, name: str, add: Callable[[], None]) -> None:
+        if self.held:  # else FSDP2 does it, after each backward pass of the module
+            add()
+        if not self.idle or name in self.apart:  # an expert computes for others too
+            self.used.add(name)
+
+    def where(self, name: str) -> Where:
+        """Where the parts of a parameter are."""
+        return self.apart.get(name, self.usual)
+
+    def size(self, name: str) -> int:
+        """Elements of the largest part of a parameter."""
+        where = self.where(name)
+        return padded(self.sharded[name].shape, where.group.size(), where.dim)
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of every parameter that is cut."""
+        found = {}
+        for name, parameter in self.sharded.items():
+            shape, ranges = self.cuts.get(name) or (tuple(parameter.shape), everything(tuple(parameter.shape)))
+            at, dim = self.where(name), self.where(name).dim
+            mine = within(ranges[dim], *stretch(parameter.shape[dim], at.group.size(), at.group.rank()))
+            found[name] = Part(self.own[name].detach(), shape, (*ranges[:dim], mine, *ranges[dim + 1 :]))
+        return found
+
+    def before(self, last: bool) -> None:
+        """Before a micro-batch's forward pass: whether its backward ends the step."""
+        self.scatter.last = last and not self.partial
+        for module in self.modules:
+            module.set_requires_gradient_sync(last or self.zero > 1, recurse=False)
+            module.set_reshard_after_backward(last or self.zero > 2, recurse=False)
+
+    def after(self) -> None:
+        """After a micro-batch's backward that does not end the step: put its reduced gradients by."""
+        self.scatter.finish()
+        for name, parameter in self.sharded.items():
+            if parameter.grad is not None:
+                gradient, parameter.grad = local_of(parameter.grad), None
+                if name in self.partial:
+                    self.partial[name] += gradient
+                else:
+                    self.partial[name] = gradient
+
+    def arm(self, rider: Tensor) -> None:
+        """The next backward is the last of the step; `rider` is a row of numbers to sum over all ranks."""
+        self.rider = rider
+
+    def finish(self) -> Tensor:
+        """Give every part its summed gradient; the summed rider. One small sum over all ranks carries the rest."""
+        self.scatter.finish()
+        self._give()
+        parts = [self.own[n].grad for n in self.trained]
+        squares = square(float(torch.nn.utils.get_total_norm([g for g in parts if g is not None])))
+        flags = [float(n in self.used) for n in self.trained] + [float(p.grad is not None) for p in self.scalars]
+        scalars = [0.0 if p.grad is None else float(p.grad.sum()) for p in self.scalars]
+        row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.rider.device)
+        row = torch.cat([self.rider, row])
+        dist.all_reduce(row)
+        rider, squares, rest = row[: len(self.rider)], float(row[len(self.rider)]), row[len(self.rider) + 1 :].tolist()
+        self.squares = squares / (dist.get_world_size() // self.usual.group.size())
+        used, scalars = rest[: len(flags)], rest[len(flags) :]
+        for name, times in zip(self.trained, used):
+            if not times:
+                self.own[name].grad = None
+        for parameter, times, value in zip(self.scalars, used[len(self.trained) :], scalars):
+            parameter.grad = torch.full_like(parameter, value) if times else None
+            self.squares += square(value) if times else 0.0
+        self.used.clear()
+        return rider
+
+    def hold(self, on: bool) -> None:
+        """Between the first forward and the last backward of a pipelined step, gradients stay whole (`on`); then not."""
+        root, self.held = self.modules[0], on
+        root.set_is_last_backward(not on)
+        for module in self.modules:
+            module.set_requires_gradient_sync(not on, recurse=False)
+            module.set_reshard_after_backward(not on or (self.zero > 2 and module is not root), recurse=False)
+        if not on:
+            end_backward(root)
+
+    def settle(self, peers: Any) -> None:
+        """Give every part its summed gradient, without a rider."""
+        self.scatter.finish()
+        self._give()
+        for parameter in self.scalars:
+            flat = torch.zeros(2, dtype=torch.float64, device=parameter.device)
+            if parameter.grad is not None:
+                flat[0], flat[1] = float(parameter.grad.sum()), 1.0  # an empty one has no item
+            dist.all_reduce(flat, group=peers)
+            parameter.grad = torch.full_like(parameter, float(flat[0])) if flat[1] else None
+
+    def _give(self) -> None:
+        late: dict[Any, list[tuple[Tensor, int]]] = {}
+        for name in self.trained:
+            parameter, own = self.sharded[name], self.own[name]
+            gradient = None if parameter.grad is None else local_of(parameter.grad)
+            if name in self.partial:
+                gradient = self.partial[name] if gradient is None else gradient.add_(self.partial[name])
+                late.setdefault(self.where(name).copies, []).append((gradient, self.size(name)))
+            own.grad, parameter.grad = gradient, None
+        self.partial = {}
+        for copies, sums in late.items():
+            if copies is not None:
+                flat = torch.cat([F.pad(g.reshape(-1), (0, n - g.numel())) for g, n in sums])
+                dist.all_reduce(flat, group=copies)
+                for (gradient, _), part in zip(sums, flat.split([n for _, n in sums])):
+                    gradient.copy_(part[: gradient.numel()].view_as(gradient))
+
+    def norm(self, gradients: Iterable[Tensor]) -> float:
+        """The gradient norm over all ranks' parts, as `finish` found it."""
+        return self.squares**0.5
+
+    def reshard(self) -> None:
+        """Forget gathered parameters: the parts have changed, or the memory is wanted."""
+        for module in self.modules:
+            module.reshard()

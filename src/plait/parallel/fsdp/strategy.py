@@ -1,0 +1,188 @@
+"""Sharded data parallelism (fsdp, ZeRO): N processes share one copy of the training state, each on its own samples.
+
+What it does
+    Data parallelism holds parameters, gradients and optimizer state N times over. Here each of N processes keeps a
+    1/N part of every tensor. A unit's parameters are gathered just before it runs and dropped after; its gradients
+    are summed into parts; the optimizer updates parts. `zero` says what is kept as parts: 1 optimizer state, 2 and
+    gradients, 3 and parameters between a unit's forward and backward. `dp=M fsdp=N` makes M copies of N parts (hybrid:
+    sharded where links are fast, copied where they are slow).
+
+Picture
+    rank 0   ▒gather 1▒ F1 ▒2▒ F2 … ▒2▒ B2 ░sum 2░ ▒1▒ B1 ░1░ ─► step on my half
+    rank 1   ▒gather 1▒ F1 ▒2▒ F2 … ▒2▒ B2 ░sum 2░ ▒1▒ B1 ░1░ ─► step on my half
+
+Costs
+    Memory: all state / N, plus the unit or two that are gathered at the moment (zero 1 and 2 hold the whole
+    parameters from forward to backward). Traffic: zero 3 gathers the parameters twice and sums the gradients once, half
+    as much again as data parallelism; zero 1 and 2 gather once, as much as data parallelism.
+
+Choose when
+    Parameters, gradients and optimizer state do not fit beside the activations.
+
+Avoid when
+    They do: copies (dp) move less. Or the batch has fewer samples than there are processes.
+
+How it stays exact
+    As copies do: losses enter with their weight over the global batch's, gradients are summed and never averaged. The
+    norm that clips is that of all parts. Element-wise optimizers (SGD, Adam, RMSprop, …) do to a part what they do to
+    the whole; any other is found by trying it on whole tensors and on parts, and refused. Parameters that are tied,
+    used by several units or by code between units, are gathered with the root for the whole step.
+
+Paper
+    Rajbhandari et al. 2020, ZeRO (SC); Zhao et al. 2023, PyTorch FSDP (VLDB).
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from plait.config.errors import Problem
+from plait.config.plan import AXES, Plan
+from plait.model.mutations import apart
+from plait.model.sketch import Sketch
+from plait.parallel.data import batch_norm as batchnorm
+from plait.parallel.data.strategy import rider_of
+from plait.parallel.fsdp import expert_shards as expertshards
+from plait.parallel.fsdp import memory as gathered
+from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter, directly, messages
+from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, gathers, groups, members
+from plait.parallel.fsdp.hooks import keep_one, without_views
+from plait.parallel.fsdp.runtime import Shards, divides, padded, stretch
+from plait.parallel.precision import plan_format
+from plait.parallel.strategy import Charge, Role
+from plait.tensors.torch_private import exchange_by, in_backward, materialise, sum_unused
+
+AXIS = "fsdp"
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.fsdp > 1 or plan.offload == "all"
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    if plan.processes == "one":
+        why, fix = "threads of one process share its memory: there is nothing to shard", (f'--plan "fsdp={plan.fsdp}"',)
+        yield Problem("P019", f"fsdp={plan.fsdp} does not work with processes=one", why=why, fix=fix)
+    if plan.shares > batch:
+        what = f"global batch {batch} does not split over {plan.shares} ranks"
+        why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares} ranks: {plan.shares - batch} would never have a sample"
+        yield Problem("P012", what, why=why, fix=(f"--batch {plan.shares}",))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    for name in sketch.batch_coupled:
+        yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over the ranks"
+    yield from apart(sketch, plan.shares * plan.cp)
+
+
+def apply(built: Any) -> None:
+    plan, model, device = built.plan, built.model, built.device
+    where = expertshards.lying(built)
+    check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
+    batchnorm.synchronise(model, built.sketch.batch_norms, built.peers)
+    built.place.alone(device)
+    mesh = init_device_mesh(device.type, tuple(getattr(plan, axis) for axis in AXES), mesh_dim_names=AXES)
+    for parameter in built.own.values():
+        parameter.data = parameter.data.contiguous()
+    half = plan_format(plan) if built.cast is None else None
+    mine = built.own.keys() - (built.experts - where.keys())
+    options: dict[str, Any] = {
+        "mesh": mesh["fsdp"],
+        "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in mine},
+        "shard_placement_fn": expertshards.placement(built, where, device),
+        "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
+    }
+    units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
+    policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+    for modules in (*units, [model]):
+        for module in modules:
+            module.register_forward_hook(without_views)
+        fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
+        for module in modules:
+            keep_one(module)
+    _ahead(model, built, units)
+    copies = built.copies
+    scatter = (Scatter if directly(device) else DeviceScatter)(copies)
+    for module in (*(modules[0] for modules in units), model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        sum_unused(module)
+        exchange_by(module, scatter, Gather() if directly(device) else None)
+    if built.shares:
+        materialise(model, device)
+    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter, mine)
+    scatter.others = {one.group.group_name: one.copies for one in where.values()}
+    built.reducer.cuts, built.reducer.apart = built.cuts, where
+    built.own = built.reducer.own | {n: p for n, p in built.own.items() if n not in mine}
+    for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
+        built.own[name].data.copy_(part)
+    built.shares = {}
+    built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else "sample"
+
+
+def _ahead(model: Any, built: Any, units: list[Any]) -> None:
+    """Which group each gathers ahead, in forward and in backward."""
+    for here, ahead in itertools.pairwise(units):
+        here[0].register_forward_pre_hook(_gather_next(ahead[0]))
+    twice = differentiated(built.sketch)
+    again = [*(modules[0] for names, modules in zip(groups(built.sketch), units) if names[0] in twice), model]
+    for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
+        here.set_modules_to_backward_prefetch([before])
+    if not begins_once(built.whole):
+        model.set_modules_to_backward_prefetch([model])
+
+
+def _gather_next(ahead: Any) -> Callable[..., None]:
+    """FSDP2's own forward prefetch would also gather when a unit runs again in backward, for nobody."""
+
+    def gather(module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            ahead.unshard(async_op=True)
+
+    return gather
+
+
+def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
+    """Takes a rank's part of a whole parameter: its stretch of dim 0."""
+
+    def mine(t: Tensor) -> Tensor:
+        first, end = stretch(t.shape[0], plan.fsdp, rank % plan.fsdp)
+        return t[first:end]
+
+    return mine
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    """Gathers and sums of every group, with the padding of dims that do not divide; and what travels beside them."""
+    yield from gathered.memory(plan, sketch)
+    m, n, zero = plan.microbatches, plan.fsdp, plan.zero
+    rows = {name: (shape, dtype, True) for name, shape, dtype in sketch.parameters if divides(shape)}
+    rows |= {name: (shape, dtype, False) for name, shape, dtype in sketch.frozen if divides(shape)}
+    trained, often = 0, gathers(plan, sketch, role)
+    sums = m if zero > 1 and plan.pp == 1 else 1
+    for group, names in members(sketch).items():
+        all_bytes = sum(padded(rows[p][0], n) * gathered.width(plan, rows[p][1]) for p in names if p in rows)
+        bytes_ = sum(padded(rows[p][0], n) * rows[p][1].itemsize for p in names if p in rows and rows[p][2])
+        trained += bytes_
+        for op, calls, size, what in messages(n, (often[group], all_bytes), (sums, bytes_), role.direct):
+            yield Charge("traffic", "fsdp", op, calls, size, f"{what} {group}")
+        if bytes_ and plan.dp * plan.cp > 1 and sums == 1:
+            yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
+    if plan.dp * plan.cp > 1 and sums > 1:
+        yield Charge("traffic", "dp", "allreduce_", 1, trained, "copies' gradients, once per step")
+    scalars = sum(not divides(shape) for _, shape, _ in sketch.parameters)
+    if not plan.across:
+        rider, told = 8 * (rider_of(plan) + 1 + len(sketch.parameters) + scalars), "loss, norm, stop, samples and time"
+        yield Charge("traffic", "dp", "allreduce_", 1, rider, f"{told}; which parameters were used")
+    elif scalars:
+        yield Charge("traffic", "fsdp", "allreduce_", scalars, 16 * scalars, "gradients of scalars, which stay whole")
+    if role.weighted and plan.ranks > 1:
+        yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
+    for name in sketch.batch_norms:
+        yield from batchnorm.price(name, sketch, plan)

@@ -1,0 +1,142 @@
+"""The sums of a step on ranks that are not all alike: stages, slices, stretches, experts.
+
+Copies and shards sum gradients over the ranks that hold the same part of the model (`inner`). What is left is done
+here, after them: gradients of which a rank has only a part of the sum, because other stages, slices or stretches use
+the same parameter; the norm, in which every part of every parameter counts once; and the row of numbers that all
+ranks must know.
+"""
+
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.config.plan import Plan
+from plait.parallel.data.buckets import Reducer
+from plait.parallel.fsdp.runtime import Shards, divides, padded, square
+
+
+def added_up(formats: list[tuple[tuple[int, ...], torch.dtype]], plan: Plan) -> list[tuple[int, int]]:
+    """(calls, bytes) of adding up gradients of these (shape, dtype) over a group: one message per number format."""
+    found = []
+    for dtype in dict.fromkeys(dtype for _, dtype in formats):
+        sizes = [padded(shape, plan.fsdp) if divides(shape) else prod(shape) for shape, d in formats if d == dtype]
+        found.append((1, (sum(sizes) + len(sizes)) * dtype.itemsize))
+    return found
+
+
+class Across:
+    """What the engine calls around a step's passes. `names`: all trained parameters of the model, in its order.
+
+    `partial`: parameters (by name) and the group of ranks whose gradients of them must be added up, in an order that
+    is the same on all of them. `holders`: how many ranks hold the same part of a parameter, copies and shards not counted.
+    """
+
+    def __init__(self, names: list[str], built: Any):
+        self.names, self.own, self.inner, self.peers = names, built.own, built.reducer, built.peers
+        self.pipelined, self.plan = built.pipe is not None, built.plan
+        self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
+        self.holders: dict[str, int] = built.holders
+        self.experts: set[str] = built.experts
+        self.flagged: list[str] = names if isinstance(self.inner, Shards) else []
+        """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
+        self.rider = self.row = torch.empty(0)
+        self.work: Any = None
+        self.told: Callable[[Tensor], list[float]] = Tensor.tolist
+        """How often each of some parameters got a gradient, from what all ranks of a group said together."""
+
+    def before(self, last: bool) -> None:
+        """Before a micro-batch's forward pass: whether its backward ends the step. In a pipeline, before its end."""
+        if isinstance(self.inner, Shards) and self.pipelined:
+            self.inner.hold(not last)
+        elif self.inner is not None and not self.pipelined:
+            self.inner.before(last)
+
+    def after(self) -> None:
+        """After a backward that does not end the step."""
+        if self.inner is not None and not self.pipelined:
+            self.inner.after()
+
+    def arm(self, rider: Tensor) -> None:
+        """`rider` is a row of numbers to sum over all ranks."""
+        self.rider = rider
+        if isinstance(self.inner, Reducer) and not self.pipelined:
+            self.inner.arm(None)
+
+    def finish(self) -> Tensor:
+        """Sum gradients over copies, shards and whoever has a part of the sum; the summed rider, whose numbers are
+        there once `norm` was asked for."""
+        if isinstance(self.inner, Shards):
+            self.inner.settle(self.peers)
+        elif self.inner is not None:
+            (self.inner.settle if self.pipelined else self.inner.finish)()
+        for names, group in self.partial:
+            self._add_up([n for n in names if n in self.own and self.own[n].requires_grad], group)
+        used = [float(self._used(n)) for n in self.flagged]
+        row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.rider.device)
+        self.row = torch.cat([self.rider, row])
+        self.work = dist.all_reduce(self.row, async_op=True)
+        if isinstance(self.inner, Shards):  # they have gradients of zeros where nobody used a parameter
+            for name, times in zip(self.flagged, self._rest()[1:]):
+                if not times and name in self.own:
+                    self.own[name].grad = None
+            self.inner.used.clear()
+        return self.row[: len(self.rider)]
+
+    def _rest(self) -> list[float]:
+        """What was summed behind the rider: the squared norm, and how many ranks used each parameter."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.row[len(self.rider) :].tolist()
+
+    def _squares(self) -> float:
+        """This rank's share of the squared norm: each part counts once, however many ranks hold it."""
+        alike: dict[int, list[Tensor]] = {}
+        for name in self.names:
+            gradient = self.own[name].grad if name in self.own else None
+            if gradient is not None:
+                alike.setdefault(self._copies(name), []).append(gradient)
+        return sum(square(float(torch.nn.utils.get_total_norm(found))) / count for count, found in alike.items())
+
+    def _copies(self, name: str) -> int:
+        plan, cut = self.plan, isinstance(self.inner, Shards) and name in self.inner.sharded
+        alike = self.holders.get(name, 1) * plan.shares * plan.cp
+        if name in self.experts:
+            return alike // plan.ep // (plan.expert_shards if cut else 1)
+        return alike // plan.fsdp if cut else alike
+
+    def _used(self, name: str) -> bool:
+        if isinstance(self.inner, Shards) and name in self.inner.sharded:
+            return name in self.inner.used
+        return name in self.own and self.own[name].grad is not None
+
+    def _add_up(self, names: list[str], group: Any) -> None:
+        """Sum over a group the gradients of some parameters, one message per number format; those nobody has stay None."""
+        formats = dict.fromkeys(self.own[n].dtype for n in names)
+        for dtype in formats:
+            mine = [n for n in names if self.own[n].dtype == dtype]
+            sizes = [self._size(n) for n in mine]
+            flat = torch.zeros(sum(sizes) + len(mine), dtype=dtype, device=self.own[mine[0]].device)
+            for name, part, flag in zip(mine, flat.split([*sizes, len(mine)]), flat[-len(mine) :]):
+                gradient = self.own[name].grad
+                if gradient is not None:
+                    part[: gradient.numel()].copy_(gradient.reshape(-1))
+                    flag.fill_(1.0)
+            dist.all_reduce(flat, group=group)
+            there = self.told(flat[-len(mine) :])
+            for name, part, times in zip(mine, flat.split([*sizes, len(mine)]), there):
+                parameter = self.own[name]
+                parameter.grad = part[: parameter.numel()].view_as(parameter) if times else None
+
+    def _size(self, name: str) -> int:
+        """Elements of a parameter in a message: shards of unequal ranks are padded to the largest."""
+        cut = isinstance(self.inner, Shards) and name in self.inner.sharded
+        return self.inner.size(name) if cut else self.own[name].numel()
+
+    def norm(self, gradients: Iterable[Tensor]) -> float:
+        """The gradient norm over all ranks' parts, as `finish` found it. Waits for it."""
+        return self._rest()[0] ** 0.5

@@ -1,0 +1,185 @@
+"""Messages of a pipelined step between two ranks: which there are, in which order, and receiving them ahead of time.
+
+What crosses, and when, is known before the step: it stands in the table. For each sender and receiver, messages go in
+the order of the sender's row, and the receiver takes them in that same order, which it reads off the same table. So the
+order alone says which message is which. gloo also matches tags, and here a wrong tag makes an error of what would be a
+mix-up; NCCL ignores tags and knows only the order.
+
+A receive is posted while earlier actions compute: a message that finds it posted arrives at once, and one that does not
+must first ask for it and be answered. At most `AHEAD` of a sender wait for their turn, which bounds the memory.
+
+Not on NCCL: there a pair of ranks, or a whole group, runs messages of both directions one after another, in the order in
+which each end asked for them, and a send may wait for its receive. Two ranks that both send first, as neighbours do under
+1f1b, would wait for each other. So all ranks ask in one order, in which the table can be played (`Route.turns`): before a
+rank asks for a message, it asks for the earlier ones that it is sent, which may be a little before it needs them.
+
+A sent tensor is kept until its receiver has it. Nobody asks: each message that comes back says, by its place in the
+table, how many of ours its sender had taken by then.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.parallel.pipeline.simulate import simulate
+from plait.parallel.pipeline.table import Action, Row, made
+
+AHEAD = 2
+"""Receives posted beyond the one that is waited for, of each sender."""
+
+
+class Letter(NamedTuple):
+    """A message to `stage` about a micro-batch: outputs of the stage before, or gradients from the one behind."""
+
+    forward: bool
+    stage: int
+    micro: int
+
+
+class Route(NamedTuple):
+    """All messages from one rank to another, in order."""
+
+    letters: tuple[Letter, ...]
+    taken: tuple[int, ...]
+    """For each: how many of the messages the other way, from the first on, its sender has taken before it sends."""
+    turns: tuple[int, ...]
+    """For each: its place among all messages of the step, in the order in which they are made when stages are equal."""
+
+
+Routes = dict[tuple[int, int], Route]
+"""By (sender, receiver)."""
+
+
+def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Callable[[Letter], bool]) -> Routes:
+    """What these rows send. `crosses` says whether there is anything in a message."""
+    played: list[Row] = [tuple(row) for row in rows]
+    order: dict[tuple[int, int], list[Letter]] = {}
+    needs: list[list[tuple[Letter | None, tuple[int, Letter] | None]]] = []
+    for rank, row in enumerate(played):
+        needs.append([])
+        for action in row:
+            need, gives = _ends(action, owner)
+            to = gives[0] if gives and crosses(gives[1]) else rank
+            needs[rank].append((need, gives if to != rank else None))
+            if gives and to != rank:
+                order.setdefault((rank, to), []).append(gives[1])
+    found: Routes = {}
+    turns = _turns(played, owner)
+    for (rank, to), letters in order.items():
+        back, had, first, taken = order.get((to, rank), []), set[Letter](), 0, list[int]()
+        for need, gives in needs[rank]:
+            if need is not None:
+                had.add(need)
+            while first < len(back) and back[first] in had:
+                first += 1
+            if gives and gives[0] == to:
+                taken.append(first)
+        found[rank, to] = Route(tuple(letters), tuple(taken), tuple(turns[letter] for letter in letters))
+    return found
+
+
+def _turns(rows: list[Row], owner: tuple[int, ...]) -> dict[Letter, int]:
+    """The order in which messages are made when all actions take the same time and messages none: as every action takes
+    time, whatever a rank sends comes after what it needed for it."""
+    ones = [1.0] * len(owner)
+    run = simulate(made("", 1 + max((a.micro for row in rows for a in row), default=0), owner, rows), ones, ones, ones)
+    ends = ((event.end, _ends(event.action, owner)[1]) for event in run.events)
+    order = sorted((end, gives[1]) for end, gives in ends if gives)
+    return {letter: turn for turn, (_, letter) in enumerate(order)}
+
+
+def _ends(action: Action, owner: tuple[int, ...]) -> tuple[Letter | None, tuple[int, Letter] | None]:
+    """(what an action waits for, (rank, what it sends there)), also where that is the same rank."""
+    forward, stage = action.kind == "F", action.stage
+    if action.kind == "W":
+        return None, None
+    to = stage + 1 if forward else stage - 1
+    gives = (owner[to], Letter(forward, to, action.micro)) if 0 <= to < len(owner) else None
+    return Letter(forward, stage, action.micro), gives
+
+
+class Post:
+    """One step's messages of this rank. `make` gives the empty tensors that a message is received into.
+
+    `ahead`: receives posted before they are waited for, of each sender; 0 where messages run in the order of asking.
+    """
+
+    def __init__(self, group: Any, routes: Routes, make: Callable[[Letter], list[Tensor]], ahead: int = AHEAD):
+        self.group, self.routes, self.make, self.ahead = group, routes, make, ahead
+        self.rank = rank = group.rank()
+        self.places = {
+            letter: (a, i) for (a, b), r in routes.items() if b == rank for i, letter in enumerate(r.letters)
+        }
+        self.senders = sorted({a for a, b in routes if b == rank})
+        self.posted = dict.fromkeys(self.senders, 0)
+        mine = [route for ends, route in routes.items() if rank in ends and not ahead]
+        self.turns = {letter: turn for route in mine for letter, turn in zip(route.letters, route.turns)}
+        self.coming = deque(sorted(self.turns.keys() & self.places, key=self.turns.__getitem__))
+        """What no receive is posted for, in the order of the step."""
+        self.waiting: dict[Letter, tuple[list[Tensor], list[Any]]] = {}
+        self.taken = dict.fromkeys(self.senders, 0)
+        self.sent: dict[int, deque[tuple[list[Any], list[Tensor]]]] = {b: deque() for a, b in routes if a == rank}
+        self.gone = dict.fromkeys(self.sent, 0)
+        """How many of the messages to a rank it is known to have."""
+        for sender in self.senders:
+            self._post(sender, ahead)
+
+    def send(self, letter: Letter, to: int, values: list[Tensor]) -> None:
+        """Hand a message over, without waiting."""
+        if not self.ahead:
+            self._post_before(self.turns[letter])
+        values = [t.contiguous() for t in values]
+        works = [dist.isend(t, group=self.group, group_dst=to, tag=_tag(letter) + k) for k, t in enumerate(values)]
+        self.sent[to].append((works, values))
+
+    def receive(self, letter: Letter) -> list[Tensor]:
+        """Wait for a message."""
+        sender, place = self.places[letter]
+        if self.ahead:
+            self._post(sender, max(place + 1, self.taken[sender] + 1 + self.ahead))
+        else:
+            self._post_before(self.turns[letter] + 1)
+        tensors, works = self.waiting.pop(letter)
+        for work in works:
+            work.wait()
+        self.taken[sender] += 1
+        if sender in self.sent:
+            self._release(sender, self.routes[sender, self.rank].taken[place])
+        return tensors
+
+    def close(self) -> None:
+        """Wait until all that was sent has been received."""
+        for to, sent in self.sent.items():
+            self._release(to, self.gone[to] + len(sent))
+
+    def _post(self, sender: int, until: int) -> None:
+        """Post receives in the sender's order: the first `until` of its messages."""
+        for letter in self.routes[sender, self.rank].letters[self.posted[sender] : until]:
+            self._ask(letter, sender)
+            self.posted[sender] += 1
+
+    def _post_before(self, turn: int) -> None:
+        """Post receives in the order of the step: of all messages, whoever sends them, that come before this turn."""
+        while self.coming and self.turns[self.coming[0]] < turn:
+            letter = self.coming.popleft()
+            self._ask(letter, self.places[letter][0])
+
+    def _ask(self, letter: Letter, sender: int) -> None:
+        tensors = self.make(letter)
+        works = [dist.irecv(t, group=self.group, group_src=sender, tag=_tag(letter) + k) for k, t in enumerate(tensors)]
+        self.waiting[letter] = tensors, works
+
+    def _release(self, to: int, known: int) -> None:
+        while self.gone[to] < known:
+            works, _ = self.sent[to].popleft()
+            for work in works:
+                work.wait()
+            self.gone[to] += 1
+
+
+def _tag(letter: Letter) -> int:
+    """The first of up to 4,096 tags of a message."""
+    return ((letter.micro * 64 + letter.stage % 64) * 2 + letter.forward) * 4096 + 32768

@@ -1,0 +1,229 @@
+"""Where to cut a model into stages: boundaries in the order of its unit calls, for balanced time and few bytes across.
+
+A cut is pure arithmetic on a sketch. Stages are stretches of the sequence of unit calls; what later stages need of
+earlier ones (skip connections, encoder outputs, masks computed from them) crosses every boundary between.
+"""
+
+import random
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+from torch import Tensor
+
+from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.model.costs import UnitCall
+from plait.model.meter import BETWEEN
+from plait.model.sketch import Sketch
+from plait.tensors.output_form import Slot
+
+SLACK = 1.1
+"""How much longer than the best possible the longest stage may be, for fewer bytes across."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stage of every unit call, and the calls whose outputs cross into each stage from the one before it."""
+
+    stages: int
+    owner: tuple[int, ...]
+    crossing: tuple[tuple[int, ...], ...]
+    """By stage: calls of earlier stages that it or a later one needs. Nothing crosses into stage 0."""
+
+    def units(self, sketch: Sketch, stage: int) -> set[str]:
+        """Names of the units with a call in a stage."""
+        return {unit for unit, stages in homes(sketch, self).items() if stage in stages}
+
+
+def homes(sketch: Sketch, made: Cut) -> dict[str, list[int]]:
+    """The stages of the calls of each unit. A unit that these runs of the sketch left out goes with the one before it."""
+    found: dict[str, list[int]] = {}
+    for call, stage in zip(sketch.calls, made.owner):
+        found.setdefault(call.unit, []).append(stage)
+    before = 0
+    for unit in sketch.units:
+        before = found.setdefault(unit.name, [before])[-1]
+    return found
+
+
+@dataclass(frozen=True)
+class Course:
+    """The calls of a forward pass, their stages, and what crosses. `samples` is the batch size templates are asked for."""
+
+    calls: tuple[UnitCall, ...]
+    cut: Cut
+    after: tuple[Any, ...] = ()
+    """Where Python's and numpy's generators are after each call; empty when the model does not draw from them."""
+    unknowns: dict[tuple[int, int], list[tuple[Tensor, int]]] = field(default_factory=dict)
+    """Of a call and a number of samples: unknowns in the shapes that it returns, with their versions."""
+
+    @cached_property
+    def aside(self) -> frozenset[int]:
+        """Calls whose other results, past what they return, code on other stages gets hold of: these are unknown there."""
+        owner, pairs = self.cut.owner, enumerate(self.calls)
+        return frozenset(i for i, call in pairs if any(j < 0 or owner[j] != owner[i] for j in call.aside))
+
+    def passed(self, call: int) -> None:
+        """A call is made elsewhere: put Python's and numpy's generators where it leaves them."""
+        if self.after:
+            random.setstate(self.after[call][0])
+            np.random.set_state(self.after[call][1])
+
+    def slots(self, stage: int) -> list[Slot]:
+        """The tensors that cross into a stage."""
+        return [slot for call in self.cut.crossing[stage] for slot in self.calls[call].template.slots]
+
+
+def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> Cut:
+    """Cut into `stages`. `first`: the first unit of each stage but stage 0, when the user chose.
+
+    P023 when the model has fewer unit calls than stages, or nothing is known of its units.
+    """
+    calls = sketch.calls
+    if len(calls) < stages:
+        why = sketch.unmeasured or f"its units are called {len(calls)} times in a forward pass"
+        fix = (f"at most {max(len(calls), 1)} stages", "Job(units=…) names smaller units")
+        raise PlaitError(Problem("P023", f"the model cannot be cut into {stages} stages", why=why, fix=fix))
+    starts = _given(sketch, stages, first) if first is not None else _balanced(sketch, stages)
+    bounds = [0, *starts, len(calls)]
+    owner = tuple(s for s in range(stages) for _ in range(bounds[s], bounds[s + 1]))
+    return Cut(stages, owner, crossings(calls, sketch.needs, owner, stages))
+
+
+def check(sketch: Sketch, made: Cut, looped: bool, shared: bool = False) -> None:
+    """P024 when a value goes from a unit to another stage by a way that is not what the unit returns.
+
+    `looped`: a rank has several stages, and so runs the code between units several times. `shared`: ranks compute units together.
+    """
+    inside = lambda name: any(f"{name}.".startswith(f"{u.name}.") for u in sketch.units)  # noqa: E731
+    for norm in sketch.batch_norms:
+        if not inside(norm):
+            _refuse(f"{norm} keeps batch statistics and lies in no unit", "every stage would keep others")
+    for buffer in sketch.counting if looped else ():
+        if not inside(buffer):
+            why = "a rank with several stages runs that code once for each"
+            _refuse(f"code between units changes the buffer {buffer} in every forward pass", why)
+    for name, by in sketch.rewritten.items():
+        held = next((u.name for u in sketch.units if name in u.parameters), "")
+        if not all(f"{module}.".startswith(f"{held}.") for module in by) if held else looped:
+            where = f"the unit {held}" if held else "the model"
+            _refuse(f"code outside of {where} changes its weight {name}", "stages have the weights of their own units")
+    if sketch.differentiates:
+        _refuse("the model takes derivatives in its forward pass", "they go back through units of other stages")
+    check_calls(sketch.calls, made.owner)
+    beside = min(Course(sketch.calls, made).aside, default=None) if shared else None
+    if beside is not None:
+        why = "other stages would run it to know what it leaves in objects, and beside tp, cp or ep its ranks compute it together"
+        _refuse(f"unit {sketch.calls[beside].unit} hands on a value besides what it returns", why)
+
+
+def check_calls(calls: tuple[UnitCall, ...], owners: tuple[int, ...]) -> None:
+    """P024 when one of the calls, which lie in these stages, hands on a value that cannot be sent."""
+    for call, owner in zip(calls, owners):
+        unit = f"unit {call.unit}"
+        if call.writes:
+            why = "what it writes is not what it returns, and only that travels between stages"
+            _refuse(f"{unit} changes what it is given, in place", why)
+        last = owner == max(owners)  # where the loss is computed
+        far = [i for i in call.leaks if (owners[i] != owner if i >= 0 else i == BETWEEN or not last)]
+        if far:
+            user = f"unit {calls[far[0]].unit}" if far[0] >= 0 else "the loss"
+            why = f"{user} depends on a tensor of it in an attribute, a list or another object; only what it returns travels"
+            if far[0] == BETWEEN:
+                why = "code between units makes a number of a tensor of it in an attribute, a list or another object"
+            _refuse(f"{unit} hands on a value besides what it returns", why)
+        if call.template.varies:
+            why = (
+                "stages know the structure of what they receive from the first samples; tensors may grow, nothing else"
+            )
+            _refuse(f"{unit} returns numbers or a count of tensors that depend on the batch", why)
+
+
+def _refuse(what: str, why: str, hint: str = "return the tensor") -> NoReturn:
+    fix = (hint, "pp=1")
+    raise PlaitError(Problem("P024", what, why=why, fix=fix if "besides" in what else fix[1:]))
+
+
+def _given(sketch: Sketch, stages: int, first: tuple[str, ...]) -> list[int]:
+    if len(first) != stages - 1:
+        what = f"Job(stages=…) names {len(first)} cuts, {stages} stages need {stages - 1}"
+        raise PlaitError(Problem("P023", what, fix=("one unit for the start of each stage but the first",)))
+    names = [call.unit for call in sketch.calls]
+    found = []
+    for unit in first:
+        if unit not in names:
+            what = f"Job(stages=…) names no unit of the model: {unit}        {did_you_mean(unit, sorted(set(names)))}"
+            raise PlaitError(Problem("P023", what, fix=("plait sketch JOB lists the units",)))
+        found.append(names.index(unit))
+    if found != sorted(set(found)) or found[0] == 0:
+        raise PlaitError(Problem("P023", "Job(stages=…) is not in the order of the units' calls", why=", ".join(first)))
+    return found
+
+
+def costs(sketch: Sketch) -> list[float]:
+    """Relative time of every call: operations, and a little for bytes, so that no call is free."""
+    return [c.flops.of(1) + 10.0 * (c.output.of(1) + c.saved.of(1)) + 1.0 for c in sketch.calls]
+
+
+def across(sketch: Sketch) -> list[float]:
+    """Bytes per sample that cross a boundary before each call (and, last, after all of them)."""
+    last = {i: i for i in range(len(sketch.calls))}
+    for j, call in enumerate(sketch.calls):
+        for i in call.needs:
+            last[i] = j
+    for i in sketch.needs:
+        last[i] = len(sketch.calls)
+    size = [c.output.of(1) for c in sketch.calls]
+    return [sum(size[i] for i in range(b) if last[i] >= b) for b in range(len(sketch.calls) + 1)]
+
+
+def _balanced(sketch: Sketch, stages: int) -> list[int]:
+    """The boundaries with the fewest bytes across among those whose longest stage is within `SLACK` of the best."""
+    cost, bytes_ = costs(sketch), across(sketch)
+    total = [0.0]
+    for c in cost:
+        total.append(total[-1] + c)
+    n = len(cost)
+    best = _search(n, stages, lambda a, b: total[b] - total[a], max)[0]
+    limit = best * SLACK
+
+    def bytes_of(a: int, b: int) -> float:
+        return (
+            bytes_[b]
+            if total[b] - total[a] <= limit and b < n
+            else 0.0
+            if total[b] - total[a] <= limit
+            else float("inf")
+        )
+
+    return _search(n, stages, bytes_of, lambda x, y: x + y)[1]
+
+
+def _search(n: int, stages: int, price, join) -> tuple[float, list[int]]:
+    """(smallest joined price, boundaries) of cutting 0 … n into stretches, by dynamic programming."""
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(1, stages + 1):
+        row: dict[int, tuple[float, int]] = {}
+        ends = [n] if stage == stages else range(stage, n - (stages - stage) + 1)
+        for end in ends:
+            row[end] = min(
+                (join(value, price(begin, end)), begin) for begin, (value, _) in rows[-1].items() if begin < end
+            )
+        rows.append(row)
+    bounds, end = [], n
+    for row in reversed(rows[1:]):
+        end = row[end][1]
+        bounds.append(end)
+    return rows[-1][n][0], bounds[-2::-1]
+
+
+def crossings(
+    calls: tuple[UnitCall, ...], needs: tuple[int, ...], owner: tuple[int, ...], stages: int
+) -> tuple[tuple[int, ...], ...]:
+    """By stage: calls before it that it, a later stage, or the model's output (`needs`) needs."""
+    found = []
+    for stage in range(stages):
+        needed = {i for j, call in enumerate(calls) if owner[j] >= stage for i in call.needs} | set(needs)
+        found.append(tuple(sorted(i for i in needed if owner[i] < stage)))
+    return tuple(found)

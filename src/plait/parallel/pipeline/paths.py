@@ -1,0 +1,145 @@
+"""The course of a forward pass: which units it calls, what they return, and so what crosses between stages.
+
+As a rule it is that of the sketch. Inputs of another size (padded to another length, images of another size), and models
+that decide at random what to run, take others: then every rank finds the course itself, by running a hollow copy of
+the model, on fake tensors, with the inputs that all of them have and the host generators where training has them.
+Nothing has to be sent to agree on it. What a stage owns stays: a call belongs to the stage of its unit.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.model.costs import UnitCall
+from plait.model.meter import KNOWN, OUTPUT
+from plait.model.sketch import PROBES, Sketch, single
+from plait.model.trace import Call, Keys, watch
+from plait.parallel.pipeline.partition import Course, Cut, check_calls, crossings, homes
+from plait.randomness import keyed as randomness
+from plait.tensors.output_form import Slot, Template, taken, template
+from plait.tensors.torch_private import Unknowns, emptied, own_buffers
+
+KEPT = 256
+"""Courses that are remembered."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward pass to come: its inputs, and which samples of which step these are. `step` −1: an evaluation."""
+
+    inputs: Any
+    samples: int
+    first: int = 0
+    step: int = -1
+
+
+class Courses:
+    """The courses of a model under a cut. `call` runs the model in the format of training."""
+
+    def __init__(self, model: nn.Module, sketch: Sketch, cut: Cut, call: Call, inputs: Callable[[int], Any]):
+        self.model, self.sketch, self.call = model, sketch, call
+        self.first = Course(sketch.calls, cut)
+        self.seed: Any = None
+        """The job's, which the host generators start from."""
+        self.fixed = False
+        """There is no other course than the first: what crosses is a stretch of a sequence (cp), which no run here shows."""
+        self.fakes = Unknowns(allow_non_fake_inputs=True)
+        self.form: Template = template(taken(inputs(PROBES[0])), taken(inputs(PROBES[1])), PROBES)
+        """Of the inputs that the sketch has seen."""
+        self.random = sketch.host_random or sketch.decides
+        self.known: OrderedDict[Any, Course] = OrderedDict()
+        self.owner = homes(sketch, cut)
+        try:
+            self.hollow: nn.Module | None = emptied(model, self.fakes)
+        except Exception:  # a model that cannot be copied has the first course only
+            self.hollow = None
+
+    def of(self, forward: Forward) -> Course:
+        """The course of a forward pass. P025 when it cannot be found, P024 when stages cannot follow it."""
+        if self.fixed:
+            return self.first
+        found = signature(forward.inputs)
+        if found == self._usual(forward.samples) and not self.random:
+            return self.first
+        key = (found, self.model.training, (forward.step, forward.first) if self.random else None)
+        if key not in self.known or (self.random and forward.step < 0):
+            self.known[key] = self._run(forward)
+            while len(self.known) > KEPT:
+                self.known.popitem(last=False)
+        self.known.move_to_end(key)
+        return self.known[key]
+
+    def _usual(self, samples: int) -> tuple[Any, ...]:
+        """The signature of inputs like those of the sketch."""
+        rows = (_row((r.shape(samples), r.dtype, r.grad)) if isinstance(r, Slot) else _row(r) for r in self.form.leaves)
+        return repr(self.form.spec), tuple(rows)
+
+    def _run(self, forward: Forward) -> Course:
+        if self.hollow is None:
+            raise self._unknown("the model cannot be copied")
+        for module, other in zip(self.hollow.modules(), self.model.modules()):
+            module.training = other.training
+        state = randomness.host_state()
+        if forward.step >= 0:
+            randomness.seed_host(self.seed, "forward", forward.step)
+        keys = Keys((self.seed, forward.step, forward.first, forward.samples), self.sketch.places, self.random)
+        units = [unit.name for unit in self.sketch.units]
+        held = [(m, dict(vars(m))) for m in self.model.modules()]  # a function kept in one may know it and not its copy
+        for module, other in zip(self.hollow.modules(), self.model.modules()):
+            vars(other).update(_parameters=module._parameters, _buffers=own_buffers(module))
+        try:
+            seen = watch(self.hollow, forward.inputs, self.call, True, units, keys)
+        except Exception as error:
+            raise self._unknown(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        finally:
+            randomness.restore_host(state)
+            for module, attributes in held:
+                vars(module).clear()
+                vars(module).update(attributes)
+        calls = tuple(self._judged(single(call)) for call in seen.metered.calls)
+        owner = self._owned(calls)
+        check_calls(calls, owner)
+        stages = self.first.cut.stages
+        cut = Cut(stages, owner, crossings(calls, seen.metered.needs, owner, stages))
+        return Course(calls, cut, tuple(keys.after) if self.sketch.host_random else ())
+
+    def _judged(self, call: UnitCall) -> UnitCall:
+        """The call, without leaks to a loss that the sketch has seen depend on nothing of the kind."""
+        known = {leak for other in self.sketch.calls if other.unit == call.unit for leak in other.leaks}
+        return replace(call, leaks=tuple(leak for leak in call.leaks if leak not in (OUTPUT, KNOWN) or leak in known))
+
+    def _owned(self, calls: tuple[UnitCall, ...]) -> tuple[int, ...]:
+        """The stage of every call: that of its unit's call in the sketch. P024 when they are not in order."""
+        times: dict[str, int] = {}
+        owner: list[int] = []
+        for call in calls:
+            stages = self.owner[call.unit]
+            number = times[call.unit] = times.get(call.unit, -1) + 1
+            owner.append(stages[min(number, len(stages) - 1)])
+            if len(owner) > 1 and owner[-1] < owner[-2]:
+                what = f"unit {call.unit} of stage {owner[-1]} is called after one of stage {owner[-2]}"
+                why = "on other inputs, or other random numbers, the model calls its units in another order than in the sketch"
+                raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
+        return tuple(owner)
+
+    def _unknown(self, why: str) -> PlaitError:
+        if self.random:
+            what = "the model decides by random numbers what to run, and that cannot be found without values of other stages"
+            return PlaitError(Problem("P024", what, why=why, fix=("pp=1",)))
+        what = "what crosses between stages cannot be found for inputs of this size"
+        return PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length", "pp=1")))
+
+
+def signature(inputs: Any) -> tuple[Any, ...]:
+    """The tree of some inputs, shapes and formats of tensors, and what else is in it."""
+    spec, rows = taken(inputs)
+    return repr(spec), tuple(map(_row, rows))
+
+
+def _row(leaf: Any) -> Any:
+    return leaf[:2] if isinstance(leaf, tuple) and len(leaf) == 3 and isinstance(leaf[1], torch.dtype) else repr(leaf)

@@ -1,0 +1,296 @@
+"""Executing a pipeline table on one rank: forwards, backwards, and the tensors that cross between stages.
+
+A rank goes through its row of the table in order. Before an action it waits for what the neighbours send for it; after
+it, it sends on without waiting, so a table without a deadlock has none here. Messages go and are received in one order,
+which both ends read off the table: so it is right on NCCL too, which knows no tags. Receives are posted ahead of time, and
+what was sent is let go as soon as the table says it has arrived; `plait.parallel.pipeline.p2p` does both.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.parallel.pipeline import boundary
+from plait.parallel.pipeline.p2p import AHEAD, Letter, Post, Routes, routes
+from plait.parallel.pipeline.partition import Course
+from plait.parallel.pipeline.paths import Forward
+from plait.parallel.pipeline.split_backward import halves
+from plait.parallel.pipeline.stage import Run, Stages
+from plait.parallel.pipeline.table import Action, Table
+from plait.tensors.output_form import Slot, tensors
+
+
+@dataclass
+class Piece:
+    """One micro-batch of this rank's share: what the stages run on, and how much it weighs."""
+
+    inputs: Any
+    targets: Any
+    first: int
+    samples: int
+    weight: float
+    """Its weight over the global batch's. 0 when it only takes part."""
+    scale: float
+    """Factor on its loss before backward."""
+    idle: bool = False
+    """Its sample is another rank's: it only makes up the number."""
+    number: int = 0
+    """Which micro-batch of this rank's share it is."""
+    loss: Tensor | None = None
+    """Once it was computed, where it is."""
+
+
+@dataclass
+class _Open:
+    """A stage's forward pass that waits for its backward."""
+
+    leaves: list[Tensor]
+    """Received tensors that gradients are sent back for."""
+    outputs: list[Tensor]
+    """Tensors that gradients will come back for."""
+    loss: Tensor | None
+    run: Run
+    weights: Callable[[], None] = lambda: None
+    """The second half of a split backward."""
+
+
+class Clock:
+    """(name, start, seconds) of what takes time in a step, in order: `receive F1.0`, `F1.0`, `send F1.0`, `F1.1`, ….
+
+    The times are the host's, from `time.perf_counter` unless `now` is another clock.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float]] = []
+        self.now = perf_counter
+        self.name, self.open, self.last = "", False, 0.0
+        self.beat: Callable[[str], None] = lambda phase: None
+        """Told whether an action that begins belongs to the forward or the backward pass."""
+
+    def begin(self, action: Action) -> None:
+        """An action begins; it may receive first."""
+        self.beat("forward" if action.kind == "F" else "backward")
+        self.name, self.open, self.last = str(action), True, self.now()
+
+    def lap(self, what: str) -> None:
+        """What ends now took all the time since the last one ended; the same twice on end is one span."""
+        now, name, start = self.now(), what + self.name, self.last
+        if self.spans and self.spans[-1][0] == name:
+            start = self.spans.pop()[1]
+        self.spans.append((name, start, now - start))
+        self.last = now
+
+    def computed(self) -> None:
+        """What the action computes is done, if that was not said before."""
+        if self.open:
+            self.lap("")
+            self.open = False
+
+
+class Pipe:
+    """This rank's stages, its neighbours and its row of the table."""
+
+    def __init__(self, stages: Stages, group: Any, table: Callable[[int], Table]):
+        self.stages, self.group, self.table = stages, group, table
+        self.rank = group.rank()
+        self.ahead = AHEAD if stages.device.type == "cpu" else 0
+        self.routes = cache(self._routes)
+        self.randomness: Any = None
+        self.number = 0
+        """The step, which random numbers are keyed by."""
+        self.clock = Clock()
+        """What took time in the last step."""
+        self.at = 0
+        """Number of the micro-batch of the action that runs."""
+
+    def step(
+        self, pieces: list[Piece], forward: Callable[[Piece], Any], loss: Callable[[Any, Piece], Tensor]
+    ) -> list[Tensor]:
+        """Forward and backward of all pieces by the table; the losses, on the rank of the last stage."""
+        self.clock.spans, self.given = [], dict[tuple[int, int], dict[int, Any]]()
+        self.back: dict[tuple[int, int], list[Tensor | None]] = {}
+        self.open: dict[tuple[int, int], _Open] = {}
+        self.losses: list[Tensor] = []
+        find = self.stages.courses.of
+        self.courses = [find(Forward(p.inputs, p.samples, p.first, self.number)) for p in pieces]
+        done: list[Action] = []
+        if not pieces:
+            return []
+        table = self.table(len(pieces))
+        self.owner = table.owner
+        sizes = [piece.samples for piece in pieces]
+        empty = lambda letter: self._empty(letter, sizes[letter.micro])  # noqa: E731
+        self.post = Post(self.group, self.routes(len(pieces), _messages(self.courses)), empty, self.ahead)
+        for action in table.rows[self.rank]:
+            self.clock.begin(action)
+            piece = pieces[action.micro]
+            self.at = piece.number
+            if action.kind == "F":
+                self._forward(action, piece, forward, loss)
+            else:
+                with self.randomness.replay():
+                    self._backward(action, piece)
+            self.clock.computed()
+            done.append(action)
+        self.post.close()
+        if done != list(table.rows[self.rank]) or self.open:
+            why = f"ran {' '.join(map(str, done))}"
+            raise PlaitError(Problem("P026", "the pipeline did not run its table", why=why), FAILED)
+        return self.losses
+
+    def forward_only(self, inputs: Any, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
+        """(the model's output, True) on the rank of the last stage; elsewhere the output is unknown. No gradients."""
+        self.given, self.owner, output = {}, self.table(1).owner, None
+        self.clock.spans, self.courses = [], [self.stages.courses.of(Forward(inputs, samples))]
+        empty = lambda letter: self._empty(letter, samples)  # noqa: E731
+        self.post = Post(self.group, self.routes(0, _messages(self.courses)), empty, self.ahead)
+        for stage in range(self.stages.cut.stages):
+            if self.owner[stage] == self.rank:
+                received, _ = self._received(stage, 0, grad=False)
+                output, run = self.stages.forward(stage, samples, self.courses[0], received, call)
+                self._pass_on(stage, 0, run.kept)
+        self.post.close()
+        return output, self.owner[-1] == self.rank
+
+    # — one action —
+
+    def _forward(
+        self, action: Action, piece: Piece, forward: Callable[[Piece], Any], loss_of: Callable[[Any, Piece], Tensor]
+    ) -> None:
+        stage, micro = action.stage, action.micro
+        received, leaves = self._received(stage, micro, grad=True)
+        last = stage == self.stages.cut.stages - 1
+        with self.randomness.at(self.number, piece.first, piece.samples, stage):
+            course = self.courses[micro]
+            output, run = self.stages.forward(stage, piece.samples, course, received, lambda: forward(piece))
+            loss = loss_of(output, piece) if last else None
+        self.stages.look(loss, "loss")
+        if loss is not None and piece.weight:
+            piece.loss = loss.detach()
+            self.losses.append(piece.loss.double() * piece.weight)
+        outputs = self._pass_on(stage, micro, run.kept)
+        self.open[stage, micro] = _Open(leaves, outputs, None if loss is None else loss * piece.scale, run)
+
+    def _backward(self, action: Action, piece: Piece) -> None:
+        stage, micro = action.stage, action.micro
+        was = self.open[stage, micro]
+        self.stages.again = was.run
+        if action.kind == "W":
+            was.weights()
+        else:
+            outputs, gradients = self._ends(was, stage, micro)
+            if action.kind == "I" and was.leaves:
+                was.weights = halves(outputs, gradients, was.leaves)
+            elif action.kind == "I":  # nobody waits for gradients of the first stage's inputs
+                was.weights = lambda: _run(outputs, gradients)
+            else:
+                _run(outputs, gradients)
+            self._send_back(was, stage, micro)
+        if action.kind != "I":
+            del self.open[stage, micro]
+
+    def _ends(self, was: _Open, stage: int, micro: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What backward starts from: the loss, or what went to the next stage and the gradients that came back for it."""
+        if was.loss is not None:
+            return ([was.loss], [None]) if was.loss.requires_grad else ([], [])
+        came = self._gradients(stage, micro, was.outputs)
+        pairs = [(t, g) for t, g in zip(was.outputs, came) if g is not None and t.requires_grad]
+        for t, g in pairs:
+            if t.is_leaf:  # a value that only passes through
+                t.grad = g if t.grad is None else t.grad + g
+        pairs = [(t, g) for t, g in pairs if not t.is_leaf]
+        return [t for t, _ in pairs], [g for _, g in pairs]
+
+    def _send_back(self, was: _Open, stage: int, micro: int) -> None:
+        if not stage:
+            return
+        back = [t.grad for t in was.leaves]
+        if self.owner[stage - 1] == self.rank:
+            self.back[stage - 1, micro] = back
+        elif back:
+            self._send(Letter(False, stage - 1, micro), self.owner[stage - 1], boundary.packed(was.leaves, back))
+
+    # — what crosses —
+
+    def _routes(self, microbatches: int, messages: tuple[Any, ...]) -> Routes:
+        """All ranks' messages of a step, by which there are; of a forward pass alone when there are no micro-batches."""
+        table = self.table(max(1, microbatches))
+        rows: Iterable[Iterable[Action]] = table.rows
+        if not microbatches:
+            rows = [[Action("F", s, 0) for s, r in enumerate(table.owner) if r == rank] for rank in range(table.ranks)]
+        return routes(rows, table.owner, lambda letter: bool(self._slots(letter)))
+
+    def _slots(self, letter: Letter) -> list[Slot]:
+        """The tensors of a message; for gradients, those of their tensors."""
+        slots = self.courses[letter.micro].slots(letter.stage + (not letter.forward))
+        return [s for s in slots if s.grad or letter.forward]
+
+    def _empty(self, letter: Letter, samples: int) -> list[Tensor]:
+        """What a message is received into."""
+        forms = (boundary.there if letter.forward else boundary.back)(self._slots(letter), samples)
+        return [torch.empty(shape, dtype=dtype, device=self.stages.device) for shape, dtype in forms]
+
+    def _received(self, stage: int, micro: int, grad: bool) -> tuple[dict[int, Any], list[Tensor]]:
+        """Outputs of earlier stages' calls that cross into this one, as leaves; and those that take gradients."""
+        course = self.courses[micro]
+        calls = course.cut.crossing[stage]
+        if not calls:
+            return {}, []
+        letter = Letter(True, stage, micro)
+        slots = self._slots(letter)
+        if self.owner[stage - 1] == self.rank:
+            values = self.given.pop((stage, micro))
+            found = [t.detach() for call in calls for t in tensors(values[call])]
+        else:
+            found = self._receive(letter) if slots else []
+        found = [t.requires_grad_(slot.grad and grad) for t, slot in zip(found, slots)]
+        source = iter(found)
+        received = {call: course.calls[call].template.fill(source) for call in calls}
+        return received, [t for t in found if t.requires_grad]
+
+    def _pass_on(self, stage: int, micro: int, kept: dict[int, Any]) -> list[Tensor]:
+        """Send what crosses out of a stage; the tensors that gradients will come back for."""
+        if stage + 1 == self.stages.cut.stages:
+            return []
+        letter, to = Letter(True, stage + 1, micro), self.owner[stage + 1]
+        found = [t for call in self.courses[micro].cut.crossing[stage + 1] for t in tensors(kept[call])]
+        if to == self.rank:
+            self.given[stage + 1, micro] = kept
+        elif found:
+            self._send(letter, to, [t.detach() for t in found])
+        return [t for t, slot in zip(found, self._slots(letter)) if slot.grad]
+
+    def _gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> list[Tensor | None]:
+        if self.owner[stage + 1] == self.rank:
+            return self.back.pop((stage, micro))
+        letter = Letter(False, stage, micro)
+        if not self._slots(letter):
+            return []
+        return boundary.unpacked(self._receive(letter), outputs)
+
+    def _send(self, letter: Letter, to: int, values: list[Tensor]) -> None:
+        self.clock.computed()
+        self.post.send(letter, to, values)
+        self.clock.lap("send ")
+
+    def _receive(self, letter: Letter) -> list[Tensor]:
+        found = self.post.receive(letter)
+        self.clock.lap("receive ")
+        return found
+
+
+def _messages(courses: list[Course]) -> tuple[Any, ...]:
+    """For each micro-batch and stage whether tensors cross into it, and gradients back."""
+    crossing = [[course.slots(stage) for stage in range(course.cut.stages)] for course in courses]
+    return tuple(tuple((bool(slots), any(s.grad for s in slots)) for slots in row) for row in crossing)
+
+
+def _run(outputs: list[Tensor], gradients: list[Tensor | None]) -> None:
+    if outputs:
+        torch.autograd.backward(outputs, gradients)

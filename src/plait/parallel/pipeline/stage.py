@@ -1,0 +1,320 @@
+"""Running a model's own forward on a stage: units of other stages give what was received, or an unknown.
+
+An unknown is a fake tensor on the run's device: it has a shape and no numbers, an operation that meets one gives
+another and costs nothing, and a unit of this stage that is handed one is an error. So rotary tables, masks, positions,
+skip connections and whatever else the model's code does between its units simply work, on every stage.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from plait.config.errors import PlaitError, Problem
+from plait.model.meter import tensors_in
+from plait.parallel.pipeline.partition import Course
+from plait.parallel.pipeline.paths import Courses
+from plait.tensors.output_form import arguments, known
+from plait.tensors.torch_private import (
+    Facade,
+    FakeTensor,
+    FakeTensorMode,
+    Unknowns,
+    is_unknown,
+    leaves,
+    own_buffers,
+    storage_key,
+    tree_map,
+    tree_map_only,
+    version,
+)
+from plait.tensors.trees import refill
+
+
+@dataclass
+class Run:
+    """One forward pass of one stage on one micro-batch."""
+
+    stage: int
+    samples: int
+    course: Course
+    received: dict[int, Any]
+    kept: dict[int, Any]
+    wanted: frozenset[int]
+    """Calls whose outputs later stages need."""
+    number: int = 0
+    lost: dict[int, Tensor] = field(default_factory=dict)
+    """By storage: tensors that were to be written with an unknown, and so are unknown themselves."""
+
+
+class Stages:
+    """The units of a model on this rank. `run` is the forward pass that is going on."""
+
+    def __init__(self, model: nn.Module, courses: Courses, device: torch.device):
+        self.model, self.courses, self.device = model, courses, device
+        self.sketch, self.cut, self.fakes = courses.sketch, courses.first.cut, courses.fakes
+        self.whole = courses.sketch
+        """With what calls return as code between units sees it; `sketch` has it as it crosses."""
+        self.unknown = _Unknown(self)
+        self.inside = 0
+        self.elsewhere = ""
+        """The unit of another stage that runs on unknowns."""
+        self.current: Run | None = None
+        self.again: Run | None = None
+        """During a backward pass: the forward pass it belongs to."""
+        self.between: list[nn.Module] = []
+        """Modules with buffers that lie in no unit."""
+        self.skip: Callable[[str], None] = lambda unit: None
+        """Told of every unit that another stage calls."""
+
+    def drop(self, names: set[str]) -> None:
+        """Replace parameters by fake ones: they live on other stages."""
+        hollow(self.model, names, self.device, self.fakes)
+
+    def install(self) -> None:
+        """From now on units run only where they belong."""
+        names = [unit.name for unit in self.sketch.units]
+        inside = {id(m) for name in names for m in self.model.get_submodule(name).modules()}
+        self.between = [m for m in self.model.modules() if id(m) not in inside and own_buffers(m)]
+        for name in names:
+            module = self.model.get_submodule(name)
+            module.forward = unit = _Unit(self, name, module)
+            module.register_forward_hook(unit.keep)
+
+    def forward(
+        self, stage: int, samples: int, course: Course, received: dict[int, Any], call: Callable[[], Any]
+    ) -> tuple[Any, Run]:
+        """(the model's output, the run: its `kept` are outputs of calls that later stages need) of one stage."""
+        later = course.cut.crossing[stage + 1] if stage + 1 < self.cut.stages else ()
+        kept = {i: received[i] for i in later if i in received}
+        self.current = Run(stage, samples, course, received, kept, frozenset(later))
+        try:
+            with self.unknown:
+                output = call()
+        finally:
+            run, self.current = self.current, None
+        if run.number != len(course.calls):
+            what = f"the forward pass called {run.number} units, the sketch {len(course.calls)}"
+            why = "the model's code takes another course here than in the sketch; stages cannot follow it"
+            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1",)))
+        self._checked(output if stage + 1 == self.cut.stages else None, course)
+        return output, run
+
+    def _checked(self, output: Any, course: Course) -> None:
+        """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
+        what = "the model's output depends on a value that only another stage has"
+        if course.aside or not any(map(is_unknown, leaves(output))):  # what nobody looks at may be unknown
+            replaced = (n for module in self.between for n, b in own_buffers(module).items() if is_unknown(b))
+            name = next(replaced, None)
+            if name is None:
+                return
+            what = f"code between units writes a value that only another stage has into the buffer {name}"
+        raise PlaitError(Problem("P024", what, why="only what units return travels", fix=("pp=1",)))
+
+    def look(self, made: Any, of: str) -> None:
+        """P024 when what the job's own code made of the model's output is unknown."""
+        if any(map(is_unknown, leaves(made))):
+            what = f"the job's {of} depends on a value that only another stage has"
+            why = "only what units return travels, not what they leave in lists, caches or attributes"
+            raise PlaitError(Problem("P024", what, why=why, fix=("let the unit return it", "pp=1")))
+
+    def lose(self, tensor: Tensor) -> None:
+        """A tensor was to be written with an unknown: it is unknown from now on. P024 when it outlives the forward pass."""
+        run, key = self.current, storage_key(tensor)
+        name = next((n for n, b in self.model.named_buffers() if b is tensor or storage_key(b) == key), None)
+        if name is not None and self.elsewhere and name.startswith(f"{self.elsewhere}."):
+            return  # its own stage has the buffer
+        if name is not None:
+            what = f"code between units writes a value that only another stage has into the buffer {name}"
+            why = "each stage would keep another one"
+            raise PlaitError(Problem("P024", what, why=why, fix=("write it inside a unit", "pp=1")))
+        if run is not None:
+            run.lost[key] = tensor
+
+    def outputs_of(self, run: Run, call: int) -> Any:
+        """Unknowns in the shape of what a call returns: those of last time, unless the model's code wrote to them."""
+        calls = self.whole.calls if run.course is self.courses.first else run.course.calls
+        template, samples, unknowns = calls[call].template, run.samples, run.course.unknowns
+        known = unknowns.get((call, samples))
+        if known is None or any(version(t) != before for t, before in known):
+            with self.fakes, torch.no_grad():
+                made = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.device) for s in template.slots]
+            known = unknowns[call, samples] = [(t, version(t)) for t in made]
+        return template.fill(t for t, _ in known)
+
+
+def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
+    """Replace parameters by fake ones, which take no memory: other ranks hold them. `fakes`: the mode they belong to."""
+    gone: dict[int, nn.Parameter] = {}
+    fakes, named = fakes or Unknowns(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if named.get(id(parameter)) in names:
+                if id(parameter) not in gone:
+                    with fakes:
+                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    gone[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(module, key, gone[id(parameter)])
+
+
+def copied(tree: Any) -> Any:
+    """What the model's code may change in place, when the value itself is also for other stages."""
+    return tree.clone() if isinstance(tree, Tensor) else tree_map_only(Tensor, torch.clone, tree)
+
+
+class _Unit:
+    """A unit's forward on a stage."""
+
+    def __init__(self, stages: Stages, name: str, module: nn.Module):
+        self.stages, self.name, self.module = stages, name, module
+        self.replaced = module.__dict__.get("forward")
+        self.number: int | None = None
+        self.changed: Any = None
+        """An argument that the unit changes and returns, where it does so."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stages, run = self.stages, self.stages.current
+        if stages.inside:
+            return self.own(*args, **kwargs)
+        if run is None:
+            return self._again(*args, **kwargs)
+        number = run.number
+        run.number += 1
+        calls = run.course.calls
+        if number >= len(calls) or calls[number].unit != self.name:
+            what = f"call {number + 1} of the forward pass is {self.name}, in the sketch it was another unit"
+            raise PlaitError(Problem("P024", what, why="the model's course depends on its input", fix=("pp=1",)))
+        self.changed = None
+        if run.course.cut.owner[number] != run.stage:
+            if number in run.course.aside:
+                self._leave(args, kwargs)
+            else:
+                stages.skip(self.name)
+            run.course.passed(number)
+            back = calls[number].back
+            if back is not None:
+                self.changed = args[back] if isinstance(back, int) else kwargs[back]
+            self.number = number
+            return copied(run.received[number]) if number in run.received else stages.outputs_of(run, number)
+        given = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
+        self.check(
+            run, given if not run.course.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        )
+        stages.inside += 1
+        try:
+            output = self.own(*args, **kwargs)
+        finally:
+            stages.inside -= 1
+        self.check(run, tensors_in(output))
+        self.number = number
+        return output
+
+    def _leave(self, args: Any, kwargs: Any) -> None:
+        """Run a unit of another stage on unknowns: what it leaves in lists, caches and attributes is unknown here."""
+        self.stages.elsewhere = self.name
+        try:
+            self.own(*args, **kwargs)
+        finally:
+            self.stages.elsewhere = ""
+
+    def check(self, run: Run, found: Iterable[Any]) -> None:
+        """P024 when an unknown is among what the unit is given, or returns."""
+        if any(map(is_unknown, found)):
+            what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
+            why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
+            raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
+
+    def keep(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
+
+        What was received is put in again: hooks on the unit may see it, but have done their work on it where it was made.
+        """
+        run, number = self.stages.current, self.number
+        if run is None or self.stages.inside or number is None:
+            return output
+        self.number = None
+        if run.course.cut.owner[number] != run.stage:
+            given = copied(run.received[number]) if number in run.received else output
+            if self.changed is None:
+                return given
+            refill(self.changed, given)
+            return self.changed
+        if number not in run.wanted:
+            return output
+        known(output, run.course.calls[number].template, run.samples, self.name)
+        run.kept[number] = output
+        return copied(output)
+
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        """Inside a recomputation by the model's own code: what the first pass gave here is given again."""
+        run = self.stages.again
+        numbers = [i for i, call in enumerate(run.course.calls) if call.unit == self.name] if run is not None else []
+        if run is None or len(numbers) != 1 or run.course.cut.owner[numbers[0]] == run.stage:
+            return self.own(*args, **kwargs)
+        return (
+            copied(run.received[numbers[0]]) if numbers[0] in run.received else self.stages.outputs_of(run, numbers[0])
+        )
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's forward as it was."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class _Unknown(TorchFunctionMode):
+    """An operation that meets an unknown gives an unknown. Inside units of this stage nothing is unknown."""
+
+    def __init__(self, stages: Stages):
+        super().__init__()
+        self.stages = stages
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.stages.inside or not any(map(self._unknown, arguments(args, kwargs))):
+            return func(*args, **kwargs)
+        known: list[tuple[Tensor, Tensor, int]] = []
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or is_unknown(leaf):
+                return leaf
+            hollow = isinstance(leaf, (Facade, FakeTensor))
+            made = self._like(leaf) if hollow else self.stages.fakes.from_tensor(leaf.detach())
+            known.append((leaf, made, version(made)))
+            return made
+
+        args, kwargs = tree_map(fake, (args, kwargs))
+        try:
+            with self.stages.fakes, torch.no_grad():
+                result = func(*args, **kwargs)
+        except Exception as error:
+            raise self._refused(func, error) from error
+        for real, made, before in known:
+            if version(made) != before:
+                self.stages.lose(real)
+        return result
+
+    def _like(self, leaf: Tensor) -> Tensor:
+        with self.stages.fakes, torch.no_grad():
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.stages.device)
+
+    def _unknown(self, leaf: Any) -> bool:
+        lost = self.stages.current.lost if self.stages.current is not None else ()
+        return is_unknown(leaf) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
+
+    def _refused(self, func: Any, error: Exception) -> PlaitError:
+        run = self.stages.current
+        place = (
+            f"after unit {run.course.calls[run.number - 1].unit}"
+            if run is not None and run.number
+            else "before any unit"
+        )
+        what = (
+            f"{place} the model's code asks for numbers that only another stage has: {getattr(func, '__name__', func)}"
+        )
+        told = str(error).partition("\n")[0]
+        why = f"its course, or a shape, depends on values ({type(error).__name__}: {told})"
+        return PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))

@@ -1,0 +1,167 @@
+"""Pipeline parallelism (pp): each process holds some of the model's units, micro-batches flow through them.
+
+What it does
+    The sequence of unit calls is cut into stages, for balanced time and few bytes across. Every stage runs the model's
+    own forward; units of other stages give what was received, or an unknown (`parallel/pipeline/stage.py`), so no model is rewritten,
+    traced or required to be a chain. A table says in which order a rank runs the forwards and backwards of its
+    micro-batches (`parallel/pipeline/schedules.py`); activations travel to the next stage, their gradients back.
+
+Picture
+    1f1b     rank 0   F0 F1 F2 B0 F3 B1    B2    B3
+             rank 1      F0 F1 . B0 F2 B1 F3 B2 B3
+
+Costs
+    Time: ranks wait while the pipeline fills and drains, the bubble: (p − 1) / (m + p − 1) of the step for p stages and
+    m micro-batches; `interleaved` and zero-bubble schedules wait less. Memory: parameters, gradients and optimizer state
+    of a stage only, activations of the micro-batches under way. Traffic: the activations between stages, the least of
+    all ways to split.
+
+Choose when
+    The model does not fit on one node's devices, or the links between nodes are slow.
+
+Avoid when
+    There are few micro-batches: the bubble eats what is gained. Or few unit calls, which no cut balances.
+
+How it stays exact
+    The loss of a micro-batch enters with its weight over the global batch's, gradients add up in place. A parameter that
+    several stages use (tied, or used by the code between units) lives on each of them, and its gradients are summed over
+    those. Random numbers are keyed by place and sample, which a cut does not change. The norm that clips is that of all
+    stages.
+
+Paper
+    Huang et al. 2019, GPipe (NeurIPS); Narayanan et al. 2019, PipeDream (SOSP); 2021, Megatron-LM (SC), interleaved;
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from typing import Any
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.parallel.context import strategy as context
+from plait.parallel.context.sequences import as_held
+from plait.parallel.gradient_sums import added_up
+from plait.parallel.mesh import group_of
+from plait.parallel.pipeline.boundary import back, size, there
+from plait.parallel.pipeline.partition import check
+from plait.parallel.pipeline.paths import Courses
+from plait.parallel.pipeline.runtime import Pipe
+from plait.parallel.pipeline.schedules import SPLIT, problems
+from plait.parallel.pipeline.stage import Stages
+from plait.parallel.role import Layout, table_of
+from plait.parallel.strategy import Charge, Role
+from plait.randomness.keyed import Region
+from plait.tensors.torch_private import recompute_once
+
+AXIS = "pp"
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.pp > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile}
+    for key, given in others.items():
+        if given:
+            yield Problem("P027", f"pp={plan.pp} does not work with {key}", fix=(f'--plan "pp={plan.pp}"',))
+    if plan.shares > batch:
+        why = f"{batch} samples for {plan.shares} pipelines of pp={plan.pp} stages"
+        yield Problem(
+            "P012",
+            f"global batch {batch} does not split over {plan.shares} pipelines",
+            why=why,
+            fix=(f"--batch {plan.shares}",),
+        )
+    if plan.fsdp > 1 and plan.zero == 3 and plan.schedule in SPLIT:
+        what = f"schedule={plan.schedule} does not work with zero=3"
+        why = "the second half of a backward needs parameters that zero=3 has given back after the first"
+        yield Problem("P027", what, why=why, fix=("zero=2", "schedule=1f1b"))
+    for what in problems(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank):
+        yield Problem("P028", what, fix=("schedule=1f1b stages_per_rank=1", "schedule=interleaved stages_per_rank=2"))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    return ()
+
+
+def apply(built: Any) -> None:
+    plan, sketch, place = built.plan, built.sketch, built.place
+    if plan.cp > 1:
+        sketch = as_held(sketch, context.rows(plan, sketch, built.place.rank))
+    layout = Layout.of(plan, sketch, built.job.stages)
+    check(sketch, layout.cut, plan.stages_per_rank > 1, plan.tp * plan.cp * plan.ep > 1)
+    index, homes = built.at["pp"], layout.homes
+    if plan.schedule in SPLIT:
+        recompute_once()
+    courses = Courses(built.model, sketch, layout.cut, *built.probe)
+    courses.seed, courses.fixed = built.job.seed, plan.cp > 1
+    if courses.fixed and courses.random:
+        why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
+        raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("cp=1", "pp=1")))
+    stages = Stages(built.model, courses, built.device)
+    stages.whole = built.sketch
+    stages.drop({n for n, ranks in homes.items() if index not in ranks})
+    built.own = {n: p for n, p in built.own.items() if index in homes[n]}
+    built.pipe = Pipe(stages, built.groups["pp"], lru_cache(partial(table_of, plan)))
+    mine = layout.units(index)
+    built.sketch = layout.part(index)
+    built.holders = {name: len(homes[name]) for name in built.own}
+    for alike in sorted({ranks for ranks in homes.values() if len(ranks) > 1}):
+        group = group_of(plan, place.rank, ("pp",), alike)
+        if index in alike:
+            built.partial.append((tuple(name for name, ranks in homes.items() if ranks == alike), group))
+    built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
+
+    def finish(_: Any) -> None:
+        stages.skip = _passed(built, sketch)
+        stages.install()
+        built.pipe.randomness = built.randomness
+
+    built.prepared.append(finish)
+
+
+def _passed(built: Any, sketch: Sketch) -> Callable[[str], None]:
+    """Tells the random numbers how often modules inside a unit of another stage were called by one call of it."""
+    times = Counter(call.unit for call in sketch.calls)
+    most: dict[str, int] = {}
+    for place in sketch.places:
+        module, number, _ = place.split("#")
+        most[module] = max(most.get(module, 0), int(number or 0))
+    again = {
+        u for u in times if isinstance(vars(built.model.get_submodule(u)).get("forward"), Region)
+    }  # notes itself inside
+    inside = {
+        u: {m: n // times[u] for m, n in most.items() if m.startswith(u + ".") or (m == u and u in again)}
+        for u in times
+        if times[u] > 1
+    }
+
+    def passed(unit: str) -> None:
+        built.randomness.passed(inside.get(unit, {}))
+
+    return passed
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    """What crosses the boundaries of this rank's stages, the sums over stages that share a parameter, and one row for all."""
+    layout, index = role.layout, role.index(plan)
+    if layout is None:  # the stages are not known
+        return
+    for stage in range(1, layout.cut.stages):
+        before, after = layout.owner[stage - 1], layout.owner[stage]
+        if before == after or index not in (before, after):
+            continue
+        ops = ("recv_", "send") if index == after else ("send", "recv_")
+        for op, what, told in zip(ops, (there, back), ("activations", "gradients")):
+            forms = [form for slots, n in role.crossing(stage) for form in what(slots, n)]
+            yield Charge("traffic", "pp", op, len(forms), size(forms), f"{told} between stages {stage - 1} and {stage}")
+    formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
+    for ranks in sorted(set(layout.shared(index).values())):
+        mine = [formats[n] for n, others in layout.shared(index).items() if others == ranks and n in formats]
+        for calls, bytes_ in added_up(mine, plan):
+            yield Charge("traffic", "pp", "allreduce_", calls, bytes_, f"gradients that stages {ranks} share")

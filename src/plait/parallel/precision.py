@@ -1,0 +1,146 @@
+"""Precision: compute in 16 bits, keep and sum in 32.
+
+What it does
+    bf16 and fp16 run the forward pass under autocast: matrix products and convolutions in 16 bits, reductions,
+    norms and losses in 32. Weights (the master copy), gradients, their sum over ranks and the optimizer stay fp32.
+    fp16 has 5 exponent bits, so small gradients would vanish: the loss is multiplied by a scale before backward and
+    gradients are divided by it after. When they overflow, the step is skipped and the scale halved; it doubles after
+    2,000 good steps. An overflow at a scale of 1, or a loss that is not finite, is no matter of scale: `--on-nan` decides.
+
+Costs
+    Memory: activations halve; weights, gradients and optimizer state do not. Compute: faster matrix products
+    where the device has 16-bit units; fp16 on a CPU is slower than fp32 by far.
+
+Choose when
+    bf16: nearly always on hardware that has it. fp16: on accelerators without bf16.
+
+Avoid when
+    Results must equal fp32's. This is another rounding, hence not exact; `plait verify` proves the logic in float64, and
+    holds a step in this format against one device in the same format (`verify/formats.py`).
+
+How it stays equal on all ranks
+    The overflow decision is taken on the *global* gradient norm, after the sum over ranks: an infinity on one rank
+    is an infinity on every rank, so all skip or none does.
+
+Paper
+    Micikevicius et al. 2018, Mixed Precision Training (ICLR).
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from plait.config.errors import Problem
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.parallel.fsdp.runtime import divides
+from plait.parallel.strategy import Charge, Role
+from plait.tensors.float64 import Wide
+from plait.tensors.torch_private import tree_map_only
+
+AXIS = None
+EXACT = False
+SMALLEST = 1.0
+"""The loss scale below which there is no use in lowering it."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.precision != "fp32"
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    return ()
+
+
+def inexact(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
+    yield f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64, and a step against one device in {plan.precision}"
+
+
+def apply(built: Any) -> None:
+    built.precision = plan_format(built.plan)
+    if built.plan.precision == "fp16":
+        built.scaler = LossScale()
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    return ()
+
+
+def plan_format(plan: Plan) -> torch.dtype | None:
+    """The 16-bit format of the forward pass, or None."""
+    return _DTYPES.get(plan.precision)
+
+
+def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """The context of the forward pass and the loss."""
+    return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
+
+
+def forward_format(plan: Plan, cast: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
+    """The number format of the forward pass and the loss; `cast` is float64 in `verify`, where nothing narrows."""
+    if cast is torch.float64 and not plan.compile:
+        return Wide()
+    return autocast(device, plan_format(plan))
+
+
+def trained_format(
+    plan: Plan, cast: torch.dtype | None, device: str, model: torch.nn.Module
+) -> AbstractContextManager[Any]:
+    """`forward_format` for a model that is not sharded yet: under `fsdp` it computes with weights in 16 bits, as they are
+    gathered, so that what units hand on has the format that it will have."""
+    stack = ExitStack()
+    stack.enter_context(forward_format(plan, cast, device))
+    half = plan_format(plan) if cast is None and plan.fsdp > 1 else None
+    if half is not None:
+        stack.enter_context(_Gathered(model, half))
+    return stack
+
+
+class _Gathered(TorchFunctionMode):
+    """Gives operators a model's weights in another format."""
+
+    def __init__(self, model: torch.nn.Module, half: torch.dtype):
+        super().__init__()
+        self.half = half
+        self.weights = {id(p) for p in model.parameters() if divides(p.shape) and p.is_floating_point()}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(Tensor, self._gathered, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _gathered(self, t: Tensor) -> Tensor:
+        return t.to(self.half) if id(t) in self.weights else t
+
+
+@dataclass
+class LossScale:
+    """The factor on an fp16 loss. `update` is told whether the global norm was finite, so it is equal on all ranks."""
+
+    value: float = 65536.0
+    good_steps: int = 0
+    growth_interval: int = 2000
+
+    @property
+    def lowers(self) -> bool:
+        """Whether an overflow can be answered by a smaller scale: at 1 the gradients themselves overflow."""
+        return self.value > SMALLEST
+
+    def update(self, finite: bool) -> None:
+        if not finite:
+            self.value, self.good_steps = max(self.value / 2, SMALLEST), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

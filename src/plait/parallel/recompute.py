@@ -1,0 +1,199 @@
+"""Activation recomputation (recompute): forget what the forward pass computed, compute it again in backward.
+
+What it does
+    Backward needs what forward computed in between. `full` keeps only the inputs of each unit and runs the unit's
+    forward again when its backward begins. `selective` keeps what is dear to redo (matrix products, convolutions,
+    attention) and redoes what is cheap (norms, activations, dropout, casts).
+
+Picture
+    none        F1 F2 F3          B3 B2 B1        all activations live until their backward
+    full        F1 F2 F3       F3 B3 F2 B2 F1 B1  one unit's activations at a time
+    selective   F1 F2 F3       ·B3   ·B2   ·B1    · only the cheap part again
+
+Costs
+    Memory: full keeps a unit's inputs instead of all it saved; selective keeps the outputs of the dear operators.
+    Compute: full adds one forward pass, a third of the step; selective a few per cent. Traffic: none (a sharded
+    unit's parameters are there already, its backward needs them too).
+
+Choose when
+    Activations are what does not fit: long sequences, large micro-batches, deep models. Selective first.
+
+Avoid when
+    They fit.
+
+How it stays exact
+    The second forward must be the first one again: random numbers are keyed by place, so the same masks are drawn;
+    the number format is restored; buffers that a forward pass changes (running statistics) are put aside, so that the
+    second pass does not change them again.
+
+Paper
+    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Korthikanti et al. 2022, Reducing Activation
+    Recomputation in Large Transformer Models, for the selective choice.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from plait.config.errors import Problem
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.parallel.strategy import Charge, Role
+from plait.randomness.keyed import Region, host_state, restore_host
+from plait.tensors.float64 import Wide
+from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
+
+AXIS = None
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.recompute != "none"
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    if plan.processes == "one":
+        what = f"recompute={plan.recompute} does not work with processes=one"
+        why = "a recomputation finds its random numbers by torch's generator, which the threads would share"
+        yield Problem("P020", what, why=why, fix=(f'--plan "dp={plan.dp} recompute={plan.recompute}"',))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    return ()
+
+
+def marked(sketch: Sketch) -> list[str]:
+    """Units worth recomputing: they keep more than their inputs. One that changes its inputs would run on others; one
+    that changes weights would do it twice."""
+    worth = {c.unit for c in sketch.calls if c.saved.of(1) > c.inputs.of(1)}
+    worth -= {c.unit for c in sketch.calls if c.writes or c.back is not None}
+    writers = {module for by in sketch.rewritten.values() for module in by}
+    worth -= {unit for unit in worth for module in writers if f"{module}.".startswith(f"{unit}.")}
+    return [u.name for u in sketch.units if u.name in worth]
+
+
+def again(plan: Plan, sketch: Sketch, module: str) -> bool:
+    """Whether a module's forward runs twice in a step."""
+    return wanted(plan) and any(module == u or module.startswith(u + ".") for u in marked(sketch))
+
+
+def apply(built: Any) -> None:
+    for name in marked(built.sketch):
+        module = built.model.get_submodule(name)
+        module.forward = Recomputed(module, built.plan.recompute == "selective", built.sketch, name)
+        module.forward.wide = built.cast is torch.float64 and not built.plan.compile
+
+
+class Recomputed(Region):
+    """A unit's forward under an activation checkpoint. Hooks on the unit stay outside of it."""
+
+    def __init__(self, module: nn.Module, selective: bool, sketch: Sketch, name: str):
+        super().__init__(module)
+        self.host_random, self.wide = sketch.host_random, False
+        inside = {f"{name}.{path}" if path else name: m for path, m in module.named_modules()}
+        counting = [buffer.rpartition(".") for buffer in sketch.counting]
+        self.counting = [(own_buffers(inside[owner]), key) for owner, _, key in counting if owner in inside]
+        self.options: dict[str, Any] = {"use_reentrant": False}
+        if selective:
+            self.options["context_fn"] = _selective
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own forward."""
+        if not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        state, runs = host_state()[:2] if self.host_random else None, 0
+        attributes = [(m, dict(m.__dict__)) for m in self.module.modules()]
+        buffers = [(held, name, held[name]) for held, name in self.counting]
+        buffers = [(held, name, None if b is None else b.clone()) for held, name, b in buffers]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            with nullcontext() if runs == 1 else self._second(state, attributes, buffers):
+                return self.run(*args, **kwargs)
+
+        return checkpoint(run, *args, **self.options, **kwargs)
+
+    @contextmanager
+    def _second(self, state: Any, attributes: list[Any], counting: list[Any]) -> Iterator[None]:
+        """Python's and numpy's generators, attributes and buffers as they were before the first pass; put back after."""
+        now, kept = host_state()[:2], [(own_buffers(m), dict(own_buffers(m))) for m in self.module.modules()]
+        for buffers, _ in kept:
+            buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+        for buffers, name, value in counting:
+            buffers[name] = None if value is None else value.clone()
+        later = [(m, dict(m.__dict__)) for m, _ in attributes]
+        _set(attributes)
+        try:
+            if state is not None:
+                restore_host((*state, torch.get_rng_state()))
+            with Wide() if self.wide else nullcontext():  # torch's engine leaves the modes around backward
+                yield
+        finally:
+            if state is not None:
+                restore_host((*now, torch.get_rng_state()))
+            _set(later)
+            for buffers, originals in kept:
+                buffers.update(originals)
+
+
+def _set(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, values in attributes:
+        module.__dict__.clear()
+        module.__dict__.update(values)
+
+
+Kept = dict[tuple[Any, int], tuple[list[tuple[Any, int]], Any]]
+"""(operator, which call of it) -> its outputs with their versions, and their structure."""
+
+
+def _selective() -> tuple["_Keeping", "_Keeping"]:
+    """The contexts of a forward pass and of its recomputation, which share what was kept."""
+    kept: Kept = {}
+    return _Keeping(kept, again=False), _Keeping(kept, again=True)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps the outputs of dear operators, and gives them back in the same order when the unit runs again.
+
+    One that was changed in place since is computed again: what it was made from is there. (torch's own contexts raise
+    there, and wherever the second run is not operator by operator the first.)
+    """
+
+    def __init__(self, kept: Kept, again: bool):
+        super().__init__()
+        self.kept, self.again, self.calls = kept, again, Counter[Any]()
+
+    def __enter__(self) -> "_Keeping":
+        self.calls.clear()  # a model that differentiates in its forward pass comes here several times
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        dear = func.overloadpacket in flop_registry or "attention" in func.overloadpacket.__name__
+        if not dear:
+            return func(*args, **(kwargs or {}))
+        self.calls[func] += 1
+        place = (func, self.calls[func])
+        found = self.kept.pop(place, None) if self.again else None
+        if found is not None and all(_writes(t) == number for t, number in found[0]):
+            return tree_unflatten([t for t, _ in found[0]], found[1])
+        out = func(*args, **(kwargs or {}))
+        if not self.again:
+            leaves, spec = tree_flatten(out)
+            held = [alias(t) if isinstance(t, Tensor) else t for t in leaves]
+            self.kept[place] = [(t, _writes(t)) for t in held], spec
+        return out
+
+
+def _writes(leaf: Any) -> int:
+    return version(leaf) if isinstance(leaf, Tensor) else 0
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    return ()

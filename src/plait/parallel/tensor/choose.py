@@ -1,0 +1,169 @@
+"""What a plan makes of the slices that a model has: which are cut, what that sends, and how much is said of it.
+
+`parallel/tensor/find/finder.py` finds all slices; some of them cannot be cut beside stages, stretches or experts, and stay whole with that
+reason. The result goes into the sketch, from which `parallel/tensor/strategy.py` wires a rank and prices it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.model.meter import OUTPUT
+from plait.model.sketch import Sketch
+from plait.model.slices import Group, Slices
+from plait.parallel.expert import find as experts
+from plait.parallel.role import Layout
+from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor.find.finder import find
+from plait.parallel.tensor.messages import Made, Toll, drawn, tolls
+from plait.tensors.float64 import Wide
+from plait.tensors.torch_private import fake_failures, tree_leaves
+
+
+def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan: Plan) -> Slices:
+    """The slices of a job's model that can be cut under a plan."""
+    given = tuple((c.unit, c.given) for c in sketch.calls)
+    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan), given=given)
+    sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
+    share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
+    routed = _routed(sketch, model, inputs, call)
+    reasons = [(group, _whole(group, sketch, plan, routed)) for group in found.groups]
+    kept = [(group.row, share(group), why) for group, why in reasons if why]
+    tables = vocabulary.apart_from_heads(model, found) if plan.cp > 1 else found.vocabulary
+    left = [(name, model.get_submodule(name).weight) for name in found.vocabulary if name not in tables]
+    why = f"the loss reads sequences that are cut over cp={plan.cp}, and a tensor of its is cut in one dim alone"
+    kept += [(name, weight.numel() / sum(sizes.values()), why) for name, weight in left]
+    whole = tuple(sorted((*found.whole, *kept), key=lambda row: -row[1]))
+    groups = tuple(group for group, why in reasons if not why)
+    found = replace(found, groups=groups, vocabulary=tables, whole=whole)
+    if not found.stretches:
+        return found
+    across = Layout.of(plan, sketch, job.stages).cut.crossing if plan.pp > 1 else ()
+    units = {sketch.calls[call].unit for calls in across for call in calls}
+    crossing = tuple(replace(one, crosses=one.unit in units) for one in found.stretches)
+    return replace(found, stretches=crossing, owed=tuple(_owed(found, sketch, model, plan, units)))
+
+
+def _owed(found: Slices, sketch: Sketch, model: Any, plan: Plan, crossing: set[str]) -> Iterator[str]:
+    """The embeddings whose sum over the ranks can wait: units of their own, whose output no other stage gets."""
+    times = Counter(call.unit for call in sketch.calls)
+    for name in found.vocabulary:
+        alone = isinstance(model.get_submodule(name), nn.Embedding) and name not in crossing
+        if alone and times[name] and (times[name] == 1 or plan.pp == 1):  # else perhaps on several stages
+            yield name
+
+
+def _routed(sketch: Sketch, model: Any, inputs: Any, call: Any) -> set[str]:
+    """Parameters of experts that are given as many rows as the data says: nobody could say beforehand what they send."""
+    if not sketch.by_values or sketch.mixtures:  # without numbers no row is sent anywhere
+        return set()
+    return {name for mixture in experts.find(model, inputs, call)[0] if not mixture.stacked for name in mixture.names}
+
+
+def _whole(group: Group, sketch: Sketch, plan: Plan, routed: set[str]) -> str:
+    """Why a group of slices stays whole under a plan, or nothing."""
+    if not sketch.has(group.container):
+        if plan.pp > 1:  # what crosses between stages is whole
+            return "its slices go through several units, which stages may part"
+        if plan.cp > 1:
+            return f"its slices go through several units, and code between these sees sequences cut over cp={plan.cp}"
+    if any(cut.parameter in mixture.names for mixture in sketch.mixtures for cut in group.cuts):
+        return f"its expert is one of those that ep={plan.ep} shares out"
+    if any(cut.parameter in routed for cut in group.cuts):
+        return "how many rows its expert is given depends on the data, and so would what its slices send"
+    lists = [f"{mixture.name}." for mixture in sketch.mixtures if not mixture.stacked]
+    if any(f"{group.row}.".startswith(name.lstrip(".")) for name in lists):
+        return "the code of its layer runs twice, once to see which rows its experts are given"
+    return ""
+
+
+def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan) -> Sketch:
+    """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples, and whether
+    the run is `verify`'s, in which nothing becomes float32."""
+    found = slices_of(sketch, made.model, batches[0], call, job, plan)
+    names = {id(p): n for n, p in made.model.named_parameters()}
+    biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
+    shares = [n for one in (*found.groups, *found.stretches) for n in one.partial] + [
+        names[id(b)] for b in biases if b is not None
+    ]
+
+    found, heard = _heard(_ways(sketch, made, batches, call, job), found, sketch, plan)
+    cuts = vocabulary.cuts(made.model, found, plan.tp)
+    if not cuts:
+        why = (
+            "; ".join(f"{name or 'the model'}: {reason}" for name, _, reason in found.whole[:3])
+            or "it has no linear maps"
+        )
+        fix = (f'plait plan JOB --plan "tp={plan.tp}" --show tensor', "dp or fsdp instead of tp")
+        raise PlaitError(Problem("P034", f"tp={plan.tp} can cut nothing of the model", why=why, fix=fix))
+    return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)), tolls=heard)
+
+
+def _heard(ways: list[Made], found: Slices, sketch: Sketch, plan: Plan) -> tuple[Slices, tuple[Toll, ...]]:
+    """The slices, with what is drawn on stretches, and what they send; by the first of the ways that works."""
+
+    def by(way: Made) -> tuple[Slices, tuple[Toll, ...]]:
+        slices = found
+        if slices.stretches and sketch.places:
+            slices = replace(slices, drawn=drawn(way, slices, sketch, plan.tp))
+        return slices, tolls(way, slices, plan.tp, tuple(unit.name for unit in sketch.units))
+
+    for way in ways[:-1]:
+        with suppress(*fake_failures()):
+            return by(way)
+    return by(ways[-1])
+
+
+def _ways(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any) -> list[Made]:
+    """How to run the job, to hear what its slices send: on tensors without numbers; with numbers, for a loss that looks at
+    them; and with the sum of the outputs in its place, where it cannot be computed of so few samples."""
+
+    def run(loss: Any, model: Any, pair: Any) -> Any:
+        with Wide() if batches[2] else nullcontext():
+            return loss(call(model, pair[0]), pair[1])
+
+    def everything(outputs: Any, targets: Any) -> Any:
+        return sum(t.sum() for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad)
+
+    real = Made(made.model, batches[1], partial(run, job.loss), False)
+    if sketch.by_values:
+        return [real, replace(real, run=partial(run, everything))]
+    fake = replace(real, model=made.fake, fake=True)
+    return [fake, real, replace(fake, run=partial(run, everything))]
+
+
+def told(sketch: Sketch) -> str:
+    """How much of a model is cut, in one line."""
+    sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
+    cut = sum(sizes[c.parameter] for c in sketch.cuts) / sum(sizes.values())
+    reasons = [f"{name or 'the model'}: {why}" for name, _, why in sketch.slices.whole[:1]]
+    return f"slices hold {cut:.0%} of the weights" + (
+        f", the rest is whole on every rank ({reasons[0]})" if reasons else ""
+    )
+
+
+def _rowwise(sketch: Sketch, plan: Plan) -> dict[str, str]:
+    """The units that might run on stretches between their regions, and why some must not."""
+    if (
+        not plan.sequence_parallel
+        or plan.ep * plan.cp > 1
+        or plan.compile
+        or (plan.pp > 1 and plan.stages_per_rank > 1)
+    ):
+        return {}
+    shared = {u.name: "" if u.closed else "its parameters are used outside of it too" for u in sketch.units}
+    writes = {c.unit: "it writes into what it is given" for c in sketch.calls if c.writes}
+    leaks = {
+        c.unit: "it hands on values besides what it returns" for c in sketch.calls if c.leaks or set(c.aside) - {OUTPUT}
+    }
+    times = Counter(c.unit for c in sketch.calls if plan.pp > 1)
+    often = {unit: "it is called more than once, perhaps on several stages" for unit, n in times.items() if n > 1}
+    return {c.unit: "" for c in sketch.calls} | {u: why for u, why in shared.items() if why} | writes | leaks | often

@@ -1,0 +1,294 @@
+"""Finding the slices of any model: propose what to cut, and check that it computes the same.
+
+The model runs once (`parallel/tensor/find/trace.py`), and every linear map learns which others its input was computed from. Maps
+whose output reaches nothing but one other map are columns, that one is their row. What each rank needs of the columns
+is read off gradients (`parallel/tensor/find/propose.py`), what the code needs to run on a slice is tried (`parallel/tensor/find/adapt.py`), and
+nothing is accepted that was not seen to give every rank its slice of the whole, in float64 (`parallel/tensor/find/check.py`).
+
+All of it happens in one process, on the model itself with random numbers in the place of its weights, which are put
+back. No names of models, layers or attributes are known here.
+"""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.model.meter import tensors_in
+from plait.model.slices import Group, Slices
+from plait.model.trace import Call
+from plait.parallel.tensor.find.adapt import adapted
+from plait.parallel.tensor.find.calls import MapCall, Still
+from plait.parallel.tensor.find.check import Container, check, kept
+from plait.parallel.tensor.find.linear_maps import find_maps, packed_attentions
+from plait.parallel.tensor.find.propose import Refused, proposals
+from plait.parallel.tensor.find.random_weights import LARGE_MODEL, random_weights, tries
+from plait.parallel.tensor.find.repeated_blocks import renamed, signature
+from plait.parallel.tensor.find.torch_layers import attention, vocabulary
+from plait.parallel.tensor.find.trace import Follow
+from plait.parallel.tensor.sequence.check import stretched
+from plait.randomness import keyed as randomness
+from plait.tensors.float64 import Wide
+from plait.tensors.torch_private import tree_map_only
+
+SAMPLES = 5
+"""In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide."""
+ROUNDS = 8
+"""Runs of a model that decides at random what to run."""
+Calls = tuple[tuple[str, int], ...]
+"""(unit, number of tensors it is given) of the calls of units."""
+ALONE = "it is no layer between two others that nothing else reads"
+
+
+def find(
+    model: nn.Module,
+    inputs: Callable[[int], Any],
+    call: Call,
+    n: int,
+    tensor: Mapping[str, str] | None = None,
+    units: Mapping[str, str] | None = None,
+    *,
+    given: Calls = (),
+) -> Slices:
+    """The slices of a model over n ranks. `inputs(k)` makes a batch of k samples, `call(model, batch)` runs it.
+
+    `tensor`: what `Job.tensor` says. J021 when it names no layer, or wants what does not pass the check. `units`: which
+    of them run on stretches between their regions is found too; name -> why it cannot, or nothing. `given`: the calls of
+    units in a run on whole rows; on the few words of a row that the model is followed on it must make the same ones.
+    """
+    state, threads = randomness.host_state(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # tensors are small: threads would wait for each other
+        with kept(model), random_weights(model):
+            finder = _Finder(model, (inputs(SAMPLES), given), call, n, tensor or {})
+            found = finder.find()
+            return stretched(finder.follow, finder.maps, found, units, n, SAMPLES) if units else found
+    finally:
+        torch.set_num_threads(threads)
+        randomness.restore_host(state)
+
+
+def _units(follow: Follow, given: Calls) -> Calls:
+    """The calls of units in what was followed, as `given` has them."""
+    names = {name for name, _ in given}
+    return tuple((f.name, len(list(tensors_in((f.args, f.kwargs))))) for f in follow.frames if f.name in names)
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, given: tuple[Any, Calls], call: Call, n: int, tensor: Mapping[str, str]):
+        self.model, self.n = model, n
+        self.packed = dict(packed_attentions(model))
+        inner = tuple(f"{name}." for name in self.packed)
+        self.maps = {k: v for k, v in find_maps(model).items() if not inner or not k.startswith(inner)}
+        opaque = {name: m.module for name, m in self.maps.items()} | dict[str, nn.Module](self.packed)
+        self.wanted = _wanted(tensor, [*opaque, *(k for k, m in model.named_modules() if isinstance(m, nn.Embedding))])
+        wide = lambda t: t.to("cpu", torch.float64 if t.is_floating_point() else t.dtype)  # noqa: E731
+        example = tree_map_only(Tensor, wide, given[0])
+        self.follow = self._followed(opaque, example, call, given[1])
+        self.holders: dict[int, list[str]] = {}
+        for name, module in model.named_modules():
+            for p in module.parameters(recurse=False):
+                self.holders.setdefault(id(p), []).append(name)
+        self.groups: list[Group] = []
+        self.reasons: dict[str, str] = {}
+        self.known: dict[Any, Group] = {}
+        self.last: dict[Any, tuple[list[Container], tuple[Group, ...]]] = {}
+        self.large = sum(p.numel() for p in model.parameters()) > LARGE_MODEL
+
+    def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call, given: Calls) -> Follow:
+        """One run, or several of a model that decides at random; short if it can be, and without the maps' numbers.
+
+        Longer where a few words take another course than whole rows do: a mask that only a long row needs.
+        """
+        first: Follow | None = None
+        given = tuple(pair for pair in given if pair[0] not in opaque)
+        for inputs, numbers in tries(example):
+            if first is not None and (numbers or inputs is example):
+                break
+            follow = Follow(self.model, opaque, numbers)
+            try:
+                with kept(self.model), Wide(), Still():
+                    for number in range(ROUNDS):
+                        randomness.seed_host("slices", number)
+                        before = randomness.first_draws()
+                        randomness.seed_host("slices", number)
+                        follow.run(lambda follow=follow, inputs=inputs: call(self.model, inputs))
+                        if before[:2] == randomness.first_draws()[:2]:  # it takes the same way every time
+                            break
+            except Exception:
+                if numbers:
+                    raise
+                continue
+            if not given or _units(follow, given) == given:
+                return follow
+            first = first or follow
+        assert first is not None, "the last try returns or raises"
+        return first
+
+    def find(self) -> Slices:
+        """Everything, in the order in which rows are called."""
+        tables, why = vocabulary(self.model, self.follow, self.wanted)
+        packed = []
+        for name in dict.fromkeys(made.name for made in self.follow.calls):
+            columns: list[str] = []
+            try:
+                if name in self.packed:
+                    self._whole_by_wish(name)
+                    packed.append(attention(name, self.packed[name], self.follow, self.n))
+                elif columns := self._columns(name):
+                    self.groups.append(self._group(name, columns, set(tables)))
+            except Refused as refused:
+                for layer in (name, *columns):
+                    self.reasons.setdefault(layer, str(refused))
+        for containers, groups in self.last.values() if self.large else ():  # of blocks alike, the first and the last
+            if check(containers, groups):
+                self.large = False
+                return self._again()
+        self.groups += packed
+        self.reasons = why | self.reasons
+        self._granted(tables)
+        return Slices(tuple(self.groups), tables, self._whole(tables))
+
+    def _again(self) -> Slices:
+        """Blocks that are alike turned out to be different: each is checked."""
+        self.groups, self.reasons, self.known, self.last = [], {}, {}, {}
+        return self.find()
+
+    def _columns(self, row: str) -> list[str]:
+        """The maps whose output reaches this row and nothing else."""
+        made = [c for call in self.follow.made_by(row) for c in self.follow.maps_in(call.reads)]
+        names = list(dict.fromkeys(c.name for c in made))
+        taken = {name for g in self.groups for name in (*g.columns, g.row)}
+        if row in names or {*names, row} & taken or self.wanted.get(row) == "column":
+            return []
+        for name in names:
+            bits = sum(1 << c.bit for c in self.follow.made_by(name))
+            readers = {c.name for c in self.follow.calls if c.reads & bits} - {row}
+            if bits & self.follow.output:
+                reason = f"what {name} returns reaches what the model returns, not {row} alone"
+            elif readers:
+                reason = f"what {name} returns reaches {min(readers)} too, not {row} alone"
+            elif name not in self.maps:
+                reason = f"{name} is no linear map"
+            elif self.wanted.get(name) == "row":
+                reason = f"Job.tensor wants {name} as a row"
+            else:
+                continue
+            self.reasons.setdefault(name, reason)
+            raise Refused(reason)
+        return names
+
+    def _group(self, row: str, columns: list[str], tables: set[str]) -> Group:
+        for name in (*columns, row):
+            self._whole_by_wish(name)
+            if name in tables:
+                raise Refused(f"{name} is cut by rows of the vocabulary")
+            for p in self.maps[name].module.parameters(recurse=False):
+                if self.follow.parameters[id(p)] in self.follow.stray:
+                    raise Refused(f"{self.follow.parameters[id(p)]} is used outside of {name}")
+        containers = self._containers(self.follow.made_by(row))
+        before = tuple(g for g in self.groups if _inside(g.container, containers[0].name))
+        alike = signature(containers, (*columns, row))
+        found = self.known.get(alike)
+        if found is not None:
+            again = renamed(found, containers[0].name)
+            self._alone(again)
+            self.last[alike] = (containers, (*before, again))
+            if self.large or not check(*self.last[alike]):
+                return again
+        self.known[alike] = self._searched(containers, columns, row, before)
+        return self.known[alike]
+
+    def _searched(self, containers: list[Container], columns: list[str], row: str, before: tuple[Group, ...]) -> Group:
+        try:
+            for container in containers:
+                container.run(container.values(0))
+        except Exception as error:
+            raise Refused(f"its code cannot be run alone ({type(error).__name__})") from error
+        reasons = []
+        for proposal in proposals(containers[0], [self.maps[c] for c in columns], self.maps[row], self.n):
+            self._alone(proposal)
+            found, wrong = adapted(containers[0], proposal, before)
+            if found is not None:
+                wrong = check(containers[1:], (*before, found))
+                if not wrong:
+                    return found
+            reasons.append(wrong)
+        raise Refused(reasons[0])
+
+    def _alone(self, group: Group) -> None:
+        """Refuse a group with a parameter that something else uses too."""
+        named = dict(self.model.named_parameters())
+        layers = {*group.columns, group.row}
+        for name in (*(cut.parameter for cut in group.cuts), *group.partial):
+            holders = self.holders[id(named[name])] if name in named else [name, "another layer"]
+            if len(holders) > 1:
+                raise Refused(f"{' and '.join(holders)} have the same weight")
+            bit = 1 << self.follow.bits[name] if name in self.follow.bits else 0
+            readers = {c.name for c in self.follow.calls if c.reads & bit} - {group.row}
+            if holders[0] not in layers and (readers or self.follow.output & bit):
+                raise Refused(f"{name} is used between the layers and beside them")
+
+    def _containers(self, calls: list[MapCall]) -> list[Container]:
+        """The innermost calls of modules in which the columns and the row are called."""
+        numbers = []
+        for call in calls:
+            chains = [call.parents, *(c.parents for c in self.follow.maps_in(call.reads))]
+            common = [f for f, *others in zip(*chains) if all(f == o for o in others)]
+            if len(chains) > 1:
+                numbers.append(common[-1])
+        names = {self.follow.frames[i].name for i in numbers}
+        if len(names) > 1:
+            raise Refused(f"{calls[0].name} is called in {' and '.join(sorted(names))}")
+        return [Container(self.follow, i, self.maps) for i in dict.fromkeys(numbers)]
+
+    # — what the job says —
+
+    def _whole_by_wish(self, name: str) -> None:
+        if self.wanted.get(name, "column") in ("whole", "vocabulary"):
+            raise Refused(f"Job.tensor wants {name} {self.wanted[name]}")
+
+    def _granted(self, tables: tuple[str, ...]) -> None:
+        """J021 when a wish is not met."""
+        have = {name: "column" for g in self.groups for name in g.columns} | {g.row: "row" for g in self.groups}
+        have |= dict.fromkeys(tables, "vocabulary")
+        problems = []
+        for name, word in self.wanted.items():
+            if have.get(name, "whole") != word:
+                what = f'Job.tensor wants {name} as "{word}", which does not compute the same'
+                fix = (f'tensor={{"{name}": "whole"}}',)
+                problems.append(Problem("J021", what, why=self.reasons.get(name, ALONE), fix=fix))
+        if problems:
+            raise PlaitError(problems)
+
+    def _whole(self, tables: tuple[str, ...]) -> tuple[tuple[str, float, str], ...]:
+        """Modules with matrices that are not cut."""
+        cut = {c.parameter for g in self.groups for c in g.cuts}
+        cut |= {f"{name}.weight" for name in tables}
+        total = sum(p.numel() for p in self.model.parameters())
+        found = []
+        for name, module in self.model.named_modules():
+            own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+            size = sum(p.numel() for p in own if self.follow.parameters[id(p)] not in cut)
+            if size and name not in tables:
+                found.append((name, size / total, self.reasons.get(name, ALONE)))
+        return tuple(sorted(found, key=lambda row: -row[1]))
+
+
+def _wanted(tensor: Mapping[str, str], layers: list[str]) -> dict[str, str]:
+    """What is wanted of each layer. J021 when a pattern names none."""
+    problems = []
+    for pattern in tensor:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            hint = did_you_mean(pattern, layers) if layers else "the model has no linear layer"
+            problems.append(Problem("J021", f'Job.tensor: "{pattern}" names no layer        {hint}'))
+    if problems:
+        raise PlaitError(problems)
+    return {name: word for pattern, word in tensor.items() for name in layers if fnmatchcase(name, pattern)}
+
+
+def _inside(name: str, container: str) -> bool:
+    return not container or name == container or name.startswith(f"{container}.")

@@ -1,0 +1,245 @@
+"""One run of a model in which every tensor knows the linear maps and parameters it was computed from.
+
+A set of sources is a whole number whose bits stand for calls of maps and for parameters. Sources go through any code
+up to the next map and no further: what comes out of a map has that call alone for its source. They are followed twice,
+because each way misses something: torch functions are seen as they are called, in place or not (custom autograd
+functions are not among them), and autograd's graph is walked backwards (it ends at a `detach`).
+
+Maps return random numbers of the right shape: no weight of one is read, and the run costs the same for a model whose
+weights do not fit, or that has none yet. Only a model that differentiates in its own forward needs their `numbers`.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from plait.model.meter import flat, tensors_in
+from plait.parallel.tensor.find.calls import Frame, MapCall, hollow, patched, snapshot
+from plait.randomness import keyed as randomness
+from plait.tensors.torch_private import leaves, storage_key
+
+_VALUES = {
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__contains__",
+    "equal",
+    "allclose",
+}
+"""Functions through which code decides by what a tensor holds."""
+
+
+def _never(_: Any) -> Any:
+    raise RuntimeError("the model goes back through what it computed")
+
+
+class Follow(TorchFunctionMode):
+    """The mode that passes sources on; `run` does all of it. `opaque`: modules taken as maps, whatever they do."""
+
+    def __init__(self, model: nn.Module, opaque: Mapping[str, nn.Module], numbers: bool = False):
+        super().__init__()
+        self.model, self.opaque, self.numbers = model, opaque, numbers
+        self.frames: list[Frame] = []
+        self.calls: list[MapCall] = []
+        self.output = 0
+        """Sources of what the model returns, and of what its code decides by."""
+        self.stray: set[str] = set()
+        """Parameters that are used outside of the module that holds them."""
+        self.bits: dict[str, int] = {}
+        self.parameters = {id(p): name for name, p in model.named_parameters()}
+        self.hidden = {id(p) for m in opaque.values() for p in m.parameters()}
+        self._next, self._time, self._off = 0, 0, 0
+        self._stack: list[Frame] = []
+        self._own: list[set[int]] = [set()]
+        self._kept: set[str] = set()
+        self._of: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._nodes: dict[Any, int] = {}
+        self._held: dict[int, Any] = {}
+        self._alive: list[Any] = []
+
+    def run(self, call: Callable[[], Any]) -> "Follow":
+        """Follow `call()`, which runs the model. Several runs add up."""
+        first, earlier = len(self.frames), len(self.calls)
+        kept = nullcontext() if self.numbers else saved_tensors_hooks(lambda _: None, _never)
+        with patched(dict(self.model.named_modules()), self._wrapped), torch.enable_grad(), kept, self:
+            output = call()
+        returned = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+        self.output |= self._sources(returned)
+        self._alive += returned
+        self._use(returned)
+        known = {id(t) for t in returned}
+        for made in self.calls[earlier:]:
+            found = leaves(made.output)
+            made.returned = any(id(t) in known for t in found)
+            made.used = tuple(i for i, t in enumerate(found) if id(t) in self._used)
+        for frame in self.frames[first:]:
+            places = [i for i, t in enumerate(frame.output) if isinstance(t, Tensor)]
+            frame.live = tuple(i for i in places if self._used.get(id(frame.output[i]), 0) > frame.left)
+        return self
+
+    # — what the rest of the finder asks —
+
+    def made_by(self, name: str) -> list[MapCall]:
+        """The calls of one map."""
+        return [made for made in self.calls if made.name == name]
+
+    def maps_in(self, sources: int) -> list[MapCall]:
+        """The calls among sources."""
+        return [made for made in self.calls if sources >> made.bit & 1]
+
+    def parameters_in(self, sources: int) -> list[str]:
+        """The parameters among sources."""
+        return [name for name, bit in self.bits.items() if sources >> bit & 1]
+
+    # — modules —
+
+    def _wrapped(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def as_map(*args: Any, **kwargs: Any) -> Any:
+            if self._off:
+                return forward(*args, **kwargs)
+            given = list(tensors_in((args, kwargs)))
+            self._use(given)
+            reads = self._sources(given)
+            self._off += 1
+            try:
+                output = forward(*args, **kwargs) if self.numbers else hollow(module, forward, args, kwargs)
+            finally:
+                self._off -= 1
+            self.calls.append(MapCall(name, self._bit(), self._parents(), reads, output))
+            self._alive.append(output)
+            for tensor in tensors_in(output):
+                self._of[id(tensor)] = 1 << self.calls[-1].bit
+                if tensor.grad_fn is not None:
+                    self._nodes[tensor.grad_fn] = 1 << self.calls[-1].bit
+            return output
+
+        @functools.wraps(forward)
+        def as_frame(*args: Any, **kwargs: Any) -> Any:
+            if self._off:
+                return forward(*args, **kwargs)
+            given = self._sources(tensors_in((args, kwargs)))
+            parents = (*self._parents(), len(self.frames))
+            state = randomness.host_state()
+            frame = Frame(name, module, parents, snapshot(args), snapshot(kwargs), given, state)
+            self.frames.append(frame)
+            self._stack.append(frame)
+            self._own.append({id(p) for p in module.parameters(recurse=False)})
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self._stack.pop()
+                self._own.pop()
+            frame.output, frame.left = leaves(output), self._time
+            self._alive.append(output)
+            return output
+
+        return as_map if name in self.opaque else as_frame
+
+    def _parents(self) -> tuple[int, ...]:
+        return self._stack[-1].parents if self._stack else ()
+
+    def _bit(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    # — tensors —
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._off:
+            return result
+        given, made = [*flat(args), *flat(kwargs)], list(flat(result))
+        name = getattr(func, "__name__", "")
+        if made or name in _VALUES or name == "__setitem__":
+            self._use(given)
+            found = self._sources(given)
+            if name in _VALUES:
+                self.output |= found
+            if found and name == "__setitem__":
+                self._mark_storage(given[0], found)
+            old = {id(t) for t in given}
+            for tensor in made if found else ():
+                self._of[id(tensor)] = self._of.get(id(tensor), 0) | found
+                if id(tensor) in old:  # in place, or out=
+                    self._mark_storage(tensor, found)
+        self._hold(made)
+        return result
+
+    def _use(self, given: list[Tensor]) -> None:
+        self._time += 1
+        for tensor in given:
+            self._used[id(tensor)] = self._time
+            name = self.parameters.get(id(tensor))
+            if name is not None:
+                (self._kept if id(tensor) in self._own[-1] else self.stray).add(name)
+        self._hold(given)
+
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        """What is known of a tensor is forgotten with it: its number may then be another's."""
+        for tensor in tensors:
+            key = id(tensor)
+            if key not in self._held:
+                self._held[key] = weakref.ref(tensor, functools.partial(self._forget, key))
+
+    def _forget(self, key: int, _: Any) -> None:
+        for known in (self._of, self._used, self._held):
+            known.pop(key, None)
+
+    def _sources(self, tensors: Iterator[Tensor] | list[Tensor]) -> int:
+        found = 0
+        for tensor in tensors:
+            found |= self._of.get(id(tensor), 0) | self._parameter(tensor)
+            if self._written:
+                found |= self._written.get(storage_key(tensor), 0)
+            if tensor.grad_fn is not None:
+                found |= self._walked(tensor.grad_fn)
+        return found
+
+    def _parameter(self, tensor: Any) -> int:
+        name = self.parameters.get(id(tensor))
+        if name is None:
+            return 0
+        if name not in self.bits:
+            self.bits[name] = self._bit()
+        return 1 << self.bits[name]
+
+    def _mark_storage(self, tensor: Tensor, found: int) -> None:
+        """Also views of it, made before or after, see what was written."""
+        storage = storage_key(tensor)
+        self._written[storage] = self._written.get(storage, 0) | found
+        self._alive.append(tensor)
+
+    def _walked(self, node: Any) -> int:
+        """The sources in autograd's graph behind a node."""
+        known, stack = self._nodes, [node]
+        while stack:
+            top = stack[-1]
+            if top in known:
+                stack.pop()
+                continue
+            behind = [k for k, _ in top.next_functions if k is not None]
+            new = [k for k in behind if k not in known]
+            if new:
+                stack += new
+                continue
+            variable = getattr(top, "variable", None)
+            known[top] = functools.reduce(int.__or__, (known[k] for k in behind), self._parameter(variable))
+            if id(variable) in self.hidden and self.parameters[id(variable)] not in self._kept:
+                self.stray.add(self.parameters[id(variable)])
+            stack.pop()
+        return known[node]

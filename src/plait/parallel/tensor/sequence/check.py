@@ -1,0 +1,195 @@
+"""Which units may run on a stretch of the sequence between their regions: found, and checked before it is done.
+
+Outside its regions a transformer's block computes every position alone: norms, dropout, residuals. A unit is run once
+on the whole and then on a rank's stretch of its hidden states. Where a region begins, the stretch must be that of what
+the region was given in the whole run, and becomes it; where it ends, the rank gets its stretch of what the row returned.
+If what the unit returns is the stretch of what it returned in the whole, and nothing else told the ranks apart, its code
+works row by row. As in `parallel/tensor/find/check.py`, maps return random numbers, in float64, and no processes are needed.
+
+A region may begin at its columns, or at the module that they lie in, when its code looks at how long the sequence is.
+Gradients that come from stretches are shares of a sum over the ranks: of parameters they are added up once after
+backward. Nothing adds up those of other tensors, so a unit that uses one of these on stretches stays as it is.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from plait.model.slices import Argument, Border, Group, Slices, Stretched
+from plait.parallel.tensor.find.check import Seen, Strayed
+from plait.parallel.tensor.find.linear_maps import Map
+from plait.parallel.tensor.find.trace import Follow
+from plait.parallel.tensor.sequence.check_run import OnRows, near
+from plait.parallel.tensor.sequence.lazy import rows_of
+from plait.tensors.rows import Rows
+
+DEEP = 4
+"""A unit with more regions tries all at the columns, or all at the modules around them."""
+NO_SEQUENCE = "nothing that it is given has a dim of a sequence that it keeps"
+
+
+def stretched(
+    follow: Follow, maps: Mapping[str, Map], slices: Slices, units: Mapping[str, str], ranks: int, samples: int
+) -> Slices:
+    """The slices with the units that run on stretches. `units`: name -> why not, or nothing, in the order of calls."""
+    found: list[Stretched] = []
+    reasons: list[tuple[str, str]] = []
+    handed: set[int] = set()
+    for unit, reason in units.items():
+        groups = [g for g in slices.groups if _within(g.row, unit)]
+        frames = [i for i, frame in enumerate(follow.frames) if frame.name == unit]
+        if not frames:
+            continue
+        made: list[Stretched] = []
+        try:
+            if reason:
+                raise Strayed(reason)
+            if any(not _within(name, unit) for g in groups for name in g.columns):
+                raise Strayed("a region of its goes through other units too")
+            for number in frames:
+                known = [*made[-1:], *found[-1:]]
+                made.append(_Unit(follow, number, maps, groups).found(known, ranks, samples, handed))
+            if any(one != made[0] for one in made):
+                raise Strayed("its calls differ")
+        except Strayed as strayed:
+            reasons += [(unit, str(strayed))] if groups else []
+            continue
+        found.append(made[0])
+        for number in frames:
+            handed |= {id(follow.frames[number].output[i]) for i, _ in made[0].returned}
+    if not any(one.borders for one in found):
+        found = []
+    return replace(slices, stretches=tuple(found), unstretched=tuple(reasons))
+
+
+def _within(name: str, unit: str) -> bool:
+    return f"{name}.".startswith(f"{unit}.")
+
+
+class _Unit(OnRows):
+    """Whether it runs on stretches, and how."""
+
+    def found(self, known: list[Stretched], ranks: int, samples: int, handed: set[int]) -> Stretched:
+        """How it runs on stretches. Strayed when it does not."""
+        places = list(self._places(samples, handed))
+        places.sort(key=lambda place: place not in [(one.key, one.dim) for one in known])
+        if not places:
+            raise Strayed(NO_SEQUENCE)
+        try:
+            self.made = self.values(1)
+            with self.listened():
+                self.base = self.run(self.made)
+        except Exception as error:
+            raise Strayed(f"its code cannot be run alone ({type(error).__name__})") from error
+        reasons = []
+        for self.posing, self.hidden in product((False, True), places):
+            for levels in self._levels():
+                try:
+                    return self._tried(levels, ranks)
+                except Strayed as strayed:
+                    reasons.append(str(strayed))
+                except Exception as error:
+                    lines = str(error).splitlines() or [""]
+                    reasons.append(f"its code cannot run on a stretch ({type(error).__name__}: {lines[0][:120]})")
+        raise Strayed(reasons[0])
+
+    def _places(self, samples: int, handed: set[int]) -> Iterator[tuple[int | str, int]]:
+        """(argument, dim) that may be hidden states and their sequence: [samples, sequence, …] or [sequence, samples, …]."""
+        for key, value in (*enumerate(self.frame.args), *self.frame.kwargs.items()):
+            if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2):
+                continue
+            if not self.groups and id(value) not in handed:
+                continue
+            batch = next((d for d in (0, 1) if value.shape[d] == samples), None)
+            if batch is not None and value.shape[1 - batch] > 1:
+                yield key, 1 - batch
+
+    def _levels(self) -> Iterator[dict[str, Group]]:
+        """Modules at which regions begin."""
+        choices = [[dict.fromkeys(g.columns, g)] for g in self.groups]
+        for choice, group in zip(choices, self.groups):
+            choice += [{name: group} for name in self.around[group.row]] if not self.posing else []
+        picked = product(*choices) if len(choices) <= DEEP else zip(*((c[0], c[-1]) for c in choices))
+        for some in picked:
+            yield {name: group for one in some for name, group in one.items()}
+
+    def _tried(self, levels: dict[str, Group], ranks: int) -> Stretched:
+        key, dim = self.hidden
+        length = self._argument(key).shape[dim]
+        rows = Rows.even(length, min(ranks, length))
+        for rank in (0, len(rows.ranks) - 1):
+            self.level, self.cut = levels, (rows, rank)
+            self.fresh()
+            leaf = {n: p.detach().clone().requires_grad_() for n, p in self.parameters.items()}
+            with self.listened():
+                seen = self.run(self.made, leaf=leaf)
+            returned = self._returned(seen)
+            partial = self._shares(leaf)
+        return Stretched(self.name, key, dim, returned, self._borders(), posing=self.posing, partial=partial)
+
+    def _argument(self, key: int | str) -> Tensor:
+        return self.frame.kwargs[key] if isinstance(key, str) else self.frame.args[key]
+
+    def _returned(self, seen: Seen) -> tuple[tuple[int, int], ...]:
+        """(leaf, dim) of what it returns as stretches. Strayed when something else is not what it is in the whole."""
+        found = []
+        if len(seen.output) != len(self.base.output):
+            raise Strayed("on a stretch it returns something else")
+        for i, (a, b) in enumerate(zip(self.base.output, map(rows_of, seen.output))):
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+                if type(a) is not type(b) or (isinstance(a, (int, float, str)) and a != b):
+                    raise Strayed("on a stretch it returns something else")
+                found += [(i, self.hidden[1])] if a == self.hidden[0] and type(a) is type(self.hidden[0]) else []
+            elif a.shape != b.shape:
+                found.append((i, self.along(f"the caller of {self.name}", b, a)))
+                self.stretches.append(b)
+            elif not near(a, b) and i in self.frame.live:
+                raise Strayed("on a stretch it returns something else")
+            else:
+                self.wholes.append(b)
+        if not found:
+            raise Strayed(NO_SEQUENCE)
+        return tuple(found)
+
+    def _shares(self, leaf: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Names of parameters that are used on stretches. Strayed when a gradient would not be added up as it should."""
+        mine = _reached(self.stretches, [*leaf.values(), *self.others, *self.full.values()])
+        whole = _reached(self.wholes, [*leaf.values(), *self.full.values()])
+        cut = {c.parameter for g in self.groups for c in g.cuts}
+        names = [n for n, p in leaf.items() if id(p) in mine]
+        if any(id(t) in mine for t in self.others):
+            raise Strayed("it uses a learned argument besides its hidden states on stretches")
+        if any(id(t) in mine | whole for t in self.full.values()):
+            raise Strayed("it uses what a region is given outside of it too")
+        for name in names:
+            if name in cut or id(leaf[name]) in whole:
+                raise Strayed(f"{name} is used on stretches and on the whole")
+        for argument in (a for g in self.groups for a in g.arguments):
+            hidden = argument.module == self.name and argument.key == self.hidden[0]
+            if hidden or any((argument.module, argument.key) in given for given in self.entered.values()):
+                raise Strayed("a region uses its hidden states by another way than through its columns")
+        named = {id(p): n for n, p in self.follow.model.named_parameters()}
+        modules = dict(self.module.named_modules(prefix=self.name))
+        names += [named[id(p)] for name in sorted(self.alone) for p in modules[name].parameters()]
+        return tuple(dict.fromkeys(names))
+
+    def _borders(self) -> tuple[Border, ...]:
+        found = []
+        for group in self.groups:
+            dim = self.dim_of(group)
+            given = tuple(Argument(name, key, dim) for name, key in self.entered[group.row])
+            packed = group.container in group.columns  # its `out_proj` returns [samples, sequence, features] always
+            found.append(Border(group.row, given, 1 if packed else dim))
+        return tuple(found)
+
+
+def _reached(ends: Iterable[Tensor], starts: list[Tensor]) -> set[int]:
+    """The ids of those tensors that some of the ends were computed from."""
+    ends = [t for t in ends if t.requires_grad]
+    if not ends or not starts:
+        return set()
+    found = torch.autograd.grad([t.sum() for t in ends], starts, allow_unused=True, retain_graph=True)
+    return {id(t) for t, gradient in zip(starts, found) if gradient is not None}

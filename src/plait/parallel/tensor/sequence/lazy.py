@@ -1,0 +1,192 @@
+"""A rank's rows of a sequence under the shape of the whole, inside a unit and between units.
+
+A block that is one module reads `batch, length, width = x.shape` and shapes queries and keys by it: in a region these are
+whole, outside of it x is a stretch. So x is `Posing` as the whole: it has its shape, and whatever is done to it is done
+to this rank's rows. That this is right for what the unit does is not known here: `parallel/tensor/sequence/check.py` has tried it.
+
+Between units nothing was tried. What a unit returned is `Late` there: the next unit takes its rows, and whatever else
+is done with it is done with the whole, which is gathered then. What an embedding returned whose words are cut is `Owed`
+(`parallel/tensor/sequence/partial_sum.py`): a sum that is not made yet.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from plait.tensors.rows import Rows
+from plait.tensors.torch_private import Facade, plainly, tree_leaves, tree_map, version
+
+LOOKS = frozenset(("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu"))
+"""Attributes that need no numbers."""
+ASKS = frozenset((
+    "size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "get_device", "element_size",
+    "__hash__",
+))  # fmt: skip
+"""Methods that need none."""
+
+
+def looks(func: Any) -> bool:
+    """Whether a function asks for shape and format alone."""
+    name = getattr(func, "__name__", "")
+    return name in ASKS or (name == "__get__" and func.__self__.__name__ in LOOKS)
+
+
+def lost(gradient: Tensor) -> None:
+    """A gradient came by a way that no function of torch's saw: through a torch.autograd.Function of the model's own."""
+    raise TypeError(
+        "a torch.autograd.Function was given hidden states that ranks hold in stretches: use sequence_parallel=false"
+    )
+
+
+class Shaped(Facade):
+    """Something with the shape of the whole: what asks for shape and format alone is answered by it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if looks(func):
+            with plainly():
+                return func(*args, **kwargs)
+        return cls.computed(func, args, kwargs)
+
+    @classmethod
+    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What any other function gives."""
+        raise NotImplementedError
+
+
+class Posing(Shaped):
+    """The whole, of which `local` are this rank's rows of dim `along` (counted from the end)."""
+
+    local: Tensor
+    along: int
+    inside = True
+
+    @staticmethod
+    def of(local: Tensor, dim: int, length: int) -> "Posing":
+        """Rows of a sequence of that length, along a dim."""
+        posing = Facade.made(Posing, local, [length if d == dim else n for d, n in enumerate(local.shape)])
+        if local.requires_grad:
+            with plainly():
+                posing.register_hook(lost)
+        posing.local, posing.along = local, dim - local.dim()
+        return posing
+
+    def like(self, local: Any) -> Any:
+        """What was made of its rows, posing too where it has them."""
+        fits = isinstance(local, Tensor) and not isinstance(local, Posing) and local.dim() == self.dim()
+        if not fits or local.shape[self.along] != self.local.shape[self.along]:
+            return local
+        return Posing.of(local, self.along + local.dim(), self.shape[self.along])
+
+    @classmethod
+    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        posing = max((t for t in tree_leaves((args, kwargs)) if isinstance(t, Posing)), key=lambda t: t.dim())
+        result = func(*tree_map(rows_of, args), **tree_map(rows_of, kwargs))
+        first = args[0] if args else None
+        if isinstance(first, Posing) and result is first.local:  # in place
+            return first
+        return tree_map(posing.like, result)
+
+    def __repr__(self, **_: Any) -> str:  # pyrefly: ignore[bad-override]
+        return f"Posing(shape={tuple(self.shape)}, here {tuple(self.local.shape)})"
+
+
+def rows_of(leaf: Any) -> Any:
+    """This rank's rows, of what poses as the whole."""
+    return leaf.local if isinstance(leaf, Posing) else leaf
+
+
+class Waiting(Shaped):
+    """A whole that is not there yet, to code between units: it is made when something asks for more than its shape."""
+
+    def whole(self) -> Tensor:
+        """The plain tensor."""
+        raise NotImplementedError
+
+    def waits(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives that does not ask for the whole; NotImplemented of one that does."""
+        same = args[0] is self and _same(func.__name__, self.shape, args[1:], kwargs)
+        return self if same else NotImplemented
+
+    @classmethod
+    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        first = next((a for a in args if isinstance(a, Waiting)), None)
+        result = NotImplemented if first is None else first.waits(func, args, kwargs)
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs)) if result is NotImplemented else result
+
+
+def _same(name: str, shape: Sequence[int], how: Any, kwargs: Any) -> bool:
+    """Whether a function of a tensor gives all of it back as it is: `x[:, 0:]`, `x.view(x.shape)`."""
+    if kwargs:
+        return False
+    if name == "__getitem__":
+        index = list(how[0]) if isinstance(how[0], tuple) else [how[0]]
+        at = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
+        index[at : at + 1] = [slice(None)] * (len(shape) - len(index) + (at < len(index)))
+        plain_slices = all(isinstance(i, slice) and _numbers((i.start, i.stop, i.step)) for i in index)
+        return plain_slices and [i.indices(n) for i, n in zip(index, shape)] == [(0, n, 1) for n in shape]
+    if name in ("view", "reshape"):
+        sizes = list(how[0]) if len(how) == 1 and isinstance(how[0], (tuple, list)) else list(how)
+        if not _numbers(sizes) or len(sizes) != len(shape):
+            return False
+        free = [d for d, n in enumerate(sizes) if n == -1]
+        return len(free) < 2 and all(n == m or d in free for d, (n, m) in enumerate(zip(sizes, shape)))
+    return name == "contiguous" and not how
+
+
+def _numbers(values: Any) -> bool:
+    return all(type(v) in (int, type(None)) for v in values)
+
+
+class Late(Waiting):
+    """The whole of which this rank has `local`, its `rows` of `dim`: gathered when something asks for more than the shape."""
+
+    local: Tensor
+    cut: int
+    rows: Rows
+    by: Any
+    unit: str
+    gathered: Tensor | None
+    noted: int
+
+    @staticmethod
+    def of(local: Tensor, dim: int, rows: Rows, by: Any, unit: str) -> "Late":
+        """The whole of which this rank computed `local`, in a unit."""
+        shape = [rows.length if d == dim else n for d, n in enumerate(local.shape)]
+        late = Facade.made(Late, local, shape)
+        if local.requires_grad:
+            with plainly():
+                late.register_hook(lost)
+        late.local, late.cut, late.rows, late.by, late.unit, late.gathered, late.noted = (
+            local,
+            dim,
+            rows,
+            by,
+            unit,
+            None,
+            0,
+        )
+        return late
+
+    def whole(self) -> Tensor:
+        """The plain tensor, gathered once."""
+        if self.gathered is None:
+            self.gathered = self.by.gathered(self.local, self.cut, self.rows, self.unit)
+            self.noted = version(self.gathered)
+        return self.gathered
+
+    def mine(self) -> Tensor:
+        """This rank's rows, as they are now: the model's code may have written to the whole."""
+        if self.gathered is None or version(self.gathered) == self.noted:
+            return self.local
+        return self.by.taken(self.gathered, self.cut, self.rows, self.unit)
+
+    def __repr__(self, **_: Any) -> str:  # pyrefly: ignore[bad-override]
+        return f"Late(shape={tuple(self.shape)}, dim {self.cut}, here {tuple(self.local.shape)})"
+
+
+def plain(leaf: Any) -> Any:
+    """The whole, where it waits."""
+    return leaf.whole() if isinstance(leaf, Waiting) else leaf

@@ -1,0 +1,270 @@
+"""Running units on stretches of the sequence, between the regions that are cut into slices (sequence parallelism).
+
+A unit that works row by row outside its regions is given this rank's rows of the hidden states. Where a region begins
+they are gathered, where it ends a rank's rows of the sum are all it gets: together these two send what the one sum over
+the ranks sends without stretches, and what is between regions is computed and kept once, not on every rank. See
+`parallel/tensor/strategy.py` for the technique, `parallel/tensor/sequence/check.py` for which units these are.
+
+From unit to unit rows are handed on as they are. To the model's code around units they are a `Late`: a tensor with the
+shape of the whole, which is gathered when something asks for its numbers. What an embedding hands on that is cut by words
+is `Owed` until then: each rank's share of a sum, of which a unit on stretches gets its rows.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.model.slices import Border, Slices, Stretched
+from plait.parallel.tensor.sequence.lazy import Late, Posing, Waiting, plain, rows_of
+from plait.parallel.tensor.sequence.partial_sum import Owed
+from plait.randomness.sub_block import Axis, Share
+from plait.tensors import collectives as regions
+from plait.tensors.rows import Rows
+from plait.tensors.torch_private import is_unknown, leaves, tree_flatten, tree_map, tree_unflatten
+
+
+class Handing:
+    """The units on stretches in the model of one rank."""
+
+    def __init__(self, model: nn.Module, slices: Slices, group: Any):
+        self.model, self.slices, self.group = model, slices, group
+        self.rows: Rows | None = None
+        """Who has which rows in the unit that runs now."""
+        self.coming: Rows | None = None
+        self.early: list[Any] = []
+        self.posing = False
+        """Whether that unit's sequences pose as wholes."""
+        self.units = [_Unit(self, one) for one in slices.stretches]
+        self.borders: dict[str, tuple[Border, Handing]] = {
+            border.row: (border, self) for one in slices.stretches for border in one.borders
+        }
+        """By the row of a region."""
+
+    def wrap(self) -> None:
+        """Units on stretches know whose rows they run on; also when they are recomputed. After their regions are made."""
+        for unit in self.units:
+            module = self.model.get_submodule(unit.on.unit)
+            module.forward = _Inside(self, unit.on, module)
+            if unit.on.crosses:  # before any other hook
+                self.early.append(module.register_forward_hook(unit.gather))
+
+    def unwrap(self) -> None:
+        """As before `wrap`."""
+        for handle in self.early:
+            handle.remove()
+        for one in self.slices.stretches:
+            kept = self.model.get_submodule(one.unit).__dict__
+            inside = kept.pop("forward", None)
+            if isinstance(inside, _Inside) and inside.replaced is not None:
+                kept["forward"] = inside.replaced
+
+    def install(self, units: Iterable[str], heads: Iterable[str]) -> list[Any]:
+        """From now on units get rows. After all other hooks on units: these must see plain tensors."""
+        on = {unit.on.unit: unit for unit in self.units}
+        if not on and not self.slices.owed:
+            return []
+        heads = tuple(heads)
+        handles = [self.model.register_forward_hook(_ended, prepend=True)]
+        for name in dict.fromkeys((*on, *units, *heads)):
+            module = self.model.get_submodule(name)
+            if name not in on:
+                enter = self._head(name) if name in heads else _whole
+                handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                continue
+            handles.append(module.register_forward_pre_hook(on[name].enter, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(on[name].leave))
+        for name in self.slices.owed:
+            handles.append(self.model.get_submodule(name).register_forward_hook(self._owing(name)))
+        return handles
+
+    def _owing(self, name: str) -> Callable[..., Any]:
+        """An embedding hands on a share of a sum."""
+        return lambda module, args, output: None if is_unknown(output) else Owed.of(output, self, name)
+
+    def _head(self, name: str) -> Callable[..., Any]:
+        """A head cut by words begins a region of its own, and none ends there."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            late = args[0] if args and isinstance(args[0], Late) and args[0].gathered is None else None
+            module.__dict__["_gathered"] = late is not None
+            if late is None:
+                return _whole(module, args, kwargs)
+            return (self.entered(late.local, late.cut, late.rows, name), *args[1:]), kwargs
+
+        return enter
+
+    def __call__(self, place: str, dim: int, whole: int | None, local: int) -> Axis | None:
+        """A rule for `randomness/sub_block.py`: what a unit on stretches draws."""
+        if self.rows is None or (place, dim) not in self.slices.drawn:
+            return None
+        return Share(self.rows, self.group.rank(), self.slices.drawn)(place, dim, whole, local)
+
+    @property
+    def _here(self) -> Rows:
+        """Who has which rows where a region begins or ends."""
+        rows = self.rows or self.coming
+        assert rows is not None
+        return rows
+
+    def split(self, length: int) -> Rows:
+        """Who has which rows of a sequence."""
+        return Rows.even(length, self.group.size())
+
+    def begin(self, x: Tensor, dim: int, row: str) -> Tensor:
+        """All rows of what the region of a row begins with."""
+        return self.entered(rows_of(x), dim, self._here, row)
+
+    def end(self, x: Tensor, dim: int, row: str) -> Tensor:
+        """What its unit gets of the sum."""
+        rows = self._here
+        mine = self.left(x, dim, rows, row)
+        return Posing.of(mine, dim, rows.length) if self.posing else mine
+
+    # — what travels; `at`: the unit whose input or output it is, or the row of the region —
+
+    def taken(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        """This rank's rows of a whole that all ranks have."""
+        return regions.part(x, dim, rows, self.group)
+
+    def gathered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        """The whole, for code that does the same with it on all ranks."""
+        return regions.gather(x, dim, rows, self.group)
+
+    def entered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        """The whole, where a region begins."""
+        return regions.gather_partial(x, dim, rows, self.group)
+
+    def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        """This rank's rows of the sum, where one ends."""
+        return regions.scatter_sum(x, dim, rows, self.group)
+
+    def summed(self, x: Tensor, at: str) -> Tensor:
+        """The sum, where all ranks go on with all of it."""
+        return regions.total(x, self.group)
+
+
+class Quiet(Handing):
+    """Stretches of a rank whose group is not there: what would travel is told to `note` and `asks`."""
+
+    note: Callable[..., None]
+    asks: Callable[..., None]
+
+    def taken(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        mine = rows.take(x, dim, self.group.rank())
+        self.asks(mine, "gather", at, x, rows.length)
+        return mine
+
+    def gathered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        whole = self._filled(x, dim, rows)
+        self.note("gather", at, "between", whole, rows=rows.length)
+        return whole
+
+    def entered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        whole = self._filled(x, dim, rows)
+        self.note("gather", at, "forward" if at in self.borders else "between", whole, rows=rows.length)
+        self.asks(whole, "scatter", at, whole, rows.length)
+        return whole
+
+    def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        mine = rows.take(x, dim, self.group.rank()).clone()  # no view: code may add to it in place, and hooks be lost
+        self.note("scatter", at, "forward" if at in self.borders else "between", x, rows=rows.length)
+        self.asks(mine, "gather", at, x, rows.length)
+        return mine
+
+    def summed(self, x: Tensor, at: str) -> Tensor:
+        self.note("allreduce_", at, "between", x)
+        return x.view_as(x)
+
+    def _filled(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
+        others = rows.length - x.shape[dim]
+        return torch.cat([x, x.new_empty([others if d == dim else n for d, n in enumerate(x.shape)])], dim)
+
+
+def _whole(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if any(isinstance(leaf, Waiting) for leaf in leaves((args, kwargs))):
+        return tree_map(plain, (args, kwargs))
+    return None
+
+
+def _ended(module: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map(plain, output) if any(isinstance(leaf, Waiting) for leaf in leaves(output)) else None
+
+
+class _Unit:
+    """What stands before and after a unit on stretches."""
+
+    def __init__(self, handing: Handing, stretched: Stretched):
+        self.handing, self.on = handing, stretched
+        self.rows: Rows | None = None
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        key, dim, handing = self.on.key, self.on.dim, self.handing
+        given = kwargs[key] if isinstance(key, str) else args[key]
+        if isinstance(given, Owed):
+            given = given.stretch(dim, handing.split(given.shape[dim]))
+        if isinstance(given, Late) and given.cut == dim:
+            local, rows = given.mine(), given.rows
+        else:
+            given = plain(given)
+            rows = handing.split(given.shape[dim])
+            local = handing.taken(given, dim, rows, self.on.unit)
+        self.rows = handing.coming = rows
+        put = lambda k, value: local if k == key else tree_map(plain, value)  # noqa: E731
+        return tuple(put(i, a) for i, a in enumerate(args)), {k: put(k, a) for k, a in kwargs.items()}
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        rows, self.rows = self.rows, None
+        if rows is None:
+            return None
+        return self._each(output, lambda x, dim: Late.of(x, dim, rows, self.handing, self.on.unit))
+
+    def gather(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """What another stage gets is whole."""
+        rows, self.rows = self.rows, None
+        if rows is None:
+            return None
+        return self._each(output, lambda x, dim: self.handing.gathered(x, dim, rows, self.on.unit))
+
+    def _each(self, output: Any, make: Callable[[Tensor, int], Tensor]) -> Any:
+        leaves(output)  # makes trees of dataclasses
+        flat, spec = tree_flatten(output)
+        for i, dim in self.on.returned:
+            flat[i] = make(flat[i], dim) if isinstance(flat[i], Tensor) else flat[i]
+        return tree_unflatten(flat, spec)
+
+
+class _Inside:
+    """A unit's own forward on stretches. What it is given remembers whose rows it is of: it may run again in backward."""
+
+    def __init__(self, handing: Handing, stretched: Stretched, module: nn.Module):
+        self.handing, self.on, self.module = handing, stretched, module
+        self.replaced = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handing, on = self.handing, self.on
+        given: Any = kwargs[on.key] if isinstance(on.key, str) else args[on.key]
+        if "whose_rows" not in given.__dict__:
+            given.whose_rows = handing.coming
+        before = handing.rows, handing.posing
+        handing.rows, handing.posing = given.whose_rows, on.posing
+        if on.posing:
+            args, kwargs = put(args, kwargs, on.key, Posing.of(given, on.dim, given.whose_rows.length))
+        try:
+            output = self._own(*args, **kwargs)
+            return tree_map(rows_of, output) if on.posing else output
+        finally:
+            handing.rows, handing.posing = before
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def put(args: Any, kwargs: Any, key: int | str, value: Any) -> tuple[Any, Any]:
+    """The arguments with another value at one place."""
+    if isinstance(key, str):
+        return args, {**kwargs, key: value}
+    return (*args[:key], value, *args[key + 1 :]), kwargs

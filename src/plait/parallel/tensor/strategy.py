@@ -1,0 +1,155 @@
+"""Tensor parallelism (tp): every layer is cut into slices, and every process computes one slice of each.
+
+What it does
+    In a block, some linear maps (query, key, value; gate, up) feed another (output; down) and nothing else. The first
+    are cut by their output features, the last by its input features: a process has its own attention heads, its own
+    part of the hidden features, and at the end a share of a sum. One sum over the processes per such pair, forward and
+    backward, is all that travels. Which maps go together is found by following tensors through the model's own code,
+    proposed, and checked in float64 before it is believed (`parallel/tensor/find/finder.py`); what finds no slices stays whole and is named
+    by `plait plan --show tensor`. Embeddings and heads are cut by rows of the vocabulary.
+    What lies between the cuts (norms, dropout, residuals) would be computed alike on every process. With
+    `sequence_parallel`, the default, each has its own stretch of the sequence there: it is gathered where a pair begins,
+    and instead of the whole sum a process gets its rows of it. Which blocks work row by row between their pairs is
+    checked in float64 too (`parallel/tensor/sequence/check.py`); others stay as they are, and are named with the reason. An embedding that such a
+    block follows, though positions are added or values dropped in between, is summed to stretches too (`parallel/tensor/sequence/partial_sum.py`).
+
+Picture
+    rank 0   x ─┬─ q₀ k₀ v₀ ── attention of its heads ── o₀ ─┐       ┌─ gate₀ up₀ ── down₀ ─┐
+                │                                            Σ ─ x ─┤                      Σ ─ x
+    rank 1   x ─┴─ q₁ k₁ v₁ ── attention of its heads ── o₁ ─┘       └─ gate₁ up₁ ── down₁ ─┘
+
+    and on stretches
+
+    rank 0   x₀ ─ norm ─ all rows ─ q₀ k₀ v₀ ── o₀ ─┐ x₀ ─ norm ─ all rows ─ gate₀ up₀ ── down₀ ─┐ x₀
+                                                    Σ                                           Σ      each gets its rows
+    rank 1   x₁ ─ norm ─ all rows ─ q₁ k₁ v₁ ── o₁ ─┘ x₁ ─ norm ─ all rows ─ gate₁ up₁ ── down₁ ─┘ x₁
+
+Costs
+    Memory: parameters, gradients and optimizer state of what is cut / N, and so are the activations between the cuts;
+    on stretches, those outside of them as well.
+    Traffic: an all-reduce of batch × sequence × width per pair, in forward and in backward, that nothing hides: it
+    needs the fastest links there are. Stretches send the same: a gather and a scattered sum make one all-reduce.
+
+Choose when
+    A layer, or the activations of one sample, do not fit on a device; or the batch is too small for more copies.
+
+Avoid when
+    The links between the devices are slow, or the layers narrow: a slice of a small matrix is computed slowly.
+
+How it stays exact
+    The forward pass is right by algebra once the check holds. Gradients of what enters a pair are summed over the
+    processes once; so are those of whole parameters used inside one (norms on heads). A row's bias is added by the
+    first process alone. What all processes compute alike (norms between, the loss) is the same bit by bit on all, and
+    counts once in the norm. Dropout inside a slice draws that slice of the whole mask, on a stretch that stretch. A
+    parameter used on stretches has a share of its gradient on each process; they are added up once. An optimizer must
+    be element-wise (SGD, Adam, …): one that looks at whole tensors (LAMB, LARS, Adafactor, Muon) is found by trying it, and
+    refused (P022).
+
+Paper
+    Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation, for stretches between.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from plait.config.errors import Problem
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.model.slices import Cut, holding_alike
+from plait.parallel.context import strategy as context
+from plait.parallel.gradient_sums import added_up
+from plait.parallel.mesh import group_of
+from plait.parallel.recompute import again
+from plait.parallel.strategy import Charge, Role
+from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor.sequence.runtime import Handing
+from plait.parallel.tensor.wiring import Drawn, layout_of, wire
+
+AXIS = "tp"
+EXACT = True
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.tp > 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    whys = {
+        "processes=one": "" if plan.processes != "one" else "slices are of processes, not of threads",
+        "compile=true": ""
+        if not plan.compile
+        else "a compiled graph draws whole masks, where a process needs its slice",
+    }
+    for key, why in whys.items():
+        if why:
+            yield Problem("P033", f"tp={plan.tp} does not work with {key}", why=why, fix=(f'--plan "tp={plan.tp}"',))
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    return ()
+
+
+def apply(built: Any) -> None:
+    rank, shapes = built.at["tp"], {n: tuple(p.shape) for n, p in built.own.items()}
+    cuts = {c.parameter: c for c in built.sketch.cuts if c.parameter in built.own}
+    torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
+    model, units, mine = built.model, [unit.name for unit in built.sketch.units], {id(p) for p in built.own.values()}
+    slices = built.sketch.slices
+    on, owed = (one for one in slices.stretches if one.unit in units), (name for name in slices.owed if name in units)
+    slices = replace(slices, stretches=tuple(on), owed=tuple(owed))
+    tables = vocabulary.heads(model, slices)
+    heads = [n for n in tables if all(id(p) in mine for p in model.get_submodule(n).parameters())]
+    handing = Handing(model, slices, built.groups["tp"])
+    regions, own = wire(model, built.sketch, built.own, built.groups["tp"], handing)
+    handing.wrap()
+    built.own |= own
+    for name in built.own:
+        cut = cuts.get(name)
+        holders = built.plan.tp if cut is None else cut.ranges.count(cut.ranges[rank])
+        built.holders[name] = built.holders.get(name, 1) * holders
+        if cut is not None:
+            built.cuts[name] = layout_of(shapes[name], cut, rank)
+    _sums(built, cuts)
+    built.rules.append(handing)
+    built.prepared.append(lambda _: handing.install(units, heads))
+    built.rules.append(Drawn(regions, rank, built.plan.tp))
+    built.sketch = built.sketch.local(rank)
+
+
+def _sums(built: Any, cuts: dict[str, Cut]) -> None:
+    """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
+    rank = built.at["tp"]
+    built.partial.append((tuple(n for n in built.sketch.shares if n in built.own), built.groups["tp"]))
+    for alike in holding_alike(built.sketch.cuts):
+        made = group_of(built.plan, built.place.rank, ("tp",), alike)
+        if rank in alike:
+            built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), made))
+
+
+def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
+    """A sum where each pair of cuts ends, one back where it begins, what the loss asks of a head; then the gradients."""
+    last = role.layout is None or role.layout.owner[-1] == role.index(plan)
+    for toll in sketch.tolls:
+        here = sketch.has(toll.module) or not (role.layout and role.layout.sketch.has(toll.module))
+        if role.layout and toll.call >= 0:  # a unit may be called on several stages
+            here = role.layout.cut.owner[toll.call] in role.layout.stages(role.index(plan))
+        if not (last if toll.when == "loss" else here):
+            continue
+        runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
+        held = context.share(plan, sketch, role.rank, toll)
+        told = f"{toll.when} pass of {toll.module}" if toll.module else "the loss, of logits that no rank has whole"
+        for op, calls, size in toll.messages(role.samples, (plan.at(role.rank)["tp"], plan.tp), held, role.direct):
+            yield Charge("traffic", "tp", op, runs * calls, runs * size, told)
+    formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
+    for calls, size in added_up([formats[n] for n in sketch.shares if n in formats], plan):
+        yield Charge("traffic", "tp", "allreduce_", calls, size, "gradients of which each process has a share")
+    rank = plan.at(role.rank)["tp"]
+    for alike in (ranks for ranks in holding_alike(sketch.cuts) if rank in ranks):
+        mine = [formats[c.parameter] for c in sketch.cuts if alike in c.alike() and c.parameter in formats]
+        for calls, size in added_up(mine, plan):
+            yield Charge(
+                "traffic", "tp", "allreduce_", calls, size, f"gradients of slices that processes {alike} share"
+            )

@@ -1,0 +1,89 @@
+"""Embeddings and heads cut by rows of the vocabulary.
+
+An embedding's rank looks up the tokens whose rows it has and gives zeros for the others; the sum over the ranks is the
+whole. It is made at once, or when it is asked for (`parallel/tensor/sequence/partial_sum.py`). A head's rank computes the
+logits of its rows; they stand for the whole in a `Spread`, which knows how to take a cross-entropy without ever gathering them. Rows need not divide by the ranks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.model.slices import Cut, Slices
+from plait.parallel.fsdp.runtime import stretch
+from plait.tensors.collectives import enter, total
+from plait.tensors.rows import Rows
+from plait.tensors.sharded_tensor import Spread
+
+
+def rows(length: int, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The rows of each rank."""
+    ends = [stretch(length, ranks, rank) for rank in range(ranks)]
+    return tuple(((first, end - first),) for first, end in ends)
+
+
+def cuts(model: nn.Module, slices: Slices, ranks: int) -> tuple[Cut, ...]:
+    """How every parameter is cut, those of embeddings and heads too; tied ones once, by the model's first name."""
+    named, found = {id(p): n for n, p in model.named_parameters()}, {}
+    for name in slices.vocabulary:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            key = named[id(parameter)]
+            found[key] = Cut(key, 0, rows(parameter.shape[0], ranks))
+    return (*(c for group in slices.groups for c in group.cuts), *found.values())
+
+
+def apart_from_heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
+    """The embeddings that have no weight in common with a head."""
+    modules = {name: model.get_submodule(name) for name in slices.vocabulary}
+    heads = {id(p) for m in modules.values() if not isinstance(m, nn.Embedding) for p in m.parameters()}
+    return tuple(name for name, m in modules.items() if not any(id(p) in heads for p in m.parameters()))
+
+
+def heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
+    """Those that multiply what they are given. (One that the loss takes over does not.)"""
+    tables = [(name, model.get_submodule(name)) for name in slices.vocabulary]
+    return tuple(name for name, m in tables if isinstance(m, nn.Linear) and "forward" not in vars(m))
+
+
+def wire(module: nn.Module, length: int, group: Any, owed: bool = False) -> None:
+    """Let an embedding or a head of `length` rows work on this rank's. `owed`: an embedding's sum is made elsewhere."""
+    kind = _Embedding if isinstance(module, nn.Embedding) else _Head
+    module.__class__ = type(module.__class__.__name__, (kind, module.__class__), {})
+    module.__dict__["_rows"] = Rows(rows(length, group.size()))
+    module.__dict__["_ranks"] = group
+    module.__dict__["_owed"] = owed
+
+
+class _Embedding(nn.Embedding):
+    _rows: Rows
+    _ranks: Any
+    _owed: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The sum over the ranks, or this rank's share of it."""
+        found = self._found(input)
+        return found if self._owed else total(found, self._ranks)
+
+    def _found(self, input: Tensor) -> Tensor:
+        first, count = self._rows.ranks[self._ranks.rank()][0]
+        here = (input >= first) & (input < first + count)
+        mine = torch.where(here, input - first, 0)
+        if not count:
+            return self.weight.new_zeros(*input.shape, self.embedding_dim) + self.weight.sum() * 0
+        padding = self.padding_idx
+        padding = padding - first if padding is not None and first <= padding < first + count else None
+        found = F.embedding(mine, self.weight, padding)
+        return found * here.unsqueeze(-1).to(found.dtype)
+
+
+class _Head(nn.Linear):
+    _rows: Rows
+    _ranks: Any
+
+    def forward(self, input: Tensor) -> Any:
+        if not self.__dict__.get("_gathered"):  # by `parallel/tensor/sequence/runtime.py`, from stretches
+            input = enter(input, self._ranks)
+        logits = F.linear(input, self.weight, self.bias)
+        return Spread(logits, logits.dim() - 1, self._rows, self._ranks)

@@ -1,0 +1,236 @@
+"""The dry run: a plan is built and makes its steps, on any number of ranks, with no process, no device and no weights.
+
+Of ranks that hold and send alike one runs (`planner/dryrun/rank_kinds.py`). It is the real engine with its real strategies, in a process
+group whose other ranks are not there, on tensors that have shapes and no numbers (`planner/dryrun/pretend.py`): so what is
+allocated and what is sent is what a rank of a run allocates and sends. The bytes at the fullest moment are metered
+(`planner/dryrun/allocations.py`), and the messages of ranks that have to do with each other are compared (`planner/dryrun/traffic.py`).
+
+A model that looks at values in its forward pass runs on real tensors instead. What its numbers decide, such as how many
+rows come to the experts of a rank, is then what it would be if all other ranks did what this one does.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job, load_job, user_line
+from plait.config.plan import Plan
+from plait.data.batch import Batch
+from plait.data.iterable_shares import whole
+from plait.engine.build import Built, begun, build, check_plan, understood
+from plait.engine.engine import Engine
+from plait.launch.place import Place
+from plait.model.fake_model import HOLDS, sketched
+from plait.model.make import Made, make_model
+from plait.model.optimizer_step import read
+from plait.model.sketch import Sketch
+from plait.model.table import size
+from plait.parallel.fsdp import optimizer_check as elementwise
+from plait.parallel.gradient_sums import Across
+from plait.parallel.offload import on_host
+from plait.planner.dryrun.allocations import Peak
+from plait.planner.dryrun.measure import measure, measure_evaluation
+from plait.planner.dryrun.pretend import Pretending, faked, process_group
+from plait.planner.dryrun.rank_kinds import Kinds
+from plait.planner.dryrun.traffic import Mail, agree
+from plait.tensors.fake import PartlyFake
+from plait.tensors.torch_private import FakeTensorMode, fake_failures, tree_map_only
+
+CPU = torch.device("cpu")
+SHOWN = 12
+"""Kinds of ranks that the table has lines for, the fullest first."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A rank that ran, and how many it stands for."""
+
+    rank: int
+    ranks: int
+    at: dict[str, int]
+    """Its place on every axis."""
+    samples: int
+    """Of its largest micro-batch."""
+    peak: Peak
+    """Bytes at the fullest moment of its step."""
+    traffic: dict[str, tuple[int, int]]
+    """(messages, bytes) that it sends in a step, by the axes along which the ranks of a group differ."""
+    operators: dict[str, tuple[int, int]]
+    """(calls, bytes) of each operator of torch.distributed in a step, receives among them."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run found."""
+
+    plan: str
+    world: int
+    kinds: tuple[Kind, ...]
+    seconds: float
+
+    @property
+    def fullest(self) -> Kind:
+        """The kind of rank that needs most memory."""
+        return max(self.kinds, key=lambda kind: kind.peak.total)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"fullest": self.fullest.rank}
+
+    def table(self) -> str:
+        """What `plait plan --dry-run` prints."""
+        most, kinds = self.fullest, sorted(self.kinds, key=lambda k: -k.peak.total)
+        lines = [f"dry run  {self.plan}: one rank of each of {len(self.kinds)} kinds, of {self.world} ranks, {self.seconds:.0f} s",
+                 f"memory   {size(most.peak.total)} on rank {most.rank}, the fullest, after {most.peak.moment}"]  # fmt: skip
+        lines += _categories(most.peak.categories)
+        if host := max((kind.peak.host for kind in self.kinds), key=lambda held: sum(held.values())):
+            lines += [f"host     {size(sum(host.values()))} beside it", *_categories(host)]
+        lines.append("    rank  ranks like it    memory  sends in a step")
+        for kind in kinds[:SHOWN]:
+            sent = "  ".join(f"{axes} {n}× {size(sent)}" for axes, (n, sent) in kind.traffic.items()) or "nothing"
+            lines.append(f"{kind.rank:>8}{kind.ranks:>15}{size(kind.peak.total):>10}  {sent}")
+        if len(kinds) > SHOWN:
+            lines.append(f"and {len(kinds) - SHOWN} more kinds")
+        return "\n".join([*lines, "every rank sends what the others of its groups wait for, in the same order"])
+
+
+def _categories(held: dict[str, int]) -> list[str]:
+    return [f"  {c:<12}{size(b):>10}" for c, b in sorted(held.items(), key=lambda cb: -cb[1])]
+
+
+def run(options: Any, room: float | None = None) -> int:
+    """`plait plan JOB --plan P --dry-run`; 1 when a rank needs more than `room`, what a device's memory leaves to a plan."""
+    found = dry_run(load_job(options.job, options.arguments), Plan.read(options.plan or "dp=1").fill(None))
+    need = found.fullest.peak.total
+    fits = room is None or need <= room
+    facts, text = found.to_dict(), found.table()
+    if room is not None:
+        facts |= {"fits": fits, "room": round(room)}
+        left = f"{size(abs(room - need))} {'to spare' if fits else 'too much'}"
+        told = f"of {options.machine}'s memory a plan may take {size(max(0.0, room))} on each device"
+        text += f"\n{'fits' if fits else 'does not fit'}: {told}, {left}"
+    print(json.dumps(facts) if options.json else text)
+    return 0 if fits else 1
+
+
+def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
+    """Of every kind of rank make `steps` steps, and one that is measured. D001 when ranks would wait for each other."""
+    check_plan(job, plan)
+    if plan.compile or plan.processes == "one":
+        key = "compile=true" if plan.compile else "processes=one"
+        raise PlaitError(Problem("D002", f"{key} cannot run dry", why="torch.compile and threads need numbers",
+                                 fix=(f"leave out {key}",)))  # fmt: skip
+    began, job = time.perf_counter(), replace(job, steps=max(job.steps, steps + 1))
+    sketch, weights = known(job, plan)
+    elementwise.check(job, plan, sketch)
+    kinds = Kinds.of(plan, sketch, job.batch)
+    try:
+        found = list(_each(job, plan, (sketch, sketch.by_values), kinds, steps))
+    except fake_failures() as error:  # the job's loss looks at values, for example
+        if sketch.by_values or weights > HOLDS:
+            why = f"on tensors without numbers it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise PlaitError(Problem("D002", "this job cannot run dry", why=why, where=user_line(error))) from error
+        found = list(_each(job, plan, (sketch, True), kinds, steps))
+    agree({mail.rank: mail for _, mail in found}, kinds.like)
+    return DryRun(str(plan), plan.world, tuple(kind for kind, _ in found), time.perf_counter() - began)
+
+
+def _each(job: Job, plan: Plan, how: tuple[Sketch, bool], kinds: Kinds, steps: int) -> Iterator[tuple[Kind, Mail]]:
+    """Run one rank of each kind. `how`: what is known, and whether on real tensors."""
+    for rank, ranks in kinds.counts().items():
+        mail = Mail(rank, plan)
+        with alone(job, mail, how) as (engine, given):
+            peak = measure(engine, steps, given, partial(on_host, plan))
+            if job.evaluate is not None:
+                other = measure_evaluation(engine, engine.ready, partial(on_host, plan))
+                peak = replace(other, host=peak.host) if other.total > peak.total else peak
+            samples = max(n for _, n in engine.share.parts(job.batch))
+        yield Kind(rank, ranks, plan.at(rank), samples, peak, mail.traffic(), mail.operators()), mail
+
+
+def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
+    """What every rank knows of the model, and the bytes of its weights.
+
+    D002 when to know it takes numbers, and the model is too large to have them.
+    """
+    model, sketch = sketched(job)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if plan.cp > 1 or plan.ep > 1:
+        if weights > HOLDS:
+            why = f"how sequences and experts are shared out is proved on numbers; the weights are {size(weights)}"
+            raise PlaitError(
+                Problem("D002", f"{plan} cannot run dry", why=why, fix=("a smaller model of the same kind",))
+            )
+        model = make_model(job)
+    made, again = Made(model, model), plan.pp > 1 and plan.precision != "fp32"
+    built = begun(job, plan, Place(0, plan.world), (CPU, None), made)
+    return understood(built, made, None if again else sketch), weights
+
+
+@contextmanager
+def alone(job: Job, mail: Mail, how: tuple[Sketch, bool]) -> Iterator[tuple["_Alone", Callable[[Batch, bool], Batch]]]:
+    """The engine of the rank that `mail` is of, and what makes of a batch one that it can be given. It runs inside only."""
+    data = job.data
+    job = replace(job, data=lambda: whole(data()))
+    fakes, (sketch, real), plan, rank = FakeTensorMode(allow_non_fake_inputs=True), how, mail.plan, mail.rank
+    with nullcontext() if real else PartlyFake(fakes):  # a constructor may look at what it makes
+        model = make_model(job) if real else faked(make_model(job), fakes)
+    with process_group(rank, plan.world), Pretending(fakes, real=real) as pretending:
+        engine = _Alone(job, plan, Place(rank, plan.world), (Made(model, model), sketch))
+        if isinstance(engine.built.reducer, Across):  # another rank may have the gradient of a parameter they share
+            engine.built.reducer.told = lambda flags: [1.0] * len(flags)
+
+        _followed(engine, pretending)
+        hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
+
+        def ready(pair: Any) -> Any:
+            pretending.mail = None  # of the messages of a step alone
+            return pair if real else tree_map_only(Tensor, hide, pair)
+
+        def given(batch: Batch, last: bool) -> Batch:
+            pretending.mail = mail if last else None
+            if real:
+                return batch
+            trees = ("inputs", "targets", "spare")
+            hidden = (replace(m, **{k: tree_map_only(Tensor, hide, getattr(m, k)) for k in trees}) for m in batch.micro)
+            return replace(batch, micro=tuple(hidden)[: None if last else 1])  # what lasts is there after one
+
+        engine.ready = ready
+        yield engine, given
+
+
+def _followed(engine: Engine, pretending: Pretending) -> None:
+    """What the optimizer's steps read is what they would read of small tensors."""
+    built = engine.built
+    numbers = read(engine.job, dict(built.model.named_parameters()), set(built.own))
+
+    def begins(*_: Any) -> None:
+        numbers.begin()
+        pretending.numbers = numbers
+
+    def ends(*_: Any) -> None:
+        pretending.numbers = None
+
+    engine.optimizer.register_step_pre_hook(begins)
+    engine.optimizer.register_step_post_hook(ends)
+
+
+class _Alone(Engine):
+    """An engine that is given its model, and what is known of it."""
+
+    def __init__(self, job: Job, plan: Plan, place: Place, known: tuple[Made, Sketch]):
+        self.known = known
+        self.ready: Callable[[Any], Any] = lambda pair: pair
+        """Makes of samples what its model can be given."""
+        super().__init__(job, plan, place=place, device="cpu", on_nan="ignore")
+
+    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
+        return build(job, plan, self.place, device, cast, self.known)

@@ -1,0 +1,120 @@
+"""The memory of a training step, measured: on real tensors, or on fake ones in a dry run (`planner/dryrun/dry_run.py`)."""
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config.errors import PlaitError
+from plait.data.batch import Batch
+from plait.engine.engine import Engine
+from plait.engine.evaluate import first_forward
+from plait.model.meter import tensors_in
+from plait.parallel.data.buckets import Reducer
+from plait.parallel.pipeline.runtime import Clock
+from plait.parallel.pipeline.table import Action
+from plait.planner.dryrun.allocations import Allocations, Peak
+from plait.tensors.torch_private import Facade, tree_leaves
+
+
+def measure(
+    engine: Engine,
+    steps: int = 2,
+    given: Callable[[Batch, bool], Batch] = lambda batch, _: batch,
+    on_host: Callable[[str, bool], bool] | None = None,
+) -> Peak:
+    """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it.
+
+    `given` makes of a batch what a step is given, and is told whether it is the one that is measured. `on_host`, as in
+    `Tape.apart`, tells the host's memory from the device's; without it all is one.
+    """
+    source = engine.batches()
+    for _ in range(steps):
+        engine.step(given(next(source), False))
+    batch = given(next(source), True)
+    gc.collect()
+    with Allocations() as meter:
+        hold(meter, engine, batch)
+        mark(meter, engine)
+        meter.moment("forward")
+        rider = engine.backward(batch)
+        for parameter in engine.built.own.values():
+            if parameter.grad is not None:
+                meter.label("gradients", parameter.grad)
+        meter.moment("optimizer")
+        engine.update(batch, rider)
+    meter.tape.keep()
+    return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
+
+
+def measure_evaluation(
+    engine: Engine,
+    ready: Callable[[Any], Any] = lambda pair: pair,
+    on_host: Callable[[str, bool], bool] | None = None,
+) -> Peak:
+    """The fullest moment of an evaluation's largest forward pass, between two steps. All ranks call it.
+
+    `ready` makes of (inputs, targets) what the model is given. Metrics that look at values which are not there stop;
+    what they had made until then is counted. `on_host`: as for `measure`.
+    """
+    gc.collect()
+    with Allocations() as meter:
+        hold(meter, engine, None)
+        meter.moment("evaluation")
+        try:
+            first_forward(engine.built, ready)
+        except PlaitError:
+            raise
+        except Exception:
+            meter.moment("evaluation")
+    return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
+
+
+def hold(meter: Allocations, engine: Engine, batch: Any) -> None:
+    """Tell the meter of what a rank has between two steps."""
+    built = engine.built
+    meter.hold("parameters", [*built.own.values(), *built.model.parameters()])
+    meter.hold("buffers", built.model.buffers())
+    meter.hold("host copies", (built.masters or {}).values())
+    meter.hold("optimizer", _tensors([list(state.values()) for state in engine.optimizer.state.values()]))
+    micros = batch.micro if batch is not None else ()
+    meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in micros]))
+    if isinstance(built.reducer, Reducer):
+        meter.hold("gradients", [bucket.flat for bucket in built.reducer.buckets])
+
+
+def mark(meter: Allocations, engine: Engine) -> None:
+    """Let the meter know what goes on: actions of a pipeline, and whose forward or backward begins."""
+    built = engine.built
+    if built.pipe is not None:
+        built.pipe.clock = _Telling(meter)
+    for name in (unit.name for unit in built.sketch.units):
+        module = built.model.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, name=name: meter.moment(f"forward {name}"))
+        module.register_forward_hook(lambda m, a, output, name=name: _behind(meter, name, output))
+
+
+def _behind(meter: Allocations, name: str, output: Any) -> None:
+    """A hook on what stands for a whole sequence would gather it: it goes on the part that this rank holds."""
+    parts = (tensor.local if isinstance(tensor, Facade) else tensor for tensor in tensors_in(output))
+    for tensor in parts:
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            tensor.register_hook(lambda _: meter.moment(f"backward {name}"))
+
+
+class _Telling(Clock):
+    """A pipeline's clock that tells a meter of every action."""
+
+    def __init__(self, meter: Allocations):
+        super().__init__()
+        self.meter = meter
+
+    def begin(self, action: Action) -> None:
+        self.meter.moment(str(action))
+        super().begin(action)
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

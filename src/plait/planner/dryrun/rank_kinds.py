@@ -1,0 +1,101 @@
+"""Kinds of ranks: those of a plan that hold parts of the same sizes, and send messages of the same sizes, are one kind."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from plait.config.plan import AXES, Plan
+from plait.data.batch import Share
+from plait.model.sketch import Sketch
+from plait.parallel.context import strategy as context
+from plait.parallel.fsdp.runtime import along, divides, stretch
+from plait.tensors.rows import Rows
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """For each place on a set of axes, the first place that is like it. Stages are all unlike."""
+
+    plan: Plan
+    shares: tuple[int, ...]
+    """Of samples, and with them of shards and experts."""
+    stretches: tuple[int, ...]
+    slices: tuple[int, ...]
+
+    @staticmethod
+    def of(plan: Plan, sketch: Sketch, batch: int) -> "Kinds":
+        """The kinds of a plan's ranks, with the sketch of the whole model."""
+        return Kinds(
+            plan, _firsts(_share(plan, sketch, batch)), _firsts(_stretch(plan, sketch)), _firsts(_slice(plan, sketch))
+        )
+
+    def like(self, rank: int) -> int:
+        """The first rank that is like this one."""
+        at, plan = self.plan.at(rank), self.plan
+        dp, fsdp = divmod(self.shares[plan.share(rank)], plan.fsdp)
+        return _rank(plan, (at["pp"], dp, fsdp, self.stretches[at["cp"]], self.slices[at["tp"]]))
+
+    def counts(self) -> dict[int, int]:
+        """The first rank of each kind, and how many there are."""
+        plan, found = self.plan, {}
+        shares, stretches, slices = (Counter(firsts) for firsts in (self.shares, self.stretches, self.slices))
+        for pp, share, cp, tp in product(range(plan.pp), shares, stretches, slices):
+            dp, fsdp = divmod(share, plan.fsdp)
+            found[_rank(plan, (pp, dp, fsdp, cp, tp))] = shares[share] * stretches[cp] * slices[tp]
+        return found
+
+
+def _rank(plan: Plan, at: tuple[int, ...]) -> int:
+    rank = 0
+    for axis, place in zip(AXES, at):
+        rank = rank * getattr(plan, axis) + place
+    return rank
+
+
+def _firsts(keys: Iterable[Any]) -> tuple[int, ...]:
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
+
+
+def _share(plan: Plan, sketch: Sketch, batch: int) -> Iterable[Any]:
+    """Samples of each micro-batch, sizes of the parts of what is cut, and experts."""
+    lengths = sorted({c.shape(s, r)[0] if c else s[0] for c, s, r in _shapes(plan, sketch)})
+    parts = [tuple(b - a for n in lengths for a, b in [stretch(n, plan.fsdp, i)]) for i in range(plan.fsdp)]
+    experts = [tuple(len(m.mine(plan.ep, i)) for m in sketch.mixtures) for i in range(plan.ep)]
+    shards, places = plan.expert_shards, range(plan.shares)
+    pieces = [_pieces(sketch, plan, i % plan.ep, i // plan.ep % shards) if plan.ep > 1 else () for i in places]
+    for share in range(plan.shares):
+        samples = tuple(n for _, n in Share(share, plan.ranks, plan.microbatches).parts(batch))
+        yield samples, parts[share % plan.fsdp], experts[share % plan.ep], pieces[share]
+
+
+def _pieces(sketch: Sketch, plan: Plan, part: int, shard: int) -> tuple[int, ...]:
+    """Lengths of this shard's parts of a rank's experts, where those are kept as parts."""
+    ranks = plan.expert_shards
+    shapes = [s for m in sketch.mixtures for _, s, _ in m.held(m.mine(plan.ep, part)) if divides(s)]
+    ends = (stretch(s[along(s, ranks)], ranks, shard) for s in shapes if ranks > 1)
+    return tuple(end - first for first, end in ends)
+
+
+def _shapes(plan: Plan, sketch: Sketch) -> Iterable[tuple[Any, tuple[int, ...], int]]:
+    cuts = {c.parameter: c for c in sketch.cuts}
+    for name, shape, _ in (*sketch.parameters, *sketch.frozen):
+        if shape:
+            yield from ((cuts.get(name), shape, rank) for rank in range(plan.tp if name in cuts else 1))
+
+
+def _stretch(plan: Plan, sketch: Sketch) -> Iterable[Any]:
+    """Rows of each sequence; in a ring the first and the last rank see one half of the others' rows only."""
+    cuts = [context.layout(plan)(n, plan.cp).sizes for n in (sketch.course.lengths if plan.cp > 1 else ())]
+    for i in range(plan.cp):
+        yield tuple(sizes[i] for sizes in cuts), plan.context == "ring" and (i > 0) + (i == plan.cp - 1)
+
+
+def _slice(plan: Plan, sketch: Sketch) -> Iterable[Any]:
+    """Sizes of slices, how many ranks have the same, and rows of the sequence between slices."""
+    lengths = sorted({toll.rows for toll in sketch.tolls if toll.rows})
+    for i in range(plan.tp):
+        held = tuple((sum(n for _, n in c.ranges[i]), c.ranges.count(c.ranges[i])) for c in sketch.cuts)
+        yield held, tuple(Rows.even(n, plan.tp).sizes[i] for n in lengths)

@@ -1,0 +1,184 @@
+"""A sketch boiled down to a `Workload`: units as blocks, alike neighbours as one, and what tp and ep would cut of each.
+
+What tp cuts is found for two ranks (`parallel/tensor/find/finder.py`) and taken for every number of them: whether a number divides the heads
+is asked when a plan is chosen. Values between slices are told from others by their size: an operator whose result is as
+large as what the unit returns works on the unit's own width.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.engine.build import call
+from plait.model import operations as effort
+from plait.model.costs import Unit, UnitCall, Work
+from plait.model.experts import Mixture
+from plait.model.fake_model import HOLDS
+from plait.model.make import make_model
+from plait.model.sketch import Sketch
+from plait.model.slices import Slices
+from plait.parallel.expert import find as experts
+from plait.parallel.tensor.choose import slices_of
+from plait.parallel.tensor.find.random_weights import short
+from plait.planner.workload import Block, Product, Way, Workload
+from plait.tensors.torch_private import BatchNormBase
+
+LOSS = (8.0, 1.0, 12.0)
+"""Elements moved and kept for one of the model's output, and operators, of a loss such as a cross-entropy."""
+
+
+WORDS = 2
+"""Of a row, for finding what tp cuts: memory and time grow with them, and what is chosen is checked again when it is built."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What tp and ep cut of a model."""
+
+    slices: Slices = field(default_factory=Slices)
+    mixtures: tuple[Mixture, ...] = ()
+    norms: tuple[str, ...] = ()
+    """Modules whose statistics are those of the whole batch."""
+
+    @cached_property
+    def ways(self) -> dict[str, Way]:
+        """Which dim of a product tp cuts, by the name of its weight."""
+        columns = [name for group in self.slices.groups for name in group.columns] + [*self.slices.vocabulary]
+        found: dict[str, Way] = dict.fromkeys(_weights(columns), "columns")
+        for name in _weights(group.row for group in self.slices.groups):
+            found[name] = "inner"
+        return found
+
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        """Parameters that tp cuts, and along which dim."""
+        tables = dict.fromkeys(_weights(self.slices.vocabulary), 0)
+        return {cut.parameter: cut.dim for group in self.slices.groups for cut in group.cuts} | tables
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Parameters that tp cuts."""
+        return frozenset(self.dims)
+
+    @cached_property
+    def routed(self) -> dict[str, Mixture]:
+        """Parameters of experts."""
+        return {name: mixture for mixture in self.mixtures for name in mixture.names}
+
+
+def _weights(modules: Iterable[str]) -> list[str]:
+    return [f"{name}.weight" if name else "weight" for name in modules]
+
+
+def boiled(sketch: Sketch, name: str = "", cuts: Cuts | None = None) -> Workload:
+    """The workload of a sketch."""
+    cuts = cuts or Cuts()
+    sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
+    itemsize = max((d.itemsize for _, _, d in (*sketch.parameters, *sketch.frozen)), default=4)
+    units = {unit.name: unit for unit in sketch.units}
+    seen: set[str] = set()
+    blocks = [_between(sketch, sizes, itemsize, seen)]
+    for one in sketch.calls:
+        blocks.append(_block(units[one.unit], one, cuts, (sizes, itemsize, seen)))
+    blocks += _loss(sketch, itemsize)
+    trained = sum(prod(shape) for _, shape, _ in sketch.parameters)
+    frozen = 1 - trained / max(1, sum(sizes.values()))
+    return Workload(name, tuple(_runs(blocks)), frozen)
+
+
+def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], int, set[str]]) -> Block:
+    """One call of a unit. `told`: sizes of parameters, bytes of an element, parameters that are counted already."""
+    sizes, itemsize, seen = told
+    ways, names, routed = cuts.ways, cuts.names, cuts.routed
+    own = [n for n in unit.parameters if n in sizes and n not in seen]
+    seen.update(own)
+    experts = sum(sizes[n] for n in own if n in routed)
+    whole = sum(sizes[n] for n in own) - experts
+    cut = sum(sizes[n] for n in own if n in names and n not in routed)
+    rows = [g.row for g in cuts.slices.groups if f"{g.row}.".startswith(f"{unit.name}.")]
+    tables = [t for t in cuts.slices.vocabulary if f"{t}.".startswith(f"{unit.name}.")]
+    mixed = {m.name: m for n, m in routed.items() if n in unit.parameters}.values()
+    products = tuple(_product(p, ways, routed, bool(rows)) for p in call.work.products)
+    inner = call.work.inner if rows or tables else 0.0
+    kept, out = call.saved.each / itemsize, call.output.each / itemsize
+    share = inner / max(1.0, inner + call.work.wide)
+    made = sum(
+        p.rows * p.columns * p.batch * p.times for p in call.work.products if not p.fused or p.columns <= p.inner
+    )
+    given = call.inputs.each / itemsize
+    return Block(
+        unit.name, 1, products, float(whole), float(cut), float(experts), call.work.wide + call.work.inner, inner,
+        kept=kept, kept_cut=kept * share, kept_selective=max(0.0, kept - made - given), given=given, out=out,
+        kernels=call.work.operators, handovers=float(len(rows) + len(tables)), keys=call.work.keys,
+        routed=sum(m.rows * max(m.width) for m in mixed),
+        statistics=float(sum(f"{name}.".startswith(f"{unit.name}.") for name in cuts.norms)),
+    )  # fmt: skip
+
+
+def _product(product: effort.Product, ways: dict[str, Way], routed: dict[str, Mixture], sliced: bool) -> Product:
+    mixture = routed.get(product.weight)
+    way = ways.get(product.weight, "")
+    if not product.weight and sliced:
+        way = "batch"  # heads of attention lie between the maps that are cut
+    return Product(
+        product.rows, product.inner, product.columns, product.batch, product.times, "" if mixture else way,
+        weight=bool(product.weight), fused=product.fused, grows=product.grows,
+        experts=float(mixture.experts) if mixture else 0.0,
+    )  # fmt: skip
+
+
+def _between(sketch: Sketch, sizes: dict[str, int], itemsize: int, seen: set[str]) -> Block:
+    """The code between units, as one block: it runs on every stage, and is priced on the first."""
+    own = [n for n in sketch.rest if n in sizes]
+    seen.update(own)
+    work: Work = sketch.work_between
+    products = tuple(_product(p, {}, {}, False) for p in work.products)
+    return Block("between units", 1, products, float(sum(sizes[n] for n in own)), moved=work.wide + work.inner,
+                 kept=sketch.saved_between.each / itemsize, kernels=work.operators)  # fmt: skip
+
+
+def _loss(sketch: Sketch, itemsize: int) -> list[Block]:
+    """The loss, which the sketch has not seen: an estimate by the size of the model's output."""
+    if not sketch.needs:
+        return []
+    out = sum(sketch.calls[i].output.each for i in sketch.needs) / itemsize
+    moved, kept, operators = LOSS
+    return [Block("loss", moved=moved * out, kept=kept * out, given=out, out=1.0, kernels=operators)]
+
+
+def _runs(blocks: Iterable[Block]) -> list[Block]:
+    """Neighbours that cost the same as one block."""
+    found: list[Block] = []
+    for block in blocks:
+        if found and replace(found[-1], name="", count=1) == replace(block, name="", count=1):
+            found[-1] = replace(found[-1], count=found[-1].count + 1)
+        else:
+            found.append(block)
+    return found
+
+
+def cuts_of(sketch: Sketch, model: Any, inputs: Any, job: Job) -> Cuts:
+    """What tp and ep can cut of a job's model; `model` may be one of fake tensors.
+
+    Where rows go depends on numbers, so mixtures are looked for in a model that is really built, if that is small enough.
+    """
+    norms = tuple(name for name, m in model.named_modules() if isinstance(m, BatchNormBase))
+    slices = Slices()
+    for given in (lambda n: short(inputs(n), WORDS), inputs):
+        try:
+            slices = slices_of(sketch, model, given, call, job, Plan(tp=2, sequence_parallel=False))
+            break
+        except Exception as error:  # the model's own, on so few words: then on whole rows
+            if isinstance(error, PlaitError) or given is inputs:
+                break
+    if sum(p.numel() * p.element_size() for p in model.parameters()) > HOLDS:
+        return Cuts(slices, norms=norms)
+    try:
+        return Cuts(slices, tuple(experts.find(make_model(job), inputs, call)[0]), norms)
+    except PlaitError:
+        return Cuts(slices, norms=norms)

@@ -1,0 +1,223 @@
+"""From a job and a machine to what the search needs: the workload of the model, its numbers, and what may be split."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from math import ceil, gcd, prod
+from typing import Any
+
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
+from plait.config.machine import Device, Machine, Rates
+from plait.config.network import Link
+from plait.config.plan import Plan
+from plait.data import batch as data
+from plait.engine.build import check_plan
+from plait.model import mutations as ownstate
+from plait.model.fake_model import sketched
+from plait.model.optimizer_step import optimizer_state
+from plait.model.sketch import Sketch
+from plait.parallel.fsdp import optimizer_check as elementwise
+from plait.parallel.pipeline.partition import check
+from plait.parallel.role import Layout
+from plait.planner.cpu import Cores
+from plait.planner.from_sketch import Cuts, boiled, cuts_of
+from plait.planner.space import Question
+from plait.planner.time import Pace, Software
+from plait.tensors import scripted
+
+CONTEXT = 1 << 30
+"""Bytes that a process on an accelerator takes before it has a tensor."""
+ROOM = 0.95
+"""Part of a device's memory that is really there."""
+CORE = (1e11, 2e10)
+"""flop/s and bytes/s of a processor's core of which nothing was measured: of a present server's."""
+UNPRICED_CP = (
+    "cp has a price only for models that call scaled_dot_product_attention; train --plan cp=… tells whether others can"
+)
+"""Why no plan with cp is offered."""
+BETWEEN = Link("memory", None, 2e9, 110e-6, "pcie")
+"""Between processes of one host of which nothing was measured."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job on a machine, ready to be searched."""
+
+    job: Job
+    name: str
+    machine: Machine
+    sketch: Sketch
+    cuts: Cuts
+    software: Software
+    guessed: bool
+    """Nothing is known of the machine's speed: figures of some processor were taken."""
+
+    @staticmethod
+    def of(job: Job, name: str, machine: Machine, *, split: bool = True) -> "Asked":
+        """Sketch the job; `split`: also find what tp and ep can cut.
+
+        Processes may be forked later, so no threads may have computed anything by then.
+        """
+        import torch
+
+        torch.set_num_threads(1)
+        model, sketch = sketched(job)
+        example = data.example(job.data, data.opened(job.data))
+        inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
+        cuts = cuts_of(sketch, model, inputs, job) if split else Cuts()
+        known, guessed = sped(machine)
+        return Asked(job, name, known, sketch, cuts, software(job, sketch), guessed)
+
+    def on(self, machine: Machine) -> "Asked":
+        """The same job on another machine."""
+        known, guessed = sped(machine)
+        return replace(self, machine=known, guessed=guessed)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether devices are more than a processor's cores."""
+        return not self.machine.on_cores
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether tp can cut any layer."""
+        return bool(self.cuts.slices.groups or self.cuts.slices.vocabulary)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it calls torch's attention, for whose sequence cut by cp there is a price."""
+        return any(c.work.keys for c in self.sketch.calls)
+
+    @property
+    def heads(self) -> int:
+        """The most ranks that can share out the heads of all its attention."""
+        calls = [c.work for c in self.sketch.calls if c.work.keys]
+        return gcd(*(round(p.batch) for work in calls for p in work.products if not p.weight))
+
+    def unlike(self, plan: Plan) -> Problem | None:
+        """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
+        for axis, lots in elementwise.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
+            key = axis, plan.ep > 1
+            if key not in self._tried:
+                self._tried[key] = elementwise.differs(self.job, elementwise.trained(self.sketch), lots)
+            if found := self._tried[key]:
+                return elementwise.problem(found, axis, plan)
+        return None
+
+    @cached_property
+    def _tried(self) -> dict[tuple[str, bool], tuple[str, str] | None]:
+        return {}
+
+    def pace(self) -> Pace:
+        """Times of its blocks, which all searches of this job on this machine share."""
+        return self._pace
+
+    @cached_property
+    def _pace(self) -> Pace:
+        loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
+        made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
+        return Pace(boiled(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)
+
+    def room(self, memory: float | None = None) -> float:
+        """Bytes of a device that a plan may take; `memory`: of the device, when the user says."""
+        return room(self.machine, memory)
+
+    def beside(self) -> float:
+        """Bytes of its host's memory that a device's rank may take: where it is not known, twice what the device has."""
+        known = (self.machine.host_memory or 0) / self.machine.devices_per_node
+        return ROOM * (known or 2 * self.machine.device.memory)
+
+    def question(self, pins: dict[str, Any], memory: float | None = None, devices: int = 0) -> Question:
+        """What to search, with keys that are given."""
+        peaks = self.machine.device.peak
+        formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
+        sizes = {m.experts for m in self.cuts.mixtures}
+        return Question(
+            devices or self.machine.devices, self.job.batch, pins, self.room(memory), self.beside(), formats,
+            max(1, len(self.sketch.calls)), self.sliceable, self.attends,
+            tuple(sorted(sizes)), self.heads, ("none", "optimizer", "all") if self.accelerated else ("none",),
+            (True,) if self.accelerated else (True, False),
+        )  # fmt: skip
+
+    def refused(self) -> Callable[[Plan], str]:
+        """Why a plan cannot work, or nothing: what its strategies refuse, and stages that the model cannot be cut into."""
+        staged = cache(partial(_staged, self.sketch, self.job))
+        device = "cuda" if self.accelerated else "cpu"
+        parted = any(self.sketch.has(g.container) for g in self.cuts.slices.groups) or bool(self.cuts.slices.vocabulary)
+
+        def why(plan: Plan) -> str:
+            try:
+                check_plan(self.job, plan, device)
+            except PlaitError as error:
+                return error.problems[0].what
+            if plan.tp > 1 and not (parted if plan.pp * plan.cp > 1 else self.sliceable):
+                return "no layer of the model can be cut"
+            if plan.cp > 1 and not self.attends:
+                return UNPRICED_CP
+            if problem := ownstate.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
+                return problem.what
+            if problem := scripted.refused(plan, self.sketch.scripted) or self.unlike(plan):
+                return problem.what
+            if plan.tp > 1 and (reason := uneven(self.cuts, plan.tp)):
+                return reason
+            return staged(plan.pp, plan.stages_per_rank, plan.schedule) if plan.pp > 1 else ""
+
+        return why
+
+
+def room(machine: Machine, memory: float | None = None) -> float:
+    """Bytes of a machine's device that a plan may take; `memory`: of the device, when the user says."""
+    size = memory or machine.device.memory
+    return size * ROOM if machine.on_cores else size * ROOM - CONTEXT
+
+
+def uneven(cuts: Cuts, ranks: int) -> str:
+    """Why so many ranks cannot have equal slices: a number that the model's code has fixed does not divide."""
+    for group in cuts.slices.groups:
+        for cut in group.cuts:
+            length = cut.ranges[0][0][1]
+            if length * 2 % ranks and len(cut.ranges[0]) == 1:
+                return f"{cut.parameter} has {length * 2} features, which tp={ranks} does not divide"
+    return ""
+
+
+def _staged(sketch: Sketch, job: Job, pp: int, per_rank: int, schedule: str) -> str:
+    try:
+        plan = Plan(pp=pp, stages_per_rank=per_rank, schedule=schedule, microbatches=pp)
+        check(sketch, Layout.of(plan, sketch, job.stages).cut, per_rank > 1)
+    except (PlaitError, ValueError) as error:
+        return error.problems[0].what if isinstance(error, PlaitError) else str(error)
+    return ""
+
+
+def software(job: Job, sketch: Sketch) -> Software:
+    """Bytes per weight of a job: of weights, gradients and of what its optimizer keeps."""
+    rows = [(prod(shape), dtype.itemsize) for _, shape, dtype in (*sketch.parameters, *sketch.frozen)]
+    count = max(1, sum(n for n, _ in rows))
+    trained = max(1, sum(prod(shape) for _, shape, _ in sketch.parameters))
+    weights = sum(n * size for n, size in rows) / count
+    return Software(weights, weights, optimizer_state(job, sketch) / trained, weights)
+
+
+def sped(machine: Machine) -> tuple[Machine, bool]:
+    """The machine with figures of some processor where nothing is known of its speed, and whether that was so."""
+    device, peaks = machine.device, machine.device.peak
+    known = any(peaks.of(name) for name in ("fp32", "tf32", "fp16", "bf16", "fp8"))
+    links = machine.links or ((BETWEEN,) if machine.devices > 1 else ())
+    if known and device.memory_bandwidth and links == machine.links:
+        return machine, False
+    speed = Device(device.name, device.memory, device.memory_bandwidth or CORE[1],
+                   peaks if known else Rates(fp32=CORE[0]), device.achievable)  # fmt: skip
+    return replace(machine, device=speed, links=links), not known
+
+
+def sized(machine: Machine, devices: int) -> Machine:
+    """So many devices of a machine: fewer or more of its nodes, or a part of one. Processes share a host's memory and links."""
+    if machine.on_cores and machine.nodes == 1:
+        memory = round(machine.device.memory * machine.devices_per_node / devices)
+        links = tuple(replace(x, devices=max(devices, 2) if x.devices else None) for x in machine.links)
+        return replace(machine, devices_per_node=devices, device=replace(machine.device, memory=memory), links=links)
+    if devices <= machine.devices_per_node:
+        return replace(machine, devices_per_node=devices, nodes=1)
+    return machine.with_nodes(ceil(devices / machine.devices_per_node))

@@ -1,0 +1,249 @@
+"""How long the blocks of a workload take on a machine: forward, both halves of backward, and what tp, cp and ep send.
+
+A matmul takes its operations at the rate that the device sustains, and a constant for filling and draining it; if it is
+thin, its bytes at the memory's bandwidth instead. Pointwise operators take their bytes. A block never takes less than the
+host needs to launch its operators, which is what small models spend their time on.
+"""
+
+from dataclasses import dataclass, field
+from math import ceil, log2
+from typing import Any
+
+from plait.config.machine import Machine
+from plait.config.plan import Plan
+from plait.planner.constants import FITTED, Fitted
+from plait.planner.cpu import Cores
+from plait.planner.workload import Block, Product, Workload
+
+REFERENCE = 312e12
+"""flop/s of the A100, which portable attention kernels are written for."""
+
+
+KEYS = 8192
+"""Length of a sequence from which on portable attention kernels gain on devices faster than the A100."""
+TILE = 64
+"""Columns that a device's kernel makes at once: a part of a tile takes as long as a whole one (NVIDIA's guide to matrix
+multiplication calls it tile quantization)."""
+STATISTICS = 4096
+"""Bytes of a batch norm's statistics, about: what their sum takes is a matter of latency."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a framework does with its numbers, and how. The default is plait on torch. Bytes of an element."""
+
+    weights: float = 4.0
+    gradients: float = 4.0
+    state: float = 8.0
+    sent: float = 4.0
+    """Of gradients in the messages that add them up."""
+    redone: float = 0.0
+    """Part of the matmuls with weights that recompute=selective does again."""
+    portable: bool = True
+    """Kernels are torch's, not tuned by the vendor for each device."""
+    overlapped: bool = True
+    """Gradients are reduced while backward goes on."""
+    casts: float = 1.0
+    """What making an 8-bit number takes, over that of a plain rounding: more for 4-bit formats, with transforms and dice."""
+    tiled: bool = False
+    """Messages of tp go tile by tile beside the matmul that makes or takes them (user buffers of Transformer Engine)."""
+    action: float = 1e-3
+    """Seconds that a pipeline's runner takes of its own for a forward or a backward: measured by `bench/pipeline.py`."""
+    even: bool = False
+    """Stages have equal numbers of blocks, whatever they cost."""
+    cores: Cores | None = None
+    """Devices are processes on cores: nothing goes on beside the computing."""
+
+
+def item(plan: Plan) -> float:
+    """Bytes of an element of what flows between operators, and of gathered weights."""
+    return 4.0 if plan.precision in ("fp32", "tf32") else 2.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one block for one micro-batch on one rank."""
+
+    forward: float
+    back_input: float
+    """The half of backward that the stage before waits for, with what is computed again."""
+    back_weight: float
+    again: float
+    """Of `back_input`: recomputation."""
+    sent: float
+    """Of a whole forward and backward: collectives of tp, cp and ep."""
+
+
+@dataclass
+class Pace:
+    """Times the blocks of one workload on one machine; remembers them, since many plans share them."""
+
+    work: Workload
+    machine: Machine
+    software: Software = Software()
+    fitted: Fitted = FITTED
+    loading: float = 0.0
+    """Samples per second that one rank's loader was measured to read; 0: not measured, and taken to keep up."""
+    known: dict[Any, Work] = field(default_factory=dict)
+
+    def block(self, block: Block, plan: Plan, samples: float) -> Work:
+        """One of `block.count` alike ones, for a micro-batch of so many samples."""
+        share = (
+            plan.shares if block.statistics else 1,
+            plan.tp,
+            plan.cp,
+            plan.ep,
+            plan.sequence_parallel,
+            plan.context,
+        )
+        key = (id(block), samples, share, plan.recompute, plan.precision, plan.compile)
+        if key not in self.known:
+            self.known[key] = self._block(block, plan, samples)
+        return self.known[key]
+
+    def _block(self, block: Block, plan: Plan, samples: float) -> Work:
+        times = [(p, self.product(p, plan, samples)) for p in block.products]
+        weight = sum(t for p, t in times if p.weight)
+        inputs = sum(t if p.weight else 2 * t for p, t in times)
+        point = self.pointwise(block, plan, samples)
+        launch = block.kernels * self.fitted.host * (0.5 if plan.compile else 1.0)
+        sent = self.sums(block, plan, samples) + self.exchanged(block, plan, samples)
+        attention = sum(t for p, t in times if not p.weight)
+        sent += self.rotated(block, plan, samples, attention) + self.gauged(block, plan)
+        forward, back = sum(t for _, t in times) + point, inputs + point * self.fitted.back + weight
+        if self.software.cores is None:
+            forward, back = max(forward, launch), max(back, launch * 1.5)
+        else:
+            ahead, behind = self.software.cores.passes(block.kernels, plan)
+            forward, back = forward + ahead, back + behind
+        again = 0.0
+        if plan.recompute == "full":
+            again = forward
+        elif plan.recompute == "selective":
+            again = self.software.redone * weight + point if any(p.fused for p in block.products) else attention
+        back_weight = weight * (1 - self.work.frozen)
+        both = 2 * sent + (sent if plan.recompute == "full" else 0.0)
+        return Work(forward + sent, back - weight + again + both - sent, back_weight, again, both)
+
+    def product(self, product: Product, plan: Plan, samples: float) -> float:
+        """Seconds of a matmul (all its `times`) on one rank."""
+        fitted = self.fitted
+        rows, inner, columns, batch = product.rows, product.inner, product.columns, product.batch
+        rows /= plan.cp if product.sequence else 1
+        rows /= self.thin(plan) if product.experts else 1
+        columns /= plan.tp if product.cut == "columns" else 1
+        inner /= plan.tp if product.cut == "inner" else 1
+        batch /= plan.tp if product.cut == "batch" else 1
+        rows *= samples if product.grows == "rows" else 1
+        batch *= samples if product.grows == "batch" else 1
+        made = columns if self.software.cores else ceil(columns / TILE) * TILE if product.weight else columns
+        flops = 2 * rows * inner * made * batch
+        precision = "bf16" if plan.precision == "fp8" and not product.weight else plan.precision
+        peak = self.peak(precision)
+        if product.fused:
+            reach = fitted.flash
+            if self.software.portable:
+                behind = max(0.0, fitted.portable - fitted.filled * max(0.0, log2(max(product.inner, columns) / KEYS)))
+                reach *= min(1.0, (REFERENCE / self.peak("bf16")) ** behind)
+            else:
+                reach *= max(1.0, self.peak("bf16") / REFERENCE) ** fitted.tuned
+            return product.times * (flops / (peak * reach) + 2 * fitted.ramp)
+        held = product.experts / plan.ep if product.experts else 1.0
+        apart = fitted.apart * held if product.experts else 0.0
+        size = (rows * inner + inner * columns * held + rows * columns) * batch * item(plan)
+        computing = flops / (peak * self.reach(precision, flops)) + self.ramp
+        return product.times * (max(computing, size / self.stream) + apart)
+
+    def peak(self, precision: str) -> float:
+        """flop/s of the data sheet; of the nearest wider format, where it has none for this one."""
+        peaks = self.machine.device.peak
+        order = ("fp8", "bf16", "fp16", "tf32", "fp32")
+        wider = order[order.index(precision) :] if precision in order else order
+        found = next((rate for name in wider if (rate := peaks.of(name))), None)
+        return found or next(rate for name in order if (rate := peaks.of(name)))
+
+    def reach(self, precision: str, flops: float) -> float:
+        """The part of the peak that a matmul of so many operations sustains."""
+        measured = any(m.precision == precision for m in self.machine.matmuls)
+        if measured:
+            return self.machine.matmul_fraction(precision, flops) or 1.0
+        if precision == "fp32":
+            return self.fitted.plain * (self.machine.device.achievable.fp32 or 1.0)
+        best = self.machine.device.achievable
+        known = best.of(precision) or best.bf16 or 0.8
+        return known * self.fitted.top
+
+    @property
+    def ramp(self) -> float:
+        """Seconds lost per matmul; a measured curve has them in it."""
+        return 0.0 if self.machine.matmuls else self.fitted.ramp
+
+    @property
+    def stream(self) -> float:
+        """Bytes/s of device memory that operators reach."""
+        return (self.machine.device.memory_bandwidth or 1e12) * self.fitted.stream
+
+    @property
+    def beside(self) -> float:
+        """Bytes/s between a device and its host."""
+        return self.machine.host or 1e10
+
+    @property
+    def free(self) -> float:
+        """Part of the time of computing in which messages go on at no cost."""
+        return self.fitted.overlap if self.software.overlapped and self.software.cores is None else 0.0
+
+    def thin(self, plan: Plan) -> int:
+        """Ranks of tp between which the rows of a mixture are shared out: all, where ep spans them."""
+        return plan.tp if plan.ep > 1 and plan.sequence_parallel else 1
+
+    def pointwise(self, block: Block, plan: Plan, samples: float) -> float:
+        """Seconds of the operators of a block's forward that are not products."""
+        fitted, spread = self.fitted, plan.tp if plan.sequence_parallel else 1
+        elements = block.moved_cut / plan.tp + (block.moved - block.moved_cut) / spread
+        elements = fitted.moved * elements + fitted.scores * block.scores / plan.tp
+        if plan.precision == "fp8":
+            made = sum(p.rows * (p.inner + p.columns) * p.times for p in block.products if p.weight)
+            cast = fitted.cast if self.software.portable else fitted.narrow
+            elements += cast * self.software.casts * made / plan.tp
+        return elements / plan.cp * samples * item(plan) / self.stream
+
+    def sums(self, block: Block, plan: Plan, samples: float) -> float:
+        """Seconds of the sums over tp in a forward; with sequence parallelism two halves of the same length."""
+        if plan.tp == 1 or not block.handovers:
+            return 0.0
+        size = block.out * samples / plan.cp * item(plan)
+        shown = self.fitted.tiled if self.software.tiled and plan.sequence_parallel else self.fitted.sums
+        return shown * block.handovers * self.machine.all_reduce(size, plan.tp)
+
+    def gauged(self, block: Block, plan: Plan) -> float:
+        """Seconds to sum the statistics of batch norms in a forward."""
+        if plan.shares == 1 or not block.statistics:
+            return 0.0
+        sums = self.software.cores.statistics if self.software.cores else 1.0
+        return sums * block.statistics * self.machine.all_reduce(STATISTICS, plan.shares, plan.tp * plan.cp)
+
+    def exchanged(self, block: Block, plan: Plan, samples: float) -> float:
+        """Seconds to send rows to experts and back."""
+        if plan.ep == 1 or not block.routed:
+            return 0.0
+        size = block.routed * samples / plan.cp / self.thin(plan) * item(plan)
+        stride = 1 if self.thin(plan) > 1 else plan.tp * plan.cp
+        nodes = -(-plan.ep * stride // self.machine.devices_per_node)
+        if (
+            nodes > 1 and not self.software.portable
+        ):  # a row goes to a node once, whatever number of its experts are there
+            choices = max(p.rows for p in block.products if p.experts) / min(p.rows for p in block.products)
+            size *= min(1.0, nodes * (1 - (1 - 1 / nodes) ** choices) / choices)
+        return 2 * self.machine.all_to_all(size, plan.ep, stride)
+
+    def rotated(self, block: Block, plan: Plan, samples: float, attention: float) -> float:
+        """Seconds of messages of cp that attention does not hide."""
+        if plan.cp == 1 or not block.keys:
+            return 0.0
+        if plan.context == "ulysses":
+            size = (block.keys + 2 * block.out) * samples / plan.cp / plan.tp * item(plan)
+            return self.machine.all_to_all(size, plan.cp, plan.tp)
+        size = block.keys * samples / plan.cp / plan.tp * item(plan)
+        hops = (plan.cp - 1) * self.machine.send(size, plan.tp)
+        return max(0.0, hops - self.free * attention)

@@ -1,0 +1,120 @@
+"""A few real steps of plans, to choose between those that were predicted to be about as fast.
+
+On an accelerator each plan is a run of its own, timed by the clock on the wall. On processors all plans take steps in turn
+in the same processes, in an order shuffled every round, and what counts is the processor time of all threads, the least of
+the rounds: what else the machine does hardly changes it. A step takes as long as its slowest rank; the ranks of a pipeline
+wait for each other as their table says, played with the times of their actions; and where there are more processes than
+cores, a step takes at least all of their time over the cores. What waking up takes is not in it.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.launch.place import Place, cores
+from plait.parallel.pipeline.simulate import makespan
+from plait.planner.estimate import ordered
+
+STEPS, WARM = 9, 3
+"""Steps of a try, and those at its beginning that do not count."""
+
+
+def measure(options: Any, plan: Plan) -> float | str:
+    """Seconds of a step of the job under a plan in a run of its own: the median after a warm-up; or why it failed."""
+    arguments = [word for name, value in options.arguments.items() for word in (f"--job.{name}", value)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "plait", "train", options.job, "--plan", str(plan), "--steps", str(STEPS), "--runs", folder,
+            "--save-every", str(10**6), "--json", *(["--batch", str(options.batch)] if options.batch else []), *arguments,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["it said nothing"])[0]
+        rows = [json.loads(line) for line in next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()]
+    return median([row["seconds"] for row in rows if "seconds" in row][WARM:])
+
+
+def in_turn(job: Job, plans: Sequence[Plan], ranks: int, rounds: int = STEPS - WARM) -> list[float | str]:
+    """Seconds of a step of each plan on processors, or why it failed."""
+    from plait.launch import fork as here
+
+    job = replace(job, steps=10**9, evaluate=None)
+    try:
+        got = here.run(partial(_steps, job=job, plans=plans, rounds=rounds), ranks)
+    except PlaitError as error:
+        if len(plans) == 1:
+            return [error.problems[0].what]
+        return [in_turn(job, [plan], ranks, rounds)[0] for plan in plans]
+    found: list[float | str] = []
+    for k, plan in enumerate(plans):
+        why = got[0]["refused"].get(str(k))
+        found.append(why or whole(plan, [rank["least"][k] for rank in got], [rank["actions"][k] for rank in got]))
+    return found
+
+
+def _steps(place: Place, job: Job, plans: Sequence[Plan], rounds: int) -> dict[str, Any]:
+    """Processor seconds of a step of each plan on this rank, those of its actions, and why plans cannot be built."""
+    import torch
+
+    from plait.engine.engine import Engine
+
+    place.connect(torch.device("cpu"))
+    engines: dict[int, Engine] = {}
+    refused: dict[str, str] = {}
+    for k, plan in enumerate(plans):
+        try:
+            engines[k] = Engine(job, plan, place=place, device="cpu", on_nan="ignore")
+        except PlaitError as error:  # the same on all ranks
+            refused[str(k)] = error.problems[0].what
+            continue
+        if (pipe := engines[k].built.pipe) is not None:
+            pipe.clock.now = time.process_time
+    sources = {k: engine.batches() for k, engine in engines.items()}
+    least: list[float | None] = [None for _ in plans]
+    actions: list[dict[str, float]] = [{} for _ in plans]
+    for i in range(-WARM, rounds):
+        for k in random.Random(i).sample(sorted(engines), len(engines)):
+            start = time.process_time()
+            engines[k].step(next(sources[k]))
+            took = time.process_time() - start
+            if i >= 0 and took < (least[k] or inf):
+                least[k], actions[k] = took, _summed(engines[k].built.pipe)
+    return {"least": least, "actions": actions, "refused": refused}
+
+
+def _summed(pipe: Any) -> dict[str, float]:
+    """Seconds of the last step's actions by kind and stage, with their messages: `F1` is all forwards of stage 1."""
+    found: dict[str, float] = {}
+    for name, _, seconds in pipe.clock.spans if pipe is not None else ():
+        key = name.split()[-1].partition(".")[0]
+        found[key] = found.get(key, 0.0) + seconds
+    return found
+
+
+def whole(plan: Plan, ranks: list[float], actions: list[dict[str, float]]) -> float:
+    """Seconds of a step on idle cores, from the processor time of its ranks and of their actions."""
+    most = max(max(ranks), sum(ranks) / min(cores(), len(ranks)))
+    if plan.pp == 1:
+        return most
+    order = ordered((plan.schedule, plan.pp, plan.stages_per_rank), plan.microbatches)
+    own = max(total - sum(did.values()) for total, did in zip(ranks, actions))
+    took: dict[str, float] = {}
+    for did in actions:
+        took |= {key: max(took.get(key, 0.0), seconds / plan.microbatches) for key, seconds in did.items()}
+    stages = range(len(order.owner))
+    inputs = [took.get(f"I{s}", 0.0) + took.get(f"B{s}", 0.0) for s in stages]
+    times = [took.get(f"F{s}", 0.0) for s in stages], inputs, [took.get(f"W{s}", 0.0) for s in stages]
+    return max(most, own + makespan(order, times, 0.0))

@@ -1,0 +1,204 @@
+"""What random operators draw, from keyed bits: the arithmetic behind `randomness/keyed.py`.
+
+A stream belongs to a place; element i of a place's global tensor (batch dim first) is number i of the stream. numpy's
+Philox starts anywhere in a stream at once. Distributions are made from one uniform number per element, so that how
+much of the stream an element uses never depends on what was drawn.
+"""
+
+import hashlib
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import Philox
+from torch import Tensor
+from torch.nn import functional as F
+
+from plait.randomness.sub_block import Windows, sub_block
+from plait.tensors.torch_private import RECURRENT, SEEDED, FakeTensor, TorchDispatchMode
+
+PLAIN_DROPOUTS = (F.dropout, torch.dropout)
+FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
+COMPOSITES = frozenset({
+    F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.rrelu, torch.rrelu,
+    F.scaled_dot_product_attention, F.multi_head_attention_forward, F.gumbel_softmax, F.fractional_max_pool2d,
+    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.native_dropout, torch.bernoulli, torch.normal,
+    torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
+    torch.multinomial, torch.poisson, torch.binomial, *RECURRENT,
+    Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
+    Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_, Tensor.multinomial,
+})  # fmt: skip
+"""Functions that may draw inside; each is run under `Drawn`, which sees the draws themselves."""
+
+
+def key(*words: Any) -> int:
+    """A 128-bit Philox key of the words: the same on every machine and in every version."""
+    return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=16).digest(), "little")
+
+
+def bits(philox_key: int, start: int, count: int) -> np.ndarray:
+    """Elements start … start + count − 1 of the stream of that key, as uint32."""
+    block, skip = divmod(start, 8)  # one Philox counter yields four 64-bit words, eight elements
+    raw = Philox(key=philox_key, counter=block).random_raw((skip + count + 1) // 2)
+    return raw.view(np.uint32)[skip : skip + count]
+
+
+class Drawn(TorchDispatchMode):
+    """Inside a composite random function: the draws themselves, at the level of torch's operators."""
+
+    def __init__(self, randomness: Any):
+        super().__init__()
+        self.randomness = randomness
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func not in SEEDED:
+            return result
+        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
+        if name not in RULES:
+            return result
+        place = self.randomness.place()
+        where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
+        return redraw(result, (func, args, kwargs or {}), where, place, dim, self.randomness.windows)
+
+
+def redraw(
+    result: Tensor,
+    call: tuple[Any, Any, Any],
+    where: list[int],
+    place: str,
+    dim: int | None,
+    windows: Windows | None = None,
+) -> Tensor:
+    """Overwrite what a random operator drew, called as `call` (operator, args, kwargs), by keyed numbers."""
+    if isinstance(result, FakeTensor):
+        return result
+    name = call[0].overloadpacket.__name__.rstrip("_").removesuffix("_like")
+    uniform = _uniform(result, _stretch(result.shape, where, place, dim, windows))
+    uniform = _holdable(uniform, result.dtype) if name in ("rand", "uniform") else uniform
+    return result.copy_(RULES[name](uniform, *_numbers(name, *call)))
+
+
+def _uniform(like: Tensor, words: np.ndarray) -> Tensor:
+    """float64 in the open interval (0, 1) from drawn bits, on the device of `like`."""
+    drawn = (words + 0.5) * 2.0**-32
+    return torch.from_numpy(np.asarray(drawn)).reshape(like.shape).to(like.device)
+
+
+def _holdable(uniform: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uniform numbers that the format can hold, so that none rounds up to 1."""
+    digits = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}.get(dtype)
+    return uniform if digits is None else (torch.floor(uniform * 2.0**digits) + 0.5) * 2.0**-digits
+
+
+def _stretch(
+    shape: torch.Size, where: list[int], place: str, dim: int | None, windows: Windows | None = None
+) -> np.ndarray:
+    """What of the place's global stream belongs to this rank's samples and windows, as uint32 of `shape`."""
+    seed, step, first, samples = where
+    if dim == -1:  # a place the sketch did not see (a branch taken for the first time)
+        like = [d for d, n in enumerate(shape) if n == samples]
+        dim = like[0] if like else None
+    dim = None if dim is not None and dim >= len(shape) else dim  # another draw had this place when more was run before
+    stream, count = partial(bits, key(seed, "draw", step, place)), int(np.prod(shape, dtype=np.int64))
+    axes = None if windows is None else windows.axes(place, dim, shape, samples)
+    if axes is not None:
+        drawn = sub_block(stream, first if dim is not None else 0, axes)
+    elif dim is None or samples == 0:
+        drawn = stream(0, count)
+    else:
+        drawn = stream(first * (count // samples), count)
+    if dim is None or samples == 0:
+        return drawn.reshape(tuple(shape))
+    front = (shape[dim], *shape[:dim], *shape[dim + 1 :])
+    return np.moveaxis(drawn.reshape(front), 0, dim)
+
+
+def draw_mask(
+    x: Tensor, where: Tensor, place: str, dim: int | None, p: float, windows: Windows | None = None
+) -> Tensor:
+    """The dropout mask behind `Randomness.keep`: what the operator `plait::mask` computes."""
+    if isinstance(x, FakeTensor):
+        return torch.empty_like(x)
+    drawn = _stretch(x.shape, where.tolist(), place, dim, windows)
+    keep = np.asarray(drawn) >= np.uint32(min(round(p * 2**32), 2**32 - 1))
+    mask = torch.from_numpy(np.ascontiguousarray(keep)).reshape(x.shape).to(x.device, x.dtype)
+    return mask.mul_(1.0 / (1.0 - p)) if p < 1.0 else mask.zero_()
+
+
+def mask_shape(func: Any, input: Tensor) -> torch.Size:
+    """The shape of the mask that a dropout function draws: of its input, or one number for each feature."""
+    if func in PLAIN_DROPOUTS:
+        return input.shape
+    unbatched = (func is F.dropout1d and input.dim() == 2) or (func is F.dropout3d and input.dim() == 4)
+    kept = 1 if unbatched else 2
+    return input.shape[:kept] + (1,) * (input.dim() - kept)
+
+
+def _bernoulli(u: Tensor, p: Any = 0.5) -> Tensor:
+    return u < p
+
+
+def _normal(u: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
+    return torch.special.ndtri(u) * std + mean
+
+
+def _integers(u: Tensor, low: int = 0, high: int = 2**24) -> Tensor:
+    return torch.floor(u * (high - low)) + low
+
+
+RULES = {
+    "bernoulli": _bernoulli,
+    "rand": lambda u, low=0.0, high=1.0: low + u * (high - low),
+    "uniform": lambda u, low=0.0, high=1.0: low + u * (high - low),
+    "randn": _normal,
+    "normal": _normal,
+    "exponential": lambda u, rate=1.0: -torch.log(u) / rate,
+    "randint": _integers,
+    "random": _integers,
+    "cauchy": lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(torch.pi * (u - 0.5)),
+    "log_normal": lambda u, mean=1.0, std=2.0: torch.exp(_normal(u, mean, std)),
+    "geometric": lambda u, p=0.5: torch.ceil(torch.log(u) / np.log1p(-p)),
+}
+"""Operator name -> (uniform numbers, the operator's own numbers) -> what it draws."""
+
+
+def _numbers(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The distribution's own numbers among an operator's arguments."""
+    if name in ("rand", "randn"):
+        return []
+    if name == "randint":
+        low_high = [a for a in args if isinstance(a, int)]
+        return low_high if len(low_high) == 2 else [0, *low_high]
+    if name == "bernoulli" and func.overloadpacket.__name__ == "bernoulli" and len(args) == 1:
+        return [args[0]]
+    numbers = [a for a in args[1:] if isinstance(a, (int, float, Tensor))]
+    if (
+        name == "normal"
+        and isinstance(args[0], (int, float, Tensor))
+        and not func.overloadpacket.__name__.endswith("_")
+    ):
+        numbers = [a for a in args if isinstance(a, (int, float, Tensor))]
+    if name == "random" and len(numbers) == 1:
+        numbers = [0, *numbers]
+    return numbers + [
+        v for k, v in kwargs.items() if k in ("p", "mean", "std", "from", "to", "lambd", "median", "sigma")
+    ]
+
+
+@torch.library.custom_op("plait::mask", mutates_args=())
+def _mask(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
+    return draw_mask(x, where, place, None if dim == -2 else dim, p)
+
+
+@_mask.register_fake
+def _(x: Tensor, where: Tensor, place: str, dim: int, p: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def mask_op(x: Tensor, where: Tensor, place: str, dim: int | None, p: float) -> Tensor:
+    """A dropout mask as one opaque operator, so that torch.compile keeps it whole. dim: -1 unknown, None no batch dim."""
+    if not torch.compiler.is_compiling():
+        return draw_mask(x, where, place, dim, p)
+    return _mask(x, where, place, -2 if dim is None else dim, p)

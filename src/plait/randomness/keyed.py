@@ -1,0 +1,314 @@
+"""Randomness that does not know the layout: keyed by (seed, step, place in the model, global element index).
+
+A framework that draws a dropout mask from a per-rank generator trains another model on two devices than on one.
+Here every random number of the forward pass is a pure function of
+
+    seed · step · place (module name, which call of it, which draw in it) · index of the element in the GLOBAL tensor
+
+so a rank that holds samples 32 to 63 of the batch draws exactly the stretch of the mask that one device would have
+drawn there. The generator is Philox (counter-based: any stretch costs what it is long, Salmon et al. 2011), which
+numpy runs several times faster than torch draws a mask. Elements are indexed with the batch dim moved to the front;
+which dim that is, `model/sketch.py` finds by running the model on two batch sizes (a dim that holds several rows per sample
+is taken sample by sample: that it is not the other way round, `plait verify` tells). A draw that has no batch dim (a mask on
+a weight, a layer drop) is the same everywhere.
+
+Python's, numpy's and torch's own generators are seeded by (seed, step) before each forward pass, so that host-side
+decisions (``if random.random() < 0.1``) agree on all ranks and after a resume. The same rule keys data augmentation
+by (seed, epoch, sample).
+"""
+
+import random
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import Philox
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from plait.config.errors import PlaitError, Problem
+from plait.randomness.distributions import (
+    COMPOSITES,
+    FEATURE_DROPOUTS,
+    PLAIN_DROPOUTS,
+    Drawn,
+    draw_mask,
+    key,
+    mask_op,
+    mask_shape,
+)
+from plait.randomness.sub_block import Windows
+from plait.tensors.torch_private import DropoutBase, Facade, checkpoint_frame
+
+
+def seed_host(*words: Any, only: Container[int] = (0, 1, 2)) -> None:
+    """Seed Python's (0), numpy's (1) and torch's (2) generators by the words, or `only` some of them."""
+    number = key(*words)
+    if 0 in only:
+        random.seed(number)
+    if 1 in only:
+        np.random.seed(number & 0xFFFFFFFF)
+    if 2 in only:
+        torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+
+
+def host_state() -> tuple[Any, Any, Tensor]:
+    """The state of Python's, numpy's and torch's generators, for `restore_host`."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def restore_host(state: tuple[Any, Any, Tensor]) -> None:
+    """Put the host generators back."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+def first_draws() -> tuple[float, float, float]:
+    """The next number of Python's, numpy's and torch's generator: after seeding, it tells whether one was drawn from."""
+    return random.random(), np.random.random(), float(torch.rand(()))
+
+
+def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
+    """The sample order of an epoch: a pure function of (seed, epoch), of shape [length]."""
+    return np.argsort(Philox(key=key(seed, "order", epoch)).random_raw(length), kind="stable")
+
+
+class Region:
+    """A module's forward that may run again in backward: what notes the module's place must run inside of it too."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.enter, self.leave = module, _nothing, _nothing
+        self.replaced = module.__dict__.get("forward")
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        self.enter()
+        try:
+            if self.replaced is not None:
+                return self.replaced(*args, **kwargs)
+            return type(self.module).forward(
+                self.module, *args, **kwargs
+            )  # a strategy may have changed the class since
+        finally:
+            self.leave()
+
+
+def _nothing() -> None: ...
+
+
+class Randomness:
+    """Gives a model its layout-free random numbers.
+
+    `places` maps a place to the batch dim of the tensor drawn there (None: no batch dim); it comes from the sketch.
+    A model without places pays only for seeding the host generators.
+
+    Recomputed activations (`torch.utils.checkpoint`) draw again in backward and must draw the same. Every event of a
+    forward pass (entering or leaving a module that draws, a draw) therefore gives torch's CPU generator a seed of its
+    own and files a snapshot under it. A recomputation starts by restoring the generator, so the first thing that
+    happens in it finds its snapshot and goes on from there.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, places: dict[str, int | None], always: bool = False):
+        self.seed, self.places, self.needed = seed, places, bool(places) or always
+        self.windows: Windows | None = None
+        """What this rank holds of tensors that are cut otherwise than by samples. May change from pass to pass: a
+        recomputation draws by those of its forward pass. Not for compiled models."""
+        self.whose: Any = None
+        """A part under the shape of the whole (`Facade`), while something is drawn for it."""
+        self.shared = False
+        """Threads draw from one generator of torch's: a recomputation cannot find its place by it."""
+        self.where = torch.zeros(4, dtype=torch.int64)  # seed, step, first sample, samples
+        self._where = self.where.numpy()  # writes to it are no operators, which those who watch would see
+        self._mode = _Keyed(self)
+        self._owner: list[str] = []
+        self._entered: list[Any] = []
+        self._pushed = 0
+        self._calls: dict[str, int] = {}
+        self._cursor = self._outside = 0
+        self._replaying = self._resumed = False
+        self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int], Windows | None]] = {}
+        owners = {place.split("#")[0] for place in places}
+        for name, module in model.named_modules():
+            region = module.__dict__.get("forward")
+            if name in owners and isinstance(region, Region):
+                region.enter, region.leave = (
+                    partial(self._enter(name), module, ()),
+                    partial(self._leave, module, (), None),
+                )
+            elif name in owners:
+                module.register_forward_pre_hook(self._enter(name), prepend=True)
+                module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, name: str):
+        def enter(module: nn.Module, args: Any) -> None:
+            self._before_event()
+            self._calls[name] = self._calls.get(name, 0) + 1
+            self._owner.append(f"{name}#{self._calls[name]}")
+            self._entered.append(checkpoint_frame())
+            if self._replaying:  # torch's engine leaves the modes that were active around backward
+                self._mode.__enter__()
+                self._pushed += 1
+            self._after_event()
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._owner:
+            self._owner.pop()
+        if self._entered:
+            self._entered.pop()
+        if self._pushed:
+            self._mode.__exit__(None, None, None)
+            self._pushed -= 1
+        self._after_event()
+
+    def place(self) -> str:
+        """The place of the next draw: `module#call#draw`."""
+        self._before_event()
+        if not torch.compiler.is_compiling() and checkpoint_frame() is not (
+            self._entered[-1] if self._entered else None
+        ):
+            raise PlaitError(
+                Problem(
+                    "J014",
+                    "a checkpointed function draws random numbers by a direct call, and its recomputation would draw others",
+                    why=f"in {(self._owner or ['the model'])[-1].split('#')[0] or 'the model'}: what is recomputed is not a module",
+                    fix=("checkpoint(a module that draws, …)", "use nn.Dropout inside it"),
+                )
+            )
+        owner = self._owner[-1] if self._owner else "#0"
+        self._calls[owner] = self._calls.get(owner, 0) + 1
+        place = f"{owner}#{self._calls[owner]}"
+        self._after_event()
+        return place
+
+    def _before_event(self) -> None:
+        """In a recomputation: go back to where it starts."""
+        if not self._replaying or torch.compiler.is_compiling():
+            return
+        found = torch.default_generator.initial_seed()
+        if found == self._cursor and self._resumed:
+            return
+        if self.shared or found == self._outside or found not in self._snapshots:
+            raise PlaitError(
+                Problem(
+                    "J014",
+                    "a recomputation draws random numbers, and torch's generator was not restored for it",
+                    why="preserve_rng_state=False, or the model seeds torch itself, or threads share it (processes=one)",
+                    fix=("checkpoint(…, preserve_rng_state=True)", "processes=per-device"),
+                )
+            )
+        where, owner, calls, self.windows = self._snapshots[found]
+        self._where[:] = where
+        self._owner[:], self._calls, self._cursor, self._resumed = owner, dict(calls), found, True
+
+    def _after_event(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._cursor = self._cursor + 1 & 0x7FFFFFFFFFFFFFFF
+        torch.default_generator.manual_seed(self._cursor)
+        if not self._replaying:
+            self._snapshots[self._cursor] = (self.where.tolist(), list(self._owner), dict(self._calls), self.windows)
+
+    @contextmanager
+    def at(self, step: int, first: int, count: int, stage: int = 0) -> Iterator[None]:
+        """Random numbers of the samples first … first + count − 1 of the global batch of `step`: a forward pass.
+
+        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no number.
+        """
+        seed_host(self.seed, "forward", step)
+        if not self.needed:
+            yield
+            return
+        if int(self.where[1]) != step:
+            self._snapshots.clear()
+        self.where[0], self.where[1], self.where[2], self.where[3] = self.seed, step, first, count
+        self._calls, self._replaying = {}, False
+        self._owner.clear()
+        self._entered.clear()
+        self._cursor = key(self.seed, "event", step, first, stage) & 0x7FFFFFFFFFFFFFFF
+        with self._mode:
+            self._after_event()
+            yield
+
+    def passed(self, calls: dict[str, int]) -> None:
+        """Modules were called elsewhere, so often: the places that follow count on from there."""
+        for name, times in calls.items():
+            self._calls[name] = self._calls.get(name, 0) + times
+
+    def mark(self) -> Callable[[], None]:
+        """Notes how far the places are, and returns what goes back there: code that runs twice draws the same twice."""
+        self._before_event()
+        calls = dict(self._calls)
+        self._after_event()
+
+        def back() -> None:
+            self._calls = dict(calls)
+
+        return back
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Around backward: what is recomputed there draws what it drew in the forward pass."""
+        if not self.needed:
+            yield
+            return
+        self._replaying, self._resumed = True, False
+        self._outside = torch.default_generator.initial_seed()  # what a checkpoint finds that restores nothing
+        self._entered.clear()
+        try:
+            yield
+        finally:
+            self._replaying = False
+
+    def keep(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
+        """A dropout mask like `x` (or of `shape`, to be broadcast): 1 / (1 − p) with probability 1 − p, else 0."""
+        place = self.place()
+        like = x if shape is None or shape == x.shape else x.new_empty(shape)
+        drawn = like.detach(), self.where, place, self.places.get(place, -1), p
+        return mask_op(*drawn) if self.windows is None else draw_mask(*drawn, self.windows)
+
+
+class _Keyed(TorchFunctionMode):
+    """Replaces the random functions of a forward pass by keyed ones. Traced by torch.compile without a break."""
+
+    def __init__(self, randomness: Randomness):
+        super().__init__()
+        self.randomness = randomness
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in PLAIN_DROPOUTS or func in FEATURE_DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
+        if func in COMPOSITES and not torch.compiler.is_compiling():
+            with Drawn(self.randomness):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+    ):
+        if not (training and train) or p == 0.0:
+            return input
+        if isinstance(input, Facade) and input.inside:
+            before, self.randomness.whose = self.randomness.whose, input
+            try:
+                return input.like(self._dropout(func, input.local, p, training, inplace, train))
+            finally:
+                self.randomness.whose = before
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        mask = self.randomness.keep(input, p, mask_shape(func, input))
+        return input.mul_(mask) if inplace else input * mask
+
+
+def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:
+    """Modules whose draws happen inside a composite function rather than a dropout: torch.compile cannot key these."""
+    owners = dict.fromkeys(place.split("#")[0] for place in places)
+    return [name for name in owners if not isinstance(model.get_submodule(name), DropoutBase)]

@@ -1,0 +1,151 @@
+"""Windows: the random numbers of a rank that computes a sub-block of a tensor, cut otherwise than by samples.
+
+Random numbers are numbered by the element of the whole tensor, the batch dim first (`randomness/keyed.py`). A rank that
+computes a slice of the heads or features, or a stretch of the sequence, draws a smaller tensor than one device would,
+and must draw the numbers that its elements have in the whole one. Nothing at the draw tells how the whole looks: the
+sketch says what shape it had on one sample, and whoever cut the model says, dim by dim, what this rank holds of it.
+
+A sub-block of a stream is many stretches of it, and starting a stretch costs as much as drawing some ten thousand
+numbers. Long stretches are drawn alone; of short ones, what lies between them is drawn too and left out.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.config.errors import PlaitError, Problem
+from plait.tensors.part import Ranges
+from plait.tensors.rows import Rows
+
+Axis = tuple[int, Ranges]
+"""The size of a dim of the whole tensor, and the ranges of it that are held."""
+Rule = Callable[[str, int, int | None, int], Axis | None]
+"""(place, dim, size of the whole dim when sketched, size of the local dim) -> what is held of it; None: all of it.
+
+Asked at every draw, for every dim but the batch dim; for the batch dim too when a sample has several rows in it (batch
+and sequence in one dim), and then both sizes are rows of one sample. The size when sketched is None at a place that
+the sketch did not see (a branch taken for the first time). The whole size returned may differ from the sketched one:
+sequences may be longer or shorter from step to step."""
+
+
+def first_of(rules: Sequence[Rule]) -> Rule:
+    """What the first of several rules says that says something."""
+    return lambda place, dim, whole, local: next(filter(None, (r(place, dim, whole, local) for r in rules)), None)
+
+
+CHUNK = 2**14
+"""Numbers that take about as long to draw as starting a stretch."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a rank holds of every drawn tensor. `shapes`: place -> shape drawn for one sample (`Sketch.drawn`)."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    rule: Rule
+
+    def axes(self, place: str, dim: int | None, shape: Sequence[int], samples: int) -> list[Axis] | None:
+        """The drawn tensor, batch dim first and split into samples and rows of one; None when nothing of it is cut."""
+        whole = self.shapes.get(place, ())
+        known = whole if len(whole) == len(shape) else (None,) * len(shape)
+        found: list[Axis] = []
+        if dim is None:
+            order, sizes = list(range(len(shape))), list(shape)
+        else:
+            if not samples or shape[dim] % samples:
+                return None
+            found.append((samples, ((0, samples),)))
+            order = [dim, *(d for d in range(len(shape)) if d != dim)]
+            sizes = [n // samples if d == dim else n for d, n in enumerate(shape)]
+        cut = False
+        for d in order:
+            one = d == dim and sizes[d] == 1 and known[d] in (1, None)
+            axis = None if one else self.rule(place, d, known[d], sizes[d])
+            if axis is not None and sum(length for _, length in axis[1]) != sizes[d]:
+                raise ValueError(f"{place}: dim {d} of {tuple(shape)} is drawn, ranges {axis[1]} of {axis[0]} are held")
+            cut = cut or axis is not None
+            found.append(axis or (sizes[d], ((0, sizes[d]),)))
+        return found if cut else None
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rule of a rank that holds its part of `rows` in every dim that is cut like it, in units or in multiples.
+
+    `Rows.of([2, 1])` of 3 heads also says which 128 of 192 features a rank holds. `at` says which (place, dim) are cut
+    (`differing` finds them): then only the local size counts, and tensors may be longer or shorter than when sketched.
+    None: every dim whose local size is to the rank's part of `rows` as its sketched size is to the whole of `rows`; for
+    models whose tensors always have the sketched sizes.
+    """
+
+    rows: Rows
+    rank: int
+    at: frozenset[tuple[str, int]] | None = None
+
+    def __call__(self, place: str, dim: int, whole: int | None, local: int) -> Axis | None:
+        """What is held of a dim; J019 at a place that the sketch did not see, when there is only the size to go by."""
+        part, rows = self.rows.sizes[self.rank], self.rows
+        if self.at is not None:
+            if (place, dim) not in self.at:
+                return None
+            scale, rest = divmod(local, part) if part else (1, local)
+            if rest:
+                raise ValueError(f"{place}: {local} rows of dim {dim} are drawn where {part}, or multiples, are held")
+        else:
+            if whole is None:
+                raise _unseen(place)
+            scale, rest = divmod(whole, rows.length)
+            if rest or local == whole or local != part * scale:
+                return None
+        return rows.length * scale, tuple((first * scale, length * scale) for first, length in rows.ranks[self.rank])
+
+
+def _unseen(place: str) -> PlaitError:
+    return PlaitError(
+        Problem(
+            "J019",
+            f"{place.split('#')[0] or 'the model'} draws random numbers where the sketch saw none",
+            why="its tensors are cut over ranks, and how large they are in whole is not known",
+            fix=("draw them in every forward pass", "tp=1 cp=1"),
+        )
+    )
+
+
+def differing(whole: Mapping[str, Sequence[int]], local: Mapping[str, Sequence[int]]) -> frozenset[tuple[str, int]]:
+    """The (place, dim) whose sizes differ between two sketches' `drawn`: of a model, and of a rank's part of it."""
+    both = ((place, shape, local[place]) for place, shape in whole.items() if place in local)
+    return frozenset((place, d) for place, a, b in both for d, (m, n) in enumerate(zip(a, b)) if m != n)
+
+
+def sub_block(stream: Callable[[int, int], np.ndarray], first: int, axes: Sequence[Axis]) -> np.ndarray:
+    """What `stream(start, count)` has for a sub-block of a tensor that begins at row `first` of the stream, as uint32."""
+    out = np.empty([sum(length for _, length in ranges) for _, ranges in axes], np.uint32)
+    if out.size:
+        _fill(out, stream, first * math.prod(size for size, _ in axes[1:]), axes)
+    return out
+
+
+def _fill(out: np.ndarray, stream: Callable[[int, int], np.ndarray], start: int, axes: Sequence[Axis]) -> None:
+    (_, ranges), inner = axes[0], axes[1:]
+    sizes = [size for size, _ in inner]
+    each, at = math.prod(sizes), 0
+    apart = any(held != ((0, size),) for size, held in inner)
+    for first, length in ranges:
+        rows = max(1, CHUNK // each) if apart else max(length, 1)
+        for row in range(0, length, rows):
+            n, begin = min(rows, length - row), start + (first + row) * each
+            if apart and each > CHUNK:
+                _fill(out[at], stream, begin, inner)
+            else:
+                out[at : at + n] = _held(stream(begin, n * each).reshape(n, *sizes), inner)
+            at += n
+
+
+def _held(drawn: np.ndarray, axes: Sequence[Axis]) -> np.ndarray:
+    """What is held of [rows, *axes]."""
+    for axis, (size, ranges) in enumerate(axes, 1):
+        if ranges != ((0, size),):
+            drawn = np.take(drawn, np.concatenate([np.arange(f, f + n) for f, n in ranges]), axis)
+    return drawn

@@ -1,0 +1,268 @@
+"""Where a region begins and ends that the ranks of a group compute in parts: collectives that can be differentiated.
+
+Inside such a region every rank runs the same code on its own part: a slice of the heads, a stretch of the sequence.
+At its borders stand the functions here, each with its exact adjoint. They come in three pairs, and the backward of one
+is the other of its pair, so that they can be differentiated any number of times:
+
+    enter           a copy  -> a copy;   backward: the sum of what the ranks found
+    total           a share of a sum -> the sum on every rank;   backward: a copy
+
+    part            a whole -> this rank's part of it;   backward: the parts of all ranks together
+    gather          a part  -> the whole on every rank;   backward: this rank's part
+
+    gather_partial  a part  -> the whole on every rank;   backward: this rank's part of the sum over the ranks
+    scatter_sum     a share of a sum -> this rank's part of the sum;   backward: the parts of all ranks together
+
+Which of the two ways to gather is right depends on what follows. After `gather` every rank computes the same, so each
+has the whole gradient already: summing would multiply it by the number of ranks. After `gather_partial` every rank
+computes something else with the whole (its slice of the heads), so each has a share of the gradient only.
+
+Each is a collective, forward and backward: every rank of the group must reach it, in the same order, also when the
+forward pass is computed again in backward. What is a copy on all ranks is the same there bit by bit. A group of one
+rank communicates nothing. Without gradients needed they are plain collectives.
+"""
+
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.parallel.fsdp.collectives import directly
+from plait.tensors.rows import Rows
+from plait.tensors.torch_private import Facade, storage_key
+
+TAG = 2**16
+"""Of the messages here: above those of `parallel/fsdp/collectives.py`. Messages of one tag arrive in the order they were sent."""
+
+
+class Absent:
+    """A group whose other ranks are not there: what would travel is noted, and the numbers are wrong. For prices."""
+
+    def __init__(self, ranks: int, rank: int = 0):
+        self.ranks, self.at = ranks, rank
+        self.calls: list[tuple[str, int]] = []
+        """(operator, bytes), in order."""
+
+    def size(self) -> int:
+        """How many ranks there would be."""
+        return self.ranks
+
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.at
+
+    def note(self, op: str, x: Tensor) -> None:
+        """Something would travel; empty messages are not sent."""
+        if x.numel():
+            self.calls.append((op, x.numel() * x.element_size()))
+
+
+def of_rows(region: Any) -> Any:
+    """What poses as the whole (`torchseam.Facade`) goes through a region with its part on this rank."""
+
+    @wraps(region)
+    def through(x: Any, *how: Any) -> Any:
+        return x.like(region(x.local, *how)) if isinstance(x, Facade) and x.inside else region(x, *how)
+
+    return through
+
+
+@of_rows
+def enter(x: Tensor, group: Any) -> Tensor:
+    """`x` itself, before a region cut over the ranks: what the ranks find as its gradient is summed.
+
+    Shares `x`'s memory, so writing it in place is an error (torch's own): other code knows it as `x`.
+    """
+    return x if group.size() == 1 else _Enter.apply(x, group)
+
+
+@of_rows
+def total(x: Tensor, group: Any) -> Tensor:
+    """The sum over the ranks, on every rank: it stands after a region whose ranks each made a share of the result."""
+    return x if group.size() == 1 else _Total.apply(x, group)
+
+
+@of_rows
+def part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+    """This rank's rows of `dim` of a whole that every rank has. Backward gives every rank the gradient of the whole."""
+    return x if group.size() == 1 else _Part.apply(x, _checked(x.shape[dim], rows.length, dim, x), rows, group)
+
+
+@of_rows
+def gather(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+    """The whole of which each rank has its rows of `dim`; right where every rank computes the same after it.
+
+    Backward: this rank's rows of the gradient, which every rank has whole.
+    """
+    return x if group.size() == 1 else _Gather.apply(x, _own(x, dim, rows, group), rows, group)
+
+
+def gather_partial(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+    """The whole of which each rank has its rows of `dim`; right where every rank computes another part after it.
+
+    Backward: this rank's rows of the sum of all ranks' gradients.
+    """
+    return x if group.size() == 1 else _GatherPartial.apply(x, _own(x, dim, rows, group), rows, group)
+
+
+def scatter_sum(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+    """This rank's rows of `dim` of the sum over the ranks, each of which has a share of the sum in every row."""
+    return x if group.size() == 1 else _ScatterSum.apply(x, _checked(x.shape[dim], rows.length, dim, x), rows, group)
+
+
+def _own(x: Tensor, dim: int, rows: Rows, group: Any) -> int:
+    return _checked(x.shape[dim], rows.sizes[group.rank()], dim, x)
+
+
+def _checked(found: int, expected: int, dim: int, x: Tensor) -> int:
+    """The dim, counted from the front. A wrong length would make other ranks wait for ever, so it is an error here."""
+    if found != expected:
+        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} has {found} rows, not {expected}")
+    return dim % x.dim()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return _Total.apply(grads[0], ctx.group), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return _Enter.apply(grads[0], ctx.group), None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+        ctx.at = dim, rows, group
+        return rows.take(x, dim, group.rank()).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return _Gather.apply(grads[0], *ctx.at), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+        ctx.at = dim, rows, group
+        return gathered(x, dim, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return _Part.apply(grads[0], *ctx.at), None, None, None
+
+
+class _GatherPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+        ctx.at = dim, rows, group
+        return gathered(x, dim, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return _ScatterSum.apply(grads[0], *ctx.at), None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+        ctx.at = dim, rows, group
+        return sum_part(x, dim, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return _GatherPartial.apply(grads[0], *ctx.at), None, None, None
+
+
+@torch.no_grad()
+def summed(x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """A new tensor: the sum over the ranks (or their maximum, …), the same on every rank. Not differentiated."""
+    result = x.clone(memory_format=torch.contiguous_format)
+    if isinstance(group, Absent):
+        group.note("allreduce_", result)
+    else:
+        dist.all_reduce(result, op=op, group=group)
+    return result
+
+
+@torch.no_grad()
+def gathered(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+    """The whole, from each rank's rows of `dim`. Not differentiated."""
+    rank, x = group.rank(), x.contiguous()
+    whole = x.new_empty([*x.shape[:dim], rows.length, *x.shape[dim + 1 :]])
+    parts: list[Tensor] = []
+    for ranges, size in zip(rows.ranks, rows.sizes):
+        into = whole.narrow(dim, ranges[0][0], size) if len(ranges) == 1 else None
+        straight = into is not None and into.is_contiguous()
+        parts.append(into if straight else x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]))
+    if directly(x.device):
+        _exchange([x] * len(parts), parts, group)
+        parts[rank].copy_(x)
+    elif isinstance(group, Absent):
+        group.note("allgather_", x)
+    else:
+        dist.all_gather(parts, x, group=group)
+    for ranges, size, given in zip(rows.ranks, rows.sizes, parts):
+        if size and storage_key(given) == storage_key(whole):
+            continue
+        for (first, length), piece in zip(ranges, given.split([length for _, length in ranges], dim)):
+            whole.narrow(dim, first, length).copy_(piece)
+    return whole
+
+
+@torch.no_grad()
+def sum_part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+    """This rank's rows of `dim` of the sum over the ranks. Not differentiated.
+
+    gloo's own reduce-scatter is an all-reduce in disguise, so on CPU the parts are exchanged and added up here, in the
+    order of the ranks; 16-bit numbers are added in 32.
+    """
+    ranks, rank = group.size(), group.rank()
+    parts = [rows.take(x, dim, r).contiguous() for r in range(ranks)]
+    if not directly(x.device):
+        result = torch.empty_like(parts[rank])
+        if isinstance(group, Absent):
+            group.note("reduce_scatter_", result)
+        else:
+            dist.reduce_scatter(result, parts, group=group)
+        return result
+    received = [torch.empty_like(parts[rank]) for _ in range(ranks)]
+    _exchange(parts, received, group)
+    received[rank] = parts[rank]
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    result = received[0].to(wide, copy=True)
+    for other in received[1:]:
+        result += other
+    return result.to(x.dtype)
+
+
+def _exchange(send: list[Tensor], into: list[Tensor], group: Any) -> None:
+    """Send one tensor to every other rank and receive one from each; empty ones are not sent."""
+    ranks, rank, works = group.size(), group.rank(), []
+    for k in range(1, ranks):
+        to, source = (rank + k) % ranks, (rank - k) % ranks
+        if isinstance(group, Absent):
+            group.note("send", send[to])
+            group.note("recv_", into[source])
+            continue
+        if send[to].numel():
+            works.append(dist.isend(send[to], group=group, group_dst=to, tag=TAG))
+        if into[source].numel():
+            works.append(dist.irecv(into[source], group=group, group_src=source, tag=TAG))
+    for work in works:
+        work.wait()

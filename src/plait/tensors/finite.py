@@ -1,0 +1,68 @@
+"""Whether numbers are finite: of weights, of an optimizer's state, of what a checkpoint holds.
+
+A trained parameter and the optimizer's tensors are to be finite. Of buffers and frozen parameters a NaN alone is wrong:
+a mask of minus infinity is an ordinary buffer. What the job itself starts with is as it should be.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from plait.engine.build import Built
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is expected of tensors, by their names in a checkpoint."""
+
+    trained: frozenset[str] = frozenset()
+    """Parameters that are to be finite, beside the optimizer's tensors; of others a NaN alone is wrong."""
+    given: frozenset[str] = frozenset()
+    """Tensors that broke the rule when the job made them: nothing is expected of these."""
+
+    @staticmethod
+    def of(built: "Built") -> "Rule":
+        """That of a rank's model, which has made no step yet."""
+        trained = frozenset(f"model/{name}" for name, p in built.own.items() if p.requires_grad)
+        named = [(f"model/{name}", part.tensor) for name, part in built.parts().items()]
+        return Rule(trained, frozenset(Rule(trained).broken(named)))
+
+    def broken(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of those that are not as expected."""
+        with torch.no_grad():
+            found = [n for n, t in named if n not in self.given and not finite(t, self._strict(n))]
+        return list(dict.fromkeys(found))
+
+    def _strict(self, name: str) -> bool:
+        return name in self.trained or name.startswith("optimizer/")
+
+
+def finite(tensor: Tensor, strict: bool = True) -> bool:
+    """Whether all its numbers are finite; unless `strict`, whether none is NaN."""
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = values.float() if values.dtype.itemsize == 1 else values
+    return bool(torch.isfinite(values).all()) if strict else not bool(torch.isnan(values).any())
+
+
+def wrong_scalars(scalars: Mapping[str, Any]) -> list[str]:
+    """Numbers of the optimizer that are NaN, by their names in a checkpoint."""
+    found = {name: v["value"] if isinstance(v, dict) else v for name, v in scalars.items()}
+    return [f"optimizer/{name}" for name, v in found.items() if isinstance(v, float) and math.isnan(v)]
+
+
+def several(names: Iterable[str]) -> str:
+    """`0.weight, 0.bias, 2.weight and 5 more`."""
+    known = list(names)
+    return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
+
+
+def number(value: float) -> float | None:
+    """As JSON has it, which knows neither NaN nor infinity."""
+    return value if math.isfinite(value) else None

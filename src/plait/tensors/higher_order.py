@@ -1,0 +1,59 @@
+"""Operators of higher order, such as `torch.cond`, `while_loop`, `scan` and `flex_attention`: they are given functions.
+
+torch runs each by compiling the functions, which no mode that looks at operators may disturb. So such a call is one
+opaque operator here: modes see what goes in and what comes out, and it runs without them, as in plain PyTorch. On tensors
+without numbers it cannot run.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from plait.tensors.torch_private import FakeTensor, compiled_by, no_modes, tree_leaves
+
+
+def apart() -> AbstractContextManager[None]:
+    """While it is on, calls of such operators are opaque to every mode."""
+    return compiled_by(
+        lambda name, run, args, kwargs: whole(
+            name, run, (*args, kwargs), tuple(captured([a for a in args if callable(a)]))
+        )
+    )
+
+
+def whole(name: str, run: Callable[..., Any], given: tuple[Any, ...], inside: tuple[Tensor, ...]) -> Any:
+    """One such call, as a torch function: modes and classes of tensors are asked first.
+
+    `given`: its arguments, the last by name; `inside`: tensors that the functions among them have captured.
+    """
+    tensors = [t for t in (*tree_leaves(given), *inside) if isinstance(t, Tensor)]
+    if has_torch_function(tensors):
+        return handle_torch_function(whole, tensors, name, run, given, inside)
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        raise NotImplementedError(f"{name} cannot run on tensors without numbers")
+    with no_modes():
+        return run(*given[:-1], **given[-1])
+
+
+def captured(values: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Tensors that functions among these values have captured: variables around them, and parameters of modules."""
+    seen = set() if seen is None else seen
+    for value in tree_leaves(values):
+        if isinstance(value, nn.Module):
+            yield from (*value.parameters(), *value.buffers())
+        elif isinstance(value, Tensor):
+            yield value
+        elif callable(value) and id(value) not in seen:
+            seen.add(id(value))
+            cells = getattr(value, "__closure__", None) or ()
+            yield from captured([cell.cell_contents for cell in cells if _filled(cell)], seen)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that has no value yet
+        return False

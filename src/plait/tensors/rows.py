@@ -1,0 +1,114 @@
+"""Which rows of a dim each rank of a group holds: in order or not, in one stretch or several, equally many or not."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from plait.tensors.part import Ranges
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The ranges of a dim that each rank of a group holds. Together they are the dim, each row once."""
+
+    ranks: tuple[Ranges, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> "Rows":
+        """Rank after rank, each its number of rows (which may be zero)."""
+        firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+        return cls(tuple(((first, size),) for first, size in zip(firsts, sizes)))
+
+    @classmethod
+    def even(cls, length: int, ranks: int) -> "Rows":
+        """As equal as can be: sizes differ by at most one, the first ranks have the larger ones."""
+        return cls.of([length // ranks + (rank < length % ranks) for rank in range(ranks)])
+
+    @classmethod
+    def zigzag(cls, length: int, ranks: int) -> "Rows":
+        """Of 2 · ranks stretches rank r has the r-th from the front and the r-th from the end: causal work is equal."""
+        pieces = [ranges[0] for ranges in cls.even(length, 2 * ranks).ranks]
+        return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks)))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each rank."""
+        return tuple(sum(length for _, length in ranges) for ranges in self.ranks)
+
+    @cached_property
+    def length(self) -> int:
+        """Rows of the whole."""
+        return sum(self.sizes)
+
+    def take(self, whole: Tensor, dim: int, rank: int) -> Tensor:
+        """The part of a rank, in one piece; a view where that is possible."""
+        pieces = [whole.narrow(dim, first, length) for first, length in self.ranks[rank] if length]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
+
+    def sliced(self, first: int, end: int) -> "Rows":
+        """Of the dim [first:end] of this one."""
+        kept = [[(max(f, first), min(f + n, end)) for f, n in ranges] for ranges in self.ranks]
+        return replace(self, ranks=tuple(tuple((a - first, b - a) for a, b in ranges if b > a) for ranges in kept))
+
+    def held(self, rank: int, first: int, end: int) -> Ranges:
+        """Where in the part of a rank the rows first … end − 1 of the whole are."""
+        found, at = list[tuple[int, int]](), 0
+        for f, n in self.ranks[rank]:
+            a, b = max(f, first), min(f + n, end)
+            found += [(at + a - f, b - a)] if b > a else []
+            at += n
+        return _joined(found)
+
+    def merged(self, outer: int, inner: int) -> "Rows":
+        """Of the one dim that [outer, this dim, inner] is as."""
+        parts = (
+            _joined([((o * self.length + f) * inner, n * inner) for o in range(outer) for f, n in ranges])
+            for ranges in self.ranks
+        )
+        return replace(self, ranks=tuple(parts))
+
+    def parted(self, outer: int, length: int, inner: int) -> "Rows | None":
+        """Of the middle one of the dims [outer, length, inner] that this dim is as; None when the others are cut too."""
+        first = self.sliced(0, length * inner)
+        if any(f % inner or n % inner for ranges in first.ranks for f, n in ranges):
+            return None
+        found = replace(self, ranks=tuple(tuple((f // inner, n // inner) for f, n in ranges) for ranges in first.ranks))
+        alike = found.length == length and found.merged(outer, inner) == self.merged(1, 1)
+        return found if alike else None
+
+
+class AndAll(Rows):
+    """The rows of ranks, and one rank more that has all of them: a dim is followed through views as that of the others is."""
+
+    @classmethod
+    def beside(cls, rows: Rows) -> "AndAll":
+        """The last rank has all."""
+        return cls((*rows.ranks, ((0, rows.length),)))
+
+    @cached_property
+    def length(self) -> int:
+        return self.sizes[-1]
+
+
+def within(ranges: Ranges, first: int, count: int) -> Ranges:
+    """Of what is held, the rows first … first + count − 1, as they are in the whole."""
+    found, at = list[tuple[int, int]](), 0
+    for f, n in ranges:
+        a, b = max(at, first), min(at + n, first + count)
+        found += [(f + a - at, b - a)] if b > a else []
+        at += n
+    return _joined(found)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The same rows in the fewest ranges."""
+    found: list[tuple[int, int]] = []
+    for first, length in ranges:
+        if found and sum(found[-1]) == first:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        elif length:
+            found.append((first, length))
+    return tuple(found)

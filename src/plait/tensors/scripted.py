@@ -1,0 +1,44 @@
+"""Modules compiled by `torch.jit.script` or `torch.jit.trace`: nothing can be hooked into them, so they stay whole."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.errors import Problem
+from plait.config.plan import Plan
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether its code is TorchScript's."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with their names, each once, without what is compiled."""
+    seen: set[int] = set()
+    inside = {id(inner) for module in model.modules() if is_scripted(module) for inner in module.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in seen | inside and not is_scripted(module):
+            seen.add(id(module))
+            yield name, module
+
+
+def refused(plan: Plan, names: Iterable[str]) -> Problem | None:
+    """P071 when a plan would have to take one of these modules apart."""
+    first = next(iter(names), None)
+    axes = {"fsdp": plan.fsdp > 1, "tp": plan.tp > 1, "cp": plan.cp > 1, "ep": plan.ep > 1}
+    needs = [f"{axis}={getattr(plan, axis)}" for axis, wanted in axes.items() if wanted]
+    needs += ["offload=all"] if plan.offload == "all" else []
+    if first is None or not needs:
+        return None
+    why = "torch.jit has compiled it: its parameters and its calls cannot be replaced by parts of them"
+    fix = (f'--plan "dp={plan.devices}"', "the module as it was before torch.jit.script or torch.jit.trace")
+    return Problem("P071", f"{first or 'the model'} cannot be taken apart, which {needs[0]} needs", why=why, fix=fix)
+
+
+def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers of what is compiled."""
+    parts = [(name, module) for name, module in model.named_modules() if is_scripted(module)]
+    found = {f"{name}.{inner}".lstrip("."): b for name, module in parts for inner, b in module.named_buffers()}
+    return list(found.items())

@@ -1,0 +1,242 @@
+"""Losses of spread tensors (see `tensors/sharded_tensor.py`): cross-entropy over a cut vocabulary without the whole's logits, and others.
+
+What it does
+    The softmax of a token needs two numbers of every rank, the largest logit and the sum of the exponentials, and its
+    loss a third, the logit of its target, which one rank has. So 2 and 1 numbers per token cross, not the vocabulary.
+    Where the tokens are cut instead, each rank computes the losses of its own; targets are whole on every rank.
+
+Paper
+    Shoeybi et al. 2019, Megatron-LM (vocabulary-parallel cross-entropy).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from plait.tensors.collectives import part, summed, total
+from plait.tensors.part import Ranges
+
+SIXTEEN = (torch.float16, torch.bfloat16)
+
+
+def widened(x: Tensor) -> Tensor:
+    """In 32 bits when it has 16, as torch computes a softmax."""
+    return x.float() if x.dtype in SIXTEEN else x
+
+
+def finite(x: Tensor) -> Tensor:
+    """Zero where there is nothing to subtract."""
+    return torch.where(x.isfinite(), x, 0)
+
+
+def most(x: Tensor, dim: int, group: Any) -> Tensor:
+    """The largest value along the cut dim, on every rank; the dim is kept."""
+    empty = x.new_full([*x.shape[:dim], 1, *x.shape[dim + 1 :]], -torch.inf)
+    return finite(summed(x.detach().amax(dim, True) if x.shape[dim] else empty, group, dist.ReduceOp.MAX))
+
+
+def located(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """(whether this rank holds it, where in its part) of rows of the whole; 0 where it does not."""
+    here, at, before = torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index), 0
+    for first, length in ranges:
+        inside = (index >= first) & (index < first + length)
+        here, at = here | inside, torch.where(inside, index - first + before, at)
+        before += length
+    return here, at
+
+
+def normalised(logits: Tensor, index: Tensor, ranges: Ranges, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of [tokens, words held] and targets [tokens]: log-sum-exp and target's logit over all ranks, `located`'s two.
+
+    Two small all-reduces; not differentiated.
+    """
+    here, at = located(index, ranges)
+    if logits.shape[1]:
+        own = logits.logsumexp(1)
+        chosen = torch.where(here, logits.gather(1, at.unsqueeze(1)).squeeze(1), 0.0)
+    else:
+        own, chosen = logits.new_full(index.shape, -torch.inf), logits.new_zeros(index.shape)
+    top = finite(summed(own, group, dist.ReduceOp.MAX))
+    both = summed(torch.stack([(own - top).exp(), chosen]), group)
+    return both[0].log() + top, both[1], here, at
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What a cross-entropy over a cut vocabulary goes by. `weight`: of the words held; `shares`: of each token's target,
+    zero where it is ignored; `counts`: whether it is not; `sum`: of all words' weights."""
+
+    ranges: Ranges
+    group: Any
+    smoothing: float
+    words: int
+    weight: Tensor | None
+    sum: float | Tensor
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """[tokens, words held] -> the loss of each token, the same on every rank. Keeps the logits, not their softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, index: Tensor, shares: Tensor, counts: Tensor, how: _Words) -> Tensor:
+        wide = widened(logits)
+        log_sum, chosen, here, at = normalised(wide, index, how.ranges, how.group)
+        loss = (log_sum - chosen) * shares
+        if how.smoothing:
+            all_words = summed((wide if how.weight is None else wide * how.weight).sum(1), how.group)
+            loss = (1 - how.smoothing) * loss
+            loss += (how.sum * log_sum - all_words) * counts.to(loss.dtype) * (how.smoothing / how.words)
+        ctx.how = how
+        ctx.save_for_backward(logits, log_sum, shares, counts, here, at)
+        return torch.where(counts, loss, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        logits, log_sum, shares, counts, here, at = ctx.saved_tensors
+        how, g = ctx.how, grads[0]
+        target = g * shares * (1 - how.smoothing)
+        each = g * counts * (how.smoothing / how.words)
+        p = (widened(logits) - log_sum.unsqueeze(1)).exp_()
+        p.mul_((target + each * how.sum).unsqueeze(1))
+        if p.shape[1]:
+            p.scatter_add_(1, at.unsqueeze(1), -(target * here).to(p.dtype).unsqueeze(1))
+        if how.smoothing:
+            p.sub_(each.unsqueeze(1) * (1.0 if how.weight is None else how.weight))
+        return p.masked_fill_(~counts.unsqueeze(1), 0.0).to(logits.dtype), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of cross_entropy and nll_loss after input and target."""
+
+    weight: Tensor | None = None
+    size_average: Any = None
+    ignore_index: int = -100
+    reduce: Any = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+
+def _shares(target: Tensor, o: _Options, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(index, share, whether it counts) of each target: its word, 0 where ignored; its class weight."""
+    counts = target != o.ignore_index
+    index = torch.where(counts, target, 0)
+    shares = counts.to(dtype) if o.weight is None else torch.where(counts, o.weight[index].to(dtype), 0.0)
+    return index, shares, counts
+
+
+def _classified(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """cross_entropy and nll_loss, the vocabulary cut or the tokens."""
+    names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    target = args[0] if args else kwargs["target"]
+    o = _Options(**dict(zip(names, args[1:])) | {k: v for k, v in kwargs.items() if k != "target"})
+    if o.size_average is not None or o.reduce is not None or (o.weight is not None and o.weight.requires_grad):
+        return NotImplemented
+    target = target.whole() if type(target) is type(x) else target
+    kind, classes = x.local.device.type, min(1, len(x.shape) - 1)
+    if torch.is_autocast_enabled(kind) and x.local.dtype in SIXTEEN:
+        x = x.like(x.local.float())
+    soft = target.is_floating_point()
+    if x.cut != classes:
+        return _by_tokens(func, x, target, o, x.cut - (x.cut > classes and not soft))
+    if soft:
+        losses, whole = _soft(x, target, o), target.numel() / x.rows.length
+        return _reduced(losses, o.reduction, whole).to(x.local.dtype)
+    return _by_words(func, x, target, o, classes)
+
+
+def _reduced(losses: Tensor, reduction: str, whole: Any) -> Tensor:
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / whole
+
+
+def _by_words(func: Any, x: Any, target: Tensor, o: _Options, dim: int) -> Tensor:
+    rank, words = x.group.rank(), x.rows.length
+    index, shares, counts = _shares(target, o, widened(x.local).dtype)
+    if func.__name__ == "nll_loss":
+        losses = -gathered(func, x, (dim, index.unsqueeze(dim)), {}).squeeze(dim) * shares
+    else:
+        weight = None if o.weight is None else x.rows.take(o.weight, 0, rank)
+        total_weight = float(words) if o.weight is None else o.weight.sum()
+        how = _Words(x.rows.ranks[rank], x.group, o.label_smoothing, words, weight, total_weight)
+        flat = x.local.movedim(dim, -1).reshape(target.numel(), x.local.shape[dim])
+        losses = _CrossEntropy.apply(flat, index.reshape(-1), shares.reshape(-1), counts.reshape(-1), how)
+        losses = losses.view(target.shape)
+    return _reduced(losses, o.reduction, shares.sum()).to(x.local.dtype)
+
+
+def _soft(x: Any, target: Tensor, o: _Options) -> Tensor:
+    """Losses of targets that are probabilities, the vocabulary cut."""
+    target = target * (1 - o.label_smoothing) + o.label_smoothing / x.rows.length
+    if o.weight is not None:
+        target = target * o.weight.view(-1, *(1 for _ in x.shape[2:]))
+    return -(torch.log_softmax(x.like(widened(x.local)), x.cut) * target).sum(x.cut)
+
+
+def _by_tokens(func: Any, x: Any, target: Tensor, o: _Options, dim: int) -> Any:
+    """Each rank the losses of its own rows; `dim` of the targets is cut as the input is."""
+    mine = part(target, dim, x.rows, x.group) if target.requires_grad else x.rows.take(target, dim, x.group.rank())
+    given = {"weight": o.weight, "ignore_index": o.ignore_index, "reduction": "none"}
+    given |= {"label_smoothing": o.label_smoothing} if func.__name__ == "cross_entropy" else {}
+    losses = x.like(func(x.local, mine, **given), dim)
+    if o.reduction == "none":
+        return losses
+    sums = total(widened(losses.local).sum(), x.group)
+    if o.reduction == "mean":
+        soft = target.is_floating_point()
+        sums = sums / (target.numel() / x.shape[1] if soft else _shares(target, o, sums.dtype)[1].sum())
+    return sums.to(losses.local.dtype)
+
+
+def gathered(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """x.gather(dim, index): from whoever has it where the cut dim is asked for, else each rank from its part."""
+    given = dict(zip(("dim", "index"), args)) | kwargs
+    dim, index = given.pop("dim") % len(x.shape), given.pop("index")
+    if given or type(index) is type(x):
+        return NotImplemented
+    if dim == x.cut:
+        here, at = located(index, x.rows.ranks[x.group.rank()])
+        mine = x.local.gather(dim, at) if x.local.shape[dim] else x.local.sum() * torch.zeros_like(index)
+        return total(torch.where(here, mine, 0.0), x.group)
+    if index.shape[x.cut] != x.rows.length:
+        return NotImplemented
+    return x.like(x.local.gather(dim, x.rows.take(index, x.cut, x.group.rank())))
+
+
+def _elementwise(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """Losses that are the mean or the sum of something at every place."""
+    target = args[0] if args else kwargs.get("target")
+    given = {k: v for k, v in kwargs.items() if k != "target"}
+    old = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
+    reduction = given.pop("reduction", "mean")
+    if old or len(args) > 1 or target.shape != x.shape or any(isinstance(v, Tensor) for v in given.values()):
+        return NotImplemented
+    losses = x.like(func(x.local, x.fitting(target), reduction="none", **given))
+    if reduction == "batchmean":
+        return losses.sum() / x.shape[0]
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
+RULES = {
+    "cross_entropy": _classified,
+    "nll_loss": _classified,
+    "gather": gathered,
+    **dict.fromkeys(
+        (
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+            "huber_loss",
+            "kl_div",
+            "l1_loss",
+            "mse_loss",
+            "smooth_l1_loss",
+            "soft_margin_loss",
+        ),
+        _elementwise,
+    ),
+}
+"""Name of a function -> (function, spread tensor, other arguments) -> result, or NotImplemented."""

@@ -1,0 +1,163 @@
+"""Views of a spread tensor: where its cut dim goes, and which rows of it a rank holds then (see `tensors/sharded_tensor.py`).
+
+Each rule takes (function, spread tensor, other arguments) and gives the result, or NotImplemented where the result's
+parts could not be told by ranges of one dim.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.tensors.rows import Rows
+
+
+def moved(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """A view that only moves, adds or leaves out dims. Where the cut one goes, a tensor without memory tells."""
+    sizes = [1 if n == 1 and d != x.cut else d + 2 for d, n in enumerate(x.shape)]
+    found = func(torch.empty(sizes, device="meta"), *args, **kwargs).shape
+    if x.cut + 2 not in found or (x.rows.length == 1 and func.__name__ == "squeeze"):
+        return NotImplemented
+    return x.like(func(x.local, *args, **kwargs), found.index(x.cut + 2))
+
+
+def reshaped(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """view, reshape, flatten, unflatten and the like."""
+    if func.__name__ == "view" and args and isinstance(args[0], torch.dtype):
+        return NotImplemented
+    given = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
+    name = {"view_as": "view", "reshape_as": "reshape"}.get(func.__name__, func.__name__)
+    shape = getattr(torch.empty(x.shape, device="meta"), name)(*given, **kwargs).shape
+    found = follow(x.shape, x.cut, shape, x.rows)
+    if found is None:
+        return NotImplemented
+    dim, rows = found
+    local = (*shape[:dim], rows.sizes[x.rank], *shape[dim + 1 :])
+    return x.like(x.local.view(local) if name == "view" else x.local.reshape(local), dim, rows)
+
+
+def follow(old: Sequence[int], cut: int, new: Sequence[int], rows: Rows) -> tuple[int, Rows] | None:
+    """(dim, rows) of the cut dim of the shape `old` in the shape `new`; None when no dim of it alone is cut."""
+    if 0 in old:
+        return None
+    if rows.length == 1:
+        same = (k for k, n in enumerate(new) if n == 1 and math.prod(new[:k]) == math.prod(old[:cut]))
+        found = next(same, None)
+        if found is not None:
+            return found, rows
+    (a, i), (b, j) = ((0, len(old)), (0, len(new))) if rows.length == 1 else _block(old, cut, new)
+    flat = rows.merged(math.prod(old[a:cut]), math.prod(old[cut + 1 : i]))
+    for dim in range(b, j):
+        after = flat.parted(math.prod(new[b:dim]), new[dim], math.prod(new[dim + 1 : j]))
+        if after is not None:
+            return dim, after
+    return None
+
+
+def _block(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The fewest neighbouring dims with the cut one (of more than one row) that are dims of `new`: first and end in both."""
+    i = j = 0
+    while True:
+        a, b = i, j
+        i, j = i + 1, j + 1
+        while math.prod(old[a:i]) != math.prod(new[b:j]):
+            if math.prod(old[a:i]) < math.prod(new[b:j]):
+                i += 1
+            else:
+                j += 1
+        while i < len(old) and old[i] == 1:  # belong to no block, and disturb none
+            i += 1
+        while j < len(new) and new[j] == 1:
+            j += 1
+        if a <= cut < i:
+            return (a, i), (b, j)
+
+
+def sliced(x: Any, first: int, end: int) -> Any:
+    """Rows first … end − 1 of the cut dim."""
+    held = x.rows.held(x.rank, first, end)
+    pieces = [x.local.narrow(x.cut, a, n) for a, n in held] or [x.local.narrow(x.cut, 0, 0)]
+    return x.like(pieces[0] if len(pieces) == 1 else torch.cat(pieces, x.cut), rows=x.rows.sliced(first, end))
+
+
+def indexed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """x[…] with slices, whole numbers, None and …, and with tensors before a dim that stays as it is."""
+    index = list(args[0]) if isinstance(args[0], tuple) else [args[0]]
+    advanced = [i for i in index if isinstance(i, (Tensor, list, range))]
+    if any(isinstance(i, bool) for i in index):
+        return NotImplemented
+    takes = [1 if not isinstance(i, Tensor) or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in index]
+    takes = [0 if i is None or i is Ellipsis else n for i, n in zip(index, takes)]
+    at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
+    index[at : at + 1] = [slice(None)] * (len(x.shape) - sum(takes))
+    takes[at : at + 1] = [1] * (len(x.shape) - sum(takes))
+    place = next(k for k in range(len(index)) if sum(takes[:k]) <= x.cut < sum(takes[: k + 1]))
+    mine = index[place]
+    if len(advanced) == 1 and mine == slice(None) and not any(type(i) is int for i in index):
+        later = next(k for k, i in enumerate(index) if i is advanced[0]) > place
+        if later:
+            return x.like(x.local[tuple(index)], sum(i is None or isinstance(i, slice) for i in index[:place]))
+    if advanced:
+        if mine != slice(None) or any(i != slice(None) for i in index[place:]):
+            return NotImplemented
+        return x.like(x.local[tuple(index)], x.cut - len(x.shape))
+    if isinstance(mine, slice) and mine.step in (None, 1):
+        first, end, _ = mine.indices(x.rows.length)
+        found = x if (first, end) == (0, x.rows.length) else sliced(x, first, max(first, end))
+        index[place] = slice(None)
+        dim = sum(i is None or isinstance(i, slice) for i in index[:place])
+        return found.like(found.local[tuple(index)], dim)
+    if isinstance(mine, int):
+        one = sliced(x, mine % x.rows.length, mine % x.rows.length + 1).whole()
+        index[place] = 0
+        return one[tuple(index)]
+    return NotImplemented
+
+
+def narrowed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+    """narrow, select, chunk and split: slices, where they run along the cut dim."""
+    name, first = func.__name__, func.__name__ in ("narrow", "select")
+    dim = kwargs.get("dim", 0) if len(args) <= (not first) else args[0 if first else 1]
+    if not isinstance(dim, int):
+        return NotImplemented
+    dim %= len(x.shape)
+    if dim != x.cut:
+        found = func(x.local, *args, **kwargs)
+        lost = name == "select" and dim < x.cut
+        return x.like(found, x.cut - lost) if first else tuple(x.like(t) for t in found)
+    if name == "narrow" and len(args) == 3 and isinstance(args[1], int):
+        start = args[1] % x.rows.length if args[1] < 0 else args[1]
+        return sliced(x, start, start + args[2])
+    if name == "select" and len(args) == 2:
+        return indexed(func, x, ((slice(None),) * dim + (args[1],),), {})
+    if first:
+        return NotImplemented
+    sizes = [len(t) for t in func(torch.empty(x.rows.length, device="meta"), *args[:1], **kwargs | {"dim": 0})]
+    ends = list(accumulate(sizes))
+    return tuple(sliced(x, end - size, end) for size, end in zip(sizes, ends))
+
+
+RULES = {
+    **dict.fromkeys(
+        (
+            "adjoint",
+            "movedim",
+            "moveaxis",
+            "permute",
+            "squeeze",
+            "swapaxes",
+            "swapdims",
+            "t",
+            "transpose",
+            "unsqueeze",
+        ),
+        moved,
+    ),
+    **dict.fromkeys(("flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"), reshaped),
+    **dict.fromkeys(("chunk", "narrow", "select", "split", "tensor_split"), narrowed),
+    "__getitem__": indexed,
+}
+"""Name of a function -> its rule."""

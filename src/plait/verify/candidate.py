@@ -1,0 +1,247 @@
+"""The split side of `verify`: one rank trains under the plan and writes down its parts; the parts are put together.
+
+Whatever the layout, a rank holds rectangles of tensors (`tensors/part.py`). Put together they must be the one device's
+tensors, and where ranks hold the same rectangle they must hold the same bits.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from plait.config.errors import PlaitError, proof_stopped
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.data.batch import Batch, weigh
+from plait.engine.build import Built
+from plait.engine.comm_log import BY_DATA, Ledger
+from plait.engine.engine import Engine
+from plait.launch.place import Place
+from plait.parallel.context.sequences import opened_units
+from plait.parallel.fsdp.collectives import directly
+from plait.parallel.order import Charge, Role, charges
+from plait.parallel.precision import forward_format
+from plait.parallel.role import Layout
+from plait.tensors.digest import digests
+from plait.tensors.part import Part
+from plait.verify import formats
+from plait.verify import notes as noting
+from plait.verify import own_batch as ownbatch
+from plait.verify.probes import Trace
+
+GROUPS = ("initial", "gradients", "weights", "buffers", "own_gradients", "own_weights",
+          *(f"formats_{kind}" for kind in ("start", *formats.GROUPS)))  # fmt: skip
+"""What is compared tensor by tensor."""
+
+
+@dataclass
+class Noted:
+    """What a rank notes of its steps."""
+
+    engine: Engine
+    notes: noting.Notes
+    rows: list[dict[str, float]] = field(default_factory=list)
+    ids: list[list[Any]] = field(default_factory=list)
+    held: list[list[Any]] = field(default_factory=list)
+
+    def update(self, batch: Batch, rider: Tensor) -> None:
+        """Take the optimizer's step, with what is held before and after it noted."""
+        engine, parts = self.engine, self.engine.built.parts()
+        self.held.append(["gradient", _held(gradients := self.gradients(), parts)])
+        self.notes.tensors("sum", gradients, parts)
+        told = engine.update(batch, rider)
+        self.held.append(["weight", _held(weights := _weights(engine), parts)])
+        self.notes.tensors("weight", weights, parts)
+        self.rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
+        self.ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of the gradients that are there."""
+        return {n: p.grad for n, p in self.engine.built.own.items() if p.grad is not None}
+
+
+def run(
+    jobs: tuple[Job, Job], plan: Plan, how: tuple[int, str, dict[str, Any]], place: Place, folder: Path
+) -> dict[str, Any]:
+    """Train one rank for (steps, device, facts of the reference) = `how`; its parts go into files, the rest is returned
+    as JSON values. `jobs`: the hard one that is trained, and the user's."""
+    steps, device, facts = how
+    engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
+    built = engine.built
+    notes = noting.of_rank(engine)
+    noted, ledger, priced, role = Noted(engine, notes), Ledger(), list[Charge](), Role()
+    tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
+    source = engine.batches()
+    for step in range(steps):
+        batch = next(source, None)
+        if batch is None:
+            raise PlaitError(proof_stopped(f"after {step} of {steps} steps: nothing is proved"))
+        notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
+        with ledger.watch() if step == 0 else nullcontext():
+            rider = engine.backward(batch)
+        if step == 0:
+            role = role_of(engine, batch)
+            priced = charges(plan, built.whole, role)
+            tensors["gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
+        noted.update(batch, rider)
+    tensors["weights"] = {n: p.detach().clone() for n, p in built.own.items()}
+    tensors["buffers"] = {n: p.tensor.clone() for n, p in built.parts().items() if n not in built.own}
+    seen, told = built.data.seen, notes.told(built, folder / f"noted-{place.rank}.safetensors")
+    with forward_format(plan, torch.float64, built.device.type):
+        metrics = engine.evaluate()
+    own, made = _of_own_size(engine, notes, jobs[1], facts)
+    tensors |= made
+    step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
+    tensors |= made
+    for name, group in tensors.items():
+        file = folder / f"{name}-{place.rank}.safetensors"
+        save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
+    return {
+        "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": built.inexact,
+        "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
+        "notes": opened_units(built.whole),
+        "names": [n for n, _ in engine.model.named_parameters()],
+        "stage": built.at["pp"],
+        **_messages(engine, role, ledger, priced),
+        "varies": built.sketch.host_random and bool(built.sketch.tolls),
+        "idle": sorted(role.idle), "random": list(built.whole.places), "places": len(built.sketch.places), **told,
+        "batch_norms": list(built.sketch.batch_norms),
+        "parts": _ranges(built),
+    }  # fmt: skip
+
+
+def _of_own_size(
+    engine: Engine, notes: noting.Notes, job: Job, facts: dict[str, Any]
+) -> tuple[Noted, dict[str, dict[str, Tensor]]]:
+    """The steps of the job's own size (`verify/own_batch.py`): what is noted, and the tensors. `notes` are closed."""
+    noted, made = Noted(engine, notes), dict[str, dict[str, Tensor]](own_gradients={}, own_weights={})
+    course = ownbatch.Course(engine, job, facts)
+    for batch, far in course.steps():
+        rider = engine.backward(batch)
+        if not noted.rows:
+            made["own_gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
+        norm = engine.norm(rider)[0]
+        course.prepare(len(noted.rows), far)
+        noted.update(batch, rider)
+        noted.rows[-1]["norm"] = norm
+    if noted.rows:
+        made["own_weights"] = dict(engine.built.own)
+    return noted, made
+
+
+def _in_own_formats(
+    job: Job, wanted: tuple[str, int] | None, device: str, place: Place
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """A step in the number formats of the plan (`verify/formats.py`), when a plan and a batch are given: notes, and tensors."""
+    made = {f"formats_{kind}": dict[str, Tensor]() for kind in ("start", *formats.GROUPS)}
+    if wanted is None:
+        return {}, made
+    plan = Plan.parse(wanted[0])
+    engine = Engine(replace(job, batch=wanted[1]), plan, device=device, place=place, on_nan="ignore")
+    ledger = Ledger()
+    built = engine.built
+    if built.scaler is not None:
+        built.scaler.value = formats.SCALE
+    batch = next(engine.batches())
+    with ledger.watch():
+        rider = engine.backward(batch)
+    priced = charges(plan, built.whole, role := role_of(engine, batch))
+    scale = built.scaler.value if built.scaler is not None else 1.0
+    gradient = {
+        n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in built.own.items() if p.grad is not None
+    }
+    losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
+    engine.update(batch, rider)
+    state = formats.states(engine.optimizer, built.names or {})
+    made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
+    return {
+        "parts": _ranges(built),
+        "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
+        **_messages(engine, role, ledger, priced),
+    }, made  # fmt: skip
+
+
+def role_of(engine: Engine, batch: Batch) -> Role:
+    """This rank's role in the step of a batch: without the micro-batches that weigh nothing, which it does not run."""
+    built, plan = engine.built, engine.plan
+    weight = built.job.weight
+    runs = [batch.micro[i] for i in engine.runs(batch, [weigh(weight, micro) for micro in batch.micro])]
+    layout = Layout.of(plan, built.pipe.stages.sketch, built.job.stages) if built.pipe else None
+    samples = tuple(micro.count or int(built.together == "sample") for micro in runs)
+    trained = [(u.name, [built.own[n] for n in u.parameters if n in built.own]) for u in built.sketch.units]
+    idle = (name for name, own in trained if any(p.requires_grad for p in own) and all(p.grad is None for p in own))
+    courses = tuple(built.pipe.courses) if built.pipe else ()
+    return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle), courses, directly(built.device))
+
+
+def _messages(engine: Engine, role: Role, ledger: Ledger, priced: list[Charge]) -> dict[str, Any]:
+    """What a rank sent, and what its price says. `alike`: on what that depends beside the plan; ranks of which it is the
+    same make the same calls."""
+    built = engine.built
+    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
+    return {
+        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role), held_experts],
+        "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
+        "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+    }  # fmt: skip
+
+
+def _ranges(built: Built) -> dict[str, list[Any]]:
+    """Of which whole each tensor of a rank is a part: name -> [shape, ranges]."""
+    return {name: [part.shape, part.ranges] for name, part in built.parts().items()}
+
+
+def _crossings(role: Role) -> list[str]:
+    """What of a rank's passes makes its messages unlike those of ranks with other samples: sizes that are not the sketch's."""
+    return [
+        str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)])
+        for c, n in zip(role.courses, role.samples)
+    ]
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    """What a rank holds after an update: parameters, buffers and the optimizer's tensors `name (optimizer key)`."""
+    built = engine.built
+    found = {name: part.tensor for name, part in built.parts().items()}
+    for parameter, state in engine.optimizer.state.items():
+        name = (built.names or {})[id(parameter)]
+        found |= {f"{name} (optimizer {k})": v for k, v in state.items() if isinstance(v, Tensor)}
+    return found
+
+
+def _held(tensors: dict[str, Tensor], parts: dict[str, Part]) -> dict[str, int]:
+    """A digest of each tensor, by its name and where its part begins and ends."""
+    rows = digests(list(tensors.items())).tolist()
+    keys = {n: parts[n.partition(" (")[0]] for n in tensors}
+    return {f"{n} @{keys[n].ranges}{tuple(t.shape)}": row for (n, t), row in zip(tensors.items(), rows)}
+
+
+def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
+    """The ranks' parts put together. Elements that no rank holds are NaN. Notes in `ranks` what copies differ in."""
+    first: dict[tuple[int, str], int] = {}
+    for r in ranks:
+        r["drifted"] = []
+        for i, (what, digest) in enumerate(r["held"]):
+            for key, value in digest.items():
+                if first.setdefault((i, key), value) != value:
+                    r["drifted"].append([i // 2 + 1, what, key.partition(" @")[0]])
+    groups: dict[str, dict[str, Tensor]] = {name: {} for name in GROUPS}
+    for name, group in groups.items():
+        for rank, r in enumerate(ranks):
+            for key, tensor in load_file(folder / f"{name}-{rank}.safetensors").items():
+                parts = r["formats"]["parts"] if name.startswith("formats") else r["parts"]
+                shape, ranges = parts[key.partition("|")[0]]
+                if key not in group:
+                    group[key] = (
+                        torch.full(shape, float("nan"), dtype=tensor.dtype)
+                        if tensor.is_floating_point()
+                        else torch.zeros(shape, dtype=tensor.dtype)
+                    )
+                for piece in Part(tensor, tuple(shape), tuple(ranges)).pieces():
+                    piece.inside(group[key]).copy_(piece.tensor)
+    named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage names its own layers
+    return Trace(facts={**ranks[0], "inexact": list(named)}, **groups)

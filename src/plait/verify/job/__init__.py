@@ -1,0 +1,1 @@
+"""job: say here what lives in this folder, a line for each file."""

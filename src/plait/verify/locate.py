@@ -1,0 +1,465 @@
+"""Where a difference begins: the rows that both sides of a proof noted, compared in the order of a training step.
+
+First the samples, then forward, unit by unit: what a unit is given, the weights it uses, what it returns. Then backward
+from the loss on, then each parameter's gradient on a rank alone, then its sum over ranks, the norm, and what the optimizer
+made of it. Whatever is wrong first is where the fault is; what is wrong after it follows from it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config.plan import Plan
+from plait.verify.notes import SHARE, Noted, key
+from plait.verify.probes import TOLERANCE
+from plait.verify.sum_faults import Sum, explained
+
+FLOOR = 1e-5
+"""A gradient that is truly zero is judged beside the largest of its step, at this share of it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first thing that is wrong. `axes`: those whose messages may have made it so."""
+
+    kind: str
+    """data, between, gather, forward, message, recompute, loss, backward, backward message, weights, reduction,
+    accumulation, clip, optimizer."""
+    step: int
+    unit: str = ""
+    name: str = ""
+    """A parameter."""
+    axes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    micros: tuple[int, ...] = ()
+    size: float = 0.0
+    """The relative difference."""
+    how: str = ""
+    after: str = ""
+    """The unit behind it in the same direction: of a message, the one that received it."""
+    everywhere: bool = False
+    """On all ranks and in all micro-batches."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `plait verify --json` has it; steps count from 1, ranks and micro-batches from 0."""
+        return {
+            "kind": self.kind, "step": self.step + 1, "unit": self.unit, "parameter": self.name, "axes": list(self.axes),
+            "ranks": list(self.ranks), "micro_batches": list(self.micros), "relative": self.size, "how": self.how,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One row that is not the reference's: of which rank and micro-batch, by how much, and both."""
+
+    rank: int
+    micro: int
+    size: float
+    expected: Tensor
+    actual: Tensor
+
+
+@dataclass
+class Sides:
+    """Both sides' notes, and what the ranks told."""
+
+    one: Noted
+    ranks: list[Noted]
+    told: list[dict[str, Any]]
+    expected: dict[str, Any]
+    plan: Plan
+    index: dict[tuple[str, ...], list[tuple[int, int, str]]] = field(default_factory=dict)
+    """(step, what, name, call, leaf) -> (rank, micro-batch, key) of each row of a rank."""
+
+    @staticmethod
+    def load(folder: Path, told: list[dict[str, Any]], expected: dict[str, Any], plan: Plan) -> "Sides":
+        """As `verify` left them in its folder."""
+        ranks = [Noted.load(folder / f"noted-{rank}.safetensors") for rank in range(len(told))]
+        sides = Sides(Noted.load(folder / "noted.safetensors"), ranks, told, expected, plan)
+        for rank, notes in enumerate(ranks):
+            for known in notes.rows:
+                *what, micro = known.split("|")
+                if micro:
+                    sides.index.setdefault(tuple(what), []).append((rank, int(micro), known))
+        return sides
+
+    def places(self, step: int, what: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """What the reference noted in a step, in order: (what, name, call, leaf)."""
+        found = (tuple(known.split("|")) for known in self.one.rows)
+        return [row[1:5] for row in found if row[0] == str(step) and row[1] in what]
+
+    def of(self, step: int, *where: str) -> list[tuple[int, int, str]]:
+        """The ranks' rows of one place: (rank, micro-batch, key)."""
+        return self.index.get((str(step), *where), [])
+
+    def wrong(self, step: int, where: tuple[str, ...], what: str = "", floor: float = 0.0) -> list[Wrong]:
+        """The ranks' rows that are not the reference's, of one place; of what the ranks noted as `what`, if given."""
+        known = "|".join((str(step), *where, "0"))
+        row, about = self.one.rows[known], self.one.about[known]
+        scale = max(float(row.abs().max()), floor, 1e-300)
+        found, partial = [], dict[tuple[int, int, int], list[Wrong]]()
+        for rank, micro, mine in self.of(step, what or where[0], *where[1:]):
+            notes = self.ranks[rank]
+            expected, split = _placed(row, about, notes.about[mine])
+            actual = notes.rows[mine]
+            if expected is None or expected.shape != actual.shape:
+                continue
+            one = Wrong(rank, micro, _apart(expected, actual, scale), expected, actual)
+            at, cut = self.plan.at(rank), notes.about[mine][3]
+            if split and (cut != SHARE or where[0] != "back"):
+                partial.setdefault((self.plan.share(rank), micro, at["cp"]), []).append(one)
+            elif where[0] == "back" and self.plan.cp > 1 and cut == -1:
+                partial.setdefault((self.plan.share(rank), micro, at["tp"]), []).append(one)
+            elif not one.size <= TOLERANCE:
+                found.append(one)
+        for rows in partial.values():  # shares of a sum, or parts of vectors
+            total = torch.stack([one.actual for one in rows]).sum(0)
+            size = _apart(rows[0].expected, total, scale)
+            if not size <= TOLERANCE and any(not one.size <= TOLERANCE for one in rows):
+                found += [replace(one, size=size) for one in rows]
+        return found
+
+
+def _apart(a: Tensor, b: Tensor, scale: float) -> float:
+    difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
+    return difference if difference == difference else float("inf")
+
+
+def _placed(row: Tensor, one: list[Any], mine: list[Any]) -> tuple[Tensor | None, bool]:
+    """The rows of the reference that a rank's should be, None where that cannot be told; and whether they are shares."""
+    (_, batch, whole, *_), (first, count, shape, cut, ranges) = one, mine
+    if len(whole) != len(shape):
+        return None, False
+    differ = [d for d, (a, b) in enumerate(zip(whole, shape)) if a != b]
+    if len(differ) > 1 or (differ and whole[differ[0]] * count != shape[differ[0]] * batch):
+        return None, False
+    if differ and differ[0] == len(whole) - 1 and len(whole) > 1:
+        return None, False
+    if differ and whole[differ[0]] % batch:
+        return None, False
+    if differ:
+        each = whole[differ[0]] // batch
+        row = row.narrow(differ[0], first * each, count * each)
+    if cut < 0:
+        return row, cut == SHARE
+    if cut == len(whole) - 1:
+        return row, True
+    if max(start + length for start, length in ranges) > row.shape[cut]:
+        return None, False
+    return torch.cat([row.narrow(cut, start, length) for start, length in ranges], cut), False
+
+
+def beginning(sides: Sides) -> Finding | None:
+    """The first thing that is wrong; None when nothing that was noted is."""
+    for step in range(len(sides.expected["rows"])):
+        if _padded_apart(sides, step):
+            return None
+        for look in (_data, _forward, _again, _backward, _gradients, _norm, _updated):
+            found = look(sides, step)
+            if found is not None:
+                return found
+    return None
+
+
+def _padded_apart(sides: Sides, step: int) -> bool:
+    """Whether a rank's samples have other lengths than on one device: then no unit's values can be compared."""
+    for where in sides.places(step, ("data",)):
+        shape = sides.one.about["|".join((str(step), *where, "0"))][2]
+        for rank, _, mine in sides.of(step, *where):
+            _, _, found, cut, _ = sides.ranks[rank].about[mine]
+            if cut == -1 and len(found) == len(shape) > 1 and found[1:] != shape[1:]:
+                return True
+    return False
+
+
+def _finding(kind: str, step: int, wrong: list[Wrong], all_: int, **more: Any) -> Finding:
+    ranks, micros = sorted({w.rank for w in wrong}), sorted({w.micro for w in wrong})
+    whole = len(wrong) >= all_
+    size = max(w.size for w in wrong)
+    return Finding(kind, step, ranks=tuple(ranks), micros=tuple(micros), size=size, everywhere=whole, **more)
+
+
+def _data(sides: Sides, step: int) -> Finding | None:
+    for where in sides.places(step, ("data",)):
+        if wrong := sides.wrong(step, where):
+            return _finding("data", step, wrong, len(sides.of(step, *where)))
+    return None
+
+
+# — forward —
+
+
+def _forward(sides: Sides, step: int) -> Finding | None:
+    before = ""
+    for where in sides.places(step, ("in", "out")):
+        what, unit = where[0], where[1]
+        gathered = _weights(sides, step, unit, "used") if what == "out" else None
+        if gathered is not None:
+            return gathered
+        if wrong := sides.wrong(step, where):
+            many, axes = len(sides.of(step, *where)), _inside(sides, unit)
+            if what == "in":
+                return _finding("between", step, wrong, many, unit=unit, after=before, axes=_inside(sides, ""))
+            return _finding("forward", step, wrong, many, unit=unit, axes=axes, how=_how(sides, step, where, wrong))
+        if what == "out" and (wrong := sides.wrong(step, where, "got")):
+            many, how = len(sides.of(step, "got", *where[1:])), _how(sides, step, where, wrong)
+            return _finding("message", step, wrong, many, unit=unit, axes=("pp",), how=how)
+        before = unit if what == "out" else before
+    return None
+
+
+def _inside(sides: Sides, unit: str) -> tuple[str, ...]:
+    """The axes whose messages a unit's own forward pass waits for; of the code between units, without a name."""
+    norms = sides.told[0]["batch_norms"]
+    found = [axis for axis in ("cp", "tp") if getattr(sides.plan, axis) > 1]
+    found += ["ep"] if sides.plan.ep > 1 and (not unit or _mixes(sides, unit)) else []
+    if any(norm == unit or norm.startswith(f"{unit}.") for norm in norms if unit):
+        found += [axis for axis in ("dp", "fsdp") if getattr(sides.plan, axis) > 1]
+    return tuple(found)
+
+
+def _mixes(sides: Sides, unit: str) -> bool:
+    """Whether experts of a unit are shared out: its parameters are not on all ranks, or not whole."""
+    names = [{n for n in r["parts"] if n.startswith(f"{unit}.")} for r in sides.told]
+    cut = any(r["parts"][n][1] != sides.told[0]["parts"][n][1] for r in sides.told for n in names[0] if n in r["parts"])
+    return cut or any(found != names[0] for found in names)
+
+
+def _weights(sides: Sides, step: int, unit: str, what: str) -> Finding | None:
+    """Whether a unit uses other weights than the ranks hold: those that were gathered."""
+    for known in [k for k in sides.index if k[:2] == (str(step), what)]:
+        if known[2] != unit and not known[2].startswith(f"{unit}."):
+            continue
+        wrong = list[Wrong]()
+        for rank, micro, mine in sides.index[known]:
+            held, used = _held(sides, step, known[2], rank), sides.ranks[rank].rows[mine]
+            if held is not None:
+                wrong.append(Wrong(rank, micro, _apart(held, used, max(float(held.abs().max()), 1e-300)), held, used))
+        if bad := [w for w in wrong if not w.size <= TOLERANCE]:
+            return _finding("gather", step, bad, len(wrong), unit=unit, name=known[2], axes=("fsdp",))
+    return None
+
+
+def _held(sides: Sides, step: int, name: str, rank: int) -> Tensor | None:
+    """The row of what a rank gathers of a weight, from the parts that it and others hold of it before a step; None where that
+    is not known: of initial weights, where they are cut by another way than into shards."""
+    if step == 0:
+        return sides.one.rows.get(key(0, "initial", name)) if sides.plan.tp * sides.plan.ep == 1 else None
+    known, found = key(step - 1, "weight", name), dict[str, Tensor]()
+    for notes, told in zip(sides.ranks, sides.told):
+        if (
+            known in notes.rows
+            and name in told["parts"]
+            and told["given"].get(name) == sides.told[rank]["given"].get(name)
+        ):
+            found.setdefault(str(told["parts"][name][1]), notes.rows[known])
+    return torch.stack(list(found.values())).sum(0) if found else None
+
+
+def _how(sides: Sides, step: int, where: tuple[str, ...], wrong: list[Wrong]) -> str:
+    """What the wrong value is in relation to the right one, or to another that was there."""
+    one = wrong[0]
+    if (factor := _factor(one.expected, one.actual)) is not None:
+        return "it is zero" if factor == 0 else f"it is {factor:.7g} times what it should be"
+    for what in (where[0], "got"):
+        for other in (step, step - 1):
+            for rank, micro, known in sides.of(other, what, *where[1:]):
+                row = sides.ranks[rank].rows[known]
+                if (
+                    (other, micro) != (step, one.micro)
+                    and row.shape[1:] == one.actual.shape[1:]
+                    and min(map(len, (row, one.actual)))
+                ):
+                    rows = min(len(row), len(one.actual))
+                    if _apart(row[:rows], one.actual[:rows], max(float(row.abs().max()), 1e-300)) <= TOLERANCE:
+                        return (
+                            f"it is that of micro-batch {micro}" if other == step else "it is that of the step before"
+                        )
+    return ""
+
+
+def _factor(expected: Tensor, actual: Tensor) -> float | None:
+    """actual / expected where that is one number."""
+    squares = float((expected * expected).sum())
+    if not squares:
+        return None
+    factor = float((expected * actual).sum()) / squares
+    scale = max(float(actual.abs().max()), float(expected.abs().max()))
+    same = float((actual - factor * expected).abs().max()) <= 1e-8 * scale
+    return (round(factor, 9) + 0.0) if same else None
+
+
+def _again(sides: Sides, step: int) -> Finding | None:
+    """A unit that computed something else when its forward ran again."""
+    found = [
+        (known, rank, micro)
+        for known, rows in sides.index.items()
+        if known[:2] == (str(step), "again")
+        for rank, micro, _ in rows
+    ]
+    if not found:
+        return None
+    ranks, micros = sorted({r for _, r, _ in found}), sorted({m for _, _, m in found})
+    unit = found[0][0][2]
+    return Finding("recompute", step, unit, ranks=tuple(ranks), micros=tuple(micros))
+
+
+# — backward —
+
+
+def _backward(sides: Sides, step: int) -> Finding | None:
+    places = sides.places(step, ("out",))[::-1]
+    rows = [sides.one.rows.get(key(step, "back", *(p[1], int(p[2]), int(p[3])))) for p in places]
+    floor = FLOOR * max((float(row.abs().max()) for row in rows if row is not None), default=0.0)
+    calls = list(dict.fromkeys((where[1], where[2]) for where, row in zip(places, rows) if row is not None))
+    for where, row in zip(places, rows):
+        if row is None:
+            continue
+        back, unit = ("back", *where[1:]), where[1]
+        wrong = sides.wrong(step, back, floor=floor)
+        if not wrong:
+            continue
+        turn, many, how = calls.index((unit, where[2])), len(sides.of(step, *back)), _how(sides, step, back, wrong)
+        if turn == 0:
+            return _finding("loss", step, wrong, many, unit=unit, how=how, axes=_inside(sides, "")[:2])
+        after = calls[turn - 1][0]
+        if gathered := _weights(sides, step, after, "used back"):
+            return gathered
+        taken = sides.of(step, "got back", *where[1:])
+        if taken and not sides.wrong(step, back, "got back", floor):
+            return _finding("backward message", step, wrong, many, unit=unit, after=after, axes=("pp",), how=how)
+        axes = tuple(dict.fromkeys((*_inside(sides, after), *_inside(sides, unit))))
+        return _finding("backward", step, wrong, many, unit=after, after=unit, axes=axes, how=how)
+    return None
+
+
+# — gradients of parameters —
+
+
+def _gradients(sides: Sides, step: int) -> Finding | None:
+    names = [where[1] for where in sides.places(step, ("sum",))]
+    largest = max((float(sides.one.rows[key(step, "sum", n)].abs().max()) for n in names), default=0.0)
+    found = []
+    for name in names:
+        one = Sum.of(sides, step, name, FLOOR * largest)
+        if one is not None and one.local_is_wrong:
+            how, ranks = one.of_one_rank()
+            unit = next((u for u in _units(sides, step) if name.startswith(f"{u}.")), "")
+            axes = _inside(sides, unit)
+            return Finding("weights", step, unit, name, axes, ranks, size=one.local, how=how)
+        found.append(one)
+    for name, one in zip(names, found):
+        if one is not None and one.wrong:
+            told = explained(one)
+            return Finding(told.kind, step, "", name, told.axes, told.ranks, told.micros, told.size, told.how)
+    return None
+
+
+def _units(sides: Sides, step: int) -> Iterator[str]:
+    return (where[1] for where in sides.places(step, ("out",)))
+
+
+# — the update —
+
+
+def _norm(sides: Sides, step: int) -> Finding | None:
+    expected = sides.expected["rows"][step]["norm"]
+    wrong = []
+    for rank, told in enumerate(sides.told):
+        norm = told["rows"][step]["norm"]
+        size = abs(norm - expected) / max(abs(expected), 1e-300)
+        if not size <= TOLERANCE:
+            wrong.append((rank, norm, size))
+    if not wrong:
+        return None
+    how = f"{wrong[0][1]:.6g} instead of {expected:.6g}"
+    whole = len(wrong) == len(sides.told)
+    return Finding("clip", step, ranks=tuple(r for r, *_ in wrong), size=wrong[0][2], how=how, everywhere=whole)
+
+
+def _updated(sides: Sides, step: int) -> Finding | None:
+    """What the optimizer made: its state first, then the weights; in the order of the parameters."""
+    places = sides.places(step, _kinds(sides, step))
+    moved = _largest_move(sides, step)
+    states = [where for where in places if where[0] != "weight"]
+    largest = dict[str, float]()
+    for kind, name, *_ in states:
+        largest[kind] = max(largest.get(kind, 0.0), float(sides.one.rows[key(step, kind, name)].abs().max()))
+    bad = [where for where in states if _differs(sides, step, where, FLOOR * largest[where[0]])]
+    wrong_states = {where[1]: where[0] for where in reversed(bad)}
+    wrong = [where for where in places if where[0] == "weight" and _differs(sides, step, where, moved)]
+    named = [where[1] for where in wrong] + list(wrong_states)
+    if not named:
+        return None
+    order = [where[1] for where in sides.places(step, ("weight",))]
+    name = min(named, key=order.index)
+    ranks = _ranks_apart(sides, step, "weight" if any(w[1] == name for w in wrong) else wrong_states[name], name)
+    how = f"{len(set(named))} of {len(order)} parameters"
+    if name in wrong_states:
+        how += f", beginning with its {wrong_states[name].removeprefix('state ')}"
+    elif (told := _moved(sides, step, name)) is not None:
+        how += told
+    size = max((_differs(sides, step, where, moved) for where in wrong), default=0.0)
+    return Finding("optimizer", step, name=name, ranks=ranks, size=size, how=how, everywhere=not ranks)
+
+
+def _kinds(sides: Sides, step: int) -> tuple[str, ...]:
+    found = (known.split("|")[:2] for known in sides.one.rows)
+    return tuple(dict.fromkeys(what for at, what in found if at == str(step) and what.startswith(("state ", "weight"))))
+
+
+def _largest_move(sides: Sides, step: int) -> float:
+    """The largest change of a weight's row in a step: an update is judged beside the others' updates."""
+    names = [where[1] for where in sides.places(step, ("weight",))]
+    rows = [(_before(sides, step, n), sides.one.rows[key(step, "weight", n)]) for n in names]
+    return max((float((b - a).abs().max()) for a, b in rows if a is not None), default=0.0)
+
+
+def _before(sides: Sides, step: int, name: str) -> Tensor | None:
+    return sides.one.rows.get(key(step - 1, "weight", name) if step else key(0, "initial", name))
+
+
+def _differs(sides: Sides, step: int, where: tuple[str, ...], floor: float) -> float:
+    """The relative difference of a weight or state, as far as it is larger than rounding; else 0."""
+    known, name = key(step, where[0], where[1]), where[1]
+    expected = sides.one.rows[known]
+    scale = max(float(expected.abs().max()), floor, 1e-300)
+    worst = 0.0
+    groups: dict[str, list[Tensor]] = {}
+    for notes, told in zip(sides.ranks, sides.told):
+        if known in notes.rows and name in told["parts"]:
+            groups.setdefault(str(told["parts"][name][1]), []).append(notes.rows[known])
+    if not groups:
+        return 0.0
+    if len(expected) == 1 and where[0] != "weight":  # a count of steps, the same on each part
+        return max(
+            (w for rows in groups.values() for r in rows if (w := _apart(expected, r, scale)) > TOLERANCE), default=0.0
+        )
+    for turn in range(max(map(len, groups.values()))):
+        total = torch.stack([rows[min(turn, len(rows) - 1)] for rows in groups.values()]).sum(0)
+        worst = max(worst, _apart(expected, total, scale))
+    return worst if not worst <= TOLERANCE else 0.0
+
+
+def _ranks_apart(sides: Sides, step: int, what: str, name: str) -> tuple[int, ...]:
+    """The ranks whose copy is wrong while another's is right; none when they are alike, or hold parts."""
+    known, expected = key(step, what, name), sides.one.rows[key(step, what, name)]
+    scale, rows = max(float(expected.abs().max()), 1e-300), [notes.rows.get(known) for notes in sides.ranks]
+    bad = [r for r, row in enumerate(rows) if row is not None and not _apart(expected, row, scale) <= TOLERANCE]
+    return tuple(bad) if len(bad) < len([1 for row in rows if row is not None]) else ()
+
+
+def _moved(sides: Sides, step: int, name: str) -> str | None:
+    """The step's change of a weight beside the right one."""
+    before, after = _before(sides, step, name), sides.one.rows[key(step, "weight", name)]
+    mine = next((n.rows[key(step, "weight", name)] for n in sides.ranks if key(step, "weight", name) in n.rows), None)
+    if before is None or mine is None or mine.shape != after.shape:
+        return None
+    factor = _factor(after - before, mine - before)
+    if factor is None:
+        return None
+    return ", which do not move" if factor == 0 else f", whose change is {factor:.7g} times what it should be"

@@ -1,0 +1,362 @@
+"""The second part of `verify`: after the small, hard batches, batches of the job's own size, of chosen samples.
+
+What depends on how many samples come together (a capacity, a hardest-k, a branch on the batch's size) is not met by
+small batches, and what depends on a rare value not by any few samples. So the run goes on, in the same processes, with
+
+    own steps    batches of the job's own size and lengths, the job's own clipping; the first of them has the samples
+                 with the largest and the smallest numbers and lengths of those that were looked at
+    a far step   a small batch again, all weights made 4 times as large, so that losses and outputs leave the range they began
+                 in, and gradients made 1,000 times as large for the optimizer, which may clip inside
+
+A step costs what a step of the job costs on one device in float64. There are two where time allows, else one. Where even
+one takes too long or does not fit, its batch is the largest that does, and the verdict says so.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from plait.config.errors import PlaitError, proof_stopped
+from plait.config.job import Evaluate, Job
+from plait.data.batch import is_map, opened
+from plait.engine.engine import Engine
+from plait.randomness.keyed import host_state, permutation, restore_host
+from plait.tensors.torch_private import tree_leaves
+from plait.verify import reference
+from plait.verify.probes import TOLERANCE, Probe, Trace, scale_of, tensors
+
+STEPS = 2
+FAR, HUGE = 4.0, 1000.0
+"""Factors on the weights and on the gradients of the last step."""
+EPS = 1e-6
+"""Adam's eps is at least this share of the gradients' norm."""
+SECONDS = 0.5
+"""What all of it may take on one device, unless `--full`."""
+LOOKED_AT = 256
+"""So many samples are looked at for extreme ones."""
+LOOKING = 0.3
+"""Or so many seconds long."""
+SHARE = 0.5
+"""Of the free memory, for what one device keeps for backward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """Which batches are tried: numbers that travel between processes."""
+
+    batch: int
+    steps: int
+    """Before the far one."""
+    wanted: int
+    """The job's own batch."""
+    ids: tuple[int, ...] = ()
+    """Of the samples in the job's data, in the order in which they are numbered here; none of an iterable, of which the
+    first are read."""
+    short: str = ""
+    """Why the batch is smaller than the job's."""
+    far: int = 1
+    """Samples of the far step, the epoch's last and short batch."""
+
+    @property
+    def samples(self) -> int:
+        """So many are read."""
+        return self.steps * self.batch + self.far
+
+    @property
+    def told(self) -> str:
+        """For the verdict."""
+        far = f"one of {self.far} with weights × {FAR:g} and gradients × {HUGE:g}"
+        if not self.steps:
+            return f"then {far}; the job's own batch of {self.wanted} was not tried: {self.short}"
+        small = f" of the job's {self.wanted} ({self.short})" if self.batch < self.wanted else ""
+        return f"then {self.steps} of {self.batch}{small}, clipped as the job does; then {far}"
+
+
+def planned(job: Job, one: reference.OneDevice, seconds: float) -> Own:
+    """The batches to try, by what a sample took in the steps that were made. `job`: as the user wrote it."""
+    each, small = min(one.seconds[1:] or one.seconds), one.job.batch
+    data = opened(job.data)
+    length = len(data) if is_map(data) else math.inf
+    affordable = math.inf if seconds == math.inf else int(seconds / max(each, 1e-9)) - small
+    fits = int(SHARE * psutil.virtual_memory().available / max(one.kept, 1.0))
+    batch = int(min(job.batch, affordable, fits, length))
+    steps = int(min(STEPS, affordable / batch, length / batch)) if batch == job.batch else int(batch > small)
+    if fits < min(affordable, length):
+        short = "of memory"
+    elif length < affordable:
+        short = f"there are {length} samples"
+    else:
+        short = f"a step of it takes {each * job.batch:.1f} s (--full)"
+    own = Own(batch if steps else small, steps, job.batch, (), short, int(min(small, length)))
+    return dataclasses.replace(own, ids=_chosen(data, job, own))
+
+
+def _chosen(data: Any, job: Job, own: Own) -> tuple[int, ...]:
+    """Samples of the data, numbered so that the order of an epoch, and the far step's batch, begin with the extreme ones;
+    of an iterable none."""
+    if not is_map(data):
+        return ()
+    length, count = len(data), max(own.steps * own.batch, own.far)
+    looked = sorted({i * length // LOOKED_AT for i in range(LOOKED_AT)})
+    state, rows, began = host_state(), list[list[float]](), time.perf_counter()
+    for i in looked:
+        rows.append(_sizes(reference.seeded(job, 0, i, lambda i=i: data[i])))
+        if time.perf_counter() - began > LOOKING:
+            break
+    restore_host(state)
+    looked = looked[: len(rows)]
+    extreme: list[int] = []
+    for column in zip(*rows) if len({len(row) for row in rows}) == 1 else ():
+        extreme += [looked[max(range(len(looked)), key=column.__getitem__)]]
+        extreme += [looked[min(range(len(looked)), key=column.__getitem__)]]
+    first = list(dict.fromkeys(extreme))[: count // 4]
+    spread = (i * length // count for i in range(count))
+    wanted = list(dict.fromkeys([*first, *spread, *range(length)]))[:count]
+    wanted = [*wanted[: own.steps * own.batch], *wanted[: own.far]]
+    found = dict(zip(permutation(job.seed, 0, own.samples).tolist(), wanted))
+    return tuple(found[i] for i in range(own.samples))
+
+
+def _sizes(sample: Any) -> list[float]:
+    """Length, largest and smallest number of each tensor of a sample."""
+    found: list[float] = []
+    for leaf in tree_leaves(sample):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            found += [float(leaf.numel()), float(leaf.max()), float(leaf.min())]
+    return [float(len(tree_leaves(sample))), *found]
+
+
+class Picked:
+    """Some samples of a data set."""
+
+    def __init__(self, data: Any, ids: tuple[int, ...]):
+        self.data, self.ids, self.seen = data, ids, dict[int, float]()
+        if hasattr(data, "collate"):
+            self.collate = data.collate
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.data[self.ids[i]]
+
+
+class FirstOf:
+    """The first samples of an iterable."""
+
+    def __init__(self, data: Any, length: int):
+        self.data, self.length, self.seen = data, length, dict[int, float]()
+        for name in ("collate", "set_epoch"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.data), self.length)
+
+
+def held_out(wanted: Evaluate | None, length: int) -> Evaluate | None:
+    """The first samples of the job's held-out data."""
+    if wanted is None:
+        return None
+
+    def data() -> Any:
+        found = opened(wanted.data, "Evaluate(data=…)")
+        if is_map(found):
+            return Picked(found, tuple(range(min(length, len(found)))))
+        return FirstOf(found, length)
+
+    return dataclasses.replace(wanted, data=data)
+
+
+def of_own_size(job: Job, hard: Job, own: Own) -> Job:
+    """The hard job with batches of the job's own size, and its own clipping."""
+
+    def data() -> Any:
+        found = opened(job.data)
+        return Picked(found, own.ids) if is_map(found) else FirstOf(found, own.samples)
+
+    return dataclasses.replace(hard, batch=own.batch, clip=job.clip, data=data)
+
+
+def on_one_device(job: Job, one: reference.OneDevice, seconds: float) -> dict[str, Any]:
+    """The held-out metrics, then the steps of the job's own size: what `train` adds to what it did."""
+    out: dict[str, Any] = {"metrics": reference.evaluate(one), "own": None, "own_gradients": {}, "own_weights": {}}
+    if not seconds:
+        return out
+    own = planned(job, one, seconds)
+    out["own"] = dataclasses.asdict(own)
+    one.job = of_own_size(job, one.job, own)
+    data, rows, ids = one.job.data(), list[dict[str, Any]](), list[list[int]]()
+    stream = reference.samples(one.job, data)
+    for step in range(own.steps + 1):
+        read, far = next(stream), step == own.steps
+        if far:
+            _far(one.parameters)
+        _, _, loss = one.passes(data, read)
+        if step == 0:
+            out["own_gradients"] = reference.gradients(one.model)
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in one.parameters if p.grad is not None]))
+        if far and not (math.isfinite(norm) and math.isfinite(float(loss))):
+            break
+        limit = math.inf if far or job.clip is None else job.clip
+        if far:
+            _enlarged(one.parameters)
+        _steady(one.optimizer, norm * HUGE if far else norm)
+        rows.append(one.update(read, loss, limit) | {"norm": norm})
+        ids.append(read[1])
+    out["own_weights"] = {n: p.detach().clone() for n, p in one.model.named_parameters()}
+    return out | {"own_rows": rows, "own_ids": ids}
+
+
+def _far(parameters: list[Any]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(FAR)
+
+
+def _enlarged(parameters: list[Any]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(HUGE)
+
+
+def _steady(optimizer: torch.optim.Optimizer, norm: float) -> None:
+    """Adam's eps grows with the gradients, so that the rounding of one that is truly zero stays below it."""
+    for group in optimizer.param_groups:
+        if isinstance(group.get("eps"), float):
+            group["eps"] = max(group["eps"], EPS * norm)
+
+
+class Course:
+    """The same steps on a rank of the split run."""
+
+    def __init__(self, engine: Engine, job: Job, facts: dict[str, Any]):
+        self.engine, self.facts = engine, facts
+        self.own = Own(**facts["own"]) if facts["own"] else None
+        if self.own is not None:
+            engine.job = engine.built.job = of_own_size(job, engine.job, self.own)
+            engine.built.data = engine.job.data()
+            engine.position = dataclasses.replace(engine.position, epoch=0, start=0, state=None)
+
+    def steps(self) -> Iterator[tuple[Any, bool]]:
+        """The batches, and whether each is that of the far step."""
+        if self.own is None:
+            return
+        source, count = self.engine.batches(), len(self.facts["own_rows"])
+        for step in range(count):
+            batch = next(source, None)
+            if batch is None:
+                raise PlaitError(proof_stopped("in the steps of the job's own size"))
+            far = step == self.own.steps
+            if far:
+                self.engine.job = dataclasses.replace(self.engine.job, clip=None)
+                _far([p for p in self.engine.built.own.values() if p.requires_grad])
+                self.engine.built.refresh()
+            yield batch, far
+
+    def prepare(self, step: int, far: bool) -> None:
+        """Before the optimizer's step: in the far one the gradients that `backward` left are made larger."""
+        norm = self.facts["own_rows"][step]["norm"]
+        if far:
+            _enlarged([p for p in self.engine.built.own.values() if p.requires_grad])
+        _steady(self.engine.optimizer, norm * HUGE if far else norm)
+
+
+def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple[Probe, ...]:
+    """What of the evaluation and of the steps of the job's own size differs."""
+    found = [_metrics(expected.facts["metrics"], r["metrics"]) for r in ranks]
+    probes = [max(found, key=lambda p: p.worst)] if expected.facts["metrics"] else []
+    if not expected.own_weights:
+        return tuple(probes)
+    names, own = actual.facts["names"], Own(**expected.facts["own"])
+    wrong, title = (
+        _rows(expected.facts["own_rows"], ranks[0]["own_rows"], own.steps),
+        "own batch" if own.steps else "far step",
+    )
+    for step, ids in enumerate(expected.facts["own_ids"]):
+        given = [i for r in ranks if not any(r["alike"][:3]) for i in r["own_ids"][step]]
+        if given != ids:
+            detail = f"{len(given)} samples instead of {len(ids)}"
+            probes.append(Probe("D2", f"samples, {title}", 1, 0, f"step {step + 1}", detail))
+    before = expected.own_gradients
+    probes += [
+        tensors("G2", f"gradients, {title}", before, actual.own_gradients, names, scale_of(before)),
+        wrong,
+        tensors("W2", f"weights, {title}", expected.own_weights, actual.own_weights, names, _moved(expected)),
+    ]
+    return tuple(probes)
+
+
+def _moved(expected: Trace) -> float:
+    """The largest movement of any weight since the small batches."""
+    pairs = [(t, expected.weights[n]) for n, t in expected.own_weights.items() if t.numel()]
+    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+
+
+def _metrics(expected: dict[str, float], actual: dict[str, float]) -> Probe:
+    worst, name, detail = 0.0, "", ""
+    for key in expected.keys() | actual.keys():
+        a, b = expected.get(key, math.nan), actual.get(key, math.nan)
+        off = 0.0 if a == b or (a != a and b != b) else abs(a - b) / max(abs(a), 1e-300)
+        off = off if off == off else math.inf
+        if off >= worst:
+            worst, name = off, key
+            detail = f"{b:.6g} instead of {a:.6g}" if off > TOLERANCE else ""
+    return Probe("E", "evaluation", worst, name=name, detail=detail)
+
+
+def _rows(expected: list[dict[str, float]], actual: list[dict[str, float]], steps: int) -> Probe:
+    """Loss and norm of each step; so many are not the far one."""
+    title = f"loss and norm, {'own batch' if steps else 'far step'}"
+    for step, (a, b) in enumerate(zip(expected, actual), 1):
+        for key in ("loss", "norm"):
+            off = abs(a[key] - b[key]) / max(abs(a[key]), 1e-300)
+            off = off if off == off else math.inf
+            if off > TOLERANCE:
+                where = "the far step" if step > steps else f"step {step}"
+                return Probe(
+                    "U3",
+                    title,
+                    off,
+                    name=f"{key}, {where}",
+                    detail=f"{b[key]:.6g} instead of {a[key]:.6g}",
+                )
+    pairs = [(abs(a[k] - b[k]) / max(abs(a[k]), 1e-300), k) for a, b in zip(expected, actual) for k in ("loss", "norm")]
+    worst, name = max(pairs, default=(0.0, ""))
+    return Probe("U3", title, worst, name=name)
+
+
+def cause(probes: tuple[Probe, ...], own: dict[str, Any] | None, plan: str) -> tuple[str, str]:
+    """(code, sentence) when the small batches agree and these do not."""
+    wrong = {p.code: p for p in probes if not p.equal}
+    if "E" in wrong:
+        return "V020", f"the metric {wrong['E'].name} of the held-out data is {wrong['E'].detail}"
+    if "D2" in wrong:
+        return "V006", f"the samples differ: {wrong['D2'].detail}"
+    batch = own["batch"] if own and own["steps"] else 0
+    if "G2" in wrong and batch:
+        return "V021", (
+            f"small batches agree and one of {batch} does not: model or loss depends on how many samples come together,"
+            f" or on a rare value, and {plan} gives each pass fewer"
+        )
+    if "G2" in wrong or ("U3" in wrong and "far" in wrong["U3"].name):
+        return (
+            "V021",
+            f"the steps agree until the weights are {FAR:g} times as large: model or loss takes another branch",
+        )
+    if "U3" in wrong:
+        return (
+            "V022",
+            f"the batches agree at first and not later ({wrong['U3'].name}): the optimizer, or what is kept between steps",
+        )
+    return (
+        "V022",
+        f"gradients agree and weights do not when gradients are {HUGE:g} times as large: the optimizer looks at their size",
+    )

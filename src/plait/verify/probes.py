@@ -1,0 +1,196 @@
+"""The probes of `verify`: what each side did, and how far apart they are.
+
+A relative difference is taken to the scale of the tensor, or of its neighbourhood when the tensor is truly zero (the
+gradient of an attention's key bias is): rounding of neighbours is all that such a tensor holds.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one side did: tensors by name, and facts (rows per step, ids, ...)."""
+
+    facts: dict[str, Any]
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    own_gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step of the job's own size, and weights after the last (`verify/own_batch.py`)."""
+    own_weights: dict[str, Tensor] = field(default_factory=dict)
+    formats_start: dict[str, Tensor] = field(default_factory=dict)
+    """Of the step in the plan's own number formats (`verify/formats.py`)."""
+    formats_gradient: dict[str, Tensor] = field(default_factory=dict)
+    formats_weight: dict[str, Tensor] = field(default_factory=dict)
+    formats_state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One comparison. `worst` is the largest relative difference, or the number of differences for exact probes."""
+
+    code: str
+    title: str
+    worst: float = 0.0
+    tolerance: float = TOLERANCE
+    name: str = ""
+    """The first wrong tensor in the model's order, else the worst one."""
+    detail: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.worst <= self.tolerance
+
+
+def ratio(expected: Tensor, actual: Tensor) -> float | None:
+    """actual / expected where it is one number on every element that is not noise, else None."""
+    big = expected.abs() > 1e-3 * expected.abs().max()
+    if not bool(big.any()):
+        return None
+    ratios = actual[big].double() / expected[big].double()
+    middle = float(ratios.median())
+    return middle if float((ratios - middle).abs().max()) < 1e-6 * max(1.0, abs(middle)) else None
+
+
+def scale_of(tensors: dict[str, Tensor]) -> float:
+    """Floor of the scale of a tensor: a gradient that is truly zero is compared with its neighbourhood."""
+    return 1e-5 * max(
+        (float(t.abs().max()) for t in tensors.values() if t.numel() and t.is_floating_point()), default=0.0
+    )
+
+
+def moved(trace: Trace) -> float:
+    """The largest movement of any weight: an update is judged beside the weight it changes and beside the others' updates."""
+    return max((float((trace.weights[n] - t).abs().max()) for n, t in trace.initial.items() if t.numel()), default=0.0)
+
+
+def tensors(
+    code: str, title: str, expected: dict[str, Tensor], actual: dict[str, Tensor], names: list[str], floor: float
+) -> Probe:
+    """Compare tensors by name, relative to their scale or `floor`; the first wrong in the order of `names` is named."""
+    missing = sorted(set(expected) ^ set(actual))
+    if missing:
+        where = "the split run" if missing[0] in expected else "one device"
+        return Probe(code, title, float("inf"), name=missing[0], detail=f"it is missing in {where}")
+    differences = {}
+    for name in names:
+        if name in expected:
+            a, b = expected[name].double(), actual[name].double()
+            scale = max(float(a.abs().max()) if a.numel() else 0.0, floor, 1e-300)
+            difference = float((a - b).abs().max()) / scale if a.numel() and a.shape == b.shape else 0.0
+            differences[name] = difference if difference == difference and a.shape == b.shape else float("inf")
+    if not differences:
+        return Probe(code, title)
+    worst = max(differences.values())
+    first_wrong = next((n for n in names if differences.get(n, 0.0) > TOLERANCE), None)
+    name = first_wrong or max(differences, key=lambda n: differences[n])
+    return Probe(code, title, worst, name=name, detail=_ratio_text(expected[name], actual[name]) if first_wrong else "")
+
+
+def _ratio_text(expected: Tensor, actual: Tensor) -> str:
+    constant = ratio(expected, actual) if expected.shape == actual.shape else None
+    return f"ratio {constant:.4g} on every element" if constant is not None else "no constant ratio"
+
+
+def rows(code: str, title: str, expected: Trace, actual: Trace, keys: tuple[str, ...]) -> Probe:
+    """Compare numbers of every step."""
+    worst, name, detail = 0.0, "", ""
+    for step, (a, b) in enumerate(zip(expected.facts["rows"], actual.facts["rows"]), 1):
+        for key in keys:
+            difference = abs(a[key] - b[key]) / max(abs(a[key]), 1e-300)
+            difference = difference if difference == difference else float("inf")
+            if difference > worst and (worst <= TOLERANCE or not detail):
+                worst, name = difference, f"{key}, step {step}"
+                detail = f"{b[key]:.6g} instead of {a[key]:.6g}" if difference > TOLERANCE else ""
+    return Probe(code, title, worst, name=name, detail=detail)
+
+
+def replicas(ranks: list[dict[str, Any]]) -> Probe:
+    """Whether what all ranks should hold alike was bit-equal on all, after every step."""
+    drifted = [row for r in ranks for row in r["drifted"]]
+    if not drifted:
+        return Probe("R", "replicas, bit for bit", tolerance=0)
+    step = min(row[0] for row in drifted)
+    first = next(row for row in drifted if row[0] == step)
+    return Probe(
+        "R",
+        "replicas, bit for bit",
+        len(drifted),
+        0,
+        first[2],
+        f"its {first[1]} differs between ranks from step {step}",
+    )
+
+
+def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
+    """Whether the ranks together saw the samples of the reference, in its order and with its content."""
+    for step, (epoch, ids) in enumerate(expected.facts["ids"]):
+        given = [i for r in ranks if not any(r["alike"][:3]) for i in r["ids"][step][1]]
+        if given != ids or any(r["ids"][step][0] != epoch for r in ranks):
+            repeated = len(given) - len(set(given))
+            detail = f"step {step + 1}: {len(given)} samples instead of {len(ids)}, {repeated} repeated, {len(set(ids) - set(given))} missing"
+            return Probe("D", "samples", 1, 0, f"step {step + 1}", detail)
+    last = {i: step for step, (_, ids) in enumerate(expected.facts["ids"]) for i in ids}
+    for r in ranks:
+        mine = {i: step for step, (_, ids) in enumerate(r["ids"]) for i in ids}
+        for i, step in mine.items():
+            same_moment = step == last.get(i)
+            if same_moment and r["seen"].get(str(i)) != expected.facts["seen"].get(str(i)):
+                return Probe(
+                    "D",
+                    "samples",
+                    1,
+                    0,
+                    f"sample {i}",
+                    "its content differs: augmentation is not keyed by (seed, epoch, sample)",
+                )
+    return Probe("D", "samples", tolerance=0)
+
+
+def collectives(ranks: list[dict[str, Any]]) -> Probe:
+    """Whether ranks that are alike made the same calls, and every rank as many bytes of each as its price says."""
+    title = "collectives"
+    for rank, r in enumerate(ranks):
+        first = next(i for i, other in enumerate(ranks) if other["stage"] == r["stage"])
+        rows = [_rows(ranks[i], ranks[first]["alike"] == r["alike"]) for i in (first, rank)]
+        for k, (a, b) in enumerate(zip(rows[0] + [""], rows[1] + [""])):
+            if a != b:
+                told = f"rank {first} called {a or 'nothing'}, rank {rank} {b or 'nothing'}"
+                return Probe("C", title, 1, 0, f"#{k + 1}", told)
+    detail = ", ".join(f"{n} × {op}" for op, n in ranks[0]["calls"].items())
+    if any(r["varies"] for r in ranks):
+        told = "; not compared with a price: what the model runs, and so what its slices send, is drawn at random"
+        return Probe("C", title, tolerance=0, detail=detail + told)
+    for rank, r in enumerate(ranks):
+        priced: dict[str, list[int]] = {}
+        for op, n, size in r["priced"]:
+            row = priced.setdefault(op, [0, 0])
+            row[0], row[1] = row[0] + n, row[1] + size
+        for op in {**priced, **r["calls"]}:
+            a, b = [r["calls"].get(op, 0), r["bytes"].get(op, 0)], priced.get(op, [0, 0])
+            if a != b:
+                told = f"{a[0]} calls of {a[1]} bytes on rank {rank}, the price says {b[0]} of {b[1]}"
+                return Probe("C", title, 1, 0, op, told)
+    idle = sorted({unit for r in ranks for unit in r["idle"]})
+    told = f"; priced as seen, no gradient comes to {', '.join(idle)}" if idle else ""
+    return Probe("C", title, tolerance=0, detail=detail + told)
+
+
+def _rows(rank: dict[str, Any], alike: bool) -> list[str]:
+    """The calls to compare. What stages send each other depends on how many samples a rank has (`alike`)."""
+    if alike:
+        return rank["collectives"]
+    return [row.partition(" ")[0] for row in rank["collectives"] if not row.startswith(("send", "recv_"))]
+
+
+def far(a: Tensor, b: Tensor, floor: float) -> bool:
+    """Whether two tensors differ by more than the tolerance."""
+    scale = max(float(a.abs().max()) if a.numel() else 0.0, floor, 1e-300)
+    return not bool(((a - b).abs().max() if a.numel() else torch.zeros(())) / scale <= TOLERANCE)

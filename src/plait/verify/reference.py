@@ -1,0 +1,274 @@
+"""The reference: the job on one device in plain PyTorch, as anyone would write it by hand.
+
+It shares with the engine only what a job *means*: `Job` itself, the sample order and the keyed random numbers (and `Wide`, which keeps
+both in float64). If the
+engine and these lines agree to rounding, the engine trains what the job says.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.config.job import Job
+from plait.data.batch import example, is_map
+from plait.model.sketch import sketch
+from plait.randomness.keyed import Randomness, permutation, seed_host
+from plait.tensors.float64 import Wide
+from plait.tensors.torch_private import tree_map_only
+from plait.verify.notes import Notes
+
+Samples = tuple[int, list[int], list[Any]]
+
+
+@dataclass
+class OneDevice:
+    """The job on one device, as it stands after some steps."""
+
+    job: Job
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    keyed: Randomness
+    rates: list[float]
+    how: tuple[torch.dtype, str]
+    """Number format and device."""
+    kept: float
+    """Bytes that units keep for backward, for each sample."""
+    notes: Notes
+    """What its steps gave, unit by unit."""
+    steps: int = 0
+    seen: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """Of processor time of each step's passes, for each sample and thread."""
+
+    @staticmethod
+    def of(job: Job, data: Any, dtype: torch.dtype, device: str) -> "OneDevice":
+        """The job before its first step."""
+        model = _model(job, dtype, device)
+        state = torch.get_rng_state()
+        sample = example(job.data, data)[0]
+        torch.set_rng_state(state)
+        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call, job.units)
+        keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
+        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+        kept = sketched.saved_between.each + sum(call.saved.each for call in sketched.calls)
+        notes, rates = Notes(model, [unit.name for unit in sketched.units]), [g["lr"] for g in optimizer.param_groups]
+        notes.tensors("initial", dict(model.named_parameters()))
+        return OneDevice(job, model, optimizer, keyed, rates, (dtype, device), kept, notes)
+
+    def made(self, job: Job) -> torch.nn.Module:
+        """The job's model once more, in its own number formats."""
+        return _model(job, None, self.how[1])
+
+    def call(self, model: torch.nn.Module, inputs: Any) -> Any:
+        """The model's outputs."""
+        return _call(model, inputs)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def passes(
+        self, data: Any, read: Samples, moves: Callable[[], None] = lambda: None
+    ) -> tuple[Any, Any, torch.Tensor]:
+        """(outputs, targets, loss) of a step's samples, after its forward and backward passes."""
+        began = time.process_time()
+        inputs, targets = _ready(_collate(data, read[2]), *self.how)
+        self.notes.batch(self.steps, [(0, len(read[1]), (inputs, targets))])
+        with Wide(), self.keyed.at(self.steps, 0, len(read[1])):
+            outputs = _call(self.model, inputs)
+            loss = self.job.loss(outputs, targets)
+        moves()
+        with self.keyed.replay():
+            loss.backward()
+        self.notes.gradients()
+        self.seconds.append((time.process_time() - began) / torch.get_num_threads() / len(read[1]))
+        return outputs, targets, loss.detach()
+
+    def update(self, read: Samples, loss: torch.Tensor, limit: float) -> dict[str, Any]:
+        """Clip to the limit and take the optimizer's step: loss, norm before clipping, learning rate, samples so far."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        if not (torch.isfinite(loss).all() and torch.isfinite(norm)):
+            raise _nonfinite(self.steps + 1, float(loss), float(norm), read[1])
+        for group, rate in zip(self.optimizer.param_groups, self.rates):
+            group["lr"] = rate * self.job.schedule(self.seen) if self.job.schedule else rate
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.notes.updated(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.seen, self.steps = self.seen + len(read[1]), self.steps + 1
+        return {"loss": float(loss), "norm": float(norm), "lr": lr, "samples": self.seen}
+
+
+def train(
+    job: Job, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu", *,
+    moves: Callable[[], None] = lambda: None, then: Callable[[OneDevice], dict[str, Any]] = lambda one: {},
+) -> dict[str, Any]:  # fmt: skip
+    """Train `steps` steps. `clip` is a share of the first gradient norm, so that clipping is always active.
+    `moves` is called at each step, and before its backward pass. `then` goes on with the model, and adds what it returns.
+
+    Returns `rows` (per step: loss, norm, lr, samples), `ids` (per step), `clip` (the norm used), and by name the
+    tensors `initial`, `gradients` (of step 1, before clipping), `weights` and `buffers` (at the end of the steps).
+    """
+    data = job.data()
+    one = OneDevice.of(job, data, dtype, device)
+    model = one.model
+    out: dict[str, Any] = {"initial": _copy(model.named_parameters()), "rows": [], "ids": []}
+    stream = samples(job, data)
+    for step in range(steps):
+        moves()
+        read = next(stream)
+        outputs, targets, loss = one.passes(data, read, moves)
+        if step == 0:
+            out["gradients"] = gradients(model)
+            first = float(torch.nn.utils.get_total_norm([p.grad for p in one.parameters if p.grad is not None]))
+            out["clip"] = clip * first or clip  # a first gradient of zero: any limit is as good
+            with Wide():
+                out["mean"] = _is_mean(job, outputs, targets, len(read[1]))
+        out["rows"].append(one.update(read, loss, out["clip"]))
+        out["ids"].append([read[0], read[1]])
+    out |= {"weights": _copy(model.named_parameters()), "buffers": _copy(model.named_buffers())}
+    return out | then(one)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that are there, by name."""
+    return _copy((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+
+
+def evaluate(one: OneDevice) -> dict[str, float]:
+    """The mean of each of the job's metrics over its held-out data, in batches of a step's samples; {} when it has none."""
+    job, wanted = one.job, one.job.evaluate
+    if wanted is None:
+        return {}
+    data, modes, sums = wanted.data(), [(m, m.training) for m in one.model.modules()], dict[str, list[float]]()
+    one.model.eval()
+    with torch.no_grad(), Wide():
+        for read in _held_out(job, data):
+            inputs, targets = _ready(_collate(data, read), *one.how)
+            values = wanted.metrics(_call(one.model, inputs), targets)
+            for name, row in ((str(name), torch.as_tensor(value)) for name, value in values.items()):
+                total = sums.setdefault(name, [0.0, 0])
+                total[0], total[1] = total[0] + float(row.double().sum()), total[1] + row.numel()
+    for module, training in modes:
+        module.training = training
+    return {name: total / count for name, (total, count) in sums.items()}
+
+
+def _held_out(job: Job, data: Any) -> Iterator[list[Any]]:
+    """The samples of each batch of the held-out data, in order."""
+    seed_host(job.seed, "evaluate")
+    source = iter(data) if not is_map(data) else None
+    for start in count(0, job.batch):
+        ids, read = list(range(start, start + job.batch)), list[Any]()
+        for i in ids if source is not None else ids[: max(0, len(data) - start)]:
+            seed_host(job.seed, "evaluate", i)
+            sample = data[i] if source is None else next(source, None)
+            read += [] if sample is None else [sample]
+        if not read:
+            return
+        yield read
+
+
+def _nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitError:
+    what = (
+        f"the job's numbers are not finite on one device: in step {step} the loss is {loss}, the gradient norm {norm}"
+    )
+    why = f"it was trained in plain PyTorch in float64, on samples {', '.join(map(str, ids))}: there is nothing to compare"
+    fix = ("look at what the job's data gives for these samples", "a lower learning rate")
+    return PlaitError(Problem("J011", what, why=why, fix=fix), FAILED)
+
+
+def plain(job: Job, dtype: torch.dtype, device: str = "cpu") -> None:
+    """One step of the job with nothing of plait's around it: whatever fails here fails in plain PyTorch."""
+    model, data = _model(job, dtype, device), job.data()
+    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    inputs, targets = _ready(_collate(data, next(samples(job, data))[2]), dtype, device)
+    job.loss(_call(model, inputs), targets).backward()
+    optimizer.step()
+
+
+def _model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
+    """In training mode; parts that the job itself put in eval mode stay there."""
+    random.seed(job.seed)
+    np.random.seed(job.seed & 0xFFFFFFFF)
+    torch.manual_seed(job.seed)
+    model = job.model().to(device=device, dtype=dtype)
+    if hasattr(job.loss, "attach"):
+        job.loss.attach(model)
+    frozen = [m for m in model.modules() if model.training and not m.training]
+    model.train()
+    for module in frozen:
+        module.training = False
+    return model
+
+
+def samples(job: Job, data: Any, length: int | None = None) -> Iterator[Samples]:
+    """(epoch, sample ids, samples) of each step, epoch after epoch, the last batch of an epoch short. `length`: of the
+    data that are read, instead of all."""
+    epoch = 0
+    while True:
+        if is_map(data):
+            order = permutation(job.seed, epoch, len(data) if length is None else length).tolist()
+            for start in range(0, len(order), job.batch):
+                ids = order[start : start + job.batch]
+                yield epoch, ids, [seeded(job, epoch, i, lambda i=i: data[i]) for i in ids]
+        else:
+            seed_host(job.seed, "epoch", epoch)
+            source, position, ended = iter(data), 0, False
+            while not ended:
+                found: list[Any] = []
+                while len(found) < job.batch and not ended:
+                    sample = seeded(job, epoch, position + len(found), lambda source=source: next(source, None))
+                    ended = sample is None
+                    found += [] if ended else [sample]
+                if found:
+                    yield epoch, list(range(position, position + len(found))), found
+                position += len(found)
+        epoch += 1
+
+
+def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
+    """What `load` gives, with the host's generators in the state that belongs to a sample of an epoch."""
+    seed_host(job.seed, "sample", epoch, i)
+    return load()
+
+
+def _is_mean(job: Job, outputs: Any, targets: Any, n: int) -> bool | None:
+    """Whether the loss of the batch is the weighted mean of the losses of its two parts; None when it cannot be cut."""
+    try:
+        with torch.no_grad():
+            total, weights = 0.0, 0.0
+            for part in (slice(0, n // 2), slice(n // 2, n)):
+                o, t = tree_map_only(torch.Tensor, lambda x, part=part: x[part], (outputs, targets))
+                weight = float(torch.as_tensor(job.weight(t)).sum()) if job.weight else part.stop - part.start
+                total, weights = total + weight * float(job.loss(o, t)), weights + weight
+            whole = float(job.loss(outputs, targets))
+    except Exception:  # outputs without a batch dim: nothing can be said
+        return None
+    return abs(total / weights - whole) <= 1e-9 * max(abs(whole), 1e-9) if weights and np.isfinite(total) else None
+
+
+def _collate(data: Any, samples: list[Any]) -> Any:
+    return data.collate(samples) if hasattr(data, "collate") else default_collate(samples)
+
+
+def _ready(pair: Any, dtype: torch.dtype, device: str) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), tuple(pair))
+
+
+def _call(model: Any, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def _copy(named: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}

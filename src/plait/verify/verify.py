@@ -1,0 +1,301 @@
+"""`plait verify`: the split run and one device, both in float64, compared number by number.
+
+The job is made hard first, so that rare paths cannot hide: a small batch that divides unevenly over ranks and
+micro-batches (ragged weights), a data set short enough that a batch with fewer samples than ranks and a second epoch
+come up, a learning rate that is still warming up, and clipping at a fraction of the gradient norm (always active).
+Adam's eps is at least 1e-6, so that a gradient which is truly zero does not blow rounding up to a full step.
+Then `verify/reference.py` trains it on one device in plain PyTorch, the engine trains it under the plan, and the probes
+compare what they did:
+
+    G  gradients of the first step, every parameter          U  weights after all steps, and every step's loss and norm
+    R  tensors that are replicas, bit for bit, every step     D  sample ids and the samples themselves
+    S  learning rate, clock, step count                       B  buffers
+    C  collectives: equal on all ranks, and as many bytes as the plan's price says
+
+What differs is traced to where it begins: both sides note what every unit is given and returns (`verify/notes.py`), and the first
+place in the order of a step where that is not the same is named (`verify/locate.py`).
+
+Float64 tells logic from rounding: a correct split differs by 1e-15 to 1e-11, a wrong one by far more than the
+tolerance of 1e-9, which is never loosened.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from plait.config.errors import PlaitError
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.data.batch import checked, first_samples, is_map, largest, opened, opened_once
+from plait.engine.build import check_plan
+from plait.launch import fork as here
+from plait.launch.devices import check, kind_of
+from plait.launch.place import Place
+from plait.model.make import make_model, make_optimizer
+from plait.parallel import precision
+from plait.tensors.torch_private import tree_leaves
+from plait.verify import candidate, formats, reference
+from plait.verify import own_batch as ownbatch
+from plait.verify.candidate import GROUPS
+from plait.verify.probes import Trace
+from plait.verify.verdict import Verdict, judge
+
+CLIP = 0.1
+"""Clipping at this share of the first gradient norm."""
+
+
+def verify(
+    job: Job,
+    plan: Plan,
+    steps: int = 4,
+    device: str = "auto",
+    quiet: bool = False,
+    seconds: float | None = None,
+) -> Verdict:
+    """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
+
+    `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
+    step in the plan's own formats. When random numbers may be the cause of a difference, it compares again with the model in
+    eval mode (`quiet`).
+    """
+    seconds = ownbatch.SECONDS if seconds is None else seconds
+    kind = kind_of(device)
+    check(kind, plan.world)
+    check_plan(job, plan, kind)
+    job = dataclasses.replace(job, data=opened_once(job.data))
+    logic = dataclasses.replace(plan, precision="fp32")
+    with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
+        hard, expected = _reference(job, (plan, logic), (steps, seconds), kind, Path(folder))
+        hard = dataclasses.replace(hard, clip=expected.facts["clip"])
+        facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
+        facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
+        results = here.run(
+            lambda place: candidate.run((hard, job), logic, (steps, kind, facts), place, Path(folder)),
+            logic.world,
+            alike=logic.pp == 1,
+        )
+        actual = candidate.whole(Path(folder), results)
+        verdict = judge(expected, actual, results, logic, Path(folder))
+    if verdict.code == "V005" and not quiet:
+        silent = verify(_silent(job), plan, 3, device, True, 0.0)
+        if not silent.equal:
+            verdict = dataclasses.replace(verdict, code=silent.code, cause=silent.cause, where=silent.where)
+    verdict = _with_own_batch(verdict, expected, actual, results)
+    named = precision.inexact(plan) if precision.wanted(plan) else ()
+    inexact, notes = (*actual.facts["inexact"], *named), tuple(results[0]["notes"])
+    return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
+
+
+def _with_own_batch(verdict: Verdict, expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> Verdict:
+    """The verdict with what batches of the job's own size and the held-out metrics tell."""
+    probes, own = ownbatch.judged(expected, actual, ranks), expected.facts["own"]
+    numbers = formats.judged(expected, actual, ranks) if not actual.facts["inexact"] else ()
+    lines = [ownbatch.Own(**own).told] if own else []
+    if "untried" in expected.facts:
+        lines.append(f"a step in the plan's own formats was not tried: one device fails in {expected.facts['untried']}")
+    found = dataclasses.replace(
+        verdict, probes=(*verdict.probes, *probes, *numbers), forced=verdict.forced | {"own": own, "then": lines}
+    )
+    if not verdict.equal or found.equal:
+        return found
+    if actual.facts["inexact"]:
+        return dataclasses.replace(found, code="V010", cause=actual.facts["inexact"][0])
+    if all(p.equal for p in probes):
+        code, cause = formats.cause(numbers)
+    else:
+        code, cause = ownbatch.cause(probes, own, str(verdict.plan))
+    return dataclasses.replace(found, code=code, cause=cause)
+
+
+def _reference(
+    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float], device: str, folder: Path
+) -> tuple[Job, Trace]:
+    """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
+    and seconds for batches of the job's own size. `plans`: as it was given, and in fp32."""
+    plan = plans[1]
+    parts = plan.shares * plan.microbatches
+    hards = [harden(job, plan, short) for short in (1, 2 * parts)]
+    if job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
+        hards.append(harden(job, plan, 0, job.batch))
+    failed: list[PlaitError] = []
+    for hard in hards:
+        try:
+            (result,) = here.run(
+                lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place), 1
+            )
+        except PlaitError as error:
+            failed.append(error)
+            continue
+        return hard, _trace(folder / "reference", result)
+    raise _on_one_device(failed[-1], hards[-1], device) from None
+
+
+def _on_one_device(error: PlaitError, job: Job, device: str) -> PlaitError:
+    """The reference failed: whether plain PyTorch fails too, or only when plait looks on."""
+    problem = error.problems[0]
+    if problem.code != "C005":
+        return error
+    raised, told = problem.what.removeprefix("rank 0 raised "), "it was trained in float64, as proofs are"
+    try:
+        here.run(lambda _: reference.plain(job, torch.float64, device) or {}, 1)
+    except PlaitError:
+        found = dataclasses.replace(
+            problem, code="J011", what=f"the job fails on one device, in plain PyTorch: {raised}", why=told
+        )
+    else:
+        what, why = f"plait cannot follow the job's forward pass: {raised}", "a step of it in plain PyTorch works"
+        found = dataclasses.replace(problem, code="P072", what=what, why=why)
+    return PlaitError(found, error.exit_code, error.trace)
+
+
+def _silent(job: Job) -> Job:
+    """The job with a model that stays in eval mode, so that it draws no random numbers."""
+
+    def model() -> torch.nn.Module:
+        made = job.model().eval()
+        made.train = lambda mode=True: made
+        return made
+
+    return dataclasses.replace(job, model=model)
+
+
+def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
+    """The job with the rare paths forced: see the module's text. `batch`, unless it is 0: instead of a small one."""
+    parts = plan.shares * plan.microbatches
+    batch = batch or 2 * parts + max(1, parts // 2)
+    warm, given = 10 * batch, job.schedule
+
+    def schedule(samples: int) -> float:
+        return min(1.0, (samples + batch) / warm) * (given(samples) if given else 1.0)
+
+    def optimizer(parameters: list[Any]) -> Any:
+        made = job.optimizer(parameters)
+        for group in made.param_groups:  # a gradient that is truly zero is rounding / eps: keep Adam from amplifying it
+            if isinstance(group.get("eps"), float):
+                group["eps"] = max(group["eps"], 1e-6)
+        return made
+
+    return dataclasses.replace(
+        job,
+        batch=batch,
+        schedule=schedule,
+        optimizer=optimizer,
+        data=lambda: limited(opened(job.data), 2 * batch + short, lambda: first_batch(job, 2 * batch + short, batch)),
+        evaluate=ownbatch.held_out(job.evaluate, 2 * largest(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
+        steps=10**9,
+    )
+
+
+def limited(data: Any, length: int, begins: Callable[[], list[Any]]) -> Any:
+    """The first `length` samples of a data set, each noted as it is read. `begins` gives those of the first step, whose
+    length is priced."""
+    return _FirstOf(data, min(length, len(data)), begins) if is_map(data) else _FirstOfStream(data, length, begins)
+
+
+def first_batch(job: Job, length: int, batch: int) -> list[Any]:
+    """The samples of the first step, of the first `length` of the job's data."""
+    data = opened(job.data)
+    if not is_map(data):
+        data = limited(data, batch, list)
+        length = batch
+    else:
+        length = min(length, len(data))
+    return next(reference.samples(dataclasses.replace(job, batch=batch), data, length))[2]
+
+
+class _FirstOf:
+    def __init__(self, data: Any, length: int, begins: Callable[[], list[Any]]):
+        self.data, self.length, self.seen = data, length, {}
+        if hasattr(data, "collate"):
+            self.collate, self.sketched_beside = data.collate, begins
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> Any:
+        sample = self.data[i]
+        self.seen[i] = sample_digest(sample)
+        return sample
+
+
+class _FirstOfStream:
+    def __init__(self, data: Any, length: int, begins: Callable[[], list[Any]]):
+        self.data, self.length, self.seen = data, length, {}
+        for name in ("collate", "set_epoch"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+        if hasattr(data, "collate"):
+            self.sketched_beside = begins
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, sample in zip(range(self.length), iter(self.data)):
+            self.seen[i] = sample_digest(sample)
+            yield sample
+
+
+def sample_digest(sample: Any) -> float:
+    """A number that changes when a sample does."""
+    total = 0.0
+    for k, leaf in enumerate(tree_leaves(sample)):
+        flat = torch.as_tensor(leaf).double().flatten() if not isinstance(leaf, str) else torch.zeros(1)
+        flat = flat.nan_to_num(0.125, 1024.0, -1024.0)  # what is missing or masked equals itself
+        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64).sin()).sum()) * (k + 1)
+    return total
+
+
+def _one_device(
+    jobs: tuple[Job, Job], how: tuple[int, float, Plan], device: str, folder: Path, place: Place
+) -> dict[str, Any]:
+    """`jobs`: the hard one, and the user's."""
+    job, (steps, seconds, plan) = jobs[0], how
+    holder, models = list[Any](), list[reference.OneDevice]()
+
+    def data() -> Any:
+        holder.append(checked(job.data(), "Job(data=…)"))
+        if len(holder) == 1 and is_map(holder[0]):
+            first_samples(holder[0], 1)  # raises when samples are not pairs
+        return holder[-1]
+
+    def then(one: reference.OneDevice) -> dict[str, Any]:
+        one.notes.save(folder / "noted.safetensors")
+        one.notes.close()  # what comes after is not located
+        models.append(one)
+        return ownbatch.on_one_device(jobs[1], one, seconds)
+
+    make_optimizer(
+        job, dict(make_model(job).named_parameters())
+    )  # raises when the job cannot be trained by plait at all
+    out = reference.train(
+        dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward"),
+        then=then,
+    )  # fmt: skip
+    out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}
+    _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
+    return {**out, "seen": holder[0].seen, "names": []}
+
+
+def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float) -> dict[str, Any]:
+    """What one device has after a step in the plan's formats; nothing where plain PyTorch has no such operator."""
+    if plan.compile:
+        return {}
+    try:
+        told, tensors = formats.facts(formats.Reference(job, plan, one, clip))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return {"untried": f"{plan.precision}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    return {"formats": told, **tensors}
+
+
+def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:
+    path.mkdir()
+    for name, tensors in groups.items():
+        save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, path / f"{name}.safetensors")
+
+
+def _trace(path: Path, facts: dict[str, Any]) -> Trace:
+    return Trace(facts=facts, **{name: load_file(path / f"{name}.safetensors") for name in GROUPS})
