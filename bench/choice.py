@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from plait.config.job import Job
 from plait.config.machine import Machine
+from plait.launch.detect import read_machine
 from plait.planner.question import Asked, sized
 from plait.planner.search import Candidate, search
 from plait.planner.space import divisors
@@ -221,7 +222,7 @@ def machines(asked: Any, sizes: list[int]) -> Iterator[Machine]:
     """The machine with so many processes: as measured by `plait bench`, or as found here."""
     for n in sizes:
         path = Path(asked.machines.replace("{}", str(n)))
-        yield Machine.load(path) if path.exists() else sized(Machine.read("here"), n)
+        yield Machine.load(path) if path.exists() else sized(read_machine("here"), n)
 
 
 def show(row: dict[str, Any], every: bool) -> str:

@@ -55,13 +55,12 @@ from plait.cli.train import Request, launch
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.data.batch import split
-from plait.engine.build import call
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
 from plait.engine.run_directory import Run
 from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.model.make import make_model
+from plait.model.make import call, make_model
 from plait.parallel.data import batch_norm as batchnorm
 from plait.randomness.keyed import permutation
 

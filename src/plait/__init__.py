@@ -6,6 +6,8 @@ The public names are loaded on first use, so that ``plait --help`` never imports
 import importlib
 from typing import TYPE_CHECKING
 
+from plait.config.version import __version__
+
 if TYPE_CHECKING:
     from plait.config.errors import PlaitError
     from plait.config.job import Evaluate, Job
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from plait.losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
     from plait.model.fake_model import sketch_of
 
-__version__ = "0.1.0"
 __all__ = [
     "Engine",
     "Evaluate",
@@ -24,6 +25,7 @@ __all__ = [
     "PlaitError",
     "Plan",
     "Step",
+    "__version__",
     "global_batch",
     "global_mean",
     "linear_cross_entropy",

@@ -15,10 +15,10 @@ from plait.config.errors import PlaitError
 from plait.config.job import Evaluate
 from plait.config.plan import Plan
 from plait.data.batch import first_samples
-from plait.engine.build import call
 from plait.engine.engine import Engine
 from plait.launch import fork as here
 from plait.launch.place import Place
+from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.parallel.context import attention as attending
 from plait.parallel.context import find as lengths

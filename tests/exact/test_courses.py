@@ -12,8 +12,8 @@ from torch import nn
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.engine.build import call
 from plait.model.fake_model import sketched
+from plait.model.make import call
 from plait.model.meter import OUTPUT
 from plait.model.sketch import sketch
 from plait.parallel.pipeline.partition import Course, check, cut

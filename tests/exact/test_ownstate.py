@@ -12,7 +12,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
-from plait.engine.build import call
+from plait.model.make import call
 from plait.model.sketch import Sketch, sketch
 from plait.planner.question import Asked
 from plait.verify.verify import verify

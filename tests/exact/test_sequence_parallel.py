@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.data import batch as data
-from plait.engine.build import call
+from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.model.slices import Slices
 from plait.parallel.tensor import choose as chosen

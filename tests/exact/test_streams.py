@@ -85,7 +85,7 @@ def trained(job: plait.Job, plan: str, steps: int = 5, workers: int = 0) -> list
                 step = engine.step(next(source))
                 found += [step.loss, step.norm]
             source.close()  # type: ignore[attr-defined]
-            return [found, list(engine.evaluate().values()), engine.built.inexact]
+            return [found, list(engine.evaluate().values()), engine.inexact]
 
     return here.run(run, Plan.parse(plan).world)
 
@@ -179,7 +179,7 @@ def steps(job: plait.Job, plan: str, count: int, workers: int = 0, at: Any = Non
                 ids += [[p.epoch, x.tolist()] for m in batch.micro for x in m.inputs[:, 0]]
                 step = engine.step(batch)
                 rows.append([p.epoch, p.start, batch.size, step.loss, step.norm])
-            return [rows, ids, engine.built.inexact, dataclasses.astuple(engine.position)]
+            return [rows, ids, engine.inexact, dataclasses.astuple(engine.position)]
 
     return here.run(run, Plan.parse(plan).world)
 

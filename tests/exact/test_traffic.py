@@ -15,11 +15,11 @@ from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.model.fake_model import sketched
 from plait.parallel.data import strategy as copies
-from plait.parallel.fsdp import collectives as scattering
 from plait.parallel.fsdp import strategy as shard
 from plait.parallel.order import charges
 from plait.parallel.pipeline import strategy as pipeline
 from plait.parallel.role import Layout, Role
+from plait.tensors import exchange
 from plait.verify.verify import verify
 
 DEEP, ROOT = jobs_pipeline.LISTED["deep"], jobs_pipeline.LISTED["root_gpt"]
@@ -91,6 +91,6 @@ def test_a_plan_is_priced_without_processes() -> None:
 @pytest.mark.parametrize("plan", ("fsdp=2", "dp=2 fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=true", "cp=2"))
 def test_the_collectives_of_devices_are_priced(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device parts travel by the library's own collectives: here over gloo."""
-    monkeypatch.setattr(scattering, "DIRECT", ())
+    monkeypatch.setattr(exchange, "DIRECT", ())
     verdict = verify(jobs_pipeline.HARD["gpt"](), Plan.parse(plan))
     assert verdict.equal, verdict

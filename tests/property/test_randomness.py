@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from plait.config.errors import PlaitError
-from plait.engine.build import call
+from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.randomness.distributions import bits, key
 from plait.randomness.keyed import Randomness, seed_host

@@ -14,6 +14,7 @@ from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
 from plait.launch import detect, devices
+from plait.launch.detect import read_machine
 from plait.launch.place import cores
 from plait.planner import measure_machine as gauging
 
@@ -41,7 +42,7 @@ def test_what_is_measured_is_what_here_is(small: Path, capfd: pytest.CaptureFixt
         and "samples/s per rank" in said
         and "wrote    machine.toml" in said
     )
-    machine = Machine.read("here")
+    machine = read_machine("here")
     assert machine == Machine.load(small) and machine.devices_per_node == 2 and machine.measured
     assert {c.collective for c in machine.collectives} == set(gauging.COLLECTIVES)
     assert all(c.ranks == 2 and [x for x, _ in c.points] == [4096, 65536] for c in machine.collectives)

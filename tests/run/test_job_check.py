@@ -39,7 +39,7 @@ def trained(name: str, plan: str) -> dict[str, Any]:
     def run(place: Any) -> dict[str, Any]:
         engine = Engine(job(name), Plan.parse(plan), device="cpu", place=place, cast=torch.float64)
         losses = [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(STEPS))]
-        return {"losses": losses, "inexact": engine.built.inexact}
+        return {"losses": losses, "inexact": engine.inexact}
 
     return here.run(run, Plan.parse(plan).world, Listener(note=lambda text: None))[0]
 

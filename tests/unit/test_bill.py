@@ -182,7 +182,7 @@ def test_optimizers_that_read_their_tensors_are_followed(optimizer: Any) -> None
 
 
 def test_an_optimizer_that_is_too_large_to_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.model.optimizer_step.HOLDS", 100)
+    monkeypatch.setattr("plait.planner.dryrun.optimizer_step.HOLDS", 100)
     with pytest.raises(PlaitError, match="M015"):
         of("dp=2", optimizer=Choosing)
 

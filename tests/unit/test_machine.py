@@ -13,6 +13,7 @@ from plait.config.errors import PlaitError
 from plait.config.machine import Collectives, Loader, Machine, Matmuls, Rates, between, seconds_at
 from plait.config.machine_text import CATALOGUE, KEYS, catalogue
 from plait.config.network import FITTED, REACHED
+from plait.launch.detect import read_machine
 
 FILES = sorted(CATALOGUE.glob("*.toml"))
 UNITS = ("_gib", "_gb_per_s", "gb_per_s", "_tflops", "gbit_per_s_per_node", "_us")
@@ -131,7 +132,7 @@ def test_a_network_card_is_shared_by_the_devices_of_a_node() -> None:
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     machine = Machine.load(write(tmp_path, MINE))
-    assert machine == Machine.read(str(tmp_path / "mine.toml"))
+    assert machine == read_machine(str(tmp_path / "mine.toml"))
     assert machine.device.memory == 10.5 * 2**30 and machine.device.memory_bandwidth == 1e11
     assert machine.device.peak == Rates(bf16=2e14) and machine.device.achievable == Rates(bf16=0.75)
     assert [(x.devices, x.bandwidth) for x in machine.links] == [(2, 5e10), (4, 1e10), (None, 1e10)]

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from plait.config.plan import SCHEDULES
 from plait.parallel.pipeline.p2p import Letter, Post, Routes, routes
-from plait.parallel.pipeline.schedules import SCHEDULES, problems, table
+from plait.parallel.pipeline.schedules import problems, table
 from plait.parallel.pipeline.table import Table
 
 Message = tuple[int, int, int]

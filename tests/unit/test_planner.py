@@ -17,6 +17,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.launch.detect import read_machine
 from plait.parallel.pipeline.schedules import table
 from plait.parallel.pipeline.simulate import simulate
 from plait.planner import goals
@@ -202,7 +203,7 @@ def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: Asked) -> None:
 
 
 def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
-    cores = Asked.of(job(layers=2, width=32, batch=8), "tiny.py", sized(Machine.read("here"), 2))
+    cores = Asked.of(job(layers=2, width=32, batch=8), "tiny.py", sized(read_machine("here"), 2))
     assert {b.sequence_parallel for b in branches(cores.question({"tp": 2}))} == {True, False}
     assert not ask(cores, {"tp": 2}).rows[0].candidate.plan.sequence_parallel
 

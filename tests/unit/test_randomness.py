@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.engine.build import call
+from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.randomness.keyed import Randomness
 

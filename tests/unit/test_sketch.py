@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.engine.build import call
-from plait.model.make import in_training
+from plait.model.make import call, in_training
 from plait.model.sketch import Sketch, sketch
 from plait.randomness.keyed import host_state
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.engine.build import call
 from plait.engine.engine import Engine
+from plait.model.make import call
 
 
 def llama() -> Any:

@@ -36,7 +36,7 @@ from plait.tensors.exchange import exchange
 from plait.tensors.finite import several
 
 if TYPE_CHECKING:
-    from plait.engine.engine import Engine
+    from plait.checkpoint.training import Training
     from plait.tensors.part import Part
 
 
@@ -75,41 +75,41 @@ class Checkpoints:
         named = (p for p in self.directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
         return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
 
-    def save(self, engine: "Engine", keep: int, wait: bool = True) -> Path:
-        """Save the engine's state, and keep the newest `keep` checkpoints; every rank calls it.
+    def save(self, training: "Training", keep: int, wait: bool = True) -> Path:
+        """Save the training's state, and keep the newest `keep` checkpoints; every rank calls it.
 
         It returns once the state is copied, or with `wait` once the checkpoint is published. A save that is still on
         its way is finished first. K004 on all ranks when any rank could not write.
         """
-        self.finish(engine)
-        path = self.directory / f"step-{engine.position.step:06d}"
-        parts, values, token, free = self._agree(engine, path)
+        self.finish(training)
+        path = self.directory / f"step-{training.position.step:06d}"
+        parts, values, token, free = self._agree(training, path)
         if token:
             shares = assign(self._held)
             self._room_for(path, shares, free)
-            mine = shares[engine.place.rank]
+            mine = shares[training.place.rank]
             empty = [held for rank in self._held for held in rank if not held.bytes and 0 in held.shape]
             tensors = dict(self._snapshot.take(mine, parts))
             building = path.with_name(f"{path.name}.tmp-{token}")
-            rank = engine.place.rank
-            rule = engine.guard.rule
+            rank = training.place.rank
+            rule = training.rule
             errand = Errand(lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule))
             self._flight = _Flight(path, building, keep, empty, errand)
         if wait:
-            self.finish(engine)
+            self.finish(training)
         return path
 
-    def _agree(self, engine: "Engine", path: Path) -> tuple[dict[str, "Part"], dict[str, Any], str, float]:
+    def _agree(self, training: "Training", path: Path) -> tuple[dict[str, "Part"], dict[str, Any], str, float]:
         """What this rank holds and knows; the save's token ("" when there is nothing to save) and the bytes free there.
 
         Token and bytes are rank 0's on all ranks. What every rank holds is exchanged when it changed.
         """
-        rank, word = engine.place.rank, dict[str, Any]()
+        rank, word = training.place.rank, dict[str, Any]()
         parts, values, held = dict[str, Any](), dict[str, Any](), list[Held]()
         try:
             if not self._held:
-                optstate.check(engine)
-            parts, values = state.parts_of(engine), state.values_of(engine)
+                optstate.check(training)
+            parts, values = state.parts_of(training), state.values_of(training)
             held = state.held_of(parts)
         except PlaitError as error:
             word["problems"] = [vars(p) for p in error.problems]
@@ -120,7 +120,7 @@ class Checkpoints:
             word["token"] = "" if there else secrets.token_hex(4)
             self._tidy()
             word["free"] = free_bytes(self.directory)
-        said = [json.loads(text) for text in self._exchange(engine, json.dumps(word).encode())]
+        said = [json.loads(text) for text in self._exchange(training, json.dumps(word).encode())]
         _raise_first(said)
         known = self._held or [[] for _ in said]
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
@@ -139,28 +139,28 @@ class Checkpoints:
             return 0.0
         return {0: 0.0, 1: 1.0, -1: 2.0 * ranks}[self._flight.errand.state]
 
-    def heard(self, engine: "Engine", total: float) -> None:
+    def heard(self, training: "Training", total: float) -> None:
         """Told the sum of all ranks' words, go on: publish, finish, or raise K004. All ranks hear the same sum."""
-        ranks = engine.place.world
+        ranks = training.place.world
         if self._flight is None or total < ranks:
             return
         if total > ranks:
-            self._give_up(engine, self._flight)
+            self._give_up(training, self._flight)
         elif not self._flight.publishing:
             self._flight.publishing = True
-            if engine.place.rank == 0:
+            if training.place.rank == 0:
                 self._flight.errand = Errand(lambda _, flight=self._flight: self._publish(flight, ranks))
         else:
             self.parent, self._flight = self._flight.path.name, None
 
-    def finish(self, engine: "Engine") -> None:
+    def finish(self, training: "Training") -> None:
         """Wait until the save on its way is published; every rank calls it. K004 when it failed."""
         while self._flight is not None:
-            self._flight.errand.wait(lambda: engine.place.within("checkpoint"))
-            total = torch.tensor(self.word(engine.place.world), dtype=torch.float64, device=engine.built.device)
-            if engine.built.group is not None:
-                dist.all_reduce(total, group=engine.built.group)
-            self.heard(engine, float(total))
+            self._flight.errand.wait(lambda: training.place.within("checkpoint"))
+            total = torch.tensor(self.word(training.place.world), dtype=torch.float64, device=training.built.device)
+            if training.built.group is not None:
+                dist.all_reduce(total, group=training.built.group)
+            self.heard(training, float(total))
 
     def _publish(self, flight: _Flight, ranks: int) -> None:
         wrong = publish(flight.building, flight.path, ranks, self.parent, flight.empty)
@@ -173,7 +173,7 @@ class Checkpoints:
             if old != last:
                 discard(old)
 
-    def _give_up(self, engine: "Engine", flight: _Flight) -> None:
+    def _give_up(self, training: "Training", flight: _Flight) -> None:
         """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
         flight.errand.cancel()
         self._flight = None
@@ -183,8 +183,8 @@ class Checkpoints:
         if mine:
             why = str(error) or type(error).__name__
             word["problems"] = [vars(_unwritable(flight.path, why, free_bytes(flight.path.parent)))]
-        said = self._exchange(engine, json.dumps(word).encode())
-        if engine.place.rank == 0:
+        said = self._exchange(training, json.dumps(word).encode())
+        if training.place.rank == 0:
             shutil.rmtree(flight.building, ignore_errors=True)
         _raise_first([json.loads(text) for text in said], FAILED)
 
@@ -193,27 +193,27 @@ class Checkpoints:
         for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.old")):
             shutil.rmtree(path, ignore_errors=True)
 
-    def resume(self, engine: "Engine", missing_ok: bool, allow: bool = False) -> Path | None:
-        """Load the newest good checkpoint into the engine, one of finite numbers if there is any; every rank calls it.
+    def resume(self, training: "Training", missing_ok: bool, allow: bool = False) -> Path | None:
+        """Load the newest good checkpoint into the training, one of finite numbers if there is any; every rank calls it.
 
         K001: there is none; K002: none is good; K003: it is of another job. Those passed over are in `refused`. What the
         job changed is in `changed`; K010 for changes that cannot be meant, unless these are allowed.
         """
-        self.finish(engine)
+        self.finish(training)
         self.changed = []
         self._allow = allow
         self.refused = []
-        if engine.place.rank == 0:
+        if training.place.rank == 0:
             self._tidy()
         names = sorted({path.name for path in self.found()}, key=lambda name: -int(name[5:]))
-        wrong = {name: marks(self.directory / name) for name in names} if engine.place.rank == 0 else {}
-        mine = {"found": names, "wrong": wrong, "tensors": list(state.model_parts(engine))}
-        said = [json.loads(text) for text in self._exchange(engine, json.dumps(mine).encode())]
+        wrong = {name: marks(self.directory / name) for name in names} if training.place.rank == 0 else {}
+        mine = {"found": names, "wrong": wrong, "tensors": list(state.model_parts(training))}
+        said = [json.loads(text) for text in self._exchange(training, json.dumps(mine).encode())]
         everyone = {name for word in said for name in word["tensors"]}
         found, wrong = said[0]["found"], said[0]["wrong"]
         for name in sorted(found, key=lambda name: bool(wrong[name])):  # the newest that is sound, then the newest
             path = self.directory / name
-            loaded = self._load(engine, path, everyone)
+            loaded = self._load(training, path, everyone)
             if loaded:
                 self.parent = name
                 self._passed(name, found, wrong)
@@ -236,27 +236,27 @@ class Checkpoints:
                 self.refused.append(unsound(self.directory / newer, wrong[newer]))
                 self._damaged.add(self.directory / newer)
 
-    def _load(self, engine: "Engine", path: Path, everyone: set[str]) -> bool:
+    def _load(self, training: "Training", path: Path, everyone: set[str]) -> bool:
         """Whether the checkpoint was good and is loaded. All ranks check before any believes; any rank's no is everyone's."""
         word: dict[str, Any] = {}
         manifest, reader, parts, hyper = None, None, dict[str, Any](), list[dict[str, Any]]()
         try:
             manifest = read_manifest(path)
-            why = state.mismatch(engine, manifest, everyone)
+            why = state.mismatch(training, manifest, everyone)
             if why:
                 raise PlaitError(_another_job(path, why))
-            manifest, hyper, word["changed"] = self._compared(engine, manifest)
+            manifest, hyper, word["changed"] = self._compared(training, manifest)
             reader = Reader(path, manifest.files, manifest.tensors)
-            for file in list(manifest.files)[engine.place.rank :: engine.place.world]:
+            for file in list(manifest.files)[training.place.rank :: training.place.world]:
                 reader.file(file)
-            parts = state.wanted(engine, manifest)
+            parts = state.wanted(training, manifest)
             for name, part in parts.items():
                 reader.check(name, part)
         except Damaged as error:
             word["damaged"] = vars(damaged(path, error))
         except PlaitError as error:
             word["problems"] = [vars(p) for p in error.problems]
-        said = [json.loads(text) for text in self._exchange(engine, json.dumps(word).encode())]
+        said = [json.loads(text) for text in self._exchange(training, json.dumps(word).encode())]
         wrong = [problem_of(w["damaged"]) for w in said if "damaged" in w]
         if wrong:
             self.refused.append(wrong[0])
@@ -266,27 +266,27 @@ class Checkpoints:
         assert manifest is not None and reader is not None
         for name, part in parts.items():
             reader.read(name, part)
-        state.give(engine, manifest, parts, hyper)
+        state.give(training, manifest, parts, hyper)
         return True
 
-    def _compared(self, engine: "Engine", manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
+    def _compared(self, training: "Training", manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
         """What to go on from, with which hyperparameters, and what is to be told of the job's changes. K010, Damaged."""
-        now = engine.fingerprint
-        hyper, told = fingerprint.hyperparameters(manifest, engine, now)
-        why = state.implausible(engine, manifest, hyper)
+        now = training.fingerprint
+        hyper, told = fingerprint.hyperparameters(manifest, training, now)
+        why = state.implausible(training, manifest, hyper)
         if why:
             raise Damaged(MANIFEST, why)
-        if engine.place.rank == 0:
-            found = fingerprint.changes(manifest, engine, now)
+        if training.place.rank == 0:
+            found = fingerprint.changes(manifest, training, now)
             fingerprint.refuse(found, self._allow)
             told += found.told
-        data = engine.built.data
+        data = training.built.data
         if is_map(data) and manifest.position.start >= len(data) and self._allow:
             manifest = fingerprint.allowed(manifest)
         return manifest, hyper, told
 
-    def _exchange(self, engine: "Engine", data: bytes) -> list[bytes]:
-        return exchange(data, engine.built.group, engine.built.device)
+    def _exchange(self, training: "Training", data: bytes) -> list[bytes]:
+        return exchange(data, training.built.group, training.built.device)
 
 
 def _held(row: list[Any]) -> Held:

@@ -26,7 +26,7 @@ from plait.randomness.keyed import host_state, restore_host, seed_host
 
 if TYPE_CHECKING:
     from plait.checkpoint.manifest import Manifest
-    from plait.engine.engine import Engine
+    from plait.checkpoint.training import Training
 
 SECONDS = 0.5
 """How long samples are read at most, once the first is there."""
@@ -37,22 +37,22 @@ MANY, LARGEST = 10_000, 16 << 20
 Told = dict[str, Any]
 
 
-def of(engine: "Engine") -> Told:
-    """Of the job and plan of an engine, as it stands at the start."""
-    job = engine.job
+def of(training: "Training") -> Told:
+    """Of the job and plan of a training, as they stand at the start."""
+    job = training.job
     functions = {"loss": job.loss, "weight": job.weight, "schedule": job.schedule}
     if job.evaluate is not None:
         functions["metrics"] = job.evaluate.metrics
     return {
         "steps": job.steps,
         "clip": job.clip,
-        "precision": engine.plan.precision,
-        "arguments": engine.arguments,
+        "precision": training.plan.precision,
+        "arguments": training.arguments,
         "python": ".".join(map(str, sys.version_info[:2])),
-        "data": samples(engine.built.data, job.seed) if engine.place.rank == 0 else {},
+        "data": samples(training.built.data, job.seed) if training.place.rank == 0 else {},
         "functions": {name: code(function) for name, function in functions.items() if function is not None},
-        "model": engine.built.structure,
-        "groups": engine.built.initial,
+        "model": training.built.structure,
+        "groups": training.built.initial,
     }
 
 
@@ -243,9 +243,9 @@ class Changes:
     refused: list[Problem]
 
 
-def changes(manifest: "Manifest", engine: "Engine", now: Told) -> Changes:
+def changes(manifest: "Manifest", training: "Training", now: Told) -> Changes:
     """Compare a checkpoint with the job that resumes it. What only one of them tells is left out."""
-    old, job, found = manifest.job, engine.job, Changes([], [])
+    old, job, found = manifest.job, training.job, Changes([], [])
     _line(found.told, "batch", manifest.batch, job.batch)
     for name in ("steps", "clip", "precision"):
         if name in old:
@@ -353,7 +353,7 @@ def _model(told: list[str], old: Told, now: Told) -> None:
             _line(told, f"model: {_shown(name)}", *words)
 
 
-def hyperparameters(manifest: "Manifest", engine: "Engine", now: Told) -> tuple[list[dict[str, Any]], list[str]]:
+def hyperparameters(manifest: "Manifest", training: "Training", now: Told) -> tuple[list[dict[str, Any]], list[str]]:
     """Of each group what to go on with, and what is told. What the job sets otherwise than at the run's start is the job's."""
     first = manifest.job.get("groups")
     first = first if isinstance(first, list) and len(first) == len(manifest.groups) else manifest.groups

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from plait.config.errors import PlaitError, Problem
 
 if TYPE_CHECKING:
-    from plait.engine.engine import Engine
+    from plait.checkpoint.training import Training
 
 State = dict[int, dict[str, Any]]
 """Of parameters, by their number in the groups: what the optimizer keeps, by key."""
@@ -146,16 +146,16 @@ def _exactly(optimizer: Optimizer, state: State) -> None:
 class Trial:
     """The job's optimizer on small stand-ins of its parameters, alike every time it is made."""
 
-    def __init__(self, engine: "Engine"):
-        wanted = [p for p in engine.built.model.parameters() if p.requires_grad]
-        self.device, draw = engine.built.device, torch.Generator().manual_seed(1)
+    def __init__(self, training: "Training"):
+        wanted = [p for p in training.built.model.parameters() if p.requires_grad]
+        self.device, draw = training.built.device, torch.Generator().manual_seed(1)
         sizes = [(tuple(min(d, SMALL) for d in p.shape), p.dtype) for p in wanted]
         self.parameters = [
             nn.Parameter(torch.randn(shape, generator=draw).to(self.device, dtype)) for shape, dtype in sizes
         ]
-        self.optimizer = engine.job.optimizer(self.parameters)
-        self.draw, self.made, self.scheduled = draw, 0, engine.job.schedule is not None
-        real = [len(group["params"]) for group in engine.optimizer.param_groups]
+        self.optimizer = training.job.optimizer(self.parameters)
+        self.draw, self.made, self.scheduled = draw, 0, training.job.schedule is not None
+        real = [len(group["params"]) for group in training.optimizer.param_groups]
         if real != [len(group["params"]) for group in self.optimizer.param_groups]:
             raise ValueError("small parameters are grouped otherwise")
         for group in self.optimizer.param_groups:
@@ -208,25 +208,25 @@ def _kept(key: str, value: Any) -> Any:
     raise PlaitError(Problem("K005", what, why="state in checkpoints is tensors, numbers and texts", fix=_FIX))
 
 
-def check(engine: "Engine") -> None:
+def check(training: "Training") -> None:
     """K005, K011 when an optimizer that is resumed from a checkpoint would not go on as one that is not."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            first, again = Trial(engine), Trial(engine)
+            first, again = Trial(training), Trial(training)
             first.steps(2), again.steps(2)
         except Exception:  # it cannot be tried on small stand-ins: nothing is known
             return
         if not first.same(again):
             return  # it draws numbers of its own
-        wrong = _lost(first, engine)
+        wrong = _lost(first, training)
     if wrong is not None:
         raise PlaitError(wrong)
 
 
-def _lost(first: Trial, engine: "Engine") -> Problem | None:
+def _lost(first: Trial, training: "Training") -> Problem | None:
     what = f"the state of the optimizer {type(first.optimizer).__name__} could not be loaded again"
-    resumed = Trial(engine)
+    resumed = Trial(training)
     before = _attributes(resumed.optimizer)
     try:
         resumed.take_over(first)
@@ -261,7 +261,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, str]:
 
 
 def plausible(
-    engine: "Engine", state: Callable[[int], dict[str, Any] | None], hyper: list[dict[str, Any]]
+    training: "Training", state: Callable[[int], dict[str, Any] | None], hyper: list[dict[str, Any]]
 ) -> str | None:
     """Why the optimizer could not go on with these numbers, or None.
 
@@ -270,7 +270,7 @@ def plausible(
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            trial = Trial(engine)
+            trial = Trial(training)
             trial.steps(1)
             made, _ = trial.taken()
         except Exception:  # nothing is known

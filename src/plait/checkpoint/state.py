@@ -1,4 +1,4 @@
-"""The state of an engine as named parts of tensors and JSON values, and back: what a checkpoint holds.
+"""The state of an training as named parts of tensors and JSON values, and back: what a checkpoint holds.
 
 A rank knows its own parts only (`Built.parts`). Optimizer state of a parameter's shape is split as the parameter is;
 tensors without dims are numbers; a tensor of another shape belongs to a whole parameter.
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plait import __version__
 from plait.checkpoint import fingerprint
 from plait.checkpoint import optimizer_state as optstate
 from plait.checkpoint.chunks import Held
@@ -21,32 +20,33 @@ from plait.checkpoint.manifest import Entry, Manifest
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, NAMES
 from plait.config.errors import PlaitError, Problem
+from plait.config.version import __version__
 from plait.tensors.part import Part, whole
 
 if TYPE_CHECKING:
-    from plait.engine.engine import Engine
+    from plait.checkpoint.training import Training
 
 Read = Callable[[str, Part], None]
 """Fill a part of the tensor of this name in the checkpoint."""
 
 
-def parts_of(engine: "Engine") -> dict[str, Part]:
+def parts_of(training: "Training") -> dict[str, Part]:
     """This rank's part of every tensor to save: `model/<name>` and `optimizer/<parameter>/<key>`."""
-    model = model_parts(engine)
+    model = model_parts(training)
     found = {f"model/{name}": part for name, part in model.items()}
-    for parameter, state in optstate.states(engine.optimizer):
-        name = (engine.built.names or {})[id(parameter)]
+    for parameter, state in optstate.states(training.optimizer):
+        name = (training.built.names or {})[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
                 found[f"optimizer/{name}/{key}"] = _state_part(name, key, value, model[name])
     return found
 
 
-def model_parts(engine: "Engine") -> dict[str, Part]:
+def model_parts(training: "Training") -> dict[str, Part]:
     """This rank's part of every parameter, and of every buffer that belongs to the model's state."""
-    kept = set(engine.model.state_dict(keep_vars=True)) | {name for name, _ in engine.model.named_parameters()}
-    buffers = {name for name, _ in engine.model.named_buffers()}
-    return {name: part for name, part in engine.built.parts().items() if name in kept or name not in buffers}
+    kept = set(training.model.state_dict(keep_vars=True)) | {name for name, _ in training.model.named_parameters()}
+    buffers = {name for name, _ in training.model.named_buffers()}
+    return {name: part for name, part in training.built.parts().items() if name in kept or name not in buffers}
 
 
 def _state_part(name: str, key: str, value: Tensor, part: Part) -> Part:
@@ -78,26 +78,26 @@ def held_of(parts: dict[str, Part]) -> list[Held]:
     ]
 
 
-def values_of(engine: "Engine") -> dict[str, Any]:
+def values_of(training: "Training") -> dict[str, Any]:
     """What a manifest says of the run besides tensors, as far as this rank knows it. K005 for what is not JSON."""
     try:
-        position = json.loads(json.dumps(asdict(engine.position)))
+        position = json.loads(json.dumps(asdict(training.position)))
     except (TypeError, ValueError) as error:
         why = str(error)
         raise PlaitError(Problem("K005", "the data set's state_dict() is not made of JSON values", why=why)) from None
     return {
         "position": position,
-        "plan": str(engine.plan),
-        "seed": engine.job.seed,
-        "batch": engine.job.batch,
+        "plan": str(training.plan),
+        "seed": training.job.seed,
+        "batch": training.job.batch,
         "versions": {"plait": __version__, "torch": str(torch.__version__)},
-        "aliases": aliases_of(engine.model),
-        "scaler": engine.built.scaler.state_dict() if engine.built.scaler else None,
-        "job": {**engine.fingerprint, "factor": fingerprint.factor(engine.job, engine.position.samples)},
+        "aliases": aliases_of(training.model),
+        "scaler": training.built.scaler.state_dict() if training.built.scaler else None,
+        "job": {**training.fingerprint, "factor": fingerprint.factor(training.job, training.position.samples)},
         "optimizer": {
-            "type": type(engine.optimizer).__name__,
-            "groups": [{**optstate.plain(group), "params": params} for group, params in _groups(engine)],
-            "scalars": _scalars(engine),
+            "type": type(training.optimizer).__name__,
+            "groups": [{**optstate.plain(group), "params": params} for group, params in _groups(training)],
+            "scalars": _scalars(training),
         },
     }
 
@@ -112,16 +112,16 @@ def aliases_of(model: torch.nn.Module) -> dict[str, str]:
     return {name: kept for name, tensor in named if (kept := first.setdefault(id(tensor), name)) != name}
 
 
-def _groups(engine: "Engine") -> list[tuple[dict[str, Any], list[str]]]:
-    names = engine.built.names or {}
-    return [(group, [names[id(p)] for p in group["params"]]) for group in optstate.groups(engine.optimizer)]
+def _groups(training: "Training") -> list[tuple[dict[str, Any], list[str]]]:
+    names = training.built.names or {}
+    return [(group, [names[id(p)] for p in group["params"]]) for group in optstate.groups(training.optimizer)]
 
 
-def _scalars(engine: "Engine") -> dict[str, Any]:
+def _scalars(training: "Training") -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for parameter, state in optstate.states(engine.optimizer):
+    for parameter, state in optstate.states(training.optimizer):
         for key, value in state.items():
-            name = f"{(engine.built.names or {})[id(parameter)]}/{key}"
+            name = f"{(training.built.names or {})[id(parameter)]}/{key}"
             if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES and not value.is_complex():
                 found[name] = {"dtype": NAMES[value.dtype], "value": value.item()}
             elif value is None or isinstance(value, (bool, int, float, str)):
@@ -132,19 +132,19 @@ def _scalars(engine: "Engine") -> dict[str, Any]:
     return found
 
 
-def mismatch(engine: "Engine", manifest: Manifest, everyone: set[str]) -> str | None:
-    """Why the checkpoint is not of this engine's job, or None. `everyone`: names of the model's tensors on all ranks."""
+def mismatch(training: "Training", manifest: Manifest, everyone: set[str]) -> str | None:
+    """Why the checkpoint is not of this training's job, or None. `everyone`: names of the model's tensors on all ranks."""
     saved = {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
     wrong = sorted(saved ^ everyone)
-    for name, part in model_parts(engine).items():
+    for name, part in model_parts(training).items():
         entry = manifest.tensors.get(f"model/{name}")
         if entry is not None and (entry.shape != part.shape or DTYPES[entry.dtype] != part.tensor.dtype):
             wrong.append(name)
     if wrong:
         return f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
-    if manifest.optimizer != type(engine.optimizer).__name__:
-        return f"its optimizer is {manifest.optimizer}, the job's is {type(engine.optimizer).__name__}"
-    mine = _groups(engine)
+    if manifest.optimizer != type(training.optimizer).__name__:
+        return f"its optimizer is {manifest.optimizer}, the job's is {type(training.optimizer).__name__}"
+    mine = _groups(training)
     if len(mine) != len(manifest.groups) or not all(map(_same_group, mine, manifest.groups)):
         return "the parameter groups of the optimizer differ"
     return None
@@ -167,11 +167,11 @@ def _alike(a: Any, b: Any) -> bool:
     return both or a is None or b is None or type(a) is type(b)
 
 
-def wanted(engine: "Engine", manifest: Manifest) -> dict[str, Part]:
+def wanted(training: "Training", manifest: Manifest) -> dict[str, Part]:
     """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
-    model = model_parts(engine)
+    model = model_parts(training)
     found = {f"model/{name}": part for name, part in model.items()}
-    mine = {name for _, names in _groups(engine) for name in names if name in model}
+    mine = {name for _, names in _groups(training) for name in names if name in model}
     for name, entry in manifest.tensors.items():
         kind, _, rest = name.partition("/")
         parameter = rest.rpartition("/")[0]
@@ -197,12 +197,12 @@ def _new_state(name: str, entry: Entry, part: Part) -> Part:
     )
 
 
-def give(engine: "Engine", manifest: Manifest, parts: dict[str, Part], hyper: list[dict[str, Any]]) -> None:
+def give(training: "Training", manifest: Manifest, parts: dict[str, Part], hyper: list[dict[str, Any]]) -> None:
     """Take over what was read: optimizer (with these hyperparameters of its groups), loss scale, position.
 
     The model's parts were filled in place.
     """
-    index = {name: i for i, name in enumerate(name for _, names in _groups(engine) for name in names)}
+    index = {name: i for i, name in enumerate(name for _, names in _groups(training) for name in names)}
     state: dict[int, dict[str, Any]] = {}
     for name, part in parts.items():
         if name.startswith("optimizer/"):
@@ -210,16 +210,16 @@ def give(engine: "Engine", manifest: Manifest, parts: dict[str, Part], hyper: li
             state.setdefault(index[parameter], {})[key] = part.tensor
     for name, value in manifest.scalars.items():
         parameter, _, key = name.rpartition("/")
-        if parameter in index and parameter in engine.built.own:  # another stage's would stay as it is here
+        if parameter in index and parameter in training.built.own:  # another stage's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
-    optstate.restore(engine.optimizer, state, hyper)
-    if engine.built.scaler and manifest.scaler:
-        engine.built.scaler.load_state_dict(manifest.scaler)
-    engine.position = manifest.position
-    engine.built.refresh()
+    optstate.restore(training.optimizer, state, hyper)
+    if training.built.scaler and manifest.scaler:
+        training.built.scaler.load_state_dict(manifest.scaler)
+    training.position = manifest.position
+    training.built.refresh()
 
 
-def implausible(engine: "Engine", manifest: Manifest, hyper: list[dict[str, Any]]) -> str | None:
+def implausible(training: "Training", manifest: Manifest, hyper: list[dict[str, Any]]) -> str | None:
     """Why the optimizer could not go on with the numbers of this checkpoint, or None."""
     shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
     kept: dict[str, dict[str, Any]] = {}
@@ -230,8 +230,8 @@ def implausible(engine: "Engine", manifest: Manifest, hyper: list[dict[str, Any]
     for name, value in manifest.scalars.items():
         parameter, _, key = name.rpartition("/")
         kept.setdefault(parameter, {})[key] = _number(value)
-    ordered = [name for _, names in _groups(engine) for name in names]
-    return optstate.plausible(engine, lambda i: kept.get(ordered[i]), hyper)
+    ordered = [name for _, names in _groups(training) for name in names]
+    return optstate.plausible(training, lambda i: kept.get(ordered[i]), hyper)
 
 
 def _number(value: Any) -> Any:

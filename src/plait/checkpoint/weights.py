@@ -21,7 +21,7 @@ from plait.tensors.exchange import exchange
 from plait.tensors.part import Part
 
 if TYPE_CHECKING:
-    from plait.engine.engine import Engine
+    from plait.checkpoint.training import Training
 
 INDEX = "model.safetensors.index.json"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp", ".metadata")
@@ -100,19 +100,19 @@ def _foreign(path: Path) -> Problem:
     return Problem("K007", f"there are no weights at {path}", why=why, fix=("--weights path/to/model.safetensors",))
 
 
-def load_weights(engine: "Engine", path: Path) -> None:
+def load_weights(training: "Training", path: Path) -> None:
     """Fill the model's parameters and buffers from `path`; every rank calls it, and reads its own parts.
 
     K008 when names or shapes differ from the model's. Numbers are cast to the model's format. Nothing is changed unless
     all ranks can read all of theirs.
     """
-    mine = state.model_parts(engine)
-    said = _exchange(engine, {"names": list(mine)})
+    mine = state.model_parts(training)
+    said = _exchange(training, {"names": list(mine)})
     everyone = list(dict.fromkeys(name for word in said for name in word["names"]))
     word, reader, found = dict[str, Any](), None, dict[str, str]()
     try:
         reader = open_weights(path)
-        found = _matched(path, reader.entries, everyone, state.aliases_of(engine.model))
+        found = _matched(path, reader.entries, everyone, state.aliases_of(training.model))
         wrong = list(_misshaped(path, reader.entries, found, mine))
         if wrong:
             raise PlaitError(wrong)
@@ -122,12 +122,12 @@ def load_weights(engine: "Engine", path: Path) -> None:
         word = {"problems": [vars(damaged(path, error))]}
     except PlaitError as error:
         word = {"problems": [vars(p) for p in error.problems]}
-    problems = next((w["problems"] for w in _exchange(engine, word) if "problems" in w), None)
+    problems = next((w["problems"] for w in _exchange(training, word) if "problems" in w), None)
     if problems or reader is None:
         raise PlaitError(map(problem_of, problems or ()))
     for name, part in mine.items():
         reader.read(found[name], part)
-    engine.built.refresh()
+    training.built.refresh()
 
 
 def _matched(path: Path, entries: dict[str, Entry], wanted: list[str], aliases: dict[str, str]) -> dict[str, str]:
@@ -189,6 +189,6 @@ def _misshaped(
             yield Problem("K008", f"{name} has another kind of numbers in the weights at {path}", why=why)
 
 
-def _exchange(engine: "Engine", word: dict[str, Any]) -> list[dict[str, Any]]:
-    said = exchange(json.dumps(word).encode(), engine.built.group, engine.built.device)
+def _exchange(training: "Training", word: dict[str, Any]) -> list[dict[str, Any]]:
+    said = exchange(json.dumps(word).encode(), training.built.group, training.built.device)
     return [json.loads(text) for text in said]

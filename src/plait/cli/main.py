@@ -14,7 +14,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from plait import __version__
 from plait.cli import plan_options
 from plait.config.errors import (
     FAILED,
@@ -29,6 +28,7 @@ from plait.config.errors import (
     trace_of,
 )
 from plait.config.plan import KEYS, Plan
+from plait.config.version import __version__
 
 TECHNIQUES = {
     **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
@@ -402,8 +402,8 @@ def _verify(options: Any) -> int:
         print(
             f"plan        none was given: {FIRST} is tried, two copies of the model with half of each batch", flush=True
         )
-    from plait.engine.refusals import foresee
     from plait.launch.devices import kind_of
+    from plait.planner.refusals import foresee
     from plait.verify.verdict import table
     from plait.verify.verify import verify
 

@@ -12,6 +12,7 @@ from plait.config.job import Job, load_job
 from plait.config.machine import Machine
 from plait.config.output_file import check_writable, write
 from plait.config.plan import AXES, Plan
+from plait.launch.detect import read_machine
 from plait.model.table import size as sized_up
 from plait.planner import goals
 from plait.planner.answer import Answer, ask, text, toml
@@ -111,7 +112,7 @@ def chosen(job: Job, options: Any) -> Plan:
     from plait.launch import fork as here
     from plait.launch.place import Place, joining, world
 
-    machine = Machine.read("here")
+    machine = read_machine("here")
     ranks = world() if joining() else options.nproc or machine.devices
     job = replace(job, batch=getattr(options, "batch", None) or job.batch)
 
@@ -168,7 +169,7 @@ def machine_of(options: Any) -> Machine:
     """--machine, with as many devices as --gpus says."""
     if options.gpus is not None and options.gpus < 1:
         raise PlaitError(too_small("--gpus", options.gpus))
-    machine = Machine.read(options.machine)
+    machine = read_machine(options.machine)
     machine = sized(machine, options.gpus) if options.gpus else machine
     if options.gpus and machine.devices != options.gpus:
         why = f"{machine.nodes} nodes of {machine.devices_per_node} are {machine.devices} devices"

@@ -18,8 +18,9 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.data import batch as data
-from plait.engine.build import call, check_plan
+from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
+from plait.model.make import call
 from plait.model.slices import Cut, Group, Integer, Slices
 from plait.model.table import aligned, short
 from plait.parallel.tensor import choose as chosen

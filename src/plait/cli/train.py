@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait import __version__
 from plait.checkpoint import optimizer_state as optstate
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.weights import open_weights
@@ -15,12 +14,12 @@ from plait.cli.console import Console
 from plait.config.errors import FAILED, RESUMABLE, PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.config.version import __version__
 from plait.data.batch import Batch, split
 from plait.engine import joined_ranks as joined
-from plait.engine.build import broadcast_text, pick_device
+from plait.engine.build import broadcast_text, inexact, pick_device
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
-from plait.engine.refusals import foresee
 from plait.engine.resume import Start, writing
 from plait.engine.run_directory import Run
 from plait.engine.step import Step
@@ -30,6 +29,7 @@ from plait.launch.failure_report import short
 from plait.launch.place import Place, current, joining
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.tensor import choose as chosen
+from plait.planner.refusals import foresee
 from plait.tensors.finite import number
 from plait.verify.job import check as jobcheck
 
@@ -339,7 +339,7 @@ def _inexact(engine: Engine, report: Callable[[dict[str, Any]], None], named: se
     """Say what cannot equal one device; some of it shows in the first step, and what losses ask for on the last stage only."""
     built = engine.built
     first = not any(place for axis, place in built.at.items() if axis != "pp")
-    for line in built.inexact if engine.place.rank == 0 else built.sharers.inexact if first else ():
+    for line in inexact(built) if engine.place.rank == 0 else built.sharers.inexact if first else ():
         if line not in named:
             report({"kind": "note", "text": f"note  not exact: {line}"})
             named.add(line)

@@ -119,15 +119,6 @@ class Machine:
 
         return machinefile.named(text)
 
-    @staticmethod
-    def read(text: str) -> "Machine":
-        """What ``--machine`` takes: `here`, a file, or a name."""
-        if text == "here":
-            from plait.launch.detect import here
-
-            return here()
-        return Machine.load(text) if text.endswith(".toml") or "/" in text else Machine.named(text)
-
     def to_toml(self) -> str:
         """The machine as a TOML file; `Machine.load` reads it back to an equal machine."""
         from plait.config import machine_text as machinefile

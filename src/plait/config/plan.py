@@ -11,10 +11,11 @@ from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan_text import Key, as_toml, as_word, from_file, from_line
-from plait.parallel.pipeline.schedules import SCHEDULES
 
 __all__ = ["AXES", "KEYS", "Key", "Plan"]
 
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
+"""Orders of the stages' forwards and backwards, from the simplest to the search (`parallel/pipeline/schedules.py`)."""
 KEYS: dict[str, Key] = {
     "pp": Key(
         "mesh",

@@ -1,7 +1,6 @@
 """From a job and a plan to what a rank trains with: the model with its strategies applied, and its optimizer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,151 +20,32 @@ from plait.launch.place import Place
 from plait.losses import transformers
 from plait.losses.global_batch import Sharers
 from plait.model import mutations as ownstate
-from plait.model.make import Made, make, make_optimizer
+from plait.model.make import Made, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
+from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.expert import find as experts
 from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import optimizer_check as elementwise
 from plait.parallel.fsdp import strategy as shard
-from plait.parallel.fsdp.runtime import Shards
 from plait.parallel.gradient_sums import Across
 from plait.parallel.mesh import group_of
 from plait.parallel.order import ORDER
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor import choose as chosen
 from plait.randomness.keyed import Randomness
-from plait.randomness.sub_block import Rule, Windows, first_of
+from plait.randomness.sub_block import Windows, first_of
 from plait.tensors import higher_order as higher
 from plait.tensors import scripted
 from plait.tensors.digest import differing
-from plait.tensors.part import Part, Ranges, whole
 from plait.tensors.torch_private import tree_map_only
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
-    """The model's outputs. It runs as in training: it keeps nothing for generation."""
-    with transformers.without_cache(model):
-        return called(model, inputs)
-
-
-def called(model: nn.Module, inputs: Any) -> Any:
-    """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-@dataclass
-class Built:
-    """One rank's model and optimizer under a plan. Strategies fill in what they bring."""
-
-    job: Job
-    plan: Plan
-    place: Place
-    device: torch.device
-    group: Any
-    model: nn.Module
-    data: Any
-    sketch: Sketch
-    whole: Sketch = field(init=False)
-    """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
-    cast: torch.dtype | None = None
-    probe: Any = None
-    """(what runs the model in training's format, n -> n samples' inputs) of the sketch."""
-    pairs: Any = None
-    """n -> inputs and targets of n samples."""
-    randomness: Any = None
-    optimizer: Any = None
-    names: dict[int, str] | None = None
-    own: dict[str, nn.Parameter] = field(default_factory=dict)
-    """This rank's part of every parameter, by the model's name; tied ones once."""
-    shares: dict[str, Tensor] = field(default_factory=dict)
-    """This rank's parts of parameters that are on the meta device, until they are put in place."""
-    reducer: Any = None
-    """What sums gradients over the ranks: `reducer.Reducer`, `sharded.Shards`, or None."""
-    peers: Any = None
-    """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
-    pipe: Any = None
-    """This rank's part of the pipeline, if there is one."""
-    elsewhere: tuple[str, ...] = ()
-    """Units of other stages: their buffers are not this rank's."""
-    copies: Any = None
-    """The group of ranks that hold copies of this rank's parts."""
-    at: dict[str, int] = field(default_factory=dict)
-    """This rank's place on every axis of the mesh."""
-    groups: dict[str, Any] = field(default_factory=dict)
-    """The ranks that differ from this one on an axis alone, for each axis on which there are any."""
-    cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)
-    """Parameters of which this rank has a part by another way than `fsdp`: the shape of the whole, and which ranges."""
-    experts: set[str] = field(default_factory=set)
-    """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
-    alike: Any = None
-    """The group of ranks that hold the same experts, or the same parts of them, if there are others."""
-    apart: Any = None
-    """The group of ranks that keep parts of the same experts, if they are kept as parts."""
-    sharers: Sharers = field(default_factory=Sharers)
-    """The ranks with other samples, while a step's passes run."""
-    holders: dict[str, int] = field(default_factory=dict)
-    """How many ranks of the same share of samples hold the same part of a parameter, where more than one do."""
-    partial: list[tuple[tuple[str, ...], Any]] = field(default_factory=list)
-    """Parameters whose gradient on a rank is a share of a sum, and the group of ranks that have the others."""
-    masters: dict[str, nn.Parameter] | None = None
-    """What the optimizer updates when it is not `own`: copies in host memory."""
-    prepared: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
-    """Called with the optimizer once it is made."""
-    rules: list[Rule] = field(default_factory=list)
-    """What this rank holds of tensors that are drawn at random: the first that says something is right."""
-    replicas: Any = None
-    run: Any = call
-    """(model, inputs) -> outputs."""
-    scaler: Any = None
-    precision: torch.dtype | None = None
-    begun: bool = False
-    """A step was made."""
-    structure: dict[str, list[str]] = field(default_factory=dict)
-    """What the model's modules were made with (`fingerprint.structure`)."""
-    initial: list[dict[str, Any]] = field(default_factory=list)
-    """The hyperparameters of the optimizer's groups as the job sets them."""
-    unlike: tuple[str, ...] = ()
-    """What differs from rank to rank in what an iterable gives."""
-    lockstep: str = ""
-    """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
-    a sample (layers that count samples), `sample` with one that weighs nothing."""
-
-    def parts(self) -> dict[str, Part]:
-        """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
-        sums = getattr(self.reducer, "inner", self.reducer)
-        named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
-        found = {n: Part(t.detach(), *self.cuts[n]) if n in self.cuts else whole(t.detach()) for n, t in named}
-        return found | sums.parts() if isinstance(sums, Shards) else found
-
-    def _elsewhere(self, name: str) -> bool:
-        return any(name.startswith(unit + ".") for unit in self.elsewhere)
-
-    def refresh(self) -> None:
-        """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
-        sums = getattr(self.reducer, "inner", self.reducer)
-        if isinstance(sums, Shards):
-            sums.reshard()
-        for name, master in (self.masters or {}).items():
-            with torch.no_grad():
-                master.copy_(self.own[name])
-
-    @property
-    def together(self) -> str:
-        """`lockstep`, also where the job asks the other ranks for something: before the first step that is not known,
-        and only the last stage of a pipeline ever knows."""
-        asks = not self.sharers.alone and (self.pipe is not None or self.sharers.used or not self.begun)
-        return self.lockstep or ("sample" if asks else "")
-
-    @property
-    def inexact(self) -> list[str]:
-        """What cannot equal one device under this plan, by nature: of the whole model, and what this rank's losses ask for."""
-        found = [line for s in ORDER if s.wanted(self.plan) for line in s.inexact(self.plan, self.whole)]
-        found += [*self.sharers.inexact, *self.unlike]
-        found += [f"random numbers in {name} come from an operator plait cannot key" for name in self.whole.unkeyed]
-        return found
+def inexact(built: Built) -> list[str]:
+    """What cannot equal one device under this plan, by nature: of the whole model, and what this rank's losses ask for."""
+    found = [line for s in ORDER if s.wanted(built.plan) for line in s.inexact(built.plan, built.whole)]
+    found += [*built.sharers.inexact, *built.unlike]
+    return [*found, *(f"random numbers in {n} come from an operator plait cannot key" for n in built.whole.unkeyed)]
 
 
 def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
@@ -275,11 +155,6 @@ def _understood(built: Built, made: Made, seen: Sketch | None) -> Sketch:
     built.sketch = found
     ownstate.check(plan, found)
     return context.stretched(built, built.pairs) if plan.cp > 1 else found
-
-
-def judged(job: Job, targets: Any) -> Callable[[Any], Any]:
-    """Makes the loss of the model's output for these targets."""
-    return lambda outputs: job.loss(outputs, targets)
 
 
 def _meet(built: Built) -> None:

@@ -31,12 +31,14 @@ from plait.data.iterable_shares import Merge, every_nth, known_by
 from plait.data.iterable_streams import agree
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
-from plait.engine.build import Built, build, check_copies, pick_device
+from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.evaluate import evaluate
 from plait.engine.nonfinite import Guard
 from plait.engine.passes import Passes
 from plait.engine.step import Spans, Step, sort_of, tokens
 from plait.launch.place import Place, current
+from plait.parallel.built import Built
+from plait.tensors.finite import Rule
 from plait.tensors.torch_private import scale_
 
 
@@ -87,6 +89,16 @@ class Engine:
     @property
     def model(self) -> torch.nn.Module:
         return self.built.model
+
+    @property
+    def rule(self) -> Rule:
+        """Which tensors are to be finite."""
+        return self.guard.rule
+
+    @property
+    def inexact(self) -> list[str]:
+        """What cannot equal one device under this plan, by nature, a sentence each."""
+        return inexact(self.built)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from plait.data.batch import Share, collate, empty, example, first_samples, is_m
 from plait.data.iterable_streams import agree, digest
 from plait.data.padding import Padding
 from plait.engine import try_metrics as trial
-from plait.engine.build import Built, call, move
+from plait.engine.build import move
+from plait.model.make import call
+from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import Shards
 from plait.parallel.precision import autocast
 from plait.randomness.keyed import seed_host

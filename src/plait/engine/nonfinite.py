@@ -10,22 +10,21 @@ import json
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.training import Training
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import Batch, Micro
-from plait.engine.build import Built, call
 from plait.engine.passes import Passes
+from plait.model.make import call
+from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import Shards
 from plait.tensors.exchange import exchange
 from plait.tensors.finite import Rule, finite, several
 from plait.tensors.torch_private import copy_, own_buffers, tree_leaves
-
-if TYPE_CHECKING:
-    from plait.engine.engine import Engine
 
 CHOICES = ("stop", "skip", "ignore")
 IN_A_ROW = 10
@@ -36,6 +35,16 @@ PLACES = 4
 """Micro-batches that a message has room for."""
 
 
+class Repeatable(Training, Protocol):
+    """A training whose last passes can be made once more."""
+
+    passes: Passes
+
+    def again(self, batch: Batch) -> None:
+        """Make the passes of a step once more, from the same weights, buffers and random numbers."""
+        ...
+
+
 class Guard:
     """What an engine does about a step that is not finite. `choice`: stop, skip (leave it out), or ignore."""
 
@@ -43,7 +52,8 @@ class Guard:
         if choice not in CHOICES:
             raise PlaitError(Problem("U002", f"on_nan={choice!r} is none of {', '.join(CHOICES)}"))
         self.choice = choice
-        self.rule = Rule.of(built)
+        trained = (f"model/{name}" for name, p in built.own.items() if p.requires_grad)
+        self.rule = Rule.of(trained, [(f"model/{name}", part.tensor) for name, part in built.parts().items()])
         self.before = Before(built)
         self.skipped = 0
         """Steps left out since one was made."""
@@ -59,7 +69,7 @@ class Guard:
         scale = "" if built.scaler is None else f" and the loss scale is {built.scaler.value:g}, the smallest there is"
         return f"the gradient norm is {norm} (the loss is {loss:.6g}){scale}"
 
-    def handle(self, engine: "Engine", batch: Batch, what: str) -> Problem:
+    def handle(self, engine: Repeatable, batch: Batch, what: str) -> Problem:
         """Put everything back, find where it began, and return what to tell of a step that is left out.
 
         Raises N001 to stop, N002 after ten such steps in a row, N003 when the weights were wrong before the step.
@@ -82,7 +92,7 @@ class Guard:
             raise PlaitError([again, problem], FAILED)
         return problem
 
-    def poisoned(self, engine: "Engine", step: int, why: str) -> Problem | None:
+    def poisoned(self, engine: Repeatable, step: int, why: str) -> Problem | None:
         """N003 when weights are not finite after `step` on any rank. All ranks call it."""
         own = [(f"model/{name}", p) for name, p in engine.built.own.items() if p.requires_grad]
         names = [name.removeprefix("model/") for name in self.rule.broken(own)]
@@ -100,12 +110,12 @@ class Guard:
         )
         return Problem("N003", what, why=f"{why}\n{made}{rate}; on {_ranks(ranks)}", fix=fix)
 
-    def _put_back(self, engine: "Engine") -> None:
+    def _put_back(self, engine: Repeatable) -> None:
         for parameter in engine.built.own.values():
             parameter.grad = None
         self.before.put_back()
 
-    def _where(self, engine: "Engine", batch: Batch) -> list[str]:
+    def _where(self, engine: Repeatable, batch: Batch) -> list[str]:
         """Lines that tell in which micro-batches it began. All ranks get the same."""
         losses = [(n, float(loss)) for n, loss in engine.passes.losses]
         search = Search(engine.built, engine.passes)
@@ -289,5 +299,5 @@ def _fixes(choice: str) -> tuple[str, ...]:
     )
 
 
-def _exchange(engine: "Engine", value: Any) -> Iterable[bytes]:
+def _exchange(engine: Repeatable, value: Any) -> Iterable[bytes]:
     return exchange(json.dumps(value).encode(), engine.built.group, engine.built.device)

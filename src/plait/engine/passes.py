@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from plait.data.batch import Batch
-from plait.engine.build import Built, call, check_loss, move
+from plait.engine.build import check_loss, move
 from plait.engine.step import Spans
 from plait.losses.global_batch import nothing
+from plait.model.make import call
+from plait.parallel.built import Built
 from plait.parallel.pipeline.runtime import Piece
 from plait.parallel.precision import forward_format
 from plait.tensors import higher_order as higher

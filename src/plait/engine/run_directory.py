@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from plait import __version__
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
+from plait.config.version import __version__
 from plait.launch.devices import cuda_names
 from plait.launch.place import cores, facts
 

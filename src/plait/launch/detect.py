@@ -125,3 +125,10 @@ def _limit() -> int:
         return int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):
         return 2**62
+
+
+def read_machine(text: str) -> Machine:
+    """What ``--machine`` takes: `here`, a file, or a name."""
+    if text == "here":
+        return here()
+    return Machine.load(text) if text.endswith(".toml") or "/" in text else Machine.named(text)

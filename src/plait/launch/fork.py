@@ -104,8 +104,6 @@ def _warm_up() -> None:
     warm_dynamo()  # the first optimizer imports it lazily, in every worker
     import torch.distributed
 
-    import plait.engine.engine  # noqa: F401
-
     torch.set_num_threads(1)
     faulthandler.enable()
 

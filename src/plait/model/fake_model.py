@@ -12,8 +12,7 @@ from torch import nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, user_line
 from plait.data import batch as data
-from plait.engine.build import call, judged
-from plait.model.make import make_model
+from plait.model.make import call, judged, make_model
 from plait.model.sketch import Sketch, sketch
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.fake import PartlyFake

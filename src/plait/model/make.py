@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
-from plait.losses import transformers
+from plait.model import transformers
 from plait.model.deferred_init import defer
 from plait.tensors.digest import differing, digest
 from plait.tensors.torch_private import convert, own_buffers
@@ -142,3 +142,21 @@ def _same_everywhere(model: nn.Module, digests: dict[str, Tensor], group: Any, d
                     why=f"{len(wrong)} tensors differ, although Python's, numpy's and torch's generators start from seed on every rank",
                     fix=("draw initial weights from these generators only: not from time, os.urandom or the order of a set",))
         )  # fmt: skip
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's outputs. It runs as in training: it keeps nothing for generation."""
+    with transformers.without_cache(model):
+        return called(model, inputs)
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def judged(job: Job, targets: Any) -> Callable[[Any], Any]:
+    """Makes the loss of the model's output for these targets."""
+    return lambda outputs: job.loss(outputs, targets)

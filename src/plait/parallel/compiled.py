@@ -60,8 +60,8 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Any) -> None:
-    from plait.engine.build import called
-    from plait.losses.transformers import without_cache
+    from plait.model.make import called
+    from plait.model.transformers import without_cache
     from plait.randomness.keyed import drawn_in_composites
 
     inside = drawn_in_composites(built.sketch.places, built.model)

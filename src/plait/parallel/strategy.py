@@ -14,7 +14,7 @@ from plait.model.sketch import Sketch
 from plait.parallel.role import Role
 
 if TYPE_CHECKING:
-    from plait.engine.build import Built
+    from plait.parallel.built import Built
 
 
 Moment = tuple[str, int]

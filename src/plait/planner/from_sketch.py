@@ -14,12 +14,11 @@ from typing import Any
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.engine.build import call
 from plait.model import operations as effort
 from plait.model.costs import Unit, UnitCall, Work
 from plait.model.experts import Mixture
 from plait.model.fake_model import HOLDS
-from plait.model.make import make_model
+from plait.model.make import call, make_model
 from plait.model.sketch import Sketch
 from plait.model.slices import Slices
 from plait.parallel.expert import find as experts

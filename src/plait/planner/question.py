@@ -15,12 +15,12 @@ from plait.data import batch as data
 from plait.engine.build import check_plan
 from plait.model import mutations as ownstate
 from plait.model.fake_model import sketched
-from plait.model.optimizer_step import optimizer_state
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp import optimizer_check as elementwise
 from plait.parallel.pipeline.partition import check
 from plait.parallel.role import Layout
 from plait.planner.cpu import Cores
+from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.from_sketch import Cuts, boiled, cuts_of
 from plait.planner.space import Question
 from plait.planner.time import Pace, Software

@@ -4,7 +4,7 @@ from html import escape
 from math import ceil
 from statistics import median
 
-from plait import __version__
+from plait.config.version import __version__
 from plait.report.spans import COMPUTE, Span
 from plait.report.style import STYLE
 from plait.report.timeline import Block, Row, Timeline

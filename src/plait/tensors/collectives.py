@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.parallel.fsdp.collectives import directly
+from plait.tensors.exchange import directly
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import Facade, storage_key
 

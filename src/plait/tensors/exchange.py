@@ -5,6 +5,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+DIRECT = ("cpu",)
+"""Kinds of devices between which parts are exchanged by sends and receives, and not by the library's collectives."""
+
+
+def directly(device: torch.device) -> bool:
+    """Whether ranks on such devices exchange parts by sends and receives."""
+    return device.type in DIRECT
+
 
 def exchange(data: bytes, group: Any, device: torch.device) -> list[bytes]:
     """Each rank's bytes, on all ranks, by rank. A collective; without a group it is this rank's own."""

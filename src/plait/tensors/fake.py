@@ -1,11 +1,12 @@
-"""Runs on tensors of which small ones are real and large ones are fake."""
+"""Runs on tensors of which small ones are real and large ones are fake; parameters that are elsewhere, replaced by fake ones."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from plait.tensors.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, fakes_around
+from plait.tensors.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, Unknowns, fakes_around
 
 SMALL = 1 << 20
 """Bytes of a tensor that is made for real, because code may look at it."""
@@ -42,3 +43,17 @@ def given_to(args: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from given_to(value)
+
+
+def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
+    """Replace parameters by fake ones, which take no memory: other ranks hold them. `fakes`: the mode they belong to."""
+    gone: dict[int, nn.Parameter] = {}
+    fakes, named = fakes or Unknowns(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if named.get(id(parameter)) in names:
+                if id(parameter) not in gone:
+                    with fakes:
+                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    gone[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(module, key, gone[id(parameter)])

@@ -7,13 +7,10 @@ a mask of minus infinity is an ordinary buffer. What the job itself starts with 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from plait.engine.build import Built
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,10 @@ class Rule:
     """Tensors that broke the rule when the job made them: nothing is expected of these."""
 
     @staticmethod
-    def of(built: "Built") -> "Rule":
-        """That of a rank's model, which has made no step yet."""
-        trained = frozenset(f"model/{name}" for name, p in built.own.items() if p.requires_grad)
-        named = [(f"model/{name}", part.tensor) for name, part in built.parts().items()]
-        return Rule(trained, frozenset(Rule(trained).broken(named)))
+    def of(trained: Iterable[str], named: Iterable[tuple[str, Tensor]]) -> "Rule":
+        """That of a model which has made no step yet: the names of what is trained, and all its tensors."""
+        names = frozenset(trained)
+        return Rule(names, frozenset(Rule(names).broken(named)))
 
     def broken(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of those that are not as expected."""

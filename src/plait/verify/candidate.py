@@ -17,16 +17,16 @@ from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Batch, weigh
-from plait.engine.build import Built
 from plait.engine.comm_log import BY_DATA, Ledger
 from plait.engine.engine import Engine
 from plait.launch.place import Place
+from plait.parallel.built import Built
 from plait.parallel.context.sequences import opened_units
-from plait.parallel.fsdp.collectives import directly
 from plait.parallel.order import Charge, Role, charges
 from plait.parallel.precision import forward_format
 from plait.parallel.role import Layout
 from plait.tensors.digest import digests
+from plait.tensors.exchange import directly
 from plait.tensors.part import Part
 from plait.verify import formats
 from plait.verify import notes as noting
@@ -101,7 +101,7 @@ def run(
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
     return {
-        "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": built.inexact,
+        "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": engine.inexact,
         "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
         "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],

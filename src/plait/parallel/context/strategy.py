@@ -56,6 +56,7 @@ from torch import nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
+from plait.model.make import call
 from plait.model.sketch import Sketch
 from plait.parallel import recompute
 from plait.parallel.context.attention import around, check_heads, exchanged
@@ -106,8 +107,6 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
     plan, sketch = built.plan, built.sketch
 
     def run(model: nn.Module, given: Any) -> Any:
-        from plait.engine.build import call
-
         with trained_format(plan, built.cast, built.device.type, model):
             return call(model, given)
 

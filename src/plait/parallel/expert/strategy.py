@@ -60,9 +60,9 @@ from plait.parallel.expert.dispatch import Way
 from plait.parallel.expert.layers import Listed, Stacked, travelling
 from plait.parallel.fsdp import expert_shards as expertshards
 from plait.parallel.mesh import experts_of
-from plait.parallel.pipeline.stage import hollow
 from plait.parallel.strategy import Charge, Role
 from plait.randomness.keyed import host_state, restore_host
+from plait.tensors.fake import hollow
 from plait.tensors.part import everything
 
 AXIS = "ep"

@@ -22,15 +22,6 @@ SUM_PARTS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_
 """The library's reduce-scatter, under the name that the installed torch does not warn of."""
 
 
-DIRECT = ("cpu",)
-"""Kinds of devices between which parts are exchanged by sends and receives, and not by the library's collectives."""
-
-
-def directly(device: torch.device) -> bool:
-    """Whether ranks on such devices exchange parts by sends and receives."""
-    return device.type in DIRECT
-
-
 def messages(
     ranks: int, gathered: tuple[int, int], summed: tuple[int, int], direct: bool
 ) -> Iterator[tuple[str, int, int, str]]:

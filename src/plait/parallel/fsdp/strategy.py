@@ -49,12 +49,13 @@ from plait.parallel.data import batch_norm as batchnorm
 from plait.parallel.data.strategy import rider_of
 from plait.parallel.fsdp import expert_shards as expertshards
 from plait.parallel.fsdp import memory as gathered
-from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter, directly, messages
+from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter, messages
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, gathers, groups, members
 from plait.parallel.fsdp.hooks import keep_one, without_views
 from plait.parallel.fsdp.runtime import Shards, divides, padded, stretch
 from plait.parallel.precision import plan_format
 from plait.parallel.strategy import Charge, Role
+from plait.tensors.exchange import directly
 from plait.tensors.torch_private import exchange_by, in_backward, materialise, sum_unused
 
 AXIS = "fsdp"

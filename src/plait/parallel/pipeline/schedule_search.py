@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Literal
 
-from plait.parallel.pipeline.schedules import SCHEDULES, problems, table
+from plait.config.plan import SCHEDULES
+from plait.parallel.pipeline.schedules import problems, table
 from plait.parallel.pipeline.simulate import Played, hops, simulate
 from plait.parallel.pipeline.table import Action, Table, folded, looped, made
 

@@ -28,12 +28,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
+from plait.config.plan import SCHEDULES
 from plait.parallel.pipeline.table import Action, Kind, Table, folded, looped, made
 
 SPLIT = ("zb", "zbv", "auto")
 """Schedules that split backward passes."""
-SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
-"""What `table` knows, from the simplest to the search."""
 
 
 def problems(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> list[str]:

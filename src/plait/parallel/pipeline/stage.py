@@ -17,12 +17,11 @@ from plait.config.errors import PlaitError, Problem
 from plait.model.meter import tensors_in
 from plait.parallel.pipeline.partition import Course
 from plait.parallel.pipeline.paths import Courses
+from plait.tensors.fake import hollow
 from plait.tensors.output_form import arguments, known
 from plait.tensors.torch_private import (
     Facade,
     FakeTensor,
-    FakeTensorMode,
-    Unknowns,
     is_unknown,
     leaves,
     own_buffers,
@@ -144,20 +143,6 @@ class Stages:
                 made = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.device) for s in template.slots]
             known = unknowns[call, samples] = [(t, version(t)) for t in made]
         return template.fill(t for t, _ in known)
-
-
-def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
-    """Replace parameters by fake ones, which take no memory: other ranks hold them. `fakes`: the mode they belong to."""
-    gone: dict[int, nn.Parameter] = {}
-    fakes, named = fakes or Unknowns(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
-    for module in model.modules():
-        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if named.get(id(parameter)) in names:
-                if id(parameter) not in gone:
-                    with fakes:
-                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    gone[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                setattr(module, key, gone[id(parameter)])
 
 
 def copied(tree: Any) -> Any:

@@ -21,7 +21,6 @@ from plait.data.batch import Share
 from plait.engine.build import check_plan, with_open_head
 from plait.engine.try_metrics import WHERE
 from plait.model.fake_model import sketched
-from plait.model.optimizer_step import kept_by, stepped
 from plait.model.sketch import Sketch
 from plait.model.table import aligned, size
 from plait.parallel.fsdp.runtime import divides
@@ -31,6 +30,7 @@ from plait.parallel.order import charges as priced
 from plait.parallel.strategy import Moment, held
 from plait.planner.dryrun.allocations import Change, Tape
 from plait.planner.dryrun.dry_run import DryRun, dry_run
+from plait.planner.dryrun.optimizer_step import kept_by, stepped
 from plait.planner.dryrun.rehearsal import Rehearsal, rehearse
 from plait.tensors.torch_private import tree_leaves
 

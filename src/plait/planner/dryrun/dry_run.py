@@ -25,19 +25,20 @@ from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch
 from plait.data.iterable_shares import whole
-from plait.engine.build import Built, begun, build, check_plan, understood
+from plait.engine.build import begun, build, check_plan, understood
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.model.fake_model import HOLDS, sketched
 from plait.model.make import Made, make_model
-from plait.model.optimizer_step import read
 from plait.model.sketch import Sketch
 from plait.model.table import size
+from plait.parallel.built import Built
 from plait.parallel.fsdp import optimizer_check as elementwise
 from plait.parallel.gradient_sums import Across
 from plait.parallel.offload import on_host
 from plait.planner.dryrun.allocations import Peak
 from plait.planner.dryrun.measure import measure, measure_evaluation
+from plait.planner.dryrun.optimizer_step import read
 from plait.planner.dryrun.pretend import Pretending, faked, process_group
 from plait.planner.dryrun.rank_kinds import Kinds
 from plait.planner.dryrun.traffic import Mail, agree

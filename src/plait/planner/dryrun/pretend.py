@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.model.optimizer_step import Numbers, reads
+from plait.planner.dryrun.optimizer_step import Numbers, reads
 from plait.planner.dryrun.traffic import Mail
 from plait.tensors.fake import PartlyFake, given_to
 from plait.tensors.torch_private import (

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.engine.build import call
+from plait.model.make import call
 from plait.model.meter import tensors_in
 from plait.model.sketch import Sketch
 from plait.model.trace import fakes_of

@@ -15,8 +15,9 @@ from torch import Tensor
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Micro
-from plait.engine.build import call, move
+from plait.engine.build import move
 from plait.launch.place import Place
+from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.tensors import higher_order as higher
 from plait.tensors.torch_private import TorchDispatchMode, leaves

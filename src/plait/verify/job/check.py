@@ -25,16 +25,16 @@ from typing import Any
 import psutil
 import torch
 
-from plait import __version__
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
 from plait.config.plan import Plan
+from plait.config.version import __version__
 from plait.data.batch import is_map, opened
-from plait.engine.build import begun, call, move, understood
+from plait.engine.build import begun, inexact, move, understood
 from plait.launch import fork as here
 from plait.launch.place import Place, cores, pose
 from plait.launch.supervise import Listener
-from plait.model.make import make
+from plait.model.make import call, make
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors import higher_order as higher
@@ -244,7 +244,7 @@ def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, Plan, tuple[str, .
             made.model.get_submodule(name).training = False
         sketch = replace(sketch, batch_norms=())
     built.sketch = built.whole = sketch
-    return (made, sketch), cut, tuple(built.inexact)
+    return (made, sketch), cut, tuple(inexact(built))
 
 
 def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, float]:

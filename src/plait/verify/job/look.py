@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Micro, is_map, opened, weigh
-from plait.engine.build import call, move
+from plait.engine.build import move
 from plait.launch.place import Place, pose
+from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import permutation, seed_host
 from plait.tensors import higher_order as higher

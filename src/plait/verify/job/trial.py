@@ -18,12 +18,13 @@ from torch import Tensor
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Batch, Position, Share, is_map
-from plait.engine.build import Built, build, call, move
+from plait.engine.build import build, move
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.losses import separable
-from plait.model.make import Made
+from plait.model.make import Made, call
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import key
 from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only

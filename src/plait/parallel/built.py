@@ -1,0 +1,122 @@
+"""What a plan makes of a job on one rank: its part of the model, its groups of ranks, what runs a step. Strategies fill it in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.launch.place import Place
+from plait.losses.global_batch import Sharers
+from plait.model.make import call
+from plait.model.sketch import Sketch
+from plait.parallel.fsdp.runtime import Shards
+from plait.randomness.sub_block import Rule
+from plait.tensors.part import Part, Ranges, whole
+
+
+@dataclass
+class Built:
+    """One rank's model and optimizer under a plan. Strategies fill in what they bring."""
+
+    job: Job
+    plan: Plan
+    place: Place
+    device: torch.device
+    group: Any
+    model: nn.Module
+    data: Any
+    sketch: Sketch
+    whole: Sketch = field(init=False)
+    """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
+    cast: torch.dtype | None = None
+    probe: Any = None
+    """(what runs the model in training's format, n -> n samples' inputs) of the sketch."""
+    pairs: Any = None
+    """n -> inputs and targets of n samples."""
+    randomness: Any = None
+    optimizer: Any = None
+    names: dict[int, str] | None = None
+    own: dict[str, nn.Parameter] = field(default_factory=dict)
+    """This rank's part of every parameter, by the model's name; tied ones once."""
+    shares: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's parts of parameters that are on the meta device, until they are put in place."""
+    reducer: Any = None
+    """What sums gradients over the ranks: `reducer.Reducer`, `sharded.Shards`, or None."""
+    peers: Any = None
+    """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
+    pipe: Any = None
+    """This rank's part of the pipeline, if there is one."""
+    elsewhere: tuple[str, ...] = ()
+    """Units of other stages: their buffers are not this rank's."""
+    copies: Any = None
+    """The group of ranks that hold copies of this rank's parts."""
+    at: dict[str, int] = field(default_factory=dict)
+    """This rank's place on every axis of the mesh."""
+    groups: dict[str, Any] = field(default_factory=dict)
+    """The ranks that differ from this one on an axis alone, for each axis on which there are any."""
+    cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)
+    """Parameters of which this rank has a part by another way than `fsdp`: the shape of the whole, and which ranges."""
+    experts: set[str] = field(default_factory=set)
+    """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
+    alike: Any = None
+    """The group of ranks that hold the same experts, or the same parts of them, if there are others."""
+    apart: Any = None
+    """The group of ranks that keep parts of the same experts, if they are kept as parts."""
+    sharers: Sharers = field(default_factory=Sharers)
+    """The ranks with other samples, while a step's passes run."""
+    holders: dict[str, int] = field(default_factory=dict)
+    """How many ranks of the same share of samples hold the same part of a parameter, where more than one do."""
+    partial: list[tuple[tuple[str, ...], Any]] = field(default_factory=list)
+    """Parameters whose gradient on a rank is a share of a sum, and the group of ranks that have the others."""
+    masters: dict[str, nn.Parameter] | None = None
+    """What the optimizer updates when it is not `own`: copies in host memory."""
+    prepared: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
+    """Called with the optimizer once it is made."""
+    rules: list[Rule] = field(default_factory=list)
+    """What this rank holds of tensors that are drawn at random: the first that says something is right."""
+    replicas: Any = None
+    run: Any = call
+    """(model, inputs) -> outputs."""
+    scaler: Any = None
+    precision: torch.dtype | None = None
+    begun: bool = False
+    """A step was made."""
+    structure: dict[str, list[str]] = field(default_factory=dict)
+    """What the model's modules were made with (`fingerprint.structure`)."""
+    initial: list[dict[str, Any]] = field(default_factory=list)
+    """The hyperparameters of the optimizer's groups as the job sets them."""
+    unlike: tuple[str, ...] = ()
+    """What differs from rank to rank in what an iterable gives."""
+    lockstep: str = ""
+    """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
+    a sample (layers that count samples), `sample` with one that weighs nothing."""
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
+        sums = getattr(self.reducer, "inner", self.reducer)
+        named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
+        found = {n: Part(t.detach(), *self.cuts[n]) if n in self.cuts else whole(t.detach()) for n, t in named}
+        return found | sums.parts() if isinstance(sums, Shards) else found
+
+    def _elsewhere(self, name: str) -> bool:
+        return any(name.startswith(unit + ".") for unit in self.elsewhere)
+
+    def refresh(self) -> None:
+        """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
+        sums = getattr(self.reducer, "inner", self.reducer)
+        if isinstance(sums, Shards):
+            sums.reshard()
+        for name, master in (self.masters or {}).items():
+            with torch.no_grad():
+                master.copy_(self.own[name])
+
+    @property
+    def together(self) -> str:
+        """`lockstep`, also where the job asks the other ranks for something: before the first step that is not known,
+        and only the last stage of a pipeline ever knows."""
+        asks = not self.sharers.alone and (self.pipe is not None or self.sharers.used or not self.begun)
+        return self.lockstep or ("sample" if asks else "")
