@@ -1,4 +1,4 @@
-"""The memory of a training step: predicted by the bill, measured, and that of hand-written FSDP2 and Accelerate.
+"""The memory of a training step: predicted by a dry run, measured, and that of hand-written FSDP2 and Accelerate.
 
 Memory is that of tensors on one rank at its fullest moment (`plait/planner/dryrun/allocations.py`), not that of the process. Measured
 is the third step, so that the optimizer has its state; the rank with the most counts. Each plan runs in processes of its
@@ -35,9 +35,9 @@ from plait.engine.engine import Engine
 from plait.launch import fork as here
 from plait.launch.place import Place
 from plait.planner.dryrun.allocations import Allocations
-from plait.planner.dryrun.bill import Costing
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.dryrun.measure import measure
+from plait.planner.dryrun.memory_table import memory_table
 from plait.tensors.torch_private import tree_leaves, tree_map
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -183,14 +183,13 @@ def predicted(jobs: dict[str, Job], plans: tuple[str, ...], as_json: bool) -> fl
     worst = 0.0
     print(f"{'':<14}{'plan':<42}{'predicted':>10}{'measured':>10}{'error':>9}   (MB, %)")
     for name, job in jobs.items():
-        costing = Costing.of(job)
         for plan in plans:
-            bill = costing.bill(Plan.parse(plan))
+            table = memory_table(job, Plan.parse(plan))
             found = largest(partial(with_plait, job=job, plan=plan), Plan.parse(plan).devices)
-            error = bill.total / found["total"] - 1
+            error = table.total / found["total"] - 1
             worst = max(worst, abs(error))
-            row = f"{name:<14}{plan:<42}{bill.total / 1e6:>10.2f}{found['total'] / 1e6:>10.2f}{error:>+9.2%}"
-            print(json.dumps({"job": name, **bill.to_dict(), "measured": found}) if as_json else row, flush=True)
+            row = f"{name:<14}{plan:<42}{table.total / 1e6:>10.2f}{found['total'] / 1e6:>10.2f}{error:>+9.2%}"
+            print(json.dumps({"job": name, **table.to_dict(), "measured": found}) if as_json else row, flush=True)
     return worst
 
 

@@ -45,7 +45,7 @@ from plait.engine.run_directory import Run
 from plait.launch import fork as here
 from plait.launch.place import Place
 from plait.model.make import make_model
-from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import simulate
 from plait.report.timeline import Timeline, timeline
 

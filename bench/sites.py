@@ -53,7 +53,7 @@ def site(gpu: str, per_node: int, nodes: int, interconnect: str, one_card: bool)
 @cache
 def known() -> frozenset[str]:
     """Names of all data sheets."""
-    from plait.config.machine_text import catalogue
+    from plait.config.machine_file import catalogue
 
     return frozenset(catalogue())
 

@@ -6,7 +6,7 @@ The public names are loaded on first use, so that ``plait --help`` never imports
 import importlib
 from typing import TYPE_CHECKING
 
-from plait.config.version import __version__
+from plait.config.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from plait.config.errors import PlaitError
@@ -25,7 +25,6 @@ __all__ = [
     "PlaitError",
     "Plan",
     "Step",
-    "__version__",
     "global_batch",
     "global_mean",
     "linear_cross_entropy",

@@ -13,7 +13,7 @@ import jobs_real
 import jobs_twosided
 import pytest
 import torch
-from test_memory import job as small
+from jobs_small import job as small
 
 from plait import Job, Plan
 from plait.engine.engine import Engine
@@ -24,7 +24,8 @@ from plait.planner.dryrun.measure import measure
 
 ERROR = 0.01
 MODELS = {
-    "mlp": jobs.mlp, "cnn": partial(small, "cnn"), "lstm": partial(small, "lstm"), "digits": jobs_real.digits,
+    "mlp": jobs.mlp, "cnn": partial(small, "cnn"), "lstm": partial(small, "lstm"),
+    "transformer": partial(small, "transformer"), "digits": jobs_real.digits,
     "unet": jobs_real.unet, "gpt": jobs_real.gpt, "llama": jobs_real.llama, "bert": jobs_pipeline.bert, "t5": jobs_pipeline.t5,
     "vit": jobs_pipeline.vit, "mamba": jobs_pipeline.mamba, "mixtral": jobs_moe.mixtral, "aligned": jobs_twosided.ALL["aligned"],
 }  # fmt: skip
@@ -42,7 +43,10 @@ PRODUCTS = (
     "fsdp=2 tp=2", "dp=2 tp=2", "cp=2 tp=2", "fsdp=2 cp=2", "pp=2 tp=2 microbatches=2", "pp=2 fsdp=2 microbatches=2",
     "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 recompute=full",
 )  # fmt: skip
-SAMPLE = {"gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3"), "cnn": ("dp=2",), "aligned": ("cp=2",)}
+SAMPLE = {
+    "gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3"), "cnn": ("dp=2",), "aligned": ("cp=2",), "lstm": ("fsdp=2",),
+    "transformer": ("fsdp=2 zero=2 microbatches=3",),
+}  # fmt: skip
 EVERY = {
     "gpt": (*ONE_AXIS, *PIPES, *SLICES, *STRETCHES, *PRODUCTS),
     "llama": (*ONE_AXIS, "cp=2", *SLICES, "fsdp=2 tp=2", "pp=2 tp=2 microbatches=2"),
@@ -51,6 +55,11 @@ EVERY = {
     **dict.fromkeys(("mlp", "unet"), (*ONE_AXIS, "tp=2", "pp=2 microbatches=2 schedule=gpipe")),
     **dict.fromkeys(("cnn", "lstm", "digits"), (*ONE_AXIS, "pp=2 microbatches=2")),
     "mixtral": ("dp=1", "dp=2", "fsdp=2"),
+    "transformer": (
+        "dp=1", "dp=1 microbatches=3", "dp=1 recompute=selective precision=bf16", "dp=2 recompute=full", "fsdp=2",
+        "fsdp=2 precision=bf16", "fsdp=2 zero=2 microbatches=3", "fsdp=2 zero=1 microbatches=2", "dp=2 fsdp=2 microbatches=2",
+        "fsdp=3 offload=optimizer recompute=selective",
+    ),
 }  # fmt: skip
 
 

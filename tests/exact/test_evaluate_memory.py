@@ -1,4 +1,4 @@
-"""The memory of an evaluation is in the bill and in the dry run: logits that training never has, and what metrics make of them."""
+"""The memory of an evaluation is in a dry run and in the table made of it: logits that training never has, and what metrics make of them."""
 
 import dataclasses
 
@@ -12,9 +12,9 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.planner.dryrun.bill import bill
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.dryrun.measure import measure, measure_evaluation
+from plait.planner.dryrun.memory_table import memory_table
 
 VOCABULARY, LENGTH = 3000, 8
 
@@ -69,13 +69,13 @@ def measured(plan: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "plan", ["dp=2", *(pytest.param(p, marks=pytest.mark.prove) for p in ("dp=1", "fsdp=2", "dp=2 microbatches=2"))]
 )
-def test_the_bill_has_the_evaluation(plan: str) -> None:
+def test_the_table_has_the_evaluation(plan: str) -> None:
     step, evaluation = measured(plan)
     assert evaluation > step
-    found = bill(job(), Plan.parse(plan))
+    found = memory_table(job(), Plan.parse(plan))
     assert found.moment == "evaluation"
     assert evaluation <= found.total <= 1.3 * evaluation
-    assert bill(dataclasses.replace(job(), evaluate=None), Plan.parse(plan)).total < evaluation
+    assert memory_table(dataclasses.replace(job(), evaluate=None), Plan.parse(plan)).total < evaluation
 
 
 def test_the_dry_run_has_the_evaluation() -> None:

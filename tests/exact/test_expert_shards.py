@@ -1,4 +1,4 @@
-"""Experts that the ranks of a larger `fsdp` share out and shard: equal to one device, as small as said, at the price said."""
+"""Experts that the ranks of a larger `fsdp` share out and shard: equal to one device, as small as said."""
 
 import dataclasses
 from dataclasses import asdict
@@ -17,7 +17,6 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork as here
 from plait.launch.place import Place
-from plait.parallel.fsdp import expert_shards as expertshards
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.fsdp.runtime import padded
 from plait.parallel.mesh import experts_of
@@ -246,9 +245,3 @@ def test_sums_that_copies_forget_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Scatter, "of", lambda self, group: None if group.size() == 2 else self.copies)
     verdict = verify(dataclasses.replace(mixtral(), batch=24), Plan.parse("dp=2 fsdp=4 ep=2"))
     assert not verdict.equal and "experts" in verdict.parameter
-
-
-def test_a_price_that_forgets_experts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expertshards, "price", lambda *_: ())
-    verdict = verify(dataclasses.replace(mixtral(), batch=24), Plan.parse("fsdp=4 ep=2"))
-    assert verdict.code == "V012"

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.engine.comm_log import Ledger
+from plait.config.plan import Plan
+from plait.engine.traffic import Traffic
 from plait.launch import fork as here
 from plait.launch.place import Place
 from plait.parallel.context import blockwise, ring, ulysses
@@ -78,7 +79,7 @@ def split(case: str, place: Place) -> dict[str, Any]:
     )
     whole = torch.autograd.grad(plain(*tensors[:3], how), tensors, upstream)
     output = plain(*tensors[:3], how)
-    worst, ledger = {}, Ledger()
+    worst, traffic = {}, Traffic(rank, Plan(cp=ranks))
     for name in ("ring", "zigzag", "ulysses"):
         cut = (Rows.zigzag if name == "zigzag" else Rows.even)(tensors[0].shape[2], ranks)
         mine = lambda t, cut=cut: cut.take(t, 2, rank)  # noqa: E731
@@ -96,7 +97,7 @@ def split(case: str, place: Place) -> dict[str, Any]:
         else:
             m = mask if mask is None or mask.shape[-2] == 1 else mine(mask)
             scores = blockwise.Scores(scale, how["causal"], m, None if kept is None else mine(kept), len(tensors) > 3)
-            with ledger.watch():
+            with traffic.watch():
                 out = ring.attention(*local, scores, ring.Ring(group, cut))
         worst[name] = float((out - mine(output)).detach().abs().max())
         out.backward(mine(upstream))
@@ -107,7 +108,7 @@ def split(case: str, place: Place) -> dict[str, Any]:
             tensors[3].grad = None
             dist.all_reduce(found, group=group)
             worst[name] = max(worst[name], float((found - whole[3]).abs().max()))
-    return {"worst": worst, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes)}
+    return {"worst": worst, "sent": traffic.totals()}
 
 
 @pytest.mark.parametrize("ranks", (2, 3, 4))

@@ -168,10 +168,10 @@ def test_what_is_verified_compiled_is_compiled() -> None:
         import torch._dynamo.utils as dynamo
 
         dynamo.counters.clear()  # those of tests that ran before in the process that was forked
-        from plait.engine.comm_log import Ledger
+        from plait.engine.traffic import Traffic
 
         engine = Engine(jobs.mlp(), "compile=true", place=place)
-        with Ledger().watch():
+        with Traffic(0, Plan()).watch():
             engine.step(next(engine.batches()))
         return {"graphs": dynamo.counters["stats"]["unique_graphs"]}
 

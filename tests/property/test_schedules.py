@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rarely import rarely
 
 from plait.config.plan import SCHEDULES
-from plait.parallel.pipeline.schedule_search import Costs, best, packed_all
-from plait.parallel.pipeline.schedules import problems, table
+from plait.parallel.pipeline.schedule_search import Costs, best, packed_all, table
+from plait.parallel.pipeline.schedules import problems
 from plait.parallel.pipeline.simulate import simulate
 from plait.parallel.pipeline.table import Action, Table, folded, looped
 

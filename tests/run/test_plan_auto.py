@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.cli.main import main
+from plait.config.device import CORES, Device, Rates
 from plait.config.errors import PlaitError
-from plait.config.machine import CORES, Device, Machine, Rates
+from plait.config.machine import Machine
 from plait.config.network import Link
 from plait.config.plan import Plan
 from plait.launch import detect

@@ -17,7 +17,7 @@ from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.run_directory import Run
-from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.schedule_search import table
 from plait.report.drawing import drawn, page
 from plait.report.spans import Span, flat
 from plait.report.summary import curve, summary, text

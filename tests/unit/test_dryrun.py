@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from plait import Job, PlaitError, Plan
 from plait.cli.main import main
+from plait.engine.traffic import Message, Traffic, agree
 from plait.planner.dryrun.dry_run import dry_run, known
+from plait.planner.dryrun.measure import measure
 from plait.planner.dryrun.pretend import Pretending, process_group
 from plait.planner.dryrun.rank_kinds import Kinds
-from plait.planner.dryrun.traffic import Mail, Message, agree
 from plait.tensors.torch_private import FakeTensorMode
 
 WIDTH, BATCH = 8, 20
@@ -117,33 +118,38 @@ def test_sixteen_thousand_ranks_are_few_kinds() -> None:
 
 
 @pytest.fixture(scope="module")
-def mails() -> dict[int, Mail]:
+def records() -> dict[int, Traffic]:
     """Of the four ranks of a pipeline of two stages, each cut in two."""
     from plait.planner.dryrun import dry_run as dryrun
 
     plan = Plan.parse("pp=2 tp=2 microbatches=2")
     sketch = dryrun.known(job(), plan)[0]
     kinds = Kinds(plan, (0,), (0,), (0, 1))
-    return {kind.rank: mail for kind, mail in dryrun._each(job(), plan, (sketch, False), kinds, 1)}
+    found: dict[int, Traffic] = {}
+    for rank in kinds.counts():
+        found[rank] = Traffic(rank, plan)
+        with dryrun.alone(job(), found[rank], (sketch, False)) as (engine, given):
+            measure(engine, 1, given)
+    return found
 
 
 def like(rank: int) -> int:
     return rank
 
 
-def changed(mails: dict[int, Mail], rank: int, op: str, change: Any) -> dict[int, Mail]:
-    """The mails with the first message of that operator changed, or left out."""
-    mail = mails[rank]
-    at = next(i for i, m in enumerate(mail.messages) if m.op == op)
-    made = change(mail.messages[at])
-    messages = [*mail.messages[:at], *([made] if made else []), *mail.messages[at + 1 :]]
-    return mails | {rank: Mail(rank, mail.plan, mail.circles, messages)}
+def changed(records: dict[int, Traffic], rank: int, op: str, change: Any) -> dict[int, Traffic]:
+    """The records with the first message of that operator changed, or left out."""
+    traffic = records[rank]
+    at = next(i for i, m in enumerate(traffic.messages) if m.op == op)
+    made = change(traffic.messages[at])
+    messages = [*traffic.messages[:at], *([made] if made else []), *traffic.messages[at + 1 :]]
+    return records | {rank: Traffic(rank, traffic.plan, traffic.groups, messages)}
 
 
-def test_ranks_of_a_plan_agree(mails: dict[int, Mail]) -> None:
-    agree(mails, like)
-    assert {c.axes for m in mails.values() for c in m.circles} == {"pp", "tp", "pp×tp"}
-    assert all(m.messages for m in mails.values())
+def test_ranks_of_a_plan_agree(records: dict[int, Traffic]) -> None:
+    agree(records, like)
+    assert {c.axes for m in records.values() for c in m.groups} == {"pp", "tp", "pp×tp"}
+    assert all(m.messages for m in records.values())
 
 
 @pytest.mark.parametrize(
@@ -158,17 +164,19 @@ def test_ranks_of_a_plan_agree(mails: dict[int, Mail]) -> None:
     ],
 )
 def test_ranks_that_would_wait_for_each_other_are_named(
-    mails: dict[int, Mail], rank: int, op: str, change: Any, told: str
+    records: dict[int, Traffic], rank: int, op: str, change: Any, told: str
 ) -> None:
     with pytest.raises(PlaitError, match="D001") as caught:
-        agree(changed(mails, rank, op, change), like)
+        agree(changed(records, rank, op, change), like)
     assert told in str(caught.value)
 
 
-def test_an_extra_message_is_seen(mails: dict[int, Mail]) -> None:
-    extra = Mail(3, mails[3].plan, mails[3].circles, [*mails[3].messages, Message(0, "send", 8, "[2] float32", 1)])
+def test_an_extra_message_is_seen(records: dict[int, Traffic]) -> None:
+    extra = Traffic(
+        3, records[3].plan, records[3].groups, [*records[3].messages, Message(0, "send", 8, "[2] float32", 1)]
+    )
     with pytest.raises(PlaitError, match="nothing more"):
-        agree(mails | {3: extra}, like)
+        agree(records | {3: extra}, like)
 
 
 # — the whole —

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from plait.config.plan import SCHEDULES
 from plait.parallel.pipeline.p2p import Letter, Post, Routes, routes
-from plait.parallel.pipeline.schedules import problems, table
+from plait.parallel.pipeline.schedule_search import table
+from plait.parallel.pipeline.schedules import problems
 from plait.parallel.pipeline.table import Table
 
 Message = tuple[int, int, int]

@@ -18,12 +18,12 @@ from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.launch.detect import read_machine
-from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import simulate
 from plait.planner import goals
 from plait.planner.answer import answer, ask, text, toml, why_not
 from plait.planner.cpu import Cores
-from plait.planner.dryrun.bill import bill
+from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import alive, estimate, played
 from plait.planner.fewer import compared, halves
 from plait.planner.question import Asked, sized
@@ -324,9 +324,9 @@ def test_memory_has_a_unit(asked: Asked) -> None:
     assert "0.0" not in nothing and "own context" in nothing and "the least is" in nothing
 
 
-def test_host_memory_of_a_plan_is_that_of_its_bill() -> None:
+def test_host_memory_of_a_plan_is_that_of_a_dry_run() -> None:
     given = job(layers=4, width=256, batch=8)
-    found = bill(given, Plan.parse("dp=2 offload=optimizer"))
+    found = memory_table(given, Plan.parse("dp=2 offload=optimizer"))
     priced = estimate(Asked.of(given, "a.py", Machine.named("h100x2")).pace(), Plan.parse("dp=2 offload=optimizer"), 4)
     assert priced.hosted == pytest.approx(found.hosted, rel=0.05)
     assert sum(priced.memory.values()) == pytest.approx(found.total, rel=0.25)
@@ -448,7 +448,7 @@ def test_a_machine_of_which_nothing_is_known_is_guessed_and_said() -> None:
 
 
 def _unknown() -> Machine:
-    from plait.config.machine import Device
+    from plait.config.device import Device
 
     return Machine("cores", Device("some processor", 8 << 30), devices_per_node=2)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from plait.parallel.pipeline.p2p import AHEAD, Letter, Post, Routes, routes
-from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.schedule_search import table
 
 SHAPES = (("sequential", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import Deadlock, Played, simulate
 from plait.parallel.pipeline.table import Action, Table
 

@@ -6,7 +6,6 @@ tensors without dims are numbers; a tensor of another shape belongs to a whole p
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,6 @@ from plait.tensors.part import Part, whole
 
 if TYPE_CHECKING:
     from plait.checkpoint.training import Training
-
-Read = Callable[[str, Part], None]
-"""Fill a part of the tensor of this name in the checkpoint."""
 
 
 def parts_of(training: "Training") -> dict[str, Part]:

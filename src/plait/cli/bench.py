@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plait.config.device import Collectives, Loader, Matmuls
 from plait.config.errors import PlaitError, Problem, too_small
 from plait.config.job import load_job
-from plait.config.machine import Collectives, Loader, Machine, Matmuls
+from plait.config.machine import Machine
 from plait.config.network import Link
 from plait.config.output_file import check_writable, write
 from plait.launch import detect

@@ -339,10 +339,10 @@ def _sketch(options: Any) -> int:
     outlined = outline(found[1], options.batch)
     facts, text = outlined.to_dict(), table(outlined, options.job)
     if plan is not None:
-        from plait.planner.dryrun import bill
+        from plait.planner.dryrun.memory_table import memory_table
 
-        predicted = bill.Costing.of(job, found).bill(plan)
-        facts, text = facts | {"bill": predicted.to_dict()}, f"{text}\n\n{bill.table(predicted)}"
+        memory = memory_table(job, plan)
+        facts, text = facts | {"memory": memory.to_dict()}, f"{text}\n\n{memory}"
     print(json.dumps(facts) if options.json else text)
     return 0
 

@@ -23,6 +23,7 @@ from plait.model.fake_model import sketched
 from plait.model.make import call
 from plait.model.slices import Cut, Group, Integer, Slices
 from plait.model.table import aligned, short
+from plait.parallel.pipeline.stage_layout import StageLayout
 from plait.parallel.tensor import choose as chosen
 from plait.parallel.tensor import vocabulary
 
@@ -105,7 +106,8 @@ def shown(job: Job, plan: Plan) -> Shown:
     model, sketch = sketched(job)
     example = data.example(job.data, data.opened(job.data))
     inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
-    found = chosen.slices_of(sketch, model, inputs, call, job, plan)
+    handed_on = StageLayout.of(plan, sketch, job.stages).handed_on if plan.pp > 1 else frozenset()
+    found = chosen.slices_of(sketch, model, inputs, call, job, plan, handed_on=handed_on)
     return summary(model, found, plan.tp)
 
 

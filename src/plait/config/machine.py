@@ -8,73 +8,19 @@ Data sheets are in `machines/`, each number with its unit and its source. A valu
 measured on the machine itself stands beside the data sheet and is preferred. Nothing here imports torch.
 """
 
+import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, fields, replace
 from math import log
 from pathlib import Path
+from typing import Any
 
 from plait.config import network
-from plait.config.errors import PlaitError, Problem
-from plait.config.network import FITTED, HOPS, Level, Link
-
-CORES = "processes on cores"
-"""The note of a machine without accelerators."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """One number per precision, None where it is not known."""
-
-    fp32: float | None = None
-    tf32: float | None = None
-    fp16: float | None = None
-    bf16: float | None = None
-    fp8: float | None = None
-    fp4: float | None = None
-
-    def of(self, precision: str) -> float | None:
-        """The number of one precision."""
-        return getattr(self, precision)
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device. `memory` is in bytes, `memory_bandwidth` in bytes/s, `peak` in flop/s, dense.
-
-    `achievable` is the part of the peak that the best matmuls reach.
-    """
-
-    name: str
-    memory: int
-    memory_bandwidth: float | None = None
-    peak: Rates = Rates()
-    achievable: Rates = Rates()
-
-
-@dataclass(frozen=True)
-class Matmuls:
-    """Measured: points (flops of one matmul, part of the peak it reached), smallest first."""
-
-    precision: str
-    points: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """Measured: points (bytes, seconds) of one collective in a group of neighbouring ranks, smallest first."""
-
-    collective: str
-    ranks: int
-    points: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Measured: samples/s that one rank reads of a job's data, while the other ranks of its node do the same."""
-
-    job: str
-    samples_per_s: float
+from plait.config.device import CORES, Collectives, Device, Loader, Matmuls, Rates, between, seconds_at
+from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.machine_file import GB, GIB, TERA, catalogue, read_file
+from plait.config.network import FITTED, HOPS, REACHED, Level, Link
 
 
 @dataclass(frozen=True)
@@ -105,9 +51,7 @@ class Machine:
     @staticmethod
     def load(path: str | Path) -> "Machine":
         """A machine from a TOML file. All faults are raised together."""
-        from plait.config import machine_text as machinefile
-
-        return machinefile.load(Path(path))
+        return _machine(read_file(Path(path)))
 
     @staticmethod
     def named(text: str) -> "Machine":
@@ -115,15 +59,11 @@ class Machine:
 
         More devices than a typical node has (`h100x16`) fill several. M010 when there is no such machine.
         """
-        from plait.config import machine_text as machinefile
-
-        return machinefile.named(text)
+        return _named(text)
 
     def to_toml(self) -> str:
         """The machine as a TOML file; `Machine.load` reads it back to an equal machine."""
-        from plait.config import machine_text as machinefile
-
-        return machinefile.to_toml(self)
+        return _to_toml(self)
 
     def with_nodes(self, nodes: int) -> "Machine":
         """The same nodes in another number."""
@@ -226,23 +166,121 @@ class Machine:
         )
 
 
-def between(points: tuple[tuple[float, float], ...], x: float) -> float:
-    """The value at `x` on straight lines between points, and that of the first and the last outside of them.
+def _named(text: str) -> Machine:
+    """`h100`, `h100x8` or `h100x8x16`: a device of the catalogue, devices per node, nodes."""
+    wanted = re.sub(r"[ _]+", "-", text.strip().lower())
+    known = catalogue()
+    fitting = [n for n in known if re.fullmatch(re.escape(n) + r"(x[1-9]\d{0,6}){0,2}", wanted)]
+    if not fitting:
+        base = re.sub(r"(x\d+){1,2}$", "", wanted)
+        names = tuple(dict.fromkeys(path.stem for path in known.values()))
+        hint = did_you_mean(base, tuple(known)) if base else f"known: {', '.join(names)}"
+        fix = ("h100x8x16 is 16 nodes of 8 devices", "machine.toml    a file of your own")
+        raise PlaitError(Problem("M010", f"there is no machine {text}        {hint}", fix=fix))
+    name = max(fitting, key=len)
+    counts = [int(word) for word in wanted.removeprefix(name).split("x")[1:]] or [1]
+    said = read_file(known[name])
+    typical = said.get("devices_per_node")
+    if len(counts) == 1 and typical and counts[0] > typical:
+        if counts[0] % typical:
+            why = f"{counts[0]} / {typical} = {counts[0] / typical:.2f} nodes"
+            fix = (f"{name}x{typical}x{-(-counts[0] // typical)}", f"{name}x{counts[0]}x1    if a node has so many")
+            raise PlaitError(Problem("M010", f"{text}: {name} has {typical} devices on a node", why=why, fix=fix))
+        counts = [typical, counts[0] // typical]
+    per, nodes = (*counts, 1)[:2]
+    result = _machine(said | {"devices_per_node": max(per, typical or 1)})  # devices of a node share its network
+    return replace(result, name=wanted, devices_per_node=per, nodes=nodes)
 
-    >>> between(((1.0, 10.0), (3.0, 20.0)), 2.0)
-    15.0
-    """
-    if x <= points[0][0]:
-        return points[0][1]
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
+
+def _machine(said: dict[str, Any]) -> Machine:
+    """The machine that a checked file describes."""
+    per = said.get("devices_per_node", 1)
+    notes = [said[key] for key in ("node", "caution", "notes") if key in said]
+    host = said.get("host", {}).get("gb_per_s")
+    memory, operator = said.get("host_memory_gib"), said.get("operator_us")
+    return Machine(
+        said["name"],
+        _device(said["device"]),
+        tuple(_link(row, per) for row in said.get("links", ())),
+        per,
+        said.get("nodes", 1),
+        host and host * GB,
+        said.get("price_per_hour"),
+        said.get("cores"),
+        memory and round(memory * GIB),
+        operator and operator / 1e6,
+        said.get("source", ""),
+        " · ".join(notes),
+        tuple(Matmuls(r["precision"], tuple(zip(r["flops"], r["fraction_of_peak"]))) for r in said.get("matmuls", ())),
+        tuple(
+            Collectives(r["collective"], r["ranks"], tuple(zip(r["bytes"], r["seconds"])))
+            for r in said.get("collectives", ())
+        ),
+        tuple(Loader(r["job"], r["samples_per_s"]) for r in said.get("loaders", ())),
+    )
 
 
-def seconds_at(points: tuple[tuple[float, float], ...], size: float) -> float:
-    """Seconds for `size` bytes: between the measured points, and straight on beyond the last two."""
-    if len(points) < 2 or size <= points[-1][0]:
-        return between(points, size)
-    (x0, y0), (x1, y1) = points[-2:]
-    return y1 + max(0.0, y1 - y0) * (size - x1) / (x1 - x0)
+def _device(said: dict[str, Any]) -> Device:
+    peak = {name: value * TERA for name, value in said.get("peak_tflops", {}).items()}
+    best = {name: value * TERA / peak[name] for name, value in said.get("matmul_tflops", {}).items() if name in peak}
+    moved = said.get("memory_gb_per_s")
+    return Device(
+        said["name"], round(said["memory_gib"] * GIB), moved and moved * GB, Rates(**peak), Rates(**best)
+    )  # fmt: skip
+
+
+def _link(said: dict[str, Any], per: int) -> Link:
+    kind = said["kind"]
+    everything = kind in ("network", "efa")
+    rate = said["gb_per_s"] * GB if "gb_per_s" in said else said["gbit_per_s_per_node"] * GB / 8 / per
+    latency = said["latency_us"] / 1e6 if "latency_us" in said else HOPS[kind][0]
+    devices = said.get("devices", None if everything else per)
+    reached = said.get("reached", FITTED["network"] if everything else REACHED)
+    shares = tuple(said.get("shares", ()))
+    return Link(said["name"], devices, rate, latency, kind, shares, reached, said.get("adds", 0.0))
+
+
+def _to_toml(machine: Machine) -> str:
+    """The machine as a file that `load` reads back to an equal one."""
+    device, lines = machine.device, []
+    top = {
+        "name": machine.name, "notes": machine.notes or None, "source": machine.source or None,
+        "devices_per_node": machine.devices_per_node, "nodes": machine.nodes, "cores": machine.cores,
+        "host_memory_gib": _scaled(machine.host_memory, GIB), "price_per_hour": machine.price_per_hour,
+        "operator_us": machine.operator and round(machine.operator * 1e6, 6),
+    }  # fmt: skip
+    lines += _rows(top)
+    about = {
+        "name": device.name,
+        "memory_gib": device.memory / GIB,
+        "memory_gb_per_s": _scaled(device.memory_bandwidth, GB),
+    }
+    lines += ["", "[device]", *_rows(about)]
+    for table, rates in (("peak_tflops", device.peak), ("matmul_tflops", device.achievable)):
+        factors = {f.name: (rates.of(f.name), device.peak.of(f.name)) for f in fields(Rates)}
+        shown = {n: a and a * (1 if table == "peak_tflops" else b or 0) / TERA for n, (a, b) in factors.items()}
+        lines += ["", f"[device.{table}]", *_rows(shown)] if any(shown.values()) else []
+    lines += ["", "[host]", *_rows({"gb_per_s": machine.host / GB})] if machine.host else []
+    for link in machine.links:
+        row = {"name": link.name, "kind": link.kind, "devices": link.devices, "gb_per_s": link.bandwidth / GB}
+        row |= {"latency_us": link.latency * 1e6, "reached": link.reached}
+        row |= {"shares": list(link.shares) or None, "adds": link.adds or None}
+        lines += ["", "[[links]]", *_rows(row)]
+    for curve in machine.matmuls:
+        x, y = ([p[i] for p in curve.points] for i in (0, 1))
+        lines += ["", "[[matmuls]]", *_rows({"precision": curve.precision, "flops": x, "fraction_of_peak": y})]
+    for each in machine.collectives:
+        x, y = ([p[i] for p in each.points] for i in (0, 1))
+        row = {"collective": each.collective, "ranks": each.ranks, "bytes": x, "seconds": y}
+        lines += ["", "[[collectives]]", *_rows(row)]
+    for loader in machine.loaders:
+        lines += ["", "[[loaders]]", *_rows({"job": loader.job, "samples_per_s": loader.samples_per_s})]
+    return "\n".join(lines) + "\n"
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def _rows(said: dict[str, Any]) -> list[str]:
+    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in said.items() if value is not None]

@@ -19,9 +19,9 @@ from plait.launch.devices import kind_of, of_rank
 from plait.launch.place import Place
 from plait.losses import transformers
 from plait.losses.global_batch import Sharers
-from plait.model import mutations as ownstate
 from plait.model.make import Made, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
+from plait.parallel import mutations
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.expert import find as experts
@@ -31,6 +31,7 @@ from plait.parallel.fsdp import strategy as shard
 from plait.parallel.gradient_sums import Across
 from plait.parallel.mesh import group_of
 from plait.parallel.order import ORDER
+from plait.parallel.pipeline.stage_layout import StageLayout
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor import choose as chosen
 from plait.randomness.keyed import Randomness
@@ -151,9 +152,11 @@ def _understood(built: Built, made: Made, seen: Sketch | None) -> Sketch:
     if expert.wanted(plan):
         found = replace(found, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
     if plan.tp > 1:
-        found = chosen.sliced(found, made, (inputs, built.pairs, cast is torch.float64), once, job, plan)
+        batches = inputs, built.pairs, cast is torch.float64
+        handed_on = StageLayout.of(plan, found, job.stages).handed_on if plan.pp > 1 else frozenset()
+        found = chosen.sliced(found, made, batches, once, job, plan, handed_on=handed_on)
     built.sketch = found
-    ownstate.check(plan, found)
+    mutations.check(plan, found)
     return context.stretched(built, built.pairs) if plan.cp > 1 else found
 
 

@@ -199,6 +199,11 @@ class Engine:
             most = Share(0, 1, self.plan.microbatches).parts(batch.most)
         return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
 
+    def samples_run(self, batch: Batch) -> tuple[int, ...]:
+        """Samples of each micro-batch of a step that this rank runs; 1 for an empty one that counts as a sample."""
+        run = self.runs(batch, [weigh(self.job.weight, micro) for micro in batch.micro])
+        return tuple(batch.micro[i].count or int(self.built.together == "sample") for i in run)
+
     def _total_weight(self, batch: Batch, weights: list[float]) -> float:
         """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask."""
         if self.job.weight is None:

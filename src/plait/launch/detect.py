@@ -15,9 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from plait.config.device import CORES, Device
 from plait.config.errors import PlaitError, Problem
-from plait.config.machine import CORES, Device, Machine
-from plait.config.machine_text import CATALOGUE
+from plait.config.machine import Machine
+from plait.config.machine_file import CATALOGUE
 from plait.config.network import HOPS, REACHED, Link
 from plait.launch import devices
 from plait.launch.place import cores, world

@@ -83,7 +83,7 @@ class Sharers:
 
     @contextmanager
     def ask(self) -> Iterator[None]:
-        """What is exchanged inside was asked for by the job, and is in no price."""
+        """What is exchanged inside was asked for by the job."""
         self.asking = True
         try:
             yield

@@ -1,17 +1,13 @@
 """What a mixture of experts is, for the rest of plait: which parameters are whose, and what travels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from plait.config.plan import Plan
 from plait.tensors.rows import Rows
-
-if TYPE_CHECKING:
-    from plait.model.sketch import Sketch
 
 Format = tuple[str, tuple[int, ...], torch.dtype]
 """(name, shape, dtype) of a parameter."""
@@ -68,28 +64,6 @@ class Mixture:
         """Bytes of the experts that ranks keep parts of, on the rank that has most: it is gathered as one."""
         rows = self.held(self.mine(plan.ep, 0)) if plan.expert_shards > 1 else []
         return sum(prod(shape) * dtype.itemsize for _, shape, dtype in rows)
-
-
-def without(sketch: "Sketch", plan: Plan) -> "Sketch":
-    """The sketch of what is not shared out: all but the experts. Units know how large those are that are kept as parts."""
-    names = {name for mixture in sketch.mixtures for name in mixture.names}
-    bytes_ = {n: prod(s) * d.itemsize for n, s, d in (*sketch.parameters, *sketch.frozen) if n in names}
-    units = tuple(
-        replace(
-            unit,
-            parameters=tuple(n for n in unit.parameters if n not in names),
-            weights=unit.weights - sum(bytes_.get(n, 0) for n in unit.parameters),
-            experts=sum(m.share(plan) for m in sketch.mixtures if f"{m.name}.".startswith(f"{unit.name}.")),
-        )
-        for unit in sketch.units
-    )
-    return replace(
-        sketch,
-        parameters=tuple(row for row in sketch.parameters if row[0] not in names),
-        frozen=tuple(row for row in sketch.frozen if row[0] not in names),
-        rest=tuple(name for name in sketch.rest if name not in names),
-        units=units,
-    )
 
 
 def cut_stacked(module: nn.Module, mixture: Mixture, mine: range) -> nn.Module:

@@ -6,54 +6,13 @@ strategies ask for these names: a sketch has them from a run in which every oper
 storage it lies in. What comes from a sample is what some operator made from one, however often removed.
 """
 
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from plait.config.errors import PlaitError, Problem
-from plait.config.plan import Plan
 from plait.model.deferred_init import roles
 from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMode, storage_key, tree_leaves
-
-if TYPE_CHECKING:
-    from plait.model.sketch import Sketch
-
-
-def refused(plan: Plan, sketch: "Sketch", cut: Collection[str]) -> Problem | None:
-    """P031 when the plan would lose or multiply what the forward pass writes into weights. `cut`: those that tp cuts."""
-    for name in sketch.rewritten:
-        if plan.fsdp > 1 or plan.offload == "all":
-            why = "a rank has the whole weight only while its unit runs, and drops it with what was written"
-        elif plan.offload == "optimizer":
-            why = "the optimizer's copy on the host would take its place"
-        elif plan.processes == "one":
-            why = "threads share the weight, and each would write it"
-        elif name in cut:
-            why = f"tp={plan.tp} gives every rank a slice of it"
-        elif name in sketch.sampled and plan.shares * plan.cp > 1:
-            why = f"what is written comes from the samples, and {plan.shares * plan.cp} copies see different ones"
-        else:
-            continue
-        what = f"the forward pass changes the weight {name}, which does not work with {plan}"
-        copies = 1 if name in sketch.sampled else plan.world
-        fix = (f'--plan "dp={copies}"', "pp, when one unit holds it and changes it")
-        return Problem("P031", what, why=why, fix=fix)
-    return None
-
-
-def check(plan: Plan, sketch: "Sketch") -> None:
-    """Raise what is `refused`."""
-    if problem := refused(plan, sketch, {cut.parameter for cut in sketch.cuts}):
-        raise PlaitError(problem)
-
-
-def apart(sketch: "Sketch", ranks: int) -> Iterator[str]:
-    """What cannot equal one device when so many ranks see different samples: buffers made from them."""
-    for name in sketch.sampled:
-        if name not in sketch.rewritten:
-            yield f"buffer {name} is made from the samples that a rank sees: each of {ranks} ranks has its own"
 
 
 class Writes:

@@ -25,7 +25,7 @@ from plait.model.meter import MeteredCall
 from plait.model.operations import Effort, line
 from plait.model.random_places import places_of
 from plait.model.slices import Cut, Slices
-from plait.model.trace import Call, Watched, channels_of, watch
+from plait.model.trace import Call, Watched, watch
 from plait.randomness import keyed as randomness
 from plait.tensors.output_form import template
 from plait.tensors.scripted import is_scripted
@@ -53,8 +53,6 @@ class Sketch:
     """Modules whose random numbers plait cannot key (drawn by an operator without a rule)."""
     batch_norms: tuple[str, ...] = ()
     """Batch-norm modules that use batch statistics in training: these can be synchronised."""
-    channels: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
-    """Of each batch-norm module: its channels, and the format it computes its statistics in."""
     batch_coupled: tuple[str, ...] = ()
     """Modules that use batch statistics by a direct call: these cannot be synchronised."""
     counting: tuple[str, ...] = ()
@@ -97,8 +95,6 @@ class Sketch:
     """Every parameter that is cut into slices, by its first name."""
     shares: tuple[str, ...] = ()
     """Parameters whose gradient on a rank of a sliced model is a share of a sum over all of them."""
-    tolls: tuple[Any, ...] = ()
-    """What a sliced model sends (`tolls.Toll`)."""
     mixtures: tuple[Mixture, ...] = ()
     """Layers with experts; found only for a plan that shares them out."""
 
@@ -145,7 +141,7 @@ def sketch(
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
     places, drawn, coupled = places_of(rounds, PROBES)
-    norms = {name: model.get_submodule(name) for run in small for name in run.batch_norms}
+    norms = dict.fromkeys(name for run in small for name in run.batch_norms)
     return Sketch(
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad),
         tuple((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if not p.requires_grad),
@@ -153,7 +149,6 @@ def sketch(
         drawn=drawn,
         unkeyed=_unique([*(name for run in small for name in run.unkeyed), *coupled]),
         batch_norms=tuple(norms),
-        channels={name: channels_of(norm) for name, norm in norms.items()},
         batch_coupled=_unique(name for run in small for name in run.batch_coupled),
         counting=_unique(name for run in small for name in run.counting),
         rewritten={name: tuple(sorted(by)) for run in small for name, by in run.rewritten.items()},

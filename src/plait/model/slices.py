@@ -129,3 +129,5 @@ class Slices:
     """Embeddings among `vocabulary` whose sum over the ranks is made where it is asked for: of a stretch, if it can be."""
     drawn: frozenset[tuple[str, int]] = frozenset()
     """(random place, dim) of what units on stretches draw, along the sequence."""
+    lengths: tuple[int, ...] = ()
+    """Of the sequences of units on stretches, as they were sketched."""

@@ -185,7 +185,6 @@ class _Watcher(TorchFunctionMode):
         self.seen, self.meter, self.keys = Watched(), meter, keys
         self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
         self.calls: dict[str, int] = {}
-        self.drew = 0
         self.operators = _Operators(self)
         self.handles: list[Any] = []
         self.writes: Writes | None = None
@@ -323,10 +322,3 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
                 else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
             )
     return None
-
-
-def channels_of(norm: nn.Module) -> tuple[int, torch.dtype]:
-    """The channels of a batch norm, and the format it computes its statistics in."""
-    assert isinstance(norm, BatchNormBase)
-    given = next((t.dtype for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point()), torch.float32)
-    return norm.num_features, torch.promote_types(given, torch.float32)

@@ -36,7 +36,6 @@ from typing import Any
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.strategy import Charge, Role
 
 AXIS = None
 EXACT = True
@@ -68,7 +67,3 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Any) -> None:
     """Nothing to wire: the engine runs the micro-batches that the data layer cut."""
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    return ()

@@ -28,7 +28,6 @@ import torch
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.strategy import Charge, Role
 
 AXIS = None
 EXACT = True
@@ -81,7 +80,3 @@ def apply(built: Any) -> None:
             return compiled(model, inputs)
 
     built.run = run
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    return ()

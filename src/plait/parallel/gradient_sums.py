@@ -7,25 +7,14 @@ ranks must know.
 """
 
 from collections.abc import Callable, Iterable
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.config.plan import Plan
 from plait.parallel.data.buckets import Reducer
-from plait.parallel.fsdp.runtime import Shards, divides, padded, square
-
-
-def added_up(formats: list[tuple[tuple[int, ...], torch.dtype]], plan: Plan) -> list[tuple[int, int]]:
-    """(calls, bytes) of adding up gradients of these (shape, dtype) over a group: one message per number format."""
-    found = []
-    for dtype in dict.fromkeys(dtype for _, dtype in formats):
-        sizes = [padded(shape, plan.fsdp) if divides(shape) else prod(shape) for shape, d in formats if d == dtype]
-        found.append((1, (sum(sizes) + len(sizes)) * dtype.itemsize))
-    return found
+from plait.parallel.fsdp.runtime import Shards, square
 
 
 class Across:

@@ -37,7 +37,6 @@ from torch import nn
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.strategy import Charge, Role, held
 
 AXIS = None
 EXACT = True
@@ -93,18 +92,6 @@ def on_host(plan: Plan, category: str, updating: bool) -> bool:
         return False
     there = ("optimizer", "host copies", *(("parameters", "gradients") if plan.offload == "all" else ()))
     return category in there or (updating and category == "temporary")
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    """The copies the optimizer updates, and their gradients during its step. With `all`, the shards are the copies."""
-    if plan.offload == "all":
-        return
-    rows = [(shape, dtype, True) for _, shape, dtype in sketch.parameters]
-    rows += [(shape, dtype, False) for _, shape, dtype in sketch.frozen]
-    sizes = [(_part(plan, shape) * dtype.itemsize, trained) for shape, dtype, trained in rows]
-    yield held("host copies", sum(size for size, _ in sizes), "parameters the optimizer updates")
-    gradients = sum(size for size, trained in sizes if trained)
-    yield held("host copies", gradients, "gradients it reads", ("optimizer", 0))
 
 
 def _part(plan: Plan, shape: tuple[int, ...]) -> int:

@@ -39,7 +39,6 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp.runtime import divides
-from plait.parallel.strategy import Charge, Role
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import tree_map_only
 
@@ -66,10 +65,6 @@ def apply(built: Any) -> None:
     built.precision = plan_format(built.plan)
     if built.plan.precision == "fp16":
         built.scaler = LossScale()
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    return ()
 
 
 def plan_format(plan: Plan) -> torch.dtype | None:

@@ -44,7 +44,6 @@ from torch.utils.flop_counter import flop_registry
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.strategy import Charge, Role
 from plait.randomness.keyed import Region, host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
@@ -76,11 +75,6 @@ def marked(sketch: Sketch) -> list[str]:
     writers = {module for by in sketch.rewritten.values() for module in by}
     worth -= {unit for unit in worth for module in writers if f"{module}.".startswith(f"{unit}.")}
     return [u.name for u in sketch.units if u.name in worth]
-
-
-def again(plan: Plan, sketch: Sketch, module: str) -> bool:
-    """Whether a module's forward runs twice in a step."""
-    return wanted(plan) and any(module == u or module.startswith(u + ".") for u in marked(sketch))
 
 
 def apply(built: Any) -> None:
@@ -193,7 +187,3 @@ class _Keeping(TorchDispatchMode):
 
 def _writes(leaf: Any) -> int:
     return version(leaf) if isinstance(leaf, Tensor) else 0
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    return ()

@@ -41,9 +41,8 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.data.batch import split
 from plait.launch.devices import cuda_names
-from plait.model.mutations import apart
 from plait.model.sketch import Sketch
-from plait.parallel.strategy import Charge, Role
+from plait.parallel.mutations import apart
 from plait.randomness.keyed import Randomness
 from plait.tensors.torch_private import leaves, tree_flatten, tree_map, tree_map_only, tree_unflatten
 
@@ -83,10 +82,6 @@ def apply(built: Any) -> None:
         else [torch.device("cuda", i) for i in range(built.plan.dp)]
     )
     built.replicas = Replicas(built.model, devices, built.job.seed, built.sketch)
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    return ()
 
 
 Call = Callable[[nn.Module, Any], Any]

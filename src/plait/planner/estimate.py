@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil, inf
 
 from plait.config.plan import Plan
-from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import makespan
 from plait.parallel.pipeline.table import Table
 from plait.planner import memory as room

@@ -6,19 +6,20 @@ from functools import cache, cached_property, partial
 from math import ceil, gcd, prod
 from typing import Any
 
+from plait.config.device import Device, Rates
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
-from plait.config.machine import Device, Machine, Rates
+from plait.config.machine import Machine
 from plait.config.network import Link
 from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.engine.build import check_plan
-from plait.model import mutations as ownstate
 from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
+from plait.parallel import mutations
 from plait.parallel.fsdp import optimizer_check as elementwise
 from plait.parallel.pipeline.partition import check
-from plait.parallel.role import Layout
+from plait.parallel.pipeline.stage_layout import StageLayout
 from plait.planner.cpu import Cores
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.from_sketch import Cuts, boiled, cuts_of
@@ -155,7 +156,7 @@ class Asked:
                 return "no layer of the model can be cut"
             if plan.cp > 1 and not self.attends:
                 return UNPRICED_CP
-            if problem := ownstate.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
+            if problem := mutations.refused(plan, self.sketch, self.cuts.names if plan.tp > 1 else ()):
                 return problem.what
             if problem := scripted.refused(plan, self.sketch.scripted) or self.unlike(plan):
                 return problem.what
@@ -185,7 +186,7 @@ def uneven(cuts: Cuts, ranks: int) -> str:
 def _staged(sketch: Sketch, job: Job, pp: int, per_rank: int, schedule: str) -> str:
     try:
         plan = Plan(pp=pp, stages_per_rank=per_rank, schedule=schedule, microbatches=pp)
-        check(sketch, Layout.of(plan, sketch, job.stages).cut, per_rank > 1)
+        check(sketch, StageLayout.of(plan, sketch, job.stages).cut, per_rank > 1)
     except (PlaitError, ValueError) as error:
         return error.problems[0].what if isinstance(error, PlaitError) else str(error)
     return ""

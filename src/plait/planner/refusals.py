@@ -14,7 +14,7 @@ from plait.launch.place import Place
 from plait.parallel.context.sequences import as_held
 from plait.parallel.context.strategy import rows
 from plait.parallel.pipeline.partition import check
-from plait.parallel.role import Layout
+from plait.parallel.pipeline.stage_layout import StageLayout
 from plait.planner.dryrun.dry_run import known
 
 
@@ -36,4 +36,9 @@ def _look(job: Job, plan: Plan, place: Place) -> None:
     sketch, _ = known(job, plan)
     if plan.pp > 1:
         held = as_held(sketch, rows(plan, sketch, 0)) if plan.cp > 1 else sketch
-        check(sketch, Layout.of(plan, held, job.stages).cut, plan.stages_per_rank > 1, plan.tp * plan.cp * plan.ep > 1)
+        check(
+            sketch,
+            StageLayout.of(plan, held, job.stages).cut,
+            plan.stages_per_rank > 1,
+            plan.tp * plan.cp * plan.ep > 1,
+        )

@@ -14,7 +14,7 @@ from statistics import median
 
 from plait.config.plan import Plan
 from plait.engine.run_directory import Run
-from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import Played, hops, simulate
 from plait.parallel.pipeline.table import Table
 from plait.report.spans import COMPUTE, Measured, Span, read

@@ -38,12 +38,10 @@ TAG = 2**16
 
 
 class Absent:
-    """A group whose other ranks are not there: what would travel is noted, and the numbers are wrong. For prices."""
+    """A group whose other ranks are not there: nothing travels, and the numbers are wrong."""
 
     def __init__(self, ranks: int, rank: int = 0):
         self.ranks, self.at = ranks, rank
-        self.calls: list[tuple[str, int]] = []
-        """(operator, bytes), in order."""
 
     def size(self) -> int:
         """How many ranks there would be."""
@@ -52,11 +50,6 @@ class Absent:
     def rank(self) -> int:
         """Which of them this is."""
         return self.at
-
-    def note(self, op: str, x: Tensor) -> None:
-        """Something would travel; empty messages are not sent."""
-        if x.numel():
-            self.calls.append((op, x.numel() * x.element_size()))
 
 
 def of_rows(region: Any) -> Any:
@@ -193,9 +186,7 @@ class _ScatterSum(torch.autograd.Function):
 def summed(x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """A new tensor: the sum over the ranks (or their maximum, …), the same on every rank. Not differentiated."""
     result = x.clone(memory_format=torch.contiguous_format)
-    if isinstance(group, Absent):
-        group.note("allreduce_", result)
-    else:
+    if not isinstance(group, Absent):
         dist.all_reduce(result, op=op, group=group)
     return result
 
@@ -213,9 +204,7 @@ def gathered(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     if directly(x.device):
         _exchange([x] * len(parts), parts, group)
         parts[rank].copy_(x)
-    elif isinstance(group, Absent):
-        group.note("allgather_", x)
-    else:
+    elif not isinstance(group, Absent):
         dist.all_gather(parts, x, group=group)
     for ranges, size, given in zip(rows.ranks, rows.sizes, parts):
         if size and storage_key(given) == storage_key(whole):
@@ -236,9 +225,7 @@ def sum_part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     parts = [rows.take(x, dim, r).contiguous() for r in range(ranks)]
     if not directly(x.device):
         result = torch.empty_like(parts[rank])
-        if isinstance(group, Absent):
-            group.note("reduce_scatter_", result)
-        else:
+        if not isinstance(group, Absent):
             dist.reduce_scatter(result, parts, group=group)
         return result
     received = [torch.empty_like(parts[rank]) for _ in range(ranks)]
@@ -254,12 +241,8 @@ def sum_part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
 def _exchange(send: list[Tensor], into: list[Tensor], group: Any) -> None:
     """Send one tensor to every other rank and receive one from each; empty ones are not sent."""
     ranks, rank, works = group.size(), group.rank(), []
-    for k in range(1, ranks):
+    for k in range(1, 1 if isinstance(group, Absent) else ranks):
         to, source = (rank + k) % ranks, (rank - k) % ranks
-        if isinstance(group, Absent):
-            group.note("send", send[to])
-            group.note("recv_", into[source])
-            continue
         if send[to].numel():
             works.append(dist.isend(send[to], group=group, group_dst=to, tag=TAG))
         if into[source].numel():

@@ -1,17 +1,18 @@
 """Bytes from every rank to every rank, as tensors: nothing that arrives is ever unpickled."""
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-DIRECT = ("cpu",)
+DIRECT: ContextVar[tuple[str, ...]] = ContextVar("direct", default=("cpu",))
 """Kinds of devices between which parts are exchanged by sends and receives, and not by the library's collectives."""
 
 
 def directly(device: torch.device) -> bool:
     """Whether ranks on such devices exchange parts by sends and receives."""
-    return device.type in DIRECT
+    return device.type in DIRECT.get()
 
 
 def exchange(data: bytes, group: Any, device: torch.device) -> list[bytes]:

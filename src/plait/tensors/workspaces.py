@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensors.torch_private import FakeTensor, TorchDispatchMode, tree_map, tree_map_only
+from plait.tensors.torch_private import FakeTensor, tree_map, tree_map_only
 
 ASKED = ("mkldnn_rnn_layer",)
 SUMMED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -18,13 +18,6 @@ AS_GIVEN = ("native_group_norm_backward",)
 """Its first result has the number format of what it is given; torch's rule makes it wider."""
 UNFOLDED = ("col2im",)
 """Its result lies in the memory of a tensor like its input."""
-
-
-class Workspaces(TorchDispatchMode):
-    """Gives fake outputs their real sizes."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return sized(func, args, kwargs or {}, func(*args, **(kwargs or {})))
 
 
 def sized(func: Any, args: Any, kwargs: Any, result: Any) -> Any:

@@ -4,7 +4,7 @@ Whatever the layout, a rank holds rectangles of tensors (`tensors/part.py`). Put
 tensors, and where ranks hold the same rectangle they must hold the same bits.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,14 @@ from torch import Tensor
 from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Batch, weigh
-from plait.engine.comm_log import BY_DATA, Ledger
+from plait.data.batch import Batch
 from plait.engine.engine import Engine
+from plait.engine.traffic import Traffic
 from plait.launch.place import Place
 from plait.parallel.built import Built
 from plait.parallel.context.sequences import opened_units
-from plait.parallel.order import Charge, Role, charges
 from plait.parallel.precision import forward_format
-from plait.parallel.role import Layout
 from plait.tensors.digest import digests
-from plait.tensors.exchange import directly
 from plait.tensors.part import Part
 from plait.verify import formats
 from plait.verify import notes as noting
@@ -44,6 +41,8 @@ class Noted:
 
     engine: Engine
     notes: noting.Notes
+    traffic: Traffic
+    """What is sent in the first step."""
     rows: list[dict[str, float]] = field(default_factory=list)
     ids: list[list[Any]] = field(default_factory=list)
     held: list[list[Any]] = field(default_factory=list)
@@ -53,11 +52,16 @@ class Noted:
         engine, parts = self.engine, self.engine.built.parts()
         self.held.append(["gradient", _held(gradients := self.gradients(), parts)])
         self.notes.tensors("sum", gradients, parts)
-        told = engine.update(batch, rider)
+        with self.watching():
+            told = engine.update(batch, rider)
         self.held.append(["weight", _held(weights := _weights(engine), parts)])
         self.notes.tensors("weight", weights, parts)
         self.rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
         self.ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Notes what is sent, in the first step."""
+        return nullcontext() if self.rows else self.traffic.watch()
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's parts of the gradients that are there."""
@@ -73,7 +77,7 @@ def run(
     engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
     built = engine.built
     notes = noting.of_rank(engine)
-    noted, ledger, priced, role = Noted(engine, notes), Ledger(), list[Charge](), Role()
+    noted, run = Noted(engine, notes, Traffic(place.rank, plan)), tuple[int, ...]()
     tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
     source = engine.batches()
     for step in range(steps):
@@ -81,11 +85,10 @@ def run(
         if batch is None:
             raise PlaitError(proof_stopped(f"after {step} of {steps} steps: nothing is proved"))
         notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
-        with ledger.watch() if step == 0 else nullcontext():
+        with noted.watching():
             rider = engine.backward(batch)
         if step == 0:
-            role = role_of(engine, batch)
-            priced = charges(plan, built.whole, role)
+            run = engine.samples_run(batch)
             tensors["gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
         noted.update(batch, rider)
     tensors["weights"] = {n: p.detach().clone() for n, p in built.own.items()}
@@ -106,9 +109,8 @@ def run(
         "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],
         "stage": built.at["pp"],
-        **_messages(engine, role, ledger, priced),
-        "varies": built.sketch.host_random and bool(built.sketch.tolls),
-        "idle": sorted(role.idle), "random": list(built.whole.places), "places": len(built.sketch.places), **told,
+        **_messages(engine, run, noted.traffic),
+        "varies": built.sketch.host_random and plan.tp > 1, "random": list(built.whole.places), "places": len(built.sketch.places), **told,
         "batch_norms": list(built.sketch.batch_norms),
         "parts": _ranges(built),
     }  # fmt: skip
@@ -118,7 +120,10 @@ def _of_own_size(
     engine: Engine, notes: noting.Notes, job: Job, facts: dict[str, Any]
 ) -> tuple[Noted, dict[str, dict[str, Tensor]]]:
     """The steps of the job's own size (`verify/own_batch.py`): what is noted, and the tensors. `notes` are closed."""
-    noted, made = Noted(engine, notes), dict[str, dict[str, Tensor]](own_gradients={}, own_weights={})
+    noted, made = (
+        Noted(engine, notes, Traffic(engine.place.rank, engine.plan)),
+        dict[str, dict[str, Tensor]](own_gradients={}, own_weights={}),
+    )
     course = ownbatch.Course(engine, job, facts)
     for batch, far in course.steps():
         rider = engine.backward(batch)
@@ -142,51 +147,36 @@ def _in_own_formats(
         return {}, made
     plan = Plan.parse(wanted[0])
     engine = Engine(replace(job, batch=wanted[1]), plan, device=device, place=place, on_nan="ignore")
-    ledger = Ledger()
-    built = engine.built
+    built, traffic = engine.built, Traffic(place.rank, plan)
     if built.scaler is not None:
         built.scaler.value = formats.SCALE
     batch = next(engine.batches())
-    with ledger.watch():
+    with traffic.watch():
         rider = engine.backward(batch)
-    priced = charges(plan, built.whole, role := role_of(engine, batch))
+    run = engine.samples_run(batch)
     scale = built.scaler.value if built.scaler is not None else 1.0
     gradient = {
         n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in built.own.items() if p.grad is not None
     }
     losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
-    engine.update(batch, rider)
+    with traffic.watch():
+        engine.update(batch, rider)
     state = formats.states(engine.optimizer, built.names or {})
     made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
     return {
         "parts": _ranges(built),
         "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
-        **_messages(engine, role, ledger, priced),
+        **_messages(engine, run, traffic),
     }, made  # fmt: skip
 
 
-def role_of(engine: Engine, batch: Batch) -> Role:
-    """This rank's role in the step of a batch: without the micro-batches that weigh nothing, which it does not run."""
-    built, plan = engine.built, engine.plan
-    weight = built.job.weight
-    runs = [batch.micro[i] for i in engine.runs(batch, [weigh(weight, micro) for micro in batch.micro])]
-    layout = Layout.of(plan, built.pipe.stages.sketch, built.job.stages) if built.pipe else None
-    samples = tuple(micro.count or int(built.together == "sample") for micro in runs)
-    trained = [(u.name, [built.own[n] for n in u.parameters if n in built.own]) for u in built.sketch.units]
-    idle = (name for name, own in trained if any(p.requires_grad for p in own) and all(p.grad is None for p in own))
-    courses = tuple(built.pipe.courses) if built.pipe else ()
-    return Role(built.place.rank, samples, weight is not None, layout, frozenset(idle), courses, directly(built.device))
-
-
-def _messages(engine: Engine, role: Role, ledger: Ledger, priced: list[Charge]) -> dict[str, Any]:
-    """What a rank sent, and what its price says. `alike`: on what that depends beside the plan; ranks of which it is the
-    same make the same calls."""
+def _messages(engine: Engine, samples: tuple[int, ...], traffic: Traffic) -> dict[str, Any]:
+    """What a rank sent. `alike`: on what that depends beside the plan; ranks of which it is the same make the same calls."""
     built = engine.built
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     return {
-        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *role.samples, *_crossings(role), held_experts],
-        "collectives": ledger.rows, "calls": dict(ledger.calls), "bytes": dict(ledger.bytes),
-        "priced": [(c.op, c.calls, 0 if c.op in BY_DATA else c.bytes) for c in priced if c.kind == "traffic"],
+        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *samples, *_crossings(built, samples), held_experts],
+        "samples": samples, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
     }  # fmt: skip
 
 
@@ -195,12 +185,10 @@ def _ranges(built: Built) -> dict[str, list[Any]]:
     return {name: [part.shape, part.ranges] for name, part in built.parts().items()}
 
 
-def _crossings(role: Role) -> list[str]:
+def _crossings(built: Built, samples: tuple[int, ...]) -> list[str]:
     """What of a rank's passes makes its messages unlike those of ranks with other samples: sizes that are not the sketch's."""
-    return [
-        str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)])
-        for c, n in zip(role.courses, role.samples)
-    ]
+    courses = built.pipe.courses if built.pipe else ()
+    return [str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)]) for c, n in zip(courses, samples)]
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:

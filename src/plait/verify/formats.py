@@ -6,7 +6,7 @@ rounded on its way. Here the job trains one step as it will train. Two things ar
     numbers    with one device in the same formats. How far apart two right runs may be is measured, not chosen: one device
                trains again with weights and inputs moved by one rounding, and the largest movement of a tensor is its unit
     formats    those of gradients, weights and optimizer state are those of one device, and every message is as many bytes
-               as the plan's price says in these formats
+               as in a dry run of the plan in these formats
 
 Under `dp`, `fsdp` and `pp` every part of the batch is computed as one device computes that part, so the reference trains
 on the same parts. Where the losses of all parts are the same bits, only the order of sums differs, and the unit is one
@@ -231,13 +231,11 @@ def facts(reference_: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Te
     base = found["base"]
     units = {f"{kind} {name}": unit for (kind, name), unit in found["units"].items()}
     tensors = {f"formats_{kind}": getattr(base, kind) for kind in ("start", *GROUPS)}
-    priced = reference_.format is None or reference_.plan.tp == 1  # slices are priced in the formats of the sketch
     kept = dtypes(base.gradient, base.weight, base.state)
     return {
         "units": units,
         "batch": reference_.job.batch,
         "losses": found["losses"],
-        "priced": priced,
         "dtypes": kept,
     }, tensors
 
@@ -257,7 +255,9 @@ def dtypes(*kinds: Mapping[str, Tensor]) -> dict[str, str]:
     return {f"{kind} {name}": str(t.dtype) for kind, ts in zip(GROUPS, kinds) for name, t in ts.items()}
 
 
-def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple[Probe, ...]:
+def judged(
+    expected: Trace, actual: Trace, ranks: list[dict[str, Any]], dry: list[dict[str, Any]] | str | None
+) -> tuple[Probe, ...]:
     """The numbers, then the formats, then the messages."""
     told = expected.facts.get("formats")
     if not told:
@@ -270,7 +270,7 @@ def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple
     ratios = {key: off / units.get(key, ROUNDING[None]) for key, off in ratios.items()}
     worst = max(ratios, key=lambda key: ratios[key], default="")
     numbers = Probe("F", "own formats, in roundings", ratios.get(worst, 0.0), APART, worst)
-    return numbers, _formats(told, base, other, ranks), *([messages(ranks)] if told["priced"] else [])
+    return numbers, _formats(told, base, other, ranks), *([messages(ranks, dry)] if dry is not None else [])
 
 
 def _same_parts(losses: dict[str, float], ranks: list[dict[str, Any]]) -> bool:
@@ -295,10 +295,10 @@ def _formats(told: dict[str, Any], base: Held, other: Held, ranks: list[dict[str
     return Probe("F2", "formats", len(wrong), 0, key, detail)
 
 
-def messages(ranks: list[dict[str, Any]]) -> Probe:
-    """Whether every rank's messages in these formats are what the price says."""
-    asked = [r | {k: r["formats"][k] for k in ("alike", "collectives", "calls", "bytes", "priced")} for r in ranks]
-    found = collectives(asked)
+def messages(ranks: list[dict[str, Any]], dry: list[dict[str, Any]] | str) -> Probe:
+    """Whether every rank's messages in these formats are those of a dry run."""
+    asked = [r | {k: r["formats"][k] for k in ("alike", "samples", "collectives", "sent")} for r in ranks]
+    found = collectives(asked, dry)
     return dataclasses.replace(found, code="F3", title="messages, own formats")
 
 

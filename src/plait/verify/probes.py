@@ -154,8 +154,11 @@ def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
     return Probe("D", "samples", tolerance=0)
 
 
-def collectives(ranks: list[dict[str, Any]]) -> Probe:
-    """Whether ranks that are alike made the same calls, and every rank as many bytes of each as its price says."""
+def collectives(ranks: list[dict[str, Any]], dry: list[dict[str, Any]] | str) -> Probe:
+    """Whether ranks that are alike made the same calls, and every rank as many, of as many bytes, as in a dry run.
+
+    `dry`: what each rank sent in one (`first_step` of `planner/dryrun/dry_run.py`), or why there is none.
+    """
     title = "collectives"
     for rank, r in enumerate(ranks):
         first = next(i for i, other in enumerate(ranks) if other["stage"] == r["stage"])
@@ -164,23 +167,20 @@ def collectives(ranks: list[dict[str, Any]]) -> Probe:
             if a != b:
                 told = f"rank {first} called {a or 'nothing'}, rank {rank} {b or 'nothing'}"
                 return Probe("C", title, 1, 0, f"#{k + 1}", told)
-    detail = ", ".join(f"{n} × {op}" for op, n in ranks[0]["calls"].items())
+    detail = ", ".join(f"{calls} × {op}" for op, (calls, _) in ranks[0]["sent"].items())
     if any(r["varies"] for r in ranks):
-        told = "; not compared with a price: what the model runs, and so what its slices send, is drawn at random"
-        return Probe("C", title, tolerance=0, detail=detail + told)
-    for rank, r in enumerate(ranks):
-        priced: dict[str, list[int]] = {}
-        for op, n, size in r["priced"]:
-            row = priced.setdefault(op, [0, 0])
-            row[0], row[1] = row[0] + n, row[1] + size
-        for op in {**priced, **r["calls"]}:
-            a, b = [r["calls"].get(op, 0), r["bytes"].get(op, 0)], priced.get(op, [0, 0])
+        dry = "what the model runs, and so what its slices send, is drawn at random"
+    if isinstance(dry, str):
+        return Probe("C", title, tolerance=0, detail=f"{detail}; not compared with a dry run: {dry}")
+    for rank, (r, expected) in enumerate(zip(ranks, dry)):
+        if list(r["samples"]) != list(expected["samples"]):
+            continue  # it left out micro-batches that weigh nothing, which a rank that stands for it did not
+        for op in {**expected["totals"], **r["sent"]}:
+            a, b = (list(side.get(op, (0, 0))) for side in (r["sent"], expected["totals"]))
             if a != b:
-                told = f"{a[0]} calls of {a[1]} bytes on rank {rank}, the price says {b[0]} of {b[1]}"
+                told = f"{a[0]} calls of {a[1]} bytes on rank {rank}, in a dry run {b[0]} of {b[1]}"
                 return Probe("C", title, 1, 0, op, told)
-    idle = sorted({unit for r in ranks for unit in r["idle"]})
-    told = f"; priced as seen, no gradient comes to {', '.join(idle)}" if idle else ""
-    return Probe("C", title, tolerance=0, detail=detail + told)
+    return Probe("C", title, tolerance=0, detail=detail)
 
 
 def _rows(rank: dict[str, Any], alike: bool) -> list[str]:

@@ -66,11 +66,13 @@ class Verdict:
 
 
 def judge(
-    expected: Trace, actual: Trace, ranks: list[dict[str, Any]], plan: Plan, folder: Path | None = None
-) -> Verdict:
+    expected: Trace, actual: Trace, ranks: list[dict[str, Any]], plan: Plan, dry: list[dict[str, Any]] | str,
+    folder: Path | None = None,
+) -> Verdict:  # fmt: skip
     """Compare the reference with the candidate's rank 0, and the candidate's ranks with each other.
 
-    `folder`: where both sides left what they noted of their units, to say where a difference begins.
+    `dry`: what every rank sends in a dry run, or why there is none. `folder`: where both sides left what they noted of their
+    units, to say where a difference begins.
     """
     names = actual.facts["names"]
     probes = (
@@ -89,7 +91,7 @@ def judge(
         replicas(ranks),
         samples(expected, ranks),
         rows("S", "learning rate and clock", expected, actual, ("lr", "samples")),
-        collectives(ranks),
+        collectives(ranks, dry),
     )
     where = None
     if folder is not None and not all(probe.equal for probe in probes if probe.code != "C"):

@@ -10,7 +10,7 @@ compare what they did:
     G  gradients of the first step, every parameter          U  weights after all steps, and every step's loss and norm
     R  tensors that are replicas, bit for bit, every step     D  sample ids and the samples themselves
     S  learning rate, clock, step count                       B  buffers
-    C  collectives: equal on all ranks, and as many bytes as the plan's price says
+    C  collectives: equal on all ranks, and as many, of as many bytes, as in a dry run of the plan
 
 What differs is traced to where it begins: both sides note what every unit is given and returns (`verify/notes.py`), and the first
 place in the order of a step where that is not the same is named (`verify/locate.py`).
@@ -36,9 +36,11 @@ from plait.data.batch import checked, first_samples, is_map, largest, opened, op
 from plait.engine.build import check_plan
 from plait.launch import fork as here
 from plait.launch.devices import check, kind_of
-from plait.launch.place import Place
+from plait.launch.place import Place, pose
 from plait.model.make import make_model, make_optimizer
 from plait.parallel import precision
+from plait.planner.dryrun.dry_run import first_step
+from plait.tensors.exchange import DIRECT
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import candidate, formats, reference
 from plait.verify import own_batch as ownbatch
@@ -75,27 +77,63 @@ def verify(
         hard = dataclasses.replace(hard, clip=expected.facts["clip"])
         facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
         facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
-        results = here.run(
-            lambda place: candidate.run((hard, job), logic, (steps, kind, facts), place, Path(folder)),
-            logic.world,
-            alike=logic.pp == 1,
-        )
+        results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
         actual = candidate.whole(Path(folder), results)
-        verdict = judge(expected, actual, results, logic, Path(folder))
+        verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder))
     if verdict.code == "V005" and not quiet:
         silent = verify(_silent(job), plan, 3, device, True, 0.0)
         if not silent.equal:
             verdict = dataclasses.replace(verdict, code=silent.code, cause=silent.cause, where=silent.where)
-    verdict = _with_own_batch(verdict, expected, actual, results)
+    verdict = _with_own_batch(verdict, expected, actual, results, dry["formats"])
     named = precision.inexact(plan) if precision.wanted(plan) else ()
     inexact, notes = (*actual.facts["inexact"], *named), tuple(results[0]["notes"])
     return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
 
 
-def _with_own_batch(verdict: Verdict, expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> Verdict:
+def _candidate(
+    jobs: tuple[Job, Job], plan: Plan, how: tuple[int, str, dict[str, Any]], folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the plan's ranks tell, and, from one process beside them, the messages of a dry run of the same steps."""
+    wanted: dict[str, tuple[Job, Plan, torch.dtype | None]] = {"logic": (jobs[0], plan, torch.float64)}
+    if "formats" in how[2]:
+        text, batch = how[2]["formats"]
+        wanted["formats"] = (dataclasses.replace(jobs[0], batch=batch), Plan.parse(text), None)
+
+    def work(place: Place) -> dict[str, Any]:
+        pose(None if place.rank == plan.world else place.rank, plan.world)
+        if place.rank < plan.world:
+            return candidate.run(jobs, plan, how, dataclasses.replace(place, world=plan.world), folder)
+        place.beat(-1, "build")
+        return {"formats": None} | {name: _dry(*given, how[1]) for name, given in wanted.items()}
+
+    *ranks, dry = here.run(work, plan.world + 1, alike=plan.pp == 1)
+    return ranks, dry
+
+
+def _dry(job: Job, plan: Plan, cast: torch.dtype | None, device: str) -> list[dict[str, Any]] | str:
+    """What every rank sends in a dry run of the first step, or why there is none."""
+    if plan.processes == "one":
+        return [{"totals": {}, "samples": []}]
+    if device != "cpu":
+        DIRECT.set(())
+    try:
+        return [dataclasses.asdict(sent) for sent in first_step(job, plan, cast)]
+    except PlaitError as error:
+        return str(error.problems[0].why or error.problems[0].what)
+    except Exception as error:  # the job's code, on tensors without numbers
+        return f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _with_own_batch(
+    verdict: Verdict,
+    expected: Trace,
+    actual: Trace,
+    ranks: list[dict[str, Any]],
+    dry: list[dict[str, Any]] | str | None,
+) -> Verdict:
     """The verdict with what batches of the job's own size and the held-out metrics tell."""
     probes, own = ownbatch.judged(expected, actual, ranks), expected.facts["own"]
-    numbers = formats.judged(expected, actual, ranks) if not actual.facts["inexact"] else ()
+    numbers = formats.judged(expected, actual, ranks, dry) if not actual.facts["inexact"] else ()
     lines = [ownbatch.Own(**own).told] if own else []
     if "untried" in expected.facts:
         lines.append(f"a step in the plan's own formats was not tried: one device fails in {expected.facts['untried']}")
@@ -194,7 +232,7 @@ def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
 
 def limited(data: Any, length: int, begins: Callable[[], list[Any]]) -> Any:
     """The first `length` samples of a data set, each noted as it is read. `begins` gives those of the first step, whose
-    length is priced."""
+    length the sketch is made of."""
     return _FirstOf(data, min(length, len(data)), begins) if is_map(data) else _FirstOfStream(data, length, begins)
 
 

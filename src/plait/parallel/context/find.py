@@ -190,8 +190,7 @@ class Finder:
                 raise refused(f"unit {seen.unit} cannot run on a stretch of the sequence", why)
             calls.append(made)
         draws = {at: number for number, run in enumerate(self.found) for at in differing(self.drawn, run.drawn)}
-        own = [length in _lengths(self.inputs) for length in (run.length for run in self.found)]
-        return Course(tuple(calls), draws, tuple(run.length for run in self.found), all(own))
+        return Course(tuple(calls), draws, tuple(run.length for run in self.found))
 
 
 def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> Course:

@@ -62,29 +62,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Talk:
-    """Something that ranks tell each other in a forward pass: `kind` attention, gather, fetch (see `Held`) or rows."""
-
-    kind: str
-    unit: str
-    """In which it is; empty for code between units."""
-    each: tuple[int, ...]
-    """Elements of a row of a sample. Of an attention: queries, keys, values, output."""
-    heads: tuple[int, int]
-    """Of queries, of keys."""
-    dtype: torch.dtype
-    grad: bool
-    twice: bool
-    """The model itself computes this again in backward."""
-    lengths: tuple[int, int]
-    """Of the sequence when sketched. Of an attention: the queries' and the keys'."""
-    fixed: int = 0
-    """Elements of a row, whatever the number of samples."""
-    again: bool = True
-    """Whether a recomputation of its unit comes to it: one stops when it has all that was kept for backward."""
-
-
-@dataclass(frozen=True)
 class Course:
     """The calls of a forward pass, in order."""
 
@@ -93,11 +70,6 @@ class Course:
     """(place, dim) of random tensors that are drawn on stretches -> sequence."""
     lengths: tuple[int, ...]
     """Of the sequences in the input that was tried."""
-    shortens: bool = True
-    """Whether the input's sizes are these lengths, so that a shorter input has shorter sequences."""
-    talks: tuple[Talk, ...] = ()
-    asked: tuple[tuple[str, int, int], ...] = ()
-    """By the loss: an operator, and its bytes in batches of `SAMPLES` - 1 and of `SAMPLES`; of a short sequence."""
     units: dict[str, int] = field(init=False)
     """Units that run on stretches -> the sequence of what they return."""
 

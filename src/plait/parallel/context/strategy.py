@@ -46,10 +46,9 @@ Paper
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 from torch import nn
@@ -58,18 +57,15 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.make import call
 from plait.model.sketch import Sketch
-from plait.parallel import recompute
 from plait.parallel.context.attention import around, check_heads, exchanged
 from plait.parallel.context.check import proved, restored
+from plait.parallel.context.communication import Communication, communication
 from plait.parallel.context.find import find
-from plait.parallel.context.messages import overhear, total
 from plait.parallel.context.opened_unit import Layout, worth
 from plait.parallel.context.runtime import Stretching
 from plait.parallel.context.sequence_shard import Held, Stretch
 from plait.parallel.context.sequences import SAMPLES, Course
-from plait.parallel.precision import forward_format, trained_format
-from plait.parallel.strategy import Charge, Role
-from plait.parallel.tensor.messages import Toll
+from plait.parallel.precision import trained_format
 from plait.parallel.tensor.wiring import wire
 from plait.randomness.sub_block import Axis, Share
 from plait.tensors.collectives import Absent
@@ -110,10 +106,6 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
         with trained_format(plan, built.cast, built.device.type, model):
             return call(model, given)
 
-    def loss(outputs: Any, targets: Any) -> Any:
-        with forward_format(plan, built.cast, built.device.type):
-            return built.job.loss(outputs, targets)
-
     course = find(built.model, batch(SAMPLES)[0], run, sketch)
     course = proved(built.model, batch(1)[0], run, course, (layout(plan), plan.cp), plan.context == "ulysses")
     if not any(made.sees for made in course.calls):
@@ -126,23 +118,23 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
         stack.enter_context(restored(model))
         stretching = Stretching(model, course, plan.cp)
         stretching.wrap()
-        course = overhear(model, batch, run, loss, stretching, layout(plan))
-    for talk in course.talks if plan.context == "ulysses" else ():
-        check_heads(talk.heads[0], plan.cp, plan.tp)
+        found = communication(model, batch(SAMPLES)[0], run, stretching, layout(plan))
+    for heads in found.heads if plan.context == "ulysses" else ():
+        check_heads(heads, plan.cp, plan.tp)
     if plan.pp > 1:
-        _check_stages(plan, sketch, course)
+        _check_stages(plan, sketch, course, found)
     return replace(sketch, course=course)
 
 
-def _check_stages(plan: Plan, sketch: Sketch, course: Course) -> None:
+def _check_stages(plan: Plan, sketch: Sketch, course: Course, found: Communication) -> None:
     """P041 when it is not one stage alone that communicates something."""
     times = Counter(call.unit for call in sketch.calls)
     why = ""
-    for talk in course.talks:
-        if not talk.unit:
+    for unit in sorted(found.units):
+        if not unit:
             why = "code between units gathers the sequence, and several stages run that code"
-        elif times[talk.unit] > 1:
-            why = f"unit {talk.unit} is called {times[talk.unit]} times, perhaps by several stages"
+        elif times[unit] > 1:
+            why = f"unit {unit} is called {times[unit]} times, perhaps by several stages"
     if why or len(course.calls) != len(sketch.calls):
         what = f"cp={plan.cp} does not work with pp={plan.pp} for this model"
         raise PlaitError(Problem("P041", what, why=why or "its course varies", fix=(f'--plan "cp={plan.cp}"',)))
@@ -174,24 +166,6 @@ def layout(plan: Plan) -> Layout:
     return Rows.zigzag if plan.context == "ring" else Rows.even
 
 
-def share(plan: Plan, sketch: Sketch, rank: int, toll: Toll) -> Fraction:
-    """How much a rank sends of what it would send of whole sequences."""
-    return part(plan, sketch, rank, toll.module, toll.shape)
-
-
-def part(plan: Plan, sketch: Sketch, rank: int, module: str, shape: Sequence[int] = ()) -> Fraction:
-    """How much of a sequence a rank computes in a module: of the one that a tensor of this shape has, if it is given."""
-    course: Course | None = sketch.course
-    number = None if course is None else course.on(module)
-    if course is None or number is None or course.gathered(module):
-        return Fraction(1)
-    own = course.lengths[number]
-    length = next((n for n in (own, *course.lengths) if not shape or shape.count(n) == 1), None)
-    if length is None and shape[-1] == 0 and any(n and n % own == 0 for n in shape):
-        length = own
-    return Fraction(1) if length is None else Fraction(_mine(plan, rank, length), length)
-
-
 def rows(plan: Plan, sketch: Sketch, rank: int) -> list[int]:
     """Rows of each sequence that a rank computes."""
     return [_mine(plan, rank, length) for length in sketch.course.lengths]
@@ -199,20 +173,3 @@ def rows(plan: Plan, sketch: Sketch, rank: int) -> list[int]:
 
 def _mine(plan: Plan, rank: int, length: int) -> int:
     return layout(plan)(length, plan.cp).sizes[plan.at(rank)["cp"]]
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    """The messages of attention, and of what is gathered between units and for the loss. Sequences are as sketched."""
-    course = sketch.course
-    if course is None:
-        return
-    rank, cut = plan.at(role.rank)["cp"], lambda length: layout(plan)(length, plan.cp)
-    twice = lambda unit: recompute.again(plan, sketch, unit)  # noqa: E731
-    here = {unit.name for unit in sketch.units} | {""}
-    asked = course.asked if role.layout is None or role.layout.owner[-1] == role.index(plan) else ()
-    course = replace(course, talks=tuple(talk for talk in course.talks if talk.unit in here), asked=asked)
-    found = total(course, cut, rank, (plan.context, list(role.samples)), twice, direct=role.direct)
-    for op in dict.fromkeys(op for op, _ in found):
-        how = f"keys and values in a ring of {plan.cp}" if plan.context == "ring" else f"heads for rows among {plan.cp}"
-        how = how if any(talk.kind == "attention" for talk in course.talks) else f"rows gathered from {plan.cp} ranks"
-        yield Charge("traffic", "cp", op, found[op, "calls"], found[op, "bytes"], how)

@@ -25,8 +25,7 @@ Paper
     Sample Variance, for the merge.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,10 +33,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.config.plan import Plan
-from plait.model.sketch import Sketch
-from plait.parallel.recompute import again
-from plait.parallel.strategy import Charge
 from plait.tensors.torch_private import BatchNormBase, all_gather_tensor, all_reduce, check_dims
 
 
@@ -48,23 +43,6 @@ def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
         kind = type(module)
         module.__class__ = type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
         module.__dict__["_group"] = group
-
-
-def price(name: str, sketch: Sketch, plan: Plan) -> Iterable[Charge]:
-    """Per forward pass: (mean, squares, count) gathered; per backward: two numbers per channel summed."""
-    channels, dtype = sketch.channels[name]
-    m = plan.microbatches
-    passes = m * (1 + again(plan, sketch, name))
-    size = passes * (2 * channels + 1) * dtype.itemsize
-    yield Charge("traffic", "dp", "allgather_", passes, size, f"statistics of {name}")
-    yield Charge("traffic", "dp", "allreduce_", m, m * 2 * channels * dtype.itemsize, f"their gradient in {name}")
-
-
-@dataclass(frozen=True)
-class Pretended:
-    """A group of so many ranks that are not there: each is taken to have what this one has (`planner/dryrun/rehearsal.py`)."""
-
-    ranks: int
 
 
 class _Synchronised(BatchNormBase):
@@ -104,7 +82,7 @@ class _BatchStatistics(torch.autograd.Function):
             var = mean = wide.new_zeros(x.shape[1])
         mine = torch.cat([mean, var * count, mean.new_tensor([count])])
         mean, squares, total = _merge(_everyone(mine, group), x.shape[1])
-        if not (torch.compiler.is_compiling() or isinstance(group, Pretended)) and int(total) == 1:
+        if not torch.compiler.is_compiling() and int(total) == 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
         var = squares / total
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -125,7 +103,7 @@ class _BatchStatistics(torch.autograd.Function):
         both = torch.cat([sum_grad, sum_product])
         if torch.compiler.is_compiling():
             both = all_reduce(both, "sum", ctx.group)
-        elif not isinstance(ctx.group, Pretended):
+        else:
             dist.all_reduce(both, group=ctx.group)
         all_grad, all_product = both.chunk(2)
         scale = inverse if weight is None else inverse * weight
@@ -142,8 +120,6 @@ class _BatchStatistics(torch.autograd.Function):
 
 def _everyone(mine: Tensor, group: Any) -> Tensor:
     """The rows of all ranks: [ranks, 2 * channels + 1]."""
-    if isinstance(group, Pretended):
-        return torch.stack([mine] * group.ranks)
     if torch.compiler.is_compiling():
         return all_gather_tensor(mine[None], 0, group)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -38,11 +38,10 @@ from typing import Any
 
 from plait.config.errors import Problem
 from plait.config.plan import Plan
-from plait.model.mutations import apart
 from plait.model.sketch import Sketch
 from plait.parallel.data import batch_norm as batchnorm
-from plait.parallel.data.buckets import Reducer, fill, numel, tail_of
-from plait.parallel.strategy import Charge, Role, held
+from plait.parallel.data.buckets import Reducer
+from plait.parallel.mutations import apart
 
 AXIS = "dp"
 EXACT = True
@@ -80,31 +79,6 @@ def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
     """Places of the parameters whose slices are larger on some ranks than on others."""
     uneven = {cut.parameter for cut in sketch.cuts if len({sum(n for _, n in held) for held in cut.ranges}) > 1}
     return {i for i, name in enumerate(names) if name in uneven}
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    """One all-reduce per bucket (its gradients and one flag per parameter), and what travels beside them."""
-    specs = [(shape, dtype) for _, shape, dtype in sketch.parameters]
-    apart = _apart((name for name, _, _ in sketch.parameters), sketch)
-    buckets = fill(specs, apart)
-    total = sum(
-        sum(numel(specs[i][0]) for i in b) * specs[b[0]][1].itemsize + len(b) * specs[b[0]][1].itemsize for b in buckets
-    )
-    rider = 0 if plan.across else rider_of(plan)  # ranks that differ sum a row of their own
-    tail = tail_of(specs, rider, apart)
-    total += tail * specs[buckets[-1][0]][1].itemsize if tail else 0
-    yield Charge(
-        "traffic", "dp", "allreduce_", len(buckets), total, "sum of the gradients, and the rider in the last bucket"
-    )
-    if rider > tail:
-        yield Charge(
-            "traffic", "dp", "allreduce_", 1, 8 * rider, "the rider: loss, wish to stop, each rank's samples and time"
-        )
-    if role.weighted and plan.ranks > 1:
-        yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
-    yield held("gradients", total, "in buckets, with a flag for each")
-    for name in sketch.batch_norms:
-        yield from batchnorm.price(name, sketch, plan)
 
 
 def rider_of(plan: Plan) -> int:

@@ -21,10 +21,10 @@ Picture
 
 Costs
     Memory: parameters, gradients and optimizer state of the experts / N, and / the `fsdp` processes with the same ones.
-    Those gather a layer's experts with the unit it lies in (`parallel/fsdp/strategy.py`). Traffic: each layer exchanges tokens × choices
-    rows there and back, in forward and in backward, and nothing hides it. How many rows leave depends on the data: the
-    price is the number expected, the calls are exact. Time: a process whose experts are popular computes for the others
-    too, so an unbalanced router makes all wait. Listed experts cost the layer's own code (not its experts) twice.
+    Those gather a layer's experts with the unit it lies in (`parallel/fsdp/strategy.py`). Traffic: each layer exchanges
+    tokens × choices rows there and back, in forward and in backward, and nothing hides it. How many rows leave depends on
+    the data. Time: a process whose experts are popular computes for the others too, so an unbalanced router makes all
+    wait. Listed experts cost the layer's own code (not its experts) twice.
 
 Choose when
     The experts are most of the model and do not fit beside the activations, or their gradients are most of the traffic.
@@ -46,21 +46,19 @@ Paper
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
-from plait.model.experts import Mixture, cut_stacked, without
+from plait.model.experts import Mixture, cut_stacked
 from plait.model.sketch import Sketch
-from plait.parallel import recompute
-from plait.parallel.context import strategy as context
 from plait.parallel.expert.dispatch import Way
 from plait.parallel.expert.layers import Listed, Stacked, travelling
 from plait.parallel.fsdp import expert_shards as expertshards
 from plait.parallel.mesh import experts_of
-from plait.parallel.strategy import Charge, Role
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.fake import hollow
 from plait.tensors.part import everything
@@ -127,7 +125,7 @@ def apply(built: Any) -> None:
         built.partial.append((tuple(whole), holders.holding))
     built.apart, alike = holders.apart, holders.copies or holders.holding
     built.alike = alike if alike.size() > 1 else None
-    built.sketch = without(built.sketch, plan)
+    built.sketch = _without(built.sketch, plan)
     built.prepared.append(lambda _: setattr(built, "lockstep", built.lockstep or "sample"))
 
 
@@ -161,28 +159,6 @@ def _again(built: Any, draws: bool) -> Any:
     return both
 
 
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    """Per layer and micro-batch: the counts, rows there and back, and both again in backward; the copies' sums once."""
-    units = [f"{u.name}." for u in sketch.units] if role.layout else [""]
-    rank = plan.share(role.rank) % plan.ep
-    sums: dict[Any, int] = {}
-    here = [m for m in sketch.mixtures if any(f"{m.name}.".startswith(unit) for unit in units)]
-    for mixture in here:
-        part = context.part(plan, sketch, role.rank, mixture.name)
-        passes = 2 if recompute.again(plan, sketch, mixture.name) else 1
-        sent = sum(role.samples) * mixture.rows * sum(mixture.width) * mixture.itemsize * (passes + 1) * part
-        calls = len(role.samples) * mixture.calls
-        counts = calls * passes * mixture.experts * 8
-        told = f"rows of {mixture.name} to their experts and back, as many as are expected: it depends on the data"
-        yield Charge("traffic", "ep", "alltoall_base_", calls * (3 * passes + 2), round(sent) + counts, told)
-        for name, shape, dtype in mixture.held(mixture.mine(plan.ep, rank)):
-            if name in mixture.trained and not expertshards.parted(plan, shape):
-                sums[dtype] = sums.get(dtype, 0) + (prod(shape) + 1) * dtype.itemsize
-    for bytes_ in sums.values() if plan.shares * plan.cp > plan.ep else ():
-        yield Charge("traffic", "ep", "allreduce_", 1, bytes_, "gradients of ranks that hold the same experts")
-    yield from expertshards.price(plan, sketch, role, here)
-
-
 def found(mixtures: list[Mixture], whole: list[str], plan: Plan) -> tuple[Mixture, ...]:
     """The mixtures of a model for this plan. P051 when there are none, or not enough experts."""
     few = [m for m in mixtures if m.experts < plan.ep]
@@ -193,3 +169,25 @@ def found(mixtures: list[Mixture], whole: list[str], plan: Plan) -> tuple[Mixtur
         what = f"ep={plan.ep} is more than the {few[0].experts} experts of {few[0].name or 'the model'}"
         raise PlaitError(Problem("P051", what, why="each process holds one at least", fix=(f"ep={few[0].experts}",)))
     return tuple(mixtures)
+
+
+def _without(sketch: Sketch, plan: Plan) -> Sketch:
+    """The sketch of what is not shared out: all but the experts. Units know how large those are that are kept as parts."""
+    names = {name for mixture in sketch.mixtures for name in mixture.names}
+    bytes_ = {n: prod(s) * d.itemsize for n, s, d in (*sketch.parameters, *sketch.frozen) if n in names}
+    units = tuple(
+        replace(
+            unit,
+            parameters=tuple(n for n in unit.parameters if n not in names),
+            weights=unit.weights - sum(bytes_.get(n, 0) for n in unit.parameters),
+            experts=sum(m.share(plan) for m in sketch.mixtures if f"{m.name}.".startswith(f"{unit.name}.")),
+        )
+        for unit in sketch.units
+    )
+    return replace(
+        sketch,
+        parameters=tuple(row for row in sketch.parameters if row[0] not in names),
+        frozen=tuple(row for row in sketch.frozen if row[0] not in names),
+        rest=tuple(name for name in sketch.rest if name not in names),
+        units=units,
+    )

@@ -5,7 +5,6 @@ CPU processes gloo's own reduce-scatter is an all-reduce in disguise and is wait
 directly, by sends and receives, and waited for when somebody needs them, while backward goes on. docs/decisions/0006 has the measurements.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,23 +19,6 @@ TAGS = 2**14
 
 SUM_PARTS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The library's reduce-scatter, under the name that the installed torch does not warn of."""
-
-
-def messages(
-    ranks: int, gathered: tuple[int, int], summed: tuple[int, int], direct: bool
-) -> Iterator[tuple[str, int, int, str]]:
-    """(operator, calls, bytes, what) that a group of parameters sends and receives in a step between so many ranks.
-
-    `gathered`: how often, and bytes of this rank's parts; `summed`: the same of gradients. `direct`: see `directly`.
-    """
-    both = ((gathered, "gather", "_allgather_base_"), (summed, "gradients of", "_reduce_scatter_base_"))
-    for (times, size), what, op in both if ranks > 1 and not direct else ():
-        if size:
-            yield op, times, times * size, what
-    for op in ("send", "recv_") if ranks > 1 and direct else ():
-        for (times, size), what, _ in both:
-            if size:
-                yield op, times * (ranks - 1), times * (ranks - 1) * size, what
 
 
 class Gather(FsdpAllGather):

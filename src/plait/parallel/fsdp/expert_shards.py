@@ -6,7 +6,7 @@ own: they are gathered, dropped and summed at the same moments, between other ra
 (`fsdp=2 ep=4`) no two ranks of an `fsdp` group hold the same experts, and there is nothing to shard.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from plait.config.plan import Plan
-from plait.model.experts import Mixture
-from plait.model.sketch import Sketch
-from plait.parallel.fsdp.collectives import messages
-from plait.parallel.fsdp.groups import gathers, homes
-from plait.parallel.fsdp.memory import width
-from plait.parallel.fsdp.runtime import Where, along, divides, padded
-from plait.parallel.role import Role
-from plait.parallel.strategy import Charge
+from plait.parallel.fsdp.runtime import Where, along, divides
 from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
 
 
@@ -51,28 +44,3 @@ def placement(built: Any, where: dict[str, Where], device: torch.device) -> Call
     mesh = FSDPMeshInfo(DeviceMesh.from_group(built.apart, device.type), shard_mesh_dim=0)
     dims = {id(built.own[n]): one.dim for n, one in where.items()}
     return lambda p: ShardPlacementResult(Shard(dims[id(p)]), mesh) if id(p) in dims else None
-
-
-def price(plan: Plan, sketch: Sketch, role: Role, mixtures: list[Mixture]) -> Iterable[Charge]:
-    """Gathers and sums of the experts' parts, unit by unit, and the sums over ranks with the same parts.
-
-    `mixtures`: those of this rank.
-    """
-    ranks, rank = plan.expert_shards, plan.share(role.rank) % plan.ep
-    if ranks == 1:
-        return
-    often, trained = gathers(plan, sketch, role), 0
-    sums = plan.microbatches if plan.zero > 1 and plan.pp == 1 else 1
-    copies = plan.shares * plan.cp // (plan.ep * ranks)
-    for group, inside in homes(sketch, mixtures).items():
-        rows = [(*row, row[0] in m.trained) for m in inside for row in m.held(m.mine(plan.ep, rank))]
-        sizes = [(padded(s, ranks, along(s, ranks)), d, t) for _, s, d, t in rows if divides(s)]
-        all_bytes = sum(n * width(plan, d) for n, d, _ in sizes)
-        bytes_ = sum(n * d.itemsize for n, d, t in sizes if t)
-        trained += bytes_
-        for op, calls, size, what in messages(ranks, (often[group], all_bytes), (sums, bytes_), role.direct):
-            yield Charge("traffic", "ep", op, calls, size, f"{what} experts in {group or 'the root'}")
-        if bytes_ and copies > 1 and sums == 1:
-            yield Charge("traffic", "ep", "allreduce_", 1, bytes_, f"copies' gradients of experts in {group}")
-    if trained and copies > 1 and sums > 1:
-        yield Charge("traffic", "ep", "allreduce_", 1, trained, "copies' gradients of experts, once per step")

@@ -1,14 +1,11 @@
 """Which units' parameters are gathered together, and which with the root: the grain of sharding (`parallel/fsdp/strategy.py`)."""
 
-from collections import Counter
 from collections.abc import Iterable
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.plan import Plan
 from plait.model.experts import Mixture
 from plait.model.meter import OUTPUT
 from plait.model.sketch import Sketch
-from plait.parallel.role import Role
 
 TINY = 8 << 20
 """Bytes of units up to which a model is gathered as one: a collective has a price of its own (docs/log.md)."""
@@ -103,32 +100,3 @@ def begins_once(sketch: Sketch) -> bool:
     states, a router's choices), FSDP2 takes each gradient that comes to it, also on its way through later units, for the
     beginning, and would gather the last group again. So it matters what the model returns, not what its loss reads."""
     return len(sketch.needs) < 2 and not any(OUTPUT in call.aside for call in sketch.calls)
-
-
-def gathers(plan: Plan, sketch: Sketch, role: Role) -> dict[str, int]:
-    """How often each group is gathered in a step, by its first unit; the root's is the empty name.
-
-    In a pipeline a forward pass comes to all of the rank's groups, also to those of its other stages, and the root stays
-    gathered. A backward pass asks ahead for the group in front of each it comes to. When that one is another stage's, it
-    is there for the pass that comes to it next.
-    """
-    found, twice, piped = groups(sketch), differentiated(sketch), role.layout is not None
-    first = [names[0] for names in found]
-    if plan.zero < 3:
-        return dict.fromkeys([*first, ""], 1)
-    again = [group for group in first if group in twice]
-    before = dict(zip(again, again[:1] + again))
-    counts, ahead = Counter({"": 1 if piped else plan.microbatches}), set[str]()
-    for kind, stage in role.row(plan) if piped else [("F", 0), ("B", 0)] * plan.microbatches:
-        met, asked = set(first), set[str]()
-        if kind != "F":
-            here = role.layout.cut.units(role.layout.sketch, stage) if role.layout else twice
-            met = {n[0] for n in found if n[0] in twice and n[-1] in here and n[-1] not in role.idle}
-            last = role.layout is None or stage == role.layout.cut.stages - 1
-            asked = {before[group] for group in met} | set(
-                again[-1:] if last and begins_once(role.layout.sketch if role.layout else sketch) else []
-            )
-        counts.update(met - ahead)
-        counts.update(asked - met - ahead)
-        ahead = (ahead | asked) - met if piped or kind == "F" else set()
-    return dict(counts)

@@ -43,18 +43,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from plait.config.errors import Problem
 from plait.config.plan import AXES, Plan
-from plait.model.mutations import apart
 from plait.model.sketch import Sketch
 from plait.parallel.data import batch_norm as batchnorm
-from plait.parallel.data.strategy import rider_of
 from plait.parallel.fsdp import expert_shards as expertshards
-from plait.parallel.fsdp import memory as gathered
-from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter, messages
-from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, gathers, groups, members
+from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
+from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
 from plait.parallel.fsdp.hooks import keep_one, without_views
-from plait.parallel.fsdp.runtime import Shards, divides, padded, stretch
+from plait.parallel.fsdp.runtime import Shards, divides, stretch
+from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
-from plait.parallel.strategy import Charge, Role
 from plait.tensors.exchange import directly
 from plait.tensors.torch_private import exchange_by, in_backward, materialise, sum_unused
 
@@ -157,33 +154,3 @@ def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
         return t[first:end]
 
     return mine
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    """Gathers and sums of every group, with the padding of dims that do not divide; and what travels beside them."""
-    yield from gathered.memory(plan, sketch)
-    m, n, zero = plan.microbatches, plan.fsdp, plan.zero
-    rows = {name: (shape, dtype, True) for name, shape, dtype in sketch.parameters if divides(shape)}
-    rows |= {name: (shape, dtype, False) for name, shape, dtype in sketch.frozen if divides(shape)}
-    trained, often = 0, gathers(plan, sketch, role)
-    sums = m if zero > 1 and plan.pp == 1 else 1
-    for group, names in members(sketch).items():
-        all_bytes = sum(padded(rows[p][0], n) * gathered.width(plan, rows[p][1]) for p in names if p in rows)
-        bytes_ = sum(padded(rows[p][0], n) * rows[p][1].itemsize for p in names if p in rows and rows[p][2])
-        trained += bytes_
-        for op, calls, size, what in messages(n, (often[group], all_bytes), (sums, bytes_), role.direct):
-            yield Charge("traffic", "fsdp", op, calls, size, f"{what} {group}")
-        if bytes_ and plan.dp * plan.cp > 1 and sums == 1:
-            yield Charge("traffic", "dp", "allreduce_", 1, bytes_, f"copies' gradients of {group}")
-    if plan.dp * plan.cp > 1 and sums > 1:
-        yield Charge("traffic", "dp", "allreduce_", 1, trained, "copies' gradients, once per step")
-    scalars = sum(not divides(shape) for _, shape, _ in sketch.parameters)
-    if not plan.across:
-        rider, told = 8 * (rider_of(plan) + 1 + len(sketch.parameters) + scalars), "loss, norm, stop, samples and time"
-        yield Charge("traffic", "dp", "allreduce_", 1, rider, f"{told}; which parameters were used")
-    elif scalars:
-        yield Charge("traffic", "fsdp", "allreduce_", scalars, 16 * scalars, "gradients of scalars, which stay whole")
-    if role.weighted and plan.ranks > 1:
-        yield Charge("traffic", "dp", "allreduce_", 1, 8, "weight of the global batch")
-    for name in sketch.batch_norms:
-        yield from batchnorm.price(name, sketch, plan)

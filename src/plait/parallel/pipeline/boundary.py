@@ -1,4 +1,4 @@
-"""What crosses the boundary between two stages: the messages of one micro-batch, as they are sent and as they are priced."""
+"""What crosses the boundary between two stages: the messages of one micro-batch."""
 
 from collections.abc import Sequence
 from math import prod

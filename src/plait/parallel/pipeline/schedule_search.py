@@ -14,7 +14,8 @@ from itertools import chain, product
 from typing import Literal
 
 from plait.config.plan import SCHEDULES
-from plait.parallel.pipeline.schedules import problems, table
+from plait.parallel.pipeline.schedules import problems
+from plait.parallel.pipeline.schedules import textbook as textbook_table
 from plait.parallel.pipeline.simulate import Played, hops, simulate
 from plait.parallel.pipeline.table import Action, Table, folded, looped, made
 
@@ -58,6 +59,17 @@ class Taste:
     split: bool
 
 
+def table(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Table:
+    """The table of a schedule, the same for the same numbers. ValueError where `problems` finds some.
+
+    `auto` here takes all stages to be equal, links to be free and each rank to hold what 1f1b's first rank does; `best`
+    takes measured times and other limits.
+    """
+    if schedule == "auto" and not problems(schedule, ranks, microbatches, stages_per_rank):
+        return best(ranks, microbatches, stages_per_rank)
+    return textbook_table(schedule, ranks, microbatches, stages_per_rank)
+
+
 def best(
     ranks: int,
     microbatches: int,
@@ -77,7 +89,7 @@ def best(
     known = costs or Costs.equal(ranks * stages_per_rank)
     scored = []
     sizes = ranks, microbatches, stages_per_rank
-    for at, candidate in enumerate(chain(textbook(*sizes, split), packed_all(*sizes, known, limit, split))):
+    for at, candidate in enumerate(chain(textbook_tables(*sizes, split), packed_all(*sizes, known, limit, split))):
         played = known.play(candidate)
         if all(size <= most * (1 + 1e-9) for size, most in zip(played.bytes, _limits(candidate.owner, known, limit))):
             size = max(played.bytes), sum(map(len, candidate.rows))
@@ -87,11 +99,11 @@ def best(
     return min(scored)[-1]
 
 
-def textbook(ranks: int, microbatches: int, stages_per_rank: int, split: bool = True) -> Iterator[Table]:
+def textbook_tables(ranks: int, microbatches: int, stages_per_rank: int, split: bool = True) -> Iterator[Table]:
     """Every table of `plait.parallel.pipeline.schedules` there is for these numbers, but `auto`."""
     for name in SCHEDULES:
         if name != "auto" and not problems(name, ranks, microbatches, stages_per_rank):
-            found = table(name, ranks, microbatches, stages_per_rank)
+            found = textbook_table(name, ranks, microbatches, stages_per_rank)
             if split or not any(action.kind == "W" for row in found.rows for action in row):
                 yield found
 

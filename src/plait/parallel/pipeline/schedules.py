@@ -37,6 +37,8 @@ SPLIT = ("zb", "zbv", "auto")
 
 def problems(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> list[str]:
     """Why there is no such table, a sentence each; empty when there is. `schedule` is one of `SCHEDULES`."""
+    if schedule not in SCHEDULES:
+        return [f"no schedule is called {schedule!r}; known: {', '.join(SCHEDULES)}"]
     found = []
     for what, n in (("ranks", ranks), ("micro-batches", microbatches), ("stages per rank", stages_per_rank)):
         if n < 1:
@@ -50,21 +52,10 @@ def problems(schedule: str, ranks: int, microbatches: int, stages_per_rank: int 
     return found
 
 
-def table(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Table:
-    """The table of a schedule, the same for the same numbers. ValueError where `problems` finds some.
-
-    `auto` here takes all stages to be equal, links to be free and each rank to hold what 1f1b's first rank does;
-    `plait.parallel.pipeline.schedule_search.best` takes measured times and other limits.
-    """
-    wrong = problems(schedule, ranks, microbatches, stages_per_rank)
-    if schedule not in SCHEDULES:
-        wrong = [f"no schedule is called {schedule!r}; known: {', '.join(SCHEDULES)}"]
-    if wrong:
+def textbook(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Table:
+    """The table of a schedule other than `auto`, the same for the same numbers. ValueError where `problems` finds some."""
+    if wrong := problems(schedule, ranks, microbatches, stages_per_rank):
         raise ValueError("; ".join(wrong))
-    if schedule == "auto":
-        from plait.parallel.pipeline.schedule_search import best  # plays tables, and so needs this file first
-
-        return best(ranks, microbatches, stages_per_rank)
     owner = (folded if schedule == "zbv" else looped)(ranks, stages_per_rank)
     rank_row = ROWS[schedule]
     return made(

@@ -43,16 +43,13 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
 from plait.parallel.context.sequences import as_held
-from plait.parallel.gradient_sums import added_up
 from plait.parallel.mesh import group_of
-from plait.parallel.pipeline.boundary import back, size, there
 from plait.parallel.pipeline.partition import check
 from plait.parallel.pipeline.paths import Courses
 from plait.parallel.pipeline.runtime import Pipe
 from plait.parallel.pipeline.schedules import SPLIT, problems
 from plait.parallel.pipeline.stage import Stages
-from plait.parallel.role import Layout, table_of
-from plait.parallel.strategy import Charge, Role
+from plait.parallel.pipeline.stage_layout import StageLayout, table_of
 from plait.randomness.keyed import Region
 from plait.tensors.torch_private import recompute_once
 
@@ -93,7 +90,7 @@ def apply(built: Any) -> None:
     plan, sketch, place = built.plan, built.sketch, built.place
     if plan.cp > 1:
         sketch = as_held(sketch, context.rows(plan, sketch, built.place.rank))
-    layout = Layout.of(plan, sketch, built.job.stages)
+    layout = StageLayout.of(plan, sketch, built.job.stages)
     check(sketch, layout.cut, plan.stages_per_rank > 1, plan.tp * plan.cp * plan.ep > 1)
     index, homes = built.at["pp"], layout.homes
     if plan.schedule in SPLIT:
@@ -145,23 +142,3 @@ def _passed(built: Any, sketch: Sketch) -> Callable[[str], None]:
         built.randomness.passed(inside.get(unit, {}))
 
     return passed
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    """What crosses the boundaries of this rank's stages, the sums over stages that share a parameter, and one row for all."""
-    layout, index = role.layout, role.index(plan)
-    if layout is None:  # the stages are not known
-        return
-    for stage in range(1, layout.cut.stages):
-        before, after = layout.owner[stage - 1], layout.owner[stage]
-        if before == after or index not in (before, after):
-            continue
-        ops = ("recv_", "send") if index == after else ("send", "recv_")
-        for op, what, told in zip(ops, (there, back), ("activations", "gradients")):
-            forms = [form for slots, n in role.crossing(stage) for form in what(slots, n)]
-            yield Charge("traffic", "pp", op, len(forms), size(forms), f"{told} between stages {stage - 1} and {stage}")
-    formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
-    for ranks in sorted(set(layout.shared(index).values())):
-        mine = [formats[n] for n, others in layout.shared(index).items() if others == ranks and n in formats]
-        for calls, bytes_ in added_up(mine, plan):
-            yield Charge("traffic", "pp", "allreduce_", calls, bytes_, f"gradients that stages {ranks} share")

@@ -1,11 +1,11 @@
 """What a plan makes of the slices that a model has: which are cut, what that sends, and how much is said of it.
 
 `parallel/tensor/find/finder.py` finds all slices; some of them cannot be cut beside stages, stretches or experts, and stay whole with that
-reason. The result goes into the sketch, from which `parallel/tensor/strategy.py` wires a rank and prices it.
+reason. The result goes into the sketch, from which `parallel/tensor/strategy.py` wires a rank.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,16 +20,17 @@ from plait.model.meter import OUTPUT
 from plait.model.sketch import Sketch
 from plait.model.slices import Group, Slices
 from plait.parallel.expert import find as experts
-from plait.parallel.role import Layout
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.find.finder import find
-from plait.parallel.tensor.messages import Made, Toll, drawn, tolls
+from plait.parallel.tensor.local_draws import Runnable, on_first_rank
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import fake_failures, tree_leaves
 
 
-def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan: Plan) -> Slices:
-    """The slices of a job's model that can be cut under a plan."""
+def slices_of(
+    sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan: Plan, *, handed_on: Set[str] = frozenset()
+) -> Slices:
+    """The slices of a job's model that can be cut under a plan. `handed_on`: units whose output goes to another stage."""
     given = tuple((c.unit, c.given) for c in sketch.calls)
     found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan), given=given)
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
@@ -46,13 +47,11 @@ def slices_of(sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan
     found = replace(found, groups=groups, vocabulary=tables, whole=whole)
     if not found.stretches:
         return found
-    across = Layout.of(plan, sketch, job.stages).cut.crossing if plan.pp > 1 else ()
-    units = {sketch.calls[call].unit for calls in across for call in calls}
-    crossing = tuple(replace(one, crosses=one.unit in units) for one in found.stretches)
-    return replace(found, stretches=crossing, owed=tuple(_owed(found, sketch, model, plan, units)))
+    crossing = tuple(replace(one, crosses=one.unit in handed_on) for one in found.stretches)
+    return replace(found, stretches=crossing, owed=tuple(_owed(found, sketch, model, plan, handed_on)))
 
 
-def _owed(found: Slices, sketch: Sketch, model: Any, plan: Plan, crossing: set[str]) -> Iterator[str]:
+def _owed(found: Slices, sketch: Sketch, model: Any, plan: Plan, crossing: Set[str]) -> Iterator[str]:
     """The embeddings whose sum over the ranks can wait: units of their own, whose output no other stage gets."""
     times = Counter(call.unit for call in sketch.calls)
     for name in found.vocabulary:
@@ -85,17 +84,20 @@ def _whole(group: Group, sketch: Sketch, plan: Plan, routed: set[str]) -> str:
     return ""
 
 
-def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan) -> Sketch:
+def sliced(
+    sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan, *, handed_on: Set[str] = frozenset()
+) -> Sketch:
     """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples, and whether
     the run is `verify`'s, in which nothing becomes float32."""
-    found = slices_of(sketch, made.model, batches[0], call, job, plan)
+    found = slices_of(sketch, made.model, batches[0], call, job, plan, handed_on=handed_on)
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
     shares = [n for one in (*found.groups, *found.stretches) for n in one.partial] + [
         names[id(b)] for b in biases if b is not None
     ]
 
-    found, heard = _heard(_ways(sketch, made, batches, call, job), found, sketch, plan)
+    if found.stretches:
+        found = _with_draws(_ways(sketch, made, batches, call, job), found, sketch, plan)
     cuts = vocabulary.cuts(made.model, found, plan.tp)
     if not cuts:
         why = (
@@ -104,26 +106,20 @@ def sliced(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: P
         )
         fix = (f'plait plan JOB --plan "tp={plan.tp}" --show tensor', "dp or fsdp instead of tp")
         raise PlaitError(Problem("P034", f"tp={plan.tp} can cut nothing of the model", why=why, fix=fix))
-    return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)), tolls=heard)
+    return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)))
 
 
-def _heard(ways: list[Made], found: Slices, sketch: Sketch, plan: Plan) -> tuple[Slices, tuple[Toll, ...]]:
-    """The slices, with what is drawn on stretches, and what they send; by the first of the ways that works."""
-
-    def by(way: Made) -> tuple[Slices, tuple[Toll, ...]]:
-        slices = found
-        if slices.stretches and sketch.places:
-            slices = replace(slices, drawn=drawn(way, slices, sketch, plan.tp))
-        return slices, tolls(way, slices, plan.tp, tuple(unit.name for unit in sketch.units))
-
-    for way in ways[:-1]:
-        with suppress(*fake_failures()):
-            return by(way)
-    return by(ways[-1])
+def _with_draws(ways: list[Runnable], found: Slices, sketch: Sketch, plan: Plan) -> Slices:
+    """The slices with what units draw on stretches, and the lengths of their sequences, by the first of the ways that works."""
+    for last, way in zip([False] * (len(ways) - 1) + [True], ways):
+        with suppress(*(() if last else fake_failures())):
+            drawn, lengths = on_first_rank(way, found, sketch, plan.tp)
+            return replace(found, drawn=drawn, lengths=lengths)
+    raise AssertionError  # the last way raised
 
 
-def _ways(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any) -> list[Made]:
-    """How to run the job, to hear what its slices send: on tensors without numbers; with numbers, for a loss that looks at
+def _ways(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any) -> list[Runnable]:
+    """How to run the job, to see what it draws: on tensors without numbers; with numbers, for a loss that looks at
     them; and with the sum of the outputs in its place, where it cannot be computed of so few samples."""
 
     def run(loss: Any, model: Any, pair: Any) -> Any:
@@ -133,7 +129,7 @@ def _ways(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any) -> list[
     def everything(outputs: Any, targets: Any) -> Any:
         return sum(t.sum() for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad)
 
-    real = Made(made.model, batches[1], partial(run, job.loss), False)
+    real = Runnable(made.model, batches[1], partial(run, job.loss), False)
     if sketch.by_values:
         return [real, replace(real, run=partial(run, everything))]
     fake = replace(real, model=made.fake, fake=True)

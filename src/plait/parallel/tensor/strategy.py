@@ -59,11 +59,7 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.model.slices import Cut, holding_alike
-from plait.parallel.context import strategy as context
-from plait.parallel.gradient_sums import added_up
 from plait.parallel.mesh import group_of
-from plait.parallel.recompute import again
-from plait.parallel.strategy import Charge, Role
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.runtime import Handing
 from plait.parallel.tensor.wiring import Drawn, layout_of, wire
@@ -127,29 +123,3 @@ def _sums(built: Any, cuts: dict[str, Cut]) -> None:
         made = group_of(built.plan, built.place.rank, ("tp",), alike)
         if rank in alike:
             built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), made))
-
-
-def price(plan: Plan, sketch: Sketch, role: Role) -> Iterable[Charge]:
-    """A sum where each pair of cuts ends, one back where it begins, what the loss asks of a head; then the gradients."""
-    last = role.layout is None or role.layout.owner[-1] == role.index(plan)
-    for toll in sketch.tolls:
-        here = sketch.has(toll.module) or not (role.layout and role.layout.sketch.has(toll.module))
-        if role.layout and toll.call >= 0:  # a unit may be called on several stages
-            here = role.layout.cut.owner[toll.call] in role.layout.stages(role.index(plan))
-        if not (last if toll.when == "loss" else here):
-            continue
-        runs = 2 if toll.when == "forward" and toll.again and again(plan, sketch, toll.module) else 1
-        held = context.share(plan, sketch, role.rank, toll)
-        told = f"{toll.when} pass of {toll.module}" if toll.module else "the loss, of logits that no rank has whole"
-        for op, calls, size in toll.messages(role.samples, (plan.at(role.rank)["tp"], plan.tp), held, role.direct):
-            yield Charge("traffic", "tp", op, runs * calls, runs * size, told)
-    formats = {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
-    for calls, size in added_up([formats[n] for n in sketch.shares if n in formats], plan):
-        yield Charge("traffic", "tp", "allreduce_", calls, size, "gradients of which each process has a share")
-    rank = plan.at(role.rank)["tp"]
-    for alike in (ranks for ranks in holding_alike(sketch.cuts) if rank in ranks):
-        mine = [formats[c.parameter] for c in sketch.cuts if alike in c.alike() and c.parameter in formats]
-        for calls, size in added_up(mine, plan):
-            yield Charge(
-                "traffic", "tp", "allreduce_", calls, size, f"gradients of slices that processes {alike} share"
-            )

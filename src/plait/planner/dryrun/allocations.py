@@ -3,7 +3,7 @@
 Memory is that of tensors, not that of the process, whose allocator keeps and rounds as it likes. Storages are counted,
 so views cost nothing, and a storage counts until nothing refers to it, autograd's graph included. What an operator
 needs inside itself and frees before it returns is not seen. Works on real and on fake tensors alike, so that what is
-predicted (`planner/dryrun/rehearsal.py`) and what is measured are the same quantity.
+predicted by a dry run and what is measured in one are the same quantity.
 
 >>> with Allocations() as meter:                                 # doctest: +SKIP
 ...     meter.hold("parameters", model.parameters())             # what there is already

@@ -3,7 +3,7 @@
 Of ranks that hold and send alike one runs (`planner/dryrun/rank_kinds.py`). It is the real engine with its real strategies, in a process
 group whose other ranks are not there, on tensors that have shapes and no numbers (`planner/dryrun/pretend.py`): so what is
 allocated and what is sent is what a rank of a run allocates and sends. The bytes at the fullest moment are metered
-(`planner/dryrun/allocations.py`), and the messages of ranks that have to do with each other are compared (`planner/dryrun/traffic.py`).
+(`planner/dryrun/allocations.py`), and the messages of ranks that have to do with each other are compared (`engine/traffic.py`).
 
 A model that looks at values in its forward pass runs on real tensors instead. What its numbers decide, such as how many
 rows come to the experts of a rank, is then what it would be if all other ranks did what this one does.
@@ -11,11 +11,12 @@ rows come to the experts of a rank, is then what it would be if all other ranks 
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ from plait.data.batch import Batch
 from plait.data.iterable_shares import whole
 from plait.engine.build import begun, build, check_plan, understood
 from plait.engine.engine import Engine
+from plait.engine.traffic import Traffic, agree
 from plait.launch.place import Place
 from plait.model.fake_model import HOLDS, sketched
-from plait.model.make import Made, make_model
+from plait.model.make import Made, make, make_model
 from plait.model.sketch import Sketch
 from plait.model.table import size
 from plait.parallel.built import Built
@@ -41,11 +43,11 @@ from plait.planner.dryrun.measure import measure, measure_evaluation
 from plait.planner.dryrun.optimizer_step import read
 from plait.planner.dryrun.pretend import Pretending, faked, process_group
 from plait.planner.dryrun.rank_kinds import Kinds
-from plait.planner.dryrun.traffic import Mail, agree
 from plait.tensors.fake import PartlyFake
 from plait.tensors.torch_private import FakeTensorMode, fake_failures, tree_map_only
 
 CPU = torch.device("cpu")
+Found = TypeVar("Found")
 SHOWN = 12
 """Kinds of ranks that the table has lines for, the fullest first."""
 
@@ -133,28 +135,62 @@ def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
     sketch, weights = known(job, plan)
     elementwise.check(job, plan, sketch)
     kinds = Kinds.of(plan, sketch, job.batch)
-    try:
-        found = list(_each(job, plan, (sketch, sketch.by_values), kinds, steps))
-    except fake_failures() as error:  # the job's loss looks at values, for example
-        if sketch.by_values or weights > HOLDS:
-            why = f"on tensors without numbers it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise PlaitError(Problem("D002", "this job cannot run dry", why=why, where=user_line(error))) from error
-        found = list(_each(job, plan, (sketch, True), kinds, steps))
-    agree({mail.rank: mail for _, mail in found}, kinds.like)
-    return DryRun(str(plan), plan.world, tuple(kind for kind, _ in found), time.perf_counter() - began)
 
-
-def _each(job: Job, plan: Plan, how: tuple[Sketch, bool], kinds: Kinds, steps: int) -> Iterator[tuple[Kind, Mail]]:
-    """Run one rank of each kind. `how`: what is known, and whether on real tensors."""
-    for rank, ranks in kinds.counts().items():
-        mail = Mail(rank, plan)
-        with alone(job, mail, how) as (engine, given):
+    def measured(rank: int, real: bool) -> tuple[Kind, Traffic]:
+        traffic = Traffic(rank, plan)
+        with alone(job, traffic, (sketch, real)) as (engine, given):
             peak = measure(engine, steps, given, partial(on_host, plan))
             if job.evaluate is not None:
                 other = measure_evaluation(engine, engine.ready, partial(on_host, plan))
                 peak = replace(other, host=peak.host) if other.total > peak.total else peak
             samples = max(n for _, n in engine.share.parts(job.batch))
-        yield Kind(rank, ranks, plan.at(rank), samples, peak, mail.traffic(), mail.operators()), mail
+        return Kind(
+            rank, kinds.counts()[rank], plan.at(rank), samples, peak, traffic.by_axes(), traffic.totals()
+        ), traffic
+
+    found = _each(kinds, measured, sketch.by_values, weights)
+    agree({traffic.rank: traffic for _, traffic in found}, kinds.like)
+    return DryRun(str(plan), plan.world, tuple(kind for kind, _ in found), time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank sends in its first step, and of how many samples each micro-batch was that it ran."""
+
+    totals: dict[str, tuple[int, int]]
+    """(calls, bytes) by operator."""
+    samples: tuple[int, ...]
+
+
+def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Sent]:
+    """What every rank of a plan sends in the job's first step, with tensors and weights in `cast`. Errors as `dry_run`."""
+    plan = replace(plan, compile=False)  # a graph sends the same
+    made = make(job, CPU, cast, None, None)
+    built = begun(job, plan, Place(0, plan.world), (CPU, cast), made)
+    sketch = understood(built, made)
+    kinds = Kinds.of(plan, sketch, job.batch)
+
+    def sent(rank: int, real: bool) -> Sent:
+        traffic = Traffic(rank, plan)
+        with alone(job, traffic, (sketch, real), cast) as (engine, given):
+            batch = next(engine.batches())
+            samples = engine.samples_run(batch)
+            engine.update(batch, engine.backward(given(batch, True)))
+        return Sent(traffic.totals(), samples)
+
+    each = dict(zip(kinds.counts(), _each(kinds, sent, sketch.by_values, 0)))
+    return [each[kinds.like(rank)] for rank in range(plan.world)]
+
+
+def _each(kinds: Kinds, one: Callable[[int, bool], Found], real: bool, weights: int) -> list[Found]:
+    """`one` of each kind of rank: on tensors without numbers, unless the model needs them; else on `real` ones."""
+    try:
+        return [one(rank, real) for rank in kinds.counts()]
+    except fake_failures() as error:  # the job's loss looks at values, for example
+        if real or weights > HOLDS:
+            why = f"on tensors without numbers it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise PlaitError(Problem("D002", "this job cannot run dry", why=why, where=user_line(error))) from error
+        return [one(rank, True) for rank in kinds.counts()]
 
 
 def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
@@ -177,15 +213,24 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
 
 
 @contextmanager
-def alone(job: Job, mail: Mail, how: tuple[Sketch, bool]) -> Iterator[tuple["_Alone", Callable[[Batch, bool], Batch]]]:
-    """The engine of the rank that `mail` is of, and what makes of a batch one that it can be given. It runs inside only."""
+def alone(
+    job: Job, traffic: Traffic, how: tuple[Sketch, bool], cast: torch.dtype | None = None
+) -> Iterator[tuple["_Alone", Callable[[Batch, bool], Batch]]]:
+    """The engine of the rank that `traffic` is of, and what makes of a batch one that it can be given. It runs inside only.
+
+    `how`: what every rank knows of the model, and whether it runs on real tensors.
+    """
     data = job.data
     job = replace(job, data=lambda: whole(data()))
-    fakes, (sketch, real), plan, rank = FakeTensorMode(allow_non_fake_inputs=True), how, mail.plan, mail.rank
+    fakes, (sketch, real), plan, rank = FakeTensorMode(allow_non_fake_inputs=True), how, traffic.plan, traffic.rank
     with nullcontext() if real else PartlyFake(fakes):  # a constructor may look at what it makes
-        model = make_model(job) if real else faked(make_model(job), fakes)
-    with process_group(rank, plan.world), Pretending(fakes, real=real) as pretending:
-        engine = _Alone(job, plan, Place(rank, plan.world), (Made(model, model), sketch))
+        made = make(job, CPU, cast, None, None).model
+        model = made if real else faked(made, fakes)
+    with warnings.catch_warnings(), process_group(rank, plan.world), Pretending(fakes, real=real) as pretending:
+        warnings.filterwarnings(
+            "ignore", "The .grad attribute"
+        )  # torch looks at it when a real tensor becomes a fake one
+        engine = _Alone(job, plan, Place(rank, plan.world), (Made(model, model), sketch), cast)
         if isinstance(engine.built.reducer, Across):  # another rank may have the gradient of a parameter they share
             engine.built.reducer.told = lambda flags: [1.0] * len(flags)
 
@@ -193,11 +238,11 @@ def alone(job: Job, mail: Mail, how: tuple[Sketch, bool]) -> Iterator[tuple["_Al
         hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
 
         def ready(pair: Any) -> Any:
-            pretending.mail = None  # of the messages of a step alone
+            pretending.traffic = None  # of the messages of a step alone
             return pair if real else tree_map_only(Tensor, hide, pair)
 
         def given(batch: Batch, last: bool) -> Batch:
-            pretending.mail = mail if last else None
+            pretending.traffic = traffic if last else None
             if real:
                 return batch
             trees = ("inputs", "targets", "spare")
@@ -227,11 +272,11 @@ def _followed(engine: Engine, pretending: Pretending) -> None:
 class _Alone(Engine):
     """An engine that is given its model, and what is known of it."""
 
-    def __init__(self, job: Job, plan: Plan, place: Place, known: tuple[Made, Sketch]):
+    def __init__(self, job: Job, plan: Plan, place: Place, known: tuple[Made, Sketch], cast: torch.dtype | None = None):
         self.known = known
         self.ready: Callable[[Any], Any] = lambda pair: pair
         """Makes of samples what its model can be given."""
-        super().__init__(job, plan, place=place, device="cpu", on_nan="ignore")
+        super().__init__(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast)
 
     def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
         return build(job, plan, self.place, device, cast, self.known)

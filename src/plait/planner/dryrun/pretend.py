@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.engine.traffic import Traffic
 from plait.planner.dryrun.optimizer_step import Numbers, reads
-from plait.planner.dryrun.traffic import Mail
 from plait.tensors.fake import PartlyFake, given_to
 from plait.tensors.torch_private import (
     FakeTensor,
@@ -38,7 +38,7 @@ class Pretending(PartlyFake):
     def __init__(self, fakes: FakeTensorMode, real: bool = False):
         super().__init__(fakes)
         self.real = real
-        self.mail: Mail | None = None
+        self.traffic: Traffic | None = None
         """What is told of messages."""
         self.numbers: Numbers | None = None
         """What the step of an optimizer reads, while it goes on."""
@@ -66,8 +66,8 @@ class Pretending(PartlyFake):
 
     def _message(self, func: Any, args: Any, kwargs: Any) -> Any:
         op = func.name().partition("::")[2].partition(".")[0]
-        if self.mail is not None:
-            self.mail.note(op, args)
+        if self.traffic is not None:
+            self.traffic.note(op, args)
         plain = op in ("send", "recv_", "allreduce_")  # of these only what says that it is done is looked at
         result = func([self.nothing] if plain else args[0], *args[1:], **kwargs)
         _arrived(op, args)

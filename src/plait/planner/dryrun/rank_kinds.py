@@ -95,7 +95,6 @@ def _stretch(plan: Plan, sketch: Sketch) -> Iterable[Any]:
 
 def _slice(plan: Plan, sketch: Sketch) -> Iterable[Any]:
     """Sizes of slices, how many ranks have the same, and rows of the sequence between slices."""
-    lengths = sorted({toll.rows for toll in sketch.tolls if toll.rows})
     for i in range(plan.tp):
         held = tuple((sum(n for _, n in c.ranges[i]), c.ranges.count(c.ranges[i])) for c in sketch.cuts)
-        yield held, tuple(Rows.even(n, plan.tp).sizes[i] for n in lengths)
+        yield held, tuple(Rows.even(n, plan.tp).sizes[i] for n in sketch.slices.lengths)

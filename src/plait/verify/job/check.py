@@ -41,7 +41,6 @@ from plait.tensors import higher_order as higher
 from plait.verify.job.causes import problems_of, unlike_readers
 from plait.verify.job.trial import WIDE, Known, Point, measure, noted, one_device
 
-LEVELS = ("none", "quick", "full")
 FILE = "check.json"
 SECONDS = {"quick": 0.5, "full": 60.0}
 """Of comparing, on the processors there are; a job whose steps take longer gets as long as two of them."""

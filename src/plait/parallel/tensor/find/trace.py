@@ -100,10 +100,6 @@ class Follow(TorchFunctionMode):
         """The calls among sources."""
         return [made for made in self.calls if sources >> made.bit & 1]
 
-    def parameters_in(self, sources: int) -> list[str]:
-        """The parameters among sources."""
-        return [name for name, bit in self.bits.items() if sources >> bit & 1]
-
     # — modules —
 
     def _wrapped(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

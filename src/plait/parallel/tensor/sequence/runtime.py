@@ -13,7 +13,6 @@ is `Owed` until then: each rank's share of a sum, of which a unit on stretches g
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from plait.model.slices import Border, Slices, Stretched
@@ -143,43 +142,6 @@ class Handing:
     def summed(self, x: Tensor, at: str) -> Tensor:
         """The sum, where all ranks go on with all of it."""
         return regions.total(x, self.group)
-
-
-class Quiet(Handing):
-    """Stretches of a rank whose group is not there: what would travel is told to `note` and `asks`."""
-
-    note: Callable[..., None]
-    asks: Callable[..., None]
-
-    def taken(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        mine = rows.take(x, dim, self.group.rank())
-        self.asks(mine, "gather", at, x, rows.length)
-        return mine
-
-    def gathered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        whole = self._filled(x, dim, rows)
-        self.note("gather", at, "between", whole, rows=rows.length)
-        return whole
-
-    def entered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        whole = self._filled(x, dim, rows)
-        self.note("gather", at, "forward" if at in self.borders else "between", whole, rows=rows.length)
-        self.asks(whole, "scatter", at, whole, rows.length)
-        return whole
-
-    def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        mine = rows.take(x, dim, self.group.rank()).clone()  # no view: code may add to it in place, and hooks be lost
-        self.note("scatter", at, "forward" if at in self.borders else "between", x, rows=rows.length)
-        self.asks(mine, "gather", at, x, rows.length)
-        return mine
-
-    def summed(self, x: Tensor, at: str) -> Tensor:
-        self.note("allreduce_", at, "between", x)
-        return x.view_as(x)
-
-    def _filled(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
-        others = rows.length - x.shape[dim]
-        return torch.cat([x, x.new_empty([others if d == dim else n for d, n in enumerate(x.shape)])], dim)
 
 
 def _whole(module: nn.Module, args: Any, kwargs: Any) -> Any:

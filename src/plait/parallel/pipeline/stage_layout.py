@@ -1,21 +1,16 @@
-"""One rank of a plan, without a process: which stages it has, which of the model's units, and how many samples.
-
-Pure arithmetic on a sketch and a plan. The strategies wire a rank by it, and price one that does not run.
-"""
+"""Which rank of a pipeline has which stages, units and parameters: pure arithmetic on a sketch and a plan."""
 
 from dataclasses import dataclass, replace
 
 from plait.config.plan import Plan
-from plait.data.batch import Share
 from plait.model.sketch import Sketch
-from plait.parallel.pipeline.partition import Course, Cut, cut, homes
-from plait.parallel.pipeline.schedules import table
+from plait.parallel.pipeline.partition import Cut, cut, homes
+from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.table import Table
-from plait.tensors.output_form import Slot
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """How a model lies on the ranks of a pipeline. Ranks here are indices on the axis `pp`."""
 
     sketch: Sketch
@@ -27,11 +22,16 @@ class Layout:
     """The ranks that hold each parameter."""
 
     @staticmethod
-    def of(plan: Plan, sketch: Sketch, first: tuple[str, ...] | None = None) -> "Layout":
+    def of(plan: Plan, sketch: Sketch, first: tuple[str, ...] | None = None) -> "StageLayout":
         """By the plan; `first`: the first unit of each stage but stage 0, when the user chose. P023 as `cut` has it."""
         made = cut(sketch, plan.pp * plan.stages_per_rank, first)
         owner = table_of(plan, plan.microbatches).owner
-        return Layout(sketch, made, owner, _homes(sketch, made, owner, plan.pp))
+        return StageLayout(sketch, made, owner, _homes(sketch, made, owner, plan.pp))
+
+    @property
+    def handed_on(self) -> set[str]:
+        """Units whose output goes to another stage."""
+        return {self.sketch.calls[call].unit for calls in self.cut.crossing for call in calls}
 
     def stages(self, index: int) -> list[int]:
         """The stages of a rank."""
@@ -64,46 +64,6 @@ class Layout:
             needs=tuple(number[i] for i in mine if i in out),
             rest=tuple(n for n in sketch.rest if n in names),
         )
-
-
-@dataclass(frozen=True)
-class Role:
-    """Which rank of a plan is priced, and what a step gives it to do. By default any of a plan whose ranks are alike."""
-
-    rank: int = 0
-    samples: tuple[int, ...] = (1,)
-    """Of each micro-batch that it runs in the step."""
-    weighted: bool = False
-    """The job has a `weight`, so the weight of the global batch must be asked for."""
-    layout: Layout | None = None
-    """How the model lies on the ranks of the pipeline; None: every rank has all of it."""
-    idle: frozenset[str] = frozenset()
-    """Units that no gradient comes to (one ends before them). The sketch cannot tell: seen in a run, else unknown."""
-    courses: tuple[Course, ...] = ()
-    """Of each micro-batch, when they were seen in a run: not all need be the sketch's."""
-    direct: bool = True
-    """Parts are exchanged by sends and receives, as on CPU processes (`scattering.directly`)."""
-
-    @staticmethod
-    def of(plan: Plan, batch: int, rank: int = 0, weighted: bool = False, layout: Layout | None = None) -> "Role":
-        """A rank's role in a step of a whole batch, in which every micro-batch counts."""
-        parts = Share(plan.share(rank), plan.ranks, plan.microbatches).parts(batch)
-        return Role(rank, tuple(n for _, n in parts if n), weighted, layout)
-
-    def index(self, plan: Plan) -> int:
-        """Its place on the axis `pp`."""
-        return plan.at(self.rank)["pp"]
-
-    def crossing(self, stage: int) -> list[tuple[list[Slot], int]]:
-        """For each micro-batch the tensors that cross into a stage, and the number of samples."""
-        assert self.layout is not None  # a rank without stages is never asked
-        usual = (Course(self.layout.sketch.calls, self.layout.cut),) * len(self.samples)
-        return [(course.slots(stage), n) for course, n in zip(self.courses or usual, self.samples)]
-
-    def row(self, plan: Plan) -> list[tuple[str, int]]:
-        """(kind, stage) of what its row of the pipeline's table has it do, in order."""
-        actions = table_of(plan, len(self.samples)).rows[self.index(plan)] if self.samples else ()
-        return [(action.kind, action.stage) for action in actions]
 
 
 def table_of(plan: Plan, microbatches: int) -> Table:

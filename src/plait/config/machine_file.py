@@ -1,20 +1,19 @@
-"""A machine as text: what a TOML file says, every fault at once; the catalogue in `machines/`; and TOML written again.
+"""A machine's TOML file, read and checked, with every fault at once; and the catalogue of data sheets in `machines/`.
 
 Every key carries its unit in its name: `gb` is 10^9 bytes, `gib` 2^30 bytes, `gbit` 10^9 bits, `tflops` 10^12 flop/s.
 """
 
 import json
-import re
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from plait.config.device import Rates
 from plait.config.errors import PlaitError, Problem, did_you_mean
-from plait.config.machine import Collectives, Device, Loader, Machine, Matmuls, Rates
-from plait.config.network import FITTED, HOPS, REACHED, Link
+from plait.config.network import HOPS
 from plait.config.plain_file import read_plain
 
 LEAST, MOST = 1e-12, 1e18
@@ -77,11 +76,6 @@ KEYS: dict[str, dict[str, Check]] = {
 LISTS = ("links", "matmuls", "collectives", "loaders")
 
 
-def load(path: Path) -> Machine:
-    """A machine from a TOML file: of the catalogue, or one's own."""
-    return machine(_read(path))
-
-
 @cache
 def catalogue() -> dict[str, Path]:
     """The files of `machines/` by name and by every other name."""
@@ -92,127 +86,7 @@ def catalogue() -> dict[str, Path]:
     return found
 
 
-def named(text: str) -> Machine:
-    """`h100`, `h100x8` or `h100x8x16`: a device of the catalogue, devices per node, nodes."""
-    wanted = re.sub(r"[ _]+", "-", text.strip().lower())
-    known = catalogue()
-    fitting = [n for n in known if re.fullmatch(re.escape(n) + r"(x[1-9]\d{0,6}){0,2}", wanted)]
-    if not fitting:
-        base = re.sub(r"(x\d+){1,2}$", "", wanted)
-        names = tuple(dict.fromkeys(path.stem for path in known.values()))
-        hint = did_you_mean(base, tuple(known)) if base else f"known: {', '.join(names)}"
-        fix = ("h100x8x16 is 16 nodes of 8 devices", "machine.toml    a file of your own")
-        raise PlaitError(Problem("M010", f"there is no machine {text}        {hint}", fix=fix))
-    name = max(fitting, key=len)
-    counts = [int(word) for word in wanted.removeprefix(name).split("x")[1:]] or [1]
-    said = _read(known[name])
-    typical = said.get("devices_per_node")
-    if len(counts) == 1 and typical and counts[0] > typical:
-        if counts[0] % typical:
-            why = f"{counts[0]} / {typical} = {counts[0] / typical:.2f} nodes"
-            fix = (f"{name}x{typical}x{-(-counts[0] // typical)}", f"{name}x{counts[0]}x1    if a node has so many")
-            raise PlaitError(Problem("M010", f"{text}: {name} has {typical} devices on a node", why=why, fix=fix))
-        counts = [typical, counts[0] // typical]
-    per, nodes = (*counts, 1)[:2]
-    result = machine(said | {"devices_per_node": max(per, typical or 1)})  # devices of a node share its network
-    return replace(result, name=wanted, devices_per_node=per, nodes=nodes)
-
-
-def machine(said: dict[str, Any]) -> Machine:
-    """The machine that a checked file describes."""
-    per = said.get("devices_per_node", 1)
-    notes = [said[key] for key in ("node", "caution", "notes") if key in said]
-    host = said.get("host", {}).get("gb_per_s")
-    memory, operator = said.get("host_memory_gib"), said.get("operator_us")
-    return Machine(
-        said["name"],
-        _device(said["device"]),
-        tuple(_link(row, per) for row in said.get("links", ())),
-        per,
-        said.get("nodes", 1),
-        host and host * GB,
-        said.get("price_per_hour"),
-        said.get("cores"),
-        memory and round(memory * GIB),
-        operator and operator / 1e6,
-        said.get("source", ""),
-        " · ".join(notes),
-        tuple(Matmuls(r["precision"], tuple(zip(r["flops"], r["fraction_of_peak"]))) for r in said.get("matmuls", ())),
-        tuple(
-            Collectives(r["collective"], r["ranks"], tuple(zip(r["bytes"], r["seconds"])))
-            for r in said.get("collectives", ())
-        ),
-        tuple(Loader(r["job"], r["samples_per_s"]) for r in said.get("loaders", ())),
-    )
-
-
-def _device(said: dict[str, Any]) -> Device:
-    peak = {name: value * TERA for name, value in said.get("peak_tflops", {}).items()}
-    best = {name: value * TERA / peak[name] for name, value in said.get("matmul_tflops", {}).items() if name in peak}
-    moved = said.get("memory_gb_per_s")
-    return Device(
-        said["name"], round(said["memory_gib"] * GIB), moved and moved * GB, Rates(**peak), Rates(**best)
-    )  # fmt: skip
-
-
-def _link(said: dict[str, Any], per: int) -> Link:
-    kind = said["kind"]
-    everything = kind in ("network", "efa")
-    rate = said["gb_per_s"] * GB if "gb_per_s" in said else said["gbit_per_s_per_node"] * GB / 8 / per
-    latency = said["latency_us"] / 1e6 if "latency_us" in said else HOPS[kind][0]
-    devices = said.get("devices", None if everything else per)
-    reached = said.get("reached", FITTED["network"] if everything else REACHED)
-    shares = tuple(said.get("shares", ()))
-    return Link(said["name"], devices, rate, latency, kind, shares, reached, said.get("adds", 0.0))
-
-
-def to_toml(machine: Machine) -> str:
-    """The machine as a file that `load` reads back to an equal one."""
-    device, lines = machine.device, []
-    top = {
-        "name": machine.name, "notes": machine.notes or None, "source": machine.source or None,
-        "devices_per_node": machine.devices_per_node, "nodes": machine.nodes, "cores": machine.cores,
-        "host_memory_gib": _scaled(machine.host_memory, GIB), "price_per_hour": machine.price_per_hour,
-        "operator_us": machine.operator and round(machine.operator * 1e6, 6),
-    }  # fmt: skip
-    lines += _rows(top)
-    about = {
-        "name": device.name,
-        "memory_gib": device.memory / GIB,
-        "memory_gb_per_s": _scaled(device.memory_bandwidth, GB),
-    }
-    lines += ["", "[device]", *_rows(about)]
-    for table, rates in (("peak_tflops", device.peak), ("matmul_tflops", device.achievable)):
-        factors = {f.name: (rates.of(f.name), device.peak.of(f.name)) for f in fields(Rates)}
-        shown = {n: a and a * (1 if table == "peak_tflops" else b or 0) / TERA for n, (a, b) in factors.items()}
-        lines += ["", f"[device.{table}]", *_rows(shown)] if any(shown.values()) else []
-    lines += ["", "[host]", *_rows({"gb_per_s": machine.host / GB})] if machine.host else []
-    for link in machine.links:
-        row = {"name": link.name, "kind": link.kind, "devices": link.devices, "gb_per_s": link.bandwidth / GB}
-        row |= {"latency_us": link.latency * 1e6, "reached": link.reached}
-        row |= {"shares": list(link.shares) or None, "adds": link.adds or None}
-        lines += ["", "[[links]]", *_rows(row)]
-    for curve in machine.matmuls:
-        x, y = ([p[i] for p in curve.points] for i in (0, 1))
-        lines += ["", "[[matmuls]]", *_rows({"precision": curve.precision, "flops": x, "fraction_of_peak": y})]
-    for each in machine.collectives:
-        x, y = ([p[i] for p in each.points] for i in (0, 1))
-        row = {"collective": each.collective, "ranks": each.ranks, "bytes": x, "seconds": y}
-        lines += ["", "[[collectives]]", *_rows(row)]
-    for loader in machine.loaders:
-        lines += ["", "[[loaders]]", *_rows({"job": loader.job, "samples_per_s": loader.samples_per_s})]
-    return "\n".join(lines) + "\n"
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
-
-
-def _rows(said: dict[str, Any]) -> list[str]:
-    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in said.items() if value is not None]
-
-
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
     """What a file says, checked. All faults are raised together."""
     try:
         said = tomllib.loads(read_plain(path, FILE_BYTES).decode("utf-8"))

@@ -1,4 +1,4 @@
-"""The bill's arithmetic by hand, on a multi-layer perceptron; the meter on what it is hard to see."""
+"""The arithmetic of a dry run's memory by hand, on a multi-layer perceptron; the meter on what it is hard to see."""
 
 import gc
 import json
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plait import Job, PlaitError, Plan
+from plait import Job, PlaitError, Plan, sketch_of
 from plait.cli.main import main
 from plait.parallel.data.buckets import fill
 from plait.planner.dryrun.allocations import Allocations
-from plait.planner.dryrun.bill import Costing, bill, table
 from plait.planner.dryrun.dry_run import dry_run
+from plait.planner.dryrun.memory_table import memory_table
+from plait.planner.dryrun.optimizer_step import optimizer_state
 
 WIDTH, BATCH = 100, 60
 PARAMETERS = 4 * (20 * WIDTH + WIDTH + WIDTH * 10 + 10)
@@ -38,7 +39,7 @@ def job(optimizer: Any = torch.optim.SGD, model: Any = mlp) -> Job:
 
 
 def of(plan: str, **given: Any) -> dict[str, int]:
-    return bill(job(**given), Plan.parse(plan)).categories
+    return memory_table(job(**given), Plan.parse(plan)).categories
 
 
 # — the meter —
@@ -101,7 +102,7 @@ def test_nothing_of_the_meter_stays_behind() -> None:
     assert meter.tape.changes == []
 
 
-# — the bill —
+# — the table —
 
 
 def test_one_device() -> None:
@@ -118,7 +119,7 @@ def test_the_optimizers_state_is_found_by_running_it() -> None:
     assert of("dp=1", optimizer=momentum)["optimizer"] == PARAMETERS
 
 
-def test_copies_hold_gradients_in_buckets_with_a_flag_for_each_and_the_rider() -> None:
+def test_copies_hold_gradients_in_buckets_with_a_flag_for_each_and_the_row_of_the_step() -> None:
     assert len(fill([((10,), torch.float32)])) == 1
     assert of("dp=2")["gradients"] == PARAMETERS + 4 * (4 + 3 + 3 * 2)
     assert of("dp=2")["parameters"] == PARAMETERS
@@ -134,15 +135,16 @@ def test_shards_hold_parts_padded_to_the_largest() -> None:
 
 
 def test_host_copies_count_where_the_host_is() -> None:
-    found = bill(job(torch.optim.AdamW), Plan.parse("dp=2 offload=optimizer"))
-    assert found.held(True)["host copies"] == 2 * PARAMETERS  # with gradients: the fullest moment is the update
+    found = memory_table(job(torch.optim.AdamW), Plan.parse("dp=2 offload=optimizer"))
+    assert found.held(True)["host copies"] == PARAMETERS
+    assert found.held(True)["temporary"] >= PARAMETERS  # gradients: the fullest moment is the update
     assert found.held(True)["optimizer"] == 2 * PARAMETERS + 4 * 4
     assert not {"host copies", "optimizer"} & found.categories.keys() and found.total == sum(found.categories.values())
     assert found.hosted == sum(found.held(True).values()) and found.together <= found.total + found.hosted
-    assert "device" in table(found) and "of its host's memory" in table(found)
-    everything = bill(job(torch.optim.AdamW), Plan.parse("fsdp=2 offload=all"))
+    assert "device" in str(found) and "of its host's memory" in str(found)
+    everything = memory_table(job(torch.optim.AdamW), Plan.parse("fsdp=2 offload=all"))
     assert "parameters" in everything.held(True) and "parameters" not in everything.categories
-    staged = bill(job(torch.optim.AdamW), Plan.parse("pp=2 microbatches=2 offload=optimizer"))
+    staged = memory_table(job(torch.optim.AdamW), Plan.parse("pp=2 microbatches=2 offload=optimizer"))
     assert {"host copies", "optimizer"} <= staged.held(True).keys() and "optimizer" not in staged.categories
 
 
@@ -184,7 +186,7 @@ def test_optimizers_that_read_their_tensors_are_followed(optimizer: Any) -> None
 def test_an_optimizer_that_is_too_large_to_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.planner.dryrun.optimizer_step.HOLDS", 100)
     with pytest.raises(PlaitError, match="M015"):
-        of("dp=2", optimizer=Choosing)
+        optimizer_state(job(Choosing), sketch_of(job(Choosing)))
 
 
 def test_micro_batches_hold_the_activations_of_one() -> None:
@@ -193,7 +195,7 @@ def test_micro_batches_hold_the_activations_of_one() -> None:
     assert 2 * third < whole < 4 * third
 
 
-def test_recomputation_forgets_and_the_bill_says_so() -> None:
+def test_recomputation_forgets_and_the_table_says_so() -> None:
     blocks = lambda: nn.Sequential(  # noqa: E731
         nn.Linear(20, 64),
         *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)),
@@ -203,37 +205,36 @@ def test_recomputation_forgets_and_the_bill_says_so() -> None:
     assert kept["full"] < kept["selective"] < kept["none"]
 
 
-def test_the_bill_adds_up_and_is_the_same_every_time() -> None:
-    costing = Costing.of(job(torch.optim.AdamW))
+def test_the_table_adds_up_and_is_the_same_every_time() -> None:
     plans = [Plan.parse(p) for p in ("dp=1", "dp=2 microbatches=2", "fsdp=2", "fsdp=2 zero=1 microbatches=3", "dp=1")]
-    bills = [costing.bill(plan) for plan in plans]
-    for found in bills:
-        assert found.total == sum(found.categories.values()) == sum(i.bytes for i in found.items)
+    tables = [memory_table(job(torch.optim.AdamW), plan) for plan in plans]
+    for found in tables:
+        assert found.total == sum(found.categories.values())
         assert all(i.bytes > 0 and i.reason for i in found.items)
     gc.collect()
-    assert bills[0] == bills[-1] == bill(job(torch.optim.AdamW), plans[0])
+    assert tables[0] == tables[-1]
 
 
-def test_ranks_that_are_not_alike_have_the_bill_of_the_fullest() -> None:
+def test_ranks_that_are_not_alike_have_the_table_of_the_fullest() -> None:
     wide = lambda: nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 3000), nn.ReLU(), nn.Linear(3000, 10))  # noqa: E731
-    found = bill(job(torch.optim.AdamW, wide), Plan.parse("pp=2 microbatches=2"))
+    found = memory_table(job(torch.optim.AdamW, wide), Plan.parse("pp=2 microbatches=2"))
     assert found.total == sum(i.bytes for i in found.items) and all(i.reason for i in found.items) and not found.notes
     assert found.categories["parameters"] == 4 * (20 * 20 + 20 + 20 * 3000 + 3000)  # of the first stage
     assert found.samples == BATCH // 2
-    half = bill(job(torch.optim.AdamW), Plan.parse("tp=2"))
+    half = memory_table(job(torch.optim.AdamW), Plan.parse("tp=2"))
     assert half.categories["parameters"] == (PARAMETERS + 4 * 10) // 2  # the bias of the last layer is whole
 
 
-def test_a_plan_that_cannot_work_has_no_bill() -> None:
+def test_a_plan_that_cannot_work_has_no_table() -> None:
     with pytest.raises(Exception, match="P012"):
-        bill(job(), Plan.parse(f"dp={BATCH + 1}"))
+        memory_table(job(), Plan.parse(f"dp={BATCH + 1}"))
 
 
 def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sketch", "examples/digits/job.py", "--plan", "fsdp=2"]) == 0
     shown = capsys.readouterr().out
-    assert "per rank under fsdp=2" in shown and "  parameters" in shown and "1/2 of each" in shown
+    assert "per rank under fsdp=2" in shown and "  parameters" in shown and "the parts that rank 0 has" in shown
     assert main(["sketch", "examples/digits/job.py", "--plan", "fsdp=2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["bill"]
+    found = json.loads(capsys.readouterr().out)["memory"]
     assert found["total"] == sum(found["categories"].values())
     assert found["plan"] == "fsdp=2"

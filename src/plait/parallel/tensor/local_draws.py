@@ -1,0 +1,119 @@
+"""What the first rank of `tp` draws at random on its stretches, and how long the sequences are: seen in one run without ranks.
+
+A unit that runs on a stretch of the sequence draws dropout for its rows alone. Along which dims of what is drawn a rank
+has fewer numbers than one device would is not written anywhere in the model: the whole model runs once on fake tensors,
+with its units on the first rank's stretches and the other ranks absent, and what it draws is compared with the sketch.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.model.sketch import PROBES, Sketch
+from plait.model.slices import Border, Slices
+from plait.model.trace import watch
+from plait.parallel.tensor.sequence.runtime import Handing, put
+from plait.parallel.tensor.vocabulary import heads, rows
+from plait.randomness.sub_block import differing
+from plait.tensors.collectives import Absent
+from plait.tensors.rows import Rows
+from plait.tensors.sharded_tensor import Spread
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A model, and how to run it: `batches(n)` makes inputs and targets of n samples, `run(model, batch)` the loss."""
+
+    model: nn.Module
+    batches: Callable[[int], Any]
+    run: Callable[[nn.Module, Any], Any]
+    fake: bool = True
+
+
+def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> tuple[frozenset[Any], tuple[int, ...]]:
+    """((place, dim) along which the first rank draws less than one device, lengths of the sequences of units on stretches)."""
+    model = way.model if way.fake else copy.deepcopy(way.model)
+    units, alone = [unit.name for unit in sketch.units], _AloneUnits(model, slices, Absent(ranks))
+    handles = [hook for one in slices.stretches for border in one.borders for hook in alone.border(border, slices)]
+    handles += [
+        model.get_submodule(name).register_forward_hook(lambda m, a, output: _spread(output, alone.group))
+        for name in slices.vocabulary
+        if name not in slices.owed and not isinstance(model.get_submodule(name), nn.Embedding)
+    ]
+    try:
+        alone.wrap()
+        handles += alone.install(units, heads(model, slices))
+        watched = watch(model, way.batches(PROBES[0]), way.run, way.fake)
+    finally:
+        alone.unwrap()
+        for handle in handles:
+            handle.remove()
+    batched = lambda place, d, n: n * PROBES[0] if sketch.places.get(place) == d else n  # noqa: E731
+    whole = {p: [batched(p, d, n) for d, n in enumerate(shape)] for p, shape in sketch.drawn.items()}
+    local = {place: tuple(shape) for place, shape in watched.drawn.items()}
+    return differing(whole, local), tuple(sorted(alone.lengths))
+
+
+def _spread(output: Tensor, absent: Absent) -> Spread:
+    """A head's logits, of which other ranks would have the other words."""
+    cut = rows(output.shape[-1], absent.ranks)
+    return Spread(output.narrow(-1, *cut[0][0]), output.dim() - 1, Rows(cut), absent)
+
+
+class _AloneUnits(Handing):
+    """Units on the stretches of a rank whose group is not there: what would be received is empty."""
+
+    def __init__(self, model: nn.Module, slices: Slices, group: Any):
+        super().__init__(model, slices, group)
+        self.lengths: set[int] = set()
+
+    def border(self, border: Border, slices: Slices) -> list[Any]:
+        """Hooks that gather where the region of a row begins, and take a rank's rows where it ends."""
+        gathered: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def begins(key: int | str, dim: int) -> Callable[..., Any]:
+            def entering(_: Any, args: Any, kwargs: Any) -> Any:
+                x = kwargs[key] if isinstance(key, str) else args[key]
+                if gathered.get(id(x), (None,))[0] is not x:
+                    gathered[id(x)] = x, self.begin(x, dim, border.row)
+                return put(args, kwargs, key, gathered[id(x)][1])
+
+            return entering
+
+        def ends(module: nn.Module, args: Any, output: Any) -> Any:
+            gathered.clear()
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            mine = self.end(first, border.given[0].dim or 0, border.row)
+            return (mine, *rest) if isinstance(output, tuple) else mine
+
+        found = [
+            self.model.get_submodule(one.module).register_forward_pre_hook(
+                begins(one.key, one.dim or 0), with_kwargs=True
+            )
+            for one in border.given
+        ]
+        group = next(group for group in slices.groups if group.row == border.row)
+        container = self.model.get_submodule(group.container)  # torch's attention calls no module of its own
+        end = container if isinstance(container, nn.MultiheadAttention) else self.model.get_submodule(border.row)
+        return [*found, end.register_forward_hook(ends)]
+
+    def taken(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        self.lengths.add(rows.length)
+        return rows.take(x, dim, self.group.rank())
+
+    def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        return self.taken(x, dim, rows, at).clone()  # no view: code may add to it in place
+
+    def gathered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        others = rows.length - x.shape[dim]
+        return torch.cat([x, x.new_empty([others if d == dim else n for d, n in enumerate(x.shape)])], dim)
+
+    def entered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
+        return self.gathered(x, dim, rows, at)
+
+    def summed(self, x: Tensor, at: str) -> Tensor:
+        return x.view_as(x)

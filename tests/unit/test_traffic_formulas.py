@@ -1,0 +1,108 @@
+"""What a dry run says is sent, by the textbook's formulas, for a model of which one can say it by hand.
+
+A stack of blocks of two linear maps, without anything tied, random or conditional. `P` numbers in its parameters, `B`
+samples in a batch, `W` numbers in a sample between blocks.
+"""
+
+import jobs_pipeline
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait import Job
+from plait.config.plan import Plan
+from plait.planner.dryrun.dry_run import first_step
+
+W, L, B = 8, 4, 8
+P, TENSORS = L * (2 * 4 * W * W + 4 * W + W), L * 4
+BYTES = 4
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return torch.full((W,), float(i)), torch.zeros(W)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(W, 4 * W), nn.Linear(4 * W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def job() -> Job:
+    return Job(
+        lambda: nn.Sequential(*(Block() for _ in range(L))), F.mse_loss, Rows, lambda p: torch.optim.SGD(p, 0.1), B, 4
+    )
+
+
+def sent(line: str) -> list[dict[str, tuple[int, int]]]:
+    """Of each rank, without the one sum of the row of numbers that all ranks must know, where it goes by itself."""
+    plan = Plan.parse(line)
+    found = [dict(rank.totals) for rank in first_step(job(), plan)]
+    flags = TENSORS if plan.fsdp > 1 else 0
+    row = 8 * (1 + 3 + 2 * plan.ranks + plan.world + flags)  # loss, norm, stop; samples, times; which were used
+    for rank in found if plan.fsdp * plan.tp * plan.cp * plan.pp > 1 else ():
+        calls, size = rank.pop("allreduce_")
+        if calls > 1:
+            rank["allreduce_"] = calls - 1, size - row
+        else:
+            assert size == row
+    return found
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_copies_sum_all_gradients_once(ranks: int) -> None:
+    """And in the same message, which were used and the row of numbers that all must know."""
+    numbers = P + TENSORS + 3 + 2 * ranks + ranks
+    for line in (f"dp={ranks}", f"dp={ranks} microbatches=2"):
+        assert sent(line) == [{"allreduce_": (1, BYTES * numbers)}] * ranks
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_shards_gather_parameters_and_sum_gradients(ranks: int) -> None:
+    """A model this small is gathered as one: in forward once, and dropped after backward; with micro-batches in each."""
+    part, others = BYTES * P // ranks, ranks - 1
+    for microbatches in (1, 2):
+        times = 2 * microbatches
+        each = dict.fromkeys(("send", "recv_"), (times * others, times * others * part))
+        assert sent(f"fsdp={ranks} microbatches={microbatches}") == [each] * ranks
+
+
+def test_copies_of_shards_sum_their_parts() -> None:
+    for rank in sent("dp=2 fsdp=2"):
+        assert rank["allreduce_"] == (1, BYTES * P // 2)
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_slices_sum_where_a_pair_ends_and_where_it_begins(ranks: int) -> None:
+    """In backward not where the first begins: no gradient goes to the samples. The rows' biases are used in part."""
+    sums, biases = (L + L - 1) * B * W, L * (W + 1)
+    assert sent(f"tp={ranks} sequence_parallel=false") == [{"allreduce_": (2 * L, BYTES * (sums + biases))}] * ranks
+
+
+@pytest.mark.parametrize("stages", (2, 4))
+def test_stages_hand_activations_on_and_their_gradients_back(stages: int) -> None:
+    """With a flag for each that a gradient is there at all."""
+    activations = stages, BYTES * B * W
+    gradients = stages, BYTES * B * W + 4 * stages
+    both = 2 * stages, activations[1] + gradients[1]
+    ranks = sent(f"pp={stages} microbatches={stages}")
+    assert ranks[0] == {"recv_": gradients, "send": activations}
+    assert ranks[-1] == {"recv_": activations, "send": gradients}
+    assert ranks[1:-1] == [{"recv_": both, "send": both}] * (stages - 2)
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_a_ring_goes_round_with_keys_and_values(ranks: int) -> None:
+    """Forward and backward: N - 1 turns of what a rank has; and N - 1 with the gradients of keys and values."""
+    found = first_step(jobs_pipeline.HARD["gpt"](), Plan.parse(f"cp={ranks}"))
+    for rank in found:
+        calls = rank.totals["send"][0]
+        assert calls == rank.totals["recv_"][0] and calls % (3 * (ranks - 1)) == 0 and calls
