@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from plait import Engine, Job, Plan
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 
 KEEP = 10**6
@@ -165,10 +165,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per table")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    listener = here.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
+    listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
     for plan in ("dp=2", "fsdp=2"):
         with tempfile.TemporaryDirectory() as root:
-            result = here.run(partial(measure, plan=plan, asked=asked, root=Path(root)), 2, listener)[0]
+            result = fork.run(partial(measure, plan=plan, asked=asked, root=Path(root)), 2, listener)[0]
         print(json.dumps(result) if asked.json else show(result), flush=True)
     return 0
 

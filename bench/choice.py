@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from plait.config.job import Job
 from plait.config.machine import Machine
 from plait.launch.detect import read_machine
-from plait.planner.question import Asked, sized
+from plait.planner.question import PlanRequest, sized
 from plait.planner.search import Candidate, search
 from plait.planner.space import divisors
 from plait.planner.trial import in_turn
@@ -171,7 +171,7 @@ def job(model: Callable[[], nn.Module], data: Callable[[], Any], batch: int) -> 
 JOBS: dict[str, Callable[[], Job]] = {"mlp": mlp, "conv": conv, "lstm": lstm, "vit": vit, "unet": unet, "words": words}
 
 
-def plans(asked: Asked, most: int) -> list[Candidate]:
+def plans(asked: PlanRequest, most: int) -> list[Candidate]:
     """The best plan of each mesh and way of sharding or of ordering stages, as the planner prices them, fastest first."""
     n, pace, refused, found = asked.machine.devices, asked.pace(), asked.refused(), {}
     for sizes in product(divisors(n), repeat=len(AXES)):
@@ -202,7 +202,7 @@ def case(name: str, machine: Machine, asked: Any) -> dict[str, Any]:
     """One job on one number of processes."""
     made = JOBS[name]()
     n = machine.devices
-    found = plans(Asked.of(made, name, machine), asked.plans)
+    found = plans(PlanRequest.of(made, name, machine), asked.plans)
     got = in_turn(made, [c.plan for c in found], n, asked.rounds)
     took = [inf if isinstance(seconds, str) else seconds for seconds in got]
     meshes = [next(k for k, c in enumerate(found) if c.mesh == mesh) for mesh in dict.fromkeys(c.mesh for c in found)]

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import plait
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 
 WORDS = 64
@@ -119,7 +119,7 @@ def ours(plan: str, shape: tuple[int, int, int], length: int, steps: int) -> lis
             threading.Thread(target=_alive, args=(place,), daemon=True).start()
             return measured(step, engine.plan.cp, length, steps)
 
-    return here.run(rank, Plan.parse(plan).world, here.Listener(lambda *_: None))
+    return fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
 def torchs(ranks: int, shape: tuple[int, int, int], length: int, steps: int) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def torchs(ranks: int, shape: tuple[int, int, int], length: int, steps: int) -> 
 
         return measured(step, ranks, length, steps)
 
-    return here.run(rank, ranks, here.Listener(lambda *_: None))
+    return fork.run(rank, ranks, fork.Listener(lambda *_: None))
 
 
 def _handlers() -> None:

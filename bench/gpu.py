@@ -46,7 +46,7 @@ from plait.engine.engine import Engine
 from plait.launch.devices import kind_of
 from plait.launch.place import Place
 from plait.model.make import make_model
-from plait.parallel.data import strategy as copies
+from plait.parallel.data import strategy as data_parallel
 from plait.parallel.precision import autocast, plan_format
 from plait.verify.verify import verify
 
@@ -103,7 +103,7 @@ def one_rank(device: torch.device) -> str:
         assert numbers.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
         alone, ranked = (Engine(load_job(CNN), "dp=1", place=place, device=device.type) for _ in range(2))
         ranked.built.peers = group
-        copies.apply(ranked.built)
+        data_parallel.apply(ranked.built)
         losses = [[e.step(batch).loss for batch, _ in zip(e.batches(), range(3))] for e in (alone, ranked)]
         torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0.0)
         backends = dist.get_backend_config(group)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from plait.planner.workload import Block, Product, Workload
+from plait.planner.workload import Block, PlannedProduct, Workload
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Layer:
         minimal = filters and high == wide and high in (3, 5) and self.step == 1
         fast = (4 * high / (high + 3)) ** 2 if minimal else 1.0
         elements, weights = self.side**2 * self.out, high * wide * self.inside * self.out
-        product = Product(self.side**2, high * wide * self.inside / fast, self.out, sequence=False)
+        product = PlannedProduct(self.side**2, high * wide * self.inside / fast, self.out, sequence=False)
         return Block("layer", 1, (product,), weights, moved=self.moved * elements, kept=2.0 * elements, given=elements,
                      out=elements, kernels=self.kernels)  # fmt: skip
 

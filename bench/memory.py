@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.planner.dryrun.allocations import Allocations
 from plait.planner.dryrun.dry_run import dry_run
@@ -175,7 +175,7 @@ def with_other(place: Place, job: Job, other: str) -> dict[str, Any]:
 
 
 def largest(target: Callable[..., Any], ranks: int) -> dict[str, Any]:
-    return max(here.run(target, ranks), key=lambda r: r["total"])
+    return max(fork.run(target, ranks), key=lambda r: r["total"])
 
 
 def predicted(jobs: dict[str, Job], plans: tuple[str, ...], as_json: bool) -> float:
@@ -206,7 +206,7 @@ def dry(wanted: list[str] | None) -> float:
         for line in lines if wanted is None or name in wanted else ():
             job, plan = tests.MODELS[name](), Plan.parse(line)
             found = dry_run(job, plan)
-            run = here.run(partial(tests.measured, job=job, plan=plan), plan.world)
+            run = fork.run(partial(tests.measured, job=job, plan=plan), plan.world)
             error = max((k.peak.total / run[k.rank]["total"] - 1 for k in found.kinds), key=abs)
             worst, most = max(worst, abs(error)), max(r["total"] for r in run)
             row = f"{name:<14}{line:<48}{found.fullest.peak.total / 1e3:>10.1f}{most / 1e3:>10.1f}{error:>+9.2%}"

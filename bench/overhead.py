@@ -57,11 +57,11 @@ from plait.config.plan import Plan
 from plait.data.batch import split
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
-from plait.engine.run_directory import Run
-from plait.launch import fork as here
+from plait.engine.run_directory import RunDirectory
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import call, make_model
-from plait.parallel.data import batch_norm as batchnorm
+from plait.parallel.data import batch_norm
 from plait.randomness.keyed import permutation
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -156,7 +156,7 @@ def made(job: Job, synchronised: bool) -> tuple[nn.Module, torch.optim.Optimizer
     model = make_model(job)
     if synchronised:
         names = [name for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)]
-        batchnorm.synchronise(model, names, dist.group.WORLD)
+        batch_norm.synchronise(model, names, dist.group.WORLD)
     return model, job.optimizer(list(model.parameters()))
 
 
@@ -190,7 +190,7 @@ def with_fabric(job: Job, place: Place) -> Take:
     return loop(job, model, optimizer, loader, fabric.backward, lambda _, largest: clip(max_norm=largest))
 
 
-def with_plait(job: Job, place: Place, run: Run | None, spans: list[dict[str, float]]) -> Take:
+def with_plait(job: Job, place: Place, run: RunDirectory | None, spans: list[dict[str, float]]) -> Take:
     engine = Engine(job, Plan.parse(f"dp={place.world}"), place=place, device="cpu")
     status = lambda value: place.report({"kind": "status", "value": value})  # noqa: E731
     recorder = Recorder(engine, run, status, []) if run else None
@@ -223,7 +223,7 @@ def in_turn(takes: list[Take], rounds: int, place: Place, gate: Any) -> Tensor:
     return seconds
 
 
-def measure(place: Place, job: Job, rounds: int, run: Run, gate: Any, asked: Any) -> dict[str, Any]:
+def measure(place: Place, job: Job, rounds: int, run: RunDirectory, gate: Any, asked: Any) -> dict[str, Any]:
     """One rank's part: build all variants, warm them up, take their steps in turn."""
     place.connect(torch.device("cpu"))
     world, threads = place.world, asked.threads
@@ -335,15 +335,15 @@ def main() -> int:
         import_module(module)
     with redirect_stdout(sys.stderr):  # the jobs say what they read
         found = workloads(asked.job)
-    listener = here.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
+    listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
     tables = []
     for world, (name, job) in product(map(int, asked.nproc.split(",")), found.items()):
         rounds = max(4, round(asked.rounds * ROUNDS[name]))
         gate = memoryview(mmap.mmap(-1, 8 * world)).cast("q")  # shared with the forked processes
         with tempfile.TemporaryDirectory() as root:
-            run = Run.create(name, Plan.parse(f"dp={world}"), {}, Path(root))
+            run = RunDirectory.create(name, Plan.parse(f"dp={world}"), {}, Path(root))
             target = partial(measure, job=job, rounds=rounds, run=run, gate=gate, asked=asked)
-            tables.append(summary(name, job, world, here.run(target, world, listener)[0]))
+            tables.append(summary(name, job, world, fork.run(target, world, listener)[0]))
         print(json.dumps(tables[-1]) if asked.json else show(tables[-1]), flush=True)
     return 0 if all(table["agree"] for table in tables) else 1
 

@@ -41,8 +41,8 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
-from plait.engine.run_directory import Run
-from plait.launch import fork as here
+from plait.engine.run_directory import RunDirectory
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import make_model
 from plait.parallel.pipeline.schedule_search import table
@@ -129,7 +129,7 @@ def job(kind: str, asked: Any, ranks: int, stages: int) -> Job:
 # — bubbles —
 
 
-def record(place: Place, job: Job, plan: Plan, run: Run, steps: int) -> None:
+def record(place: Place, job: Job, plan: Plan, run: RunDirectory, steps: int) -> None:
     """One rank's part: train and write events."""
     torch.set_num_threads(1)
     engine = Engine(job, plan, place=place, device="cpu")
@@ -143,11 +143,11 @@ def bubble(kind: str, schedule: str, asked: Any) -> dict[str, Any]:
     """One row of the first table."""
     ranks, per_rank = {"sleeping": 4, "computing": 2}[kind], 2 if schedule in TWO else 1
     plan = Plan.parse(f"pp={ranks} microbatches={MICRO} schedule={schedule} stages_per_rank={per_rank}")
-    listener = here.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
+    listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
     with tempfile.TemporaryDirectory() as root:
-        run = Run.create("pipeline", plan, {}, Path(root))
+        run = RunDirectory.create("pipeline", plan, {}, Path(root))
         mine = job(kind, asked, ranks, plan.pp * per_rank)
-        here.run(partial(record, job=mine, plan=plan, run=run, steps=asked.steps + 3), ranks, listener)
+        fork.run(partial(record, job=mine, plan=plan, run=run, steps=asked.steps + 3), ranks, listener)
         found = [timeline(run.path, step) for step in range(4, asked.steps + 4)]
     planned = table(schedule, ranks, MICRO, per_rank)
     ones = [1.0] * planned.stages
@@ -207,10 +207,10 @@ def measure(place: Place, job: Job, rounds: int, gate: Any) -> dict[str, Any]:
 
 def steps(asked: Any) -> dict[str, Any]:
     """The second table."""
-    listener = here.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
+    listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
     gate = memoryview(mmap.mmap(-1, 16)).cast("q")  # shared with the forked processes
     target = partial(measure, job=job("computing", asked, 2, 2), rounds=asked.rounds, gate=gate)
-    result = here.run(target, 2, listener)[0]
+    result = fork.run(target, 2, listener)[0]
     times = dict(zip(result["names"], zip(*result["seconds"])))
     ratios = {n: [a / b for a, b in zip(times["plait"], t)] for n, t in times.items() if n != "plait"}
     ratios["control"] = [a / b for a, b in zip(times["torch, again"], times["torch"])]

@@ -26,7 +26,7 @@ from sites import machine_of
 from plait.config import network
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.estimate import Estimate, estimate
-from plait.planner.time import Pace, Software
+from plait.planner.time import Software, TimeModel
 from plait.planner.uncertainty import PARTS, SPENT, Correction, Traits, correction
 
 DATA = Path(__file__).parent / "data"
@@ -50,9 +50,9 @@ class Planner:
     fitted: Fitted = FITTED
 
     def __post_init__(self) -> None:
-        self.paces: dict[Any, Pace] = {}
+        self.paces: dict[Any, TimeModel] = {}
 
-    def pace(self, run: Run) -> Pace:
+    def pace(self, run: Run) -> TimeModel:
         """The times of an expressed run's blocks on its machine."""
         machine = machine_of(run.row, not run.modern)
         assert machine is not None and run.work is not None
@@ -74,7 +74,7 @@ class Planner:
         key = (run.work, run.lora, software, machine)
         if key not in self.paces:
             work = replace(run.work, frozen=1.0) if run.lora else run.work
-            self.paces[key] = Pace(work, machine, software, self.fitted)
+            self.paces[key] = TimeModel(work, machine, software, self.fitted)
         return self.paces[key]
 
     def __call__(self, run: Run) -> tuple[Estimate, float, float] | None:

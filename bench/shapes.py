@@ -7,7 +7,7 @@ configurations of models that sources name without printing them.
 import re
 from dataclasses import dataclass, replace
 
-from plait.planner.workload import Block, Product, Workload
+from plait.planner.workload import Block, PlannedProduct, Workload
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def transformer(shape: Shape, tokens: int, *, flash: bool, fused: bool = False, 
         if mixed:
             blocks.append(_join("mixture", mixed, att, _experts(shape, s)))
     rows = s * shape.predicted
-    head = Product(rows, h, v, cut="columns")
+    head = PlannedProduct(rows, h, v, cut="columns")
     own = 0 if shape.tied else v * h
     logits, copies = rows * v, 1.0 if fused else 2.5
     blocks.append(
@@ -158,17 +158,17 @@ def _attention(shape: Shape, s: int, flash: bool) -> Block:
     h, a, d, kv = shape.hidden, shape.heads, shape.head, shape.kv
     if shape.latent[0]:
         q, c = shape.latent
-        maps = (Product(s, h, q + c + 64), Product(s, q, a * d, cut="columns"), Product(s, c, a * 256, cut="columns"))
-        out, value = Product(s, a * 128, h, cut="inner"), 128
+        maps = (PlannedProduct(s, h, q + c + 64), PlannedProduct(s, q, a * d, cut="columns"), PlannedProduct(s, c, a * 256, cut="columns"))
+        out, value = PlannedProduct(s, a * 128, h, cut="inner"), 128
         weights = h * (q + c + 64) + q * a * d + c * a * 256 + a * 128 * h
         wide = a * (d + 256)
     else:
-        maps, value = (Product(s, h, (a + 2 * kv) * d, cut="columns"),), d
-        out = Product(s, a * d, h, cut="inner")
+        maps, value = (PlannedProduct(s, h, (a + 2 * kv) * d, cut="columns"),), d
+        out = PlannedProduct(s, a * d, h, cut="inner")
         weights, wide = h * (a + 2 * kv) * d + a * d * h, (a + 2 * kv) * d
     keys = s * shape.window
-    scores = (Product(s, d, keys, a, cut="batch", weight=False, fused=flash, grows="batch"),
-              Product(s, keys, value, a, cut="batch", weight=False, fused=flash, grows="batch"))  # fmt: skip
+    scores = (PlannedProduct(s, d, keys, a, cut="batch", weight=False, fused=flash, grows="batch"),
+              PlannedProduct(s, keys, value, a, cut="batch", weight=False, fused=flash, grows="batch"))  # fmt: skip
     square = 0 if flash else a * s * s
     cut = s * (2 * wide + a * value)
     kept = s * (wide + a * value) + 2.5 * square
@@ -181,7 +181,7 @@ def _attention(shape: Shape, s: int, flash: bool) -> Block:
 
 def _dense(shape: Shape, s: int, ffn: int, flash: bool) -> Block:
     h, wide = shape.hidden, 2 if shape.gated else 1
-    up, down = Product(s, h, ffn * wide, cut="columns"), Product(s, ffn, h, cut="inner")
+    up, down = PlannedProduct(s, h, ffn * wide, cut="columns"), PlannedProduct(s, ffn, h, cut="inner")
     cut = s * ffn * (wide * 2 + 1)
     kept = s * ffn * (wide + 1)
     return Block("mlp", products=(up, down), weights=h * ffn * (wide + 1) + 2 * h, weights_cut=h * ffn * (wide + 1),
@@ -192,11 +192,11 @@ def _dense(shape: Shape, s: int, ffn: int, flash: bool) -> Block:
 def _experts(shape: Shape, s: int) -> Block:
     h, f, k, e, wide = shape.hidden, shape.expert_ffn, shape.active, shape.experts, 2 if shape.gated else 1
     i = shape.inner or h
-    up = Product(s * k, i, f * wide, experts=e)
-    down = Product(s * k, f, i, experts=e)
-    around = (Product(s, h, i), Product(s, i, h)) if shape.inner else ()
+    up = PlannedProduct(s * k, i, f * wide, experts=e)
+    down = PlannedProduct(s * k, f, i, experts=e)
+    around = (PlannedProduct(s, h, i), PlannedProduct(s, i, h)) if shape.inner else ()
     cut = s * k * f * (wide * 2 + 1)
-    routed = Block("experts", products=(Product(s, h, e), *around, up, down), weights=h * e + 2 * h, experts=e * i * f * (wide + 1),
+    routed = Block("experts", products=(PlannedProduct(s, h, e), *around, up, down), weights=h * e + 2 * h, experts=e * i * f * (wide + 1),
                    moved=cut + 7 * s * h + 6 * s * k * i + 4 * s * e, moved_cut=0,
                    kept=s * k * (f * (wide + 1) + i) + 2.5 * s * h, kept_cut=0, kept_selective=s * k * f,
                    given=s * h, out=s * h, kernels=30, handovers=0, routed=s * k * i)  # fmt: skip
@@ -208,8 +208,8 @@ def _experts(shape: Shape, s: int) -> Block:
 
 def _state(shape: Shape, s: int) -> Block:
     h, d = shape.hidden, shape.state
-    inside, out = Product(s, h, 2 * d + 2 * 1024 + 64, cut="columns"), Product(s, d, h, cut="inner")
-    scan = Product(s, 128, d, cut="columns", weight=False, fused=True, times=2, grows="batch")
+    inside, out = PlannedProduct(s, h, 2 * d + 2 * 1024 + 64, cut="columns"), PlannedProduct(s, d, h, cut="inner")
+    scan = PlannedProduct(s, 128, d, cut="columns", weight=False, fused=True, times=2, grows="batch")
     weights = h * (3 * d + 2 * 1024 + 64)
     cut = 8 * s * d
     return Block("state", products=(inside, scan, out), weights=weights + h, weights_cut=weights, moved=cut + 7 * s * h,

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import make_model
 
@@ -136,11 +136,11 @@ def main() -> int:
     torch.set_num_threads(1)
     with redirect_stdout(sys.stderr):
         found = {n: j for n, j in overhead.workloads(asked.job).items() if n in ("gpt", "gpt-large", "cnn")}
-    listener = here.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
+    listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" else None)
     for name, job in found.items():
         rounds = max(4, round(asked.rounds * overhead.ROUNDS[name]))
         gate = memoryview(mmap.mmap(-1, 16)).cast("q")
-        result = here.run(partial(measure, job=job, rounds=rounds, gate=gate, asked=asked), 2, listener)[0]
+        result = fork.run(partial(measure, job=job, rounds=rounds, gate=gate, asked=asked), 2, listener)[0]
         print(json.dumps(result) if asked.json else show(name, job, result), flush=True)
     return 0
 

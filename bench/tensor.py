@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import make_model
 
@@ -173,7 +173,7 @@ def main() -> int:
     torch.set_num_threads(1)
     job = llama(asked.batch, asked.length, asked.hidden)
     gate = memoryview(mmap.mmap(-1, 64)).cast("q")
-    result = here.run(lambda place: measure(place, job, asked.rounds, gate), 2)[0]
+    result = fork.run(lambda place: measure(place, job, asked.rounds, gate), 2)[0]
     words = f"4 × {asked.hidden}, length {asked.length}"
     print(json.dumps(result) if asked.json else show(job, result, words))
     return 0

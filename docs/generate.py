@@ -59,10 +59,10 @@ xmlns="http://www.w3.org/2000/svg">
 
 def modules() -> list[ModuleType]:
     """The strategies in the order of their application, and what they share."""
-    from plait.parallel.data import batch_norm as batchnorm
+    from plait.parallel.data import batch_norm
     from plait.parallel.order import ORDER
 
-    return [*ORDER, batchnorm]  # type: ignore[list-item]
+    return [*ORDER, batch_norm]  # type: ignore[list-item]
 
 
 def sections(docstring: str) -> tuple[str, str, dict[str, str]]:

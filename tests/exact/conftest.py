@@ -6,15 +6,14 @@ import pytest
 from rehearsed import rehearse
 
 from plait.config.job import Job
-from plait.parallel.fsdp import groups as gathering
-from plait.verify import own_batch as ownbatch
-from plait.verify import verify
+from plait.parallel.fsdp import groups
+from plait.verify import own_batch, verify
 
 
 @pytest.fixture(autouse=True)
 def units_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "GROUP_BYTES", 0)
-    monkeypatch.setattr(gathering, "TINY", 0)
+    monkeypatch.setattr(groups, "GROUP_BYTES", 0)
+    monkeypatch.setattr(groups, "TINY", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -33,4 +32,4 @@ def small_batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """The lists ask whether a plan's logic is exact. Batches of a job's own size, and its number formats, are proved in files of
     their own, which are marked `whole`, and everywhere in `make prove`."""
     if request.config.option.markexpr == "not prove" and request.node.get_closest_marker("whole") is None:
-        monkeypatch.setattr(ownbatch, "SECONDS", 0.0)
+        monkeypatch.setattr(own_batch, "SECONDS", 0.0)

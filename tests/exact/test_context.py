@@ -16,12 +16,11 @@ from plait.config.job import Evaluate
 from plait.config.plan import Plan
 from plait.data.batch import first_samples
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.model.make import call
 from plait.model.sketch import sketch
-from plait.parallel.context import attention as attending
-from plait.parallel.context import find as lengths
+from plait.parallel.context import attention, find
 from plait.verify.verify import verify
 
 PLANS = (
@@ -149,7 +148,7 @@ def test_blocks_that_are_left_out_at_random_do_not_depend_on_the_length(seed: in
     job = jobs_context.OWN["plain"]()
     torch.manual_seed(seed)
     model, inputs = Dropping(jobs_context.Attention, blocks=6), first_samples(job.data(), 2)[0]
-    found = lengths.find(
+    found = find.find(
         model, inputs, call, sketch(model, lambda n: first_samples(job.data(), n)[0], call, ("blocks.*",))
     )
     assert sum(c.sees for c in found.calls) >= 1
@@ -206,7 +205,7 @@ def test_evaluation(context: str) -> None:
             with Engine(job, plan, device="cpu", place=place, cast=torch.float64) as engine:
                 return engine.evaluate()
 
-        return here.run(rank, Plan.parse(plan).world, here.Listener(lambda *_: None))
+        return fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
     (one,) = evaluated("dp=1")
     for found in evaluated(f"cp=2 context={context}"):
@@ -214,8 +213,8 @@ def test_evaluation(context: str) -> None:
 
 
 def test_a_wrong_mask_is_seen_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = attending.Asked.rows
-    monkeypatch.setattr(attending.Asked, "rows", lambda self, held: _rolled(rows(self, held)))
+    rows = attention.AttentionCall.rows
+    monkeypatch.setattr(attention.AttentionCall, "rows", lambda self, held: _rolled(rows(self, held)))
     with pytest.raises(PlaitError) as caught:
         verify(jobs_context.OWN["biased"](), Plan.parse("cp=2"), steps=1)
     assert caught.value.codes == ["P040"] and "differs" in caught.value.problems[0].why

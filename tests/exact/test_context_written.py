@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.parallel.context.opened_unit import All, Gathered, Some
-from plait.parallel.context.sequence_shard import Stretch
+from plait.parallel.context.sequence_shard import SequenceShard
 from plait.tensors.rows import AndAll, Rows
 from plait.verify.verdict import Verdict
 from plait.verify.verify import verify
@@ -118,8 +118,8 @@ def test_functions_of_rows(name: str) -> None:
     expected, told = function(Q.clone(), K.clone()), Gathered()
 
     def run(held: All | Some) -> Tensor:
-        found = function(*(Stretch.of(held.take(t.clone(), 2), 2, held, True) for t in (Q, K)))
-        if isinstance(found, Stretch):
+        found = function(*(SequenceShard.of(held.take(t.clone(), 2), 2, held, True) for t in (Q, K)))
+        if isinstance(found, SequenceShard):
             assert torch.allclose(found.local, found.mine(expected, found.cut), atol=1e-6), name
             assert found.shape == expected.shape
         else:

@@ -16,8 +16,8 @@ from plait.model.fake_model import sketched
 from plait.model.make import call
 from plait.model.meter import OUTPUT
 from plait.model.sketch import sketch
-from plait.parallel.pipeline.partition import Course, check, cut
-from plait.parallel.pipeline.paths import Courses, Forward
+from plait.parallel.pipeline.partition import ForwardPath, check, cut
+from plait.parallel.pipeline.paths import Forward, ForwardPaths
 from plait.verify.verify import verify
 
 PLANS = (
@@ -80,7 +80,7 @@ def test_what_the_loss_does_not_depend_on_is_unknown_on_other_stages(name: str) 
     found = sketched(jobs_courses.UNREAD[name]())[1]
     made = cut(found, 2)
     check(found, made, False)
-    assert Course(found.calls, made).aside
+    assert ForwardPath(found.calls, made).aside
     with pytest.raises(PlaitError, match="beside tp, cp or ep"):
         check(found, made, False, True)
 
@@ -92,15 +92,15 @@ def test_a_cache_that_the_inputs_ask_for_is_no_hindrance() -> None:
     assert {call.aside for call in found.calls if "layers" in call.unit} == {(OUTPUT,)}
 
 
-def courses(model: nn.Module, *shape: int) -> Courses:
+def courses(model: nn.Module, *shape: int) -> ForwardPaths:
     inputs = lambda n: torch.ones(n, *shape, dtype=torch.long if len(shape) == 1 and shape[0] > 6 else None)  # noqa: E731
     found = sketch(model, inputs, call)
-    made = Courses(model, found, cut(found, 2), call, inputs)
+    made = ForwardPaths(model, found, cut(found, 2), call, inputs)
     made.seed = 0
     return made
 
 
-def shapes(made: Courses, inputs: Any, **where: int) -> list[tuple[int, ...]]:
+def shapes(made: ForwardPaths, inputs: Any, **where: int) -> list[tuple[int, ...]]:
     return [slot.shape(len(inputs)) for slot in made.of(Forward(inputs, len(inputs), **where)).slots(1)]
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from plait.config.plan import Plan
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
-from plait.model import deferred_init as deferred
+from plait.model import deferred_init
 from plait.model.make import make_model
 from plait.parallel.fsdp.strategy import share
 from plait.tensors.digest import digest
@@ -25,8 +25,8 @@ from plait.verify.verify import verify
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred, "WORTH", 0)
-    monkeypatch.setattr(deferred, "LARGE", 64)
+    monkeypatch.setattr(deferred_init, "WORTH", 0)
+    monkeypatch.setattr(deferred_init, "LARGE", 64)
 
 
 def drawn(init: Callable[..., Any], *arguments: Any) -> Callable[[], nn.Module]:
@@ -166,7 +166,7 @@ def same_bits(make: Callable[[], nn.Module], ranks: int = 3) -> None:
     expected, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     for rank in range(ranks):
         mine = share(Plan(fsdp=ranks), rank)
-        found = deferred.defer(lambda: make_model(job), mine, digest)
+        found = deferred_init.defer(lambda: make_model(job), mine, digest)
         assert found is not None
         assert [n for n, _ in found.model.named_parameters()] == list(expected)
         for name, parameter in found.model.named_parameters():
@@ -192,7 +192,7 @@ def test_hugging_face(name: str) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_cannot_be_followed_is_built_whole(name: str) -> None:
     job = jobs.make(WHOLE[name])
-    assert deferred.defer(lambda: make_model(job), share(Plan(fsdp=2), 0), digest) is None
+    assert deferred_init.defer(lambda: make_model(job), share(Plan(fsdp=2), 0), digest) is None
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def deep(width: int = 1024, depth: int = 18) -> nn.Module:
 
 @pytest.mark.parametrize("source", (pytest.param("drawn", marks=pytest.mark.prove), "copied"))
 def test_memory_is_that_of_a_share(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred, "LARGE", 1 << 16)
+    monkeypatch.setattr(deferred_init, "LARGE", 1 << 16)
 
     def make() -> nn.Module:
         model = deep()
@@ -237,8 +237,8 @@ def test_memory_is_that_of_a_share(source: str, monkeypatch: pytest.MonkeyPatch)
         return run
 
     job = jobs.make(make)
-    (whole,) = here.run(peak(lambda: make_model(job)), 1)
-    (part,) = here.run(peak(lambda: deferred.defer(lambda: make_model(job), share(Plan(fsdp=8), 0), digest)), 1)
+    (whole,) = fork.run(peak(lambda: make_model(job)), 1)
+    (part,) = fork.run(peak(lambda: deferred_init.defer(lambda: make_model(job), share(Plan(fsdp=8), 0), digest)), 1)
     assert part["made"] and whole["peak"] > 290
     assert part["peak"] < 304 / 8 + 80, part  # its share, and a few tensors under way
 

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from plait.launch.fork import run
-from plait.losses.global_batch import Sharers
-from plait.model.experts import Mixture, cut_stacked
-from plait.parallel.expert.dispatch import Way
+from plait.losses.global_batch import BatchPeers
+from plait.model.experts import MoELayer, cut_stacked
+from plait.parallel.expert.dispatch import ExpertPlacement
 from plait.parallel.expert.find import find
-from plait.parallel.expert.layers import Listed, Stacked, travelling
+from plait.parallel.expert.layers import ListedExperts, StackedExperts, travelling
 
 LOADS = {2: ([5, 3], [4, 0], [0, 1]), 3: ([2, 0, 5], [1, 1, 1])}
 
@@ -56,13 +56,13 @@ def made(kind: str) -> nn.Module:
 
 def split(kind: str, layer: nn.Module, ranks: int, rank: int, group: object) -> None:
     """Leave a rank its experts only."""
-    way, sharers = Way(group, 5), Sharers()
+    way, sharers = ExpertPlacement(group, 5), BatchPeers()
     if kind == "stacked":
-        mixture = Mixture("bank", 5, (), numbers=(("number", 0),))
+        mixture = MoELayer("bank", 5, (), numbers=(("number", 0),))
         bank = cut_stacked(layer.bank, mixture, mixture.mine(ranks, rank))
-        bank.forward = Stacked(bank, 5, travelling(way), sharers)
+        bank.forward = StackedExperts(bank, 5, travelling(way), sharers)
         return
-    layer.forward = Listed(layer, list(layer.experts), way.mine, travelling(way), sharers)
+    layer.forward = ListedExperts(layer, list(layer.experts), way.mine, travelling(way), sharers)
     layer.forward.width = 6
     for number, expert in enumerate(layer.experts):
         if number not in way.mine:
@@ -95,7 +95,7 @@ def test_a_layer_whose_experts_are_elsewhere(ranks: int, kind: str, again: bool)
             (out**2).sum().backward()
             torch.testing.assert_close(out, expected[first : first + len(mine)], rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(mine.grad, given.grad[first : first + len(mine)], rtol=1e-12, atol=1e-12)
-            same_gradients(kind, whole, part, Way(group, 5).mine)
+            same_gradients(kind, whole, part, ExpertPlacement(group, 5).mine)
         dist.barrier(group)
         return {}
 

@@ -17,7 +17,7 @@ from jobs_small import job as small
 
 from plait import Job, Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.dryrun.measure import measure
@@ -72,7 +72,7 @@ def measured(place: Place, job: Job, plan: Plan) -> dict[str, Any]:
 def compared(name: str, line: str) -> None:
     job, plan = MODELS[name](), Plan.parse(line)
     found = dry_run(job, plan)
-    run = here.run(partial(measured, job=job, plan=plan), plan.world)
+    run = fork.run(partial(measured, job=job, plan=plan), plan.world)
     for kind in found.kinds:
         assert kind.peak.total == pytest.approx(run[kind.rank]["total"], rel=ERROR), (kind, run[kind.rank])
     most = max(range(plan.world), key=lambda rank: run[rank]["total"])

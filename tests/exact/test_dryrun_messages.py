@@ -13,7 +13,7 @@ import torch
 from plait import Job, Plan
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.planner.dryrun.dry_run import dry_run
 
@@ -36,7 +36,7 @@ def sent(place: Place, job: Job, plan: Plan) -> dict[str, tuple[int, int]]:
 
 def compared(job: Job, plan: Plan) -> None:
     found = dry_run(job, plan)
-    run = here.run(partial(sent, job=job, plan=plan), plan.world)
+    run = fork.run(partial(sent, job=job, plan=plan), plan.world)
     for kind in found.kinds:
         assert kind.operators == {op: tuple(told) for op, told in run[kind.rank].items()}
 

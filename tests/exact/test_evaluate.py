@@ -11,7 +11,7 @@ import torch
 import plait
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 
 DEEP = (
@@ -44,7 +44,7 @@ def told(job: plait.Job, plan: str) -> list[tuple[dict[str, float], int]]:
             sizes.clear()
             return engine.evaluate(), max(sizes, default=0)
 
-    return [tuple(row) for row in here.run(run, Plan.parse(plan).world)]
+    return [tuple(row) for row in fork.run(run, Plan.parse(plan).world)]
 
 
 def compare(job: plait.Job, plan: str) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import plait
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.dryrun.measure import measure, measure_evaluation
@@ -63,7 +63,7 @@ def measured(plan: str) -> tuple[int, int]:
         engine = Engine(job(), plan, place=place)
         return measure(engine).total, measure_evaluation(engine).total
 
-    return tuple(here.run(run, Plan.parse(plan).world)[0])
+    return tuple(fork.run(run, Plan.parse(plan).world)[0])
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.fsdp import expert_shards as expertshards
+from plait.parallel.fsdp import expert_shards
 from plait.verify.verify import verify
 
 JOBS = {
@@ -145,7 +145,7 @@ def test_what_cannot_be_shared_out_is_refused(job: Any, plan: str, code: str) ->
 
 
 def test_a_torch_that_knows_one_mesh_cannot_shard_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expertshards, "ShardPlacementResult", None)
+    monkeypatch.setattr(expert_shards, "ShardPlacementResult", None)
     with pytest.raises(PlaitError, match="a mesh of their own") as caught:
         verify(dataclasses.replace(jobs_moe.gpt(), batch=24), Plan.parse("fsdp=4 ep=2"))
     assert caught.value.codes == ["H010"]
@@ -163,7 +163,7 @@ def losses(job: plait.Job, plan: str, steps: int, folder: Path, resume: bool = F
         engine.save()
         return {"losses": found, "measured": engine.evaluate()}
 
-    told = here.run(run, Plan.parse(plan).world)
+    told = fork.run(run, Plan.parse(plan).world)
     assert all(other["measured"] == told[0]["measured"] for other in told)
     return [*told[0]["losses"], *told[0]["measured"].values()]
 
@@ -191,5 +191,5 @@ def test_experts_in_the_formats_of_training(precision: str, tmp_path: Path) -> N
         source = engine.batches()
         return {"losses": [engine.step(next(source)).loss for _ in range(3)]}
 
-    for told in here.run(run, 2):
+    for told in fork.run(run, 2):
         assert all(0 < loss < 10 for loss in told["losses"])

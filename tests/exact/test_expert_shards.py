@@ -15,7 +15,7 @@ from rarely import every, rarely
 import plait
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.fsdp.runtime import padded
@@ -115,7 +115,7 @@ def test_who_holds_what() -> None:
         torch.distributed.barrier()  # nobody leaves while others still connect
         return [torch.distributed.get_process_group_ranks(group) for group in every]
 
-    told = here.run(groups, 8)
+    told = fork.run(groups, 8)
     assert told[0] == [[0, 1], [0, 2, 4, 6], [0, 2], [0, 4]]
     assert told[7] == [[6, 7], [1, 3, 5, 7], [5, 7], [3, 7]]
 
@@ -143,7 +143,7 @@ def held(job: plait.Job, plan: str) -> list[dict[str, int]]:
         state = [t for p in own.values() for t in engine.optimizer.state[p].values() if t.dim()]
         return {"own": sum(p.numel() for p in own.values()), "state": sum(t.numel() for t in state)}
 
-    return here.run(run, Plan.parse(plan).world)
+    return fork.run(run, Plan.parse(plan).world)
 
 
 @pytest.mark.parametrize("zero", (1, 3))
@@ -187,7 +187,7 @@ def test_a_dry_run_allocates_the_same(plan: str, total: bool) -> None:
     """When real ranks let go of what they gathered depends on when messages arrive: the fullest moment is for quiet cores."""
     made = Plan.parse(plan)
     found = dry_run(turns(), made)
-    told = here.run(lambda place: asdict(measure(Engine(turns(), made, place=place, device="cpu"), 1)), made.world)
+    told = fork.run(lambda place: asdict(measure(Engine(turns(), made, place=place, device="cpu"), 1)), made.world)
     for kind in found.kinds:
         peak = told[kind.rank]
         assert not total or kind.peak.total == pytest.approx(peak["total"], rel=0.01)
@@ -214,7 +214,7 @@ def losses(job: plait.Job, plan: str, folder: Path, resume: bool) -> list[float]
         engine.save()
         return found
 
-    return here.run(run, Plan.parse(plan).world)[0]
+    return fork.run(run, Plan.parse(plan).world)[0]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_training_in_bf16() -> None:
         source = engine.batches()
         return [engine.step(next(source)).loss for _ in range(3)]
 
-    assert all(0 < loss < 10 for told in here.run(run, 4) for loss in told)
+    assert all(0 < loss < 10 for told in fork.run(run, 4) for loss in told)
 
 
 def test_sums_that_copies_forget_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from plait.config.plan import Plan
 from plait.model.fake_model import sketched
 from plait.model.table import outline, table
 from plait.planner.dryrun.dry_run import dry_run
-from plait.planner.question import Asked
+from plait.planner.question import PlanRequest
 from plait.verify.verify import verify
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_a_sketch_says_what_it_does_not_count() -> None:
 
 def test_a_dry_run_and_a_plan_of_one_work() -> None:
     assert dry_run(jobs_higher.job("cond"), Plan.parse("fsdp=2")).fullest.peak.total > 0
-    found = Asked.of(jobs_higher.job("script"), "job.py", _machine())
+    found = PlanRequest.of(jobs_higher.job("script"), "job.py", _machine())
     refused = found.refused()
     assert "cannot be taken apart" in refused(Plan.parse("fsdp=2")) and not refused(Plan.parse("dp=2"))
 

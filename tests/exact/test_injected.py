@@ -16,9 +16,9 @@ from plait.config.plan import Plan
 from plait.data import batch as data
 from plait.data import loading
 from plait.engine import engine, passes
-from plait.parallel.data import batch_norm as batchnorm
-from plait.parallel.data import strategy as copies
-from plait.randomness import keyed as randomness
+from plait.parallel.data import batch_norm
+from plait.parallel.data import strategy as data_parallel
+from plait.randomness import keyed
 from plait.verify.verify import verify
 
 
@@ -64,22 +64,22 @@ def test_synchronised_in_the_wrong_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 
 def _keep_own(monkeypatch: pytest.MonkeyPatch, which: Any) -> None:
     """After the sum, give the chosen parameters this rank's own gradient back."""
-    arm, plain = copies.Reducer.arm, copies.Reducer.finish
+    arm, plain = data_parallel.Reducer.arm, data_parallel.Reducer.finish
 
-    def late(self: Any, rider: Any) -> None:
-        arm(self, rider)
+    def late(self: Any, step_row: Any) -> None:
+        arm(self, step_row)
         self.armed = False
 
     def finish(self: Any) -> Any:
         everything = [p for b in self.buckets for p in b.parameters]
         own = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in everything]
-        rider = plain(self)
+        step_row = plain(self)
         for p, gradient in zip(everything, own):
             p.grad = gradient if which(p) else p.grad
-        return rider
+        return step_row
 
-    monkeypatch.setattr(copies.Reducer, "arm", late)
-    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    monkeypatch.setattr(data_parallel.Reducer, "arm", late)
+    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
 
 
 def test_one_parameter_left_out_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,26 +90,26 @@ def test_one_parameter_left_out_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """19: the gradient of a shared weight enters twice."""
-    real = copies.Reducer.finish
+    real = data_parallel.Reducer.finish
 
     def finish(self: Any) -> Any:
-        rider = real(self)
+        step_row = real(self)
         for bucket in self.buckets:
             for p in bucket.parameters:
                 if p.shape == (17, 12):
                     p.grad.mul_(2)
-        return rider
+        return step_row
 
-    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
     check(jobs.ragged(), "dp=2", "G", "embed.weight", "V003")
 
 
 def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: every rank clips by a norm of its own, before the sum."""
-    real = copies.Reducer.arm
+    real = data_parallel.Reducer.arm
 
-    def arm(self: Any, rider: Any) -> None:
-        real(self, rider)
+    def arm(self: Any, step_row: Any) -> None:
+        real(self, step_row)
         self.armed = False
 
     def finish(self: Any) -> Any:
@@ -120,9 +120,9 @@ def test_clipped_by_the_norm_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None
         self.armed = True
         return plain(self)
 
-    plain = copies.Reducer.finish
-    monkeypatch.setattr(copies.Reducer, "arm", arm)
-    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    plain = data_parallel.Reducer.finish
+    monkeypatch.setattr(data_parallel.Reducer, "arm", arm)
+    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
     check(jobs.groups(), "dp=2", "G", "0.weight", "V019")
 
 
@@ -154,7 +154,7 @@ def test_schedule_stepped_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_same_data_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """29: no sampler."""
-    monkeypatch.setattr(engine.Engine, "share", property(lambda self: data.Share(0, self.plan.ranks, 1)))
+    monkeypatch.setattr(engine.Engine, "share", property(lambda self: data.BatchShare(0, self.plan.ranks, 1)))
     check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 
@@ -189,9 +189,9 @@ def test_augmentation_keyed_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_same_dropout_mask_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """36: masks drawn from each rank's beginning."""
-    real = randomness.Randomness.at
+    real = keyed.Randomness.at
     monkeypatch.setattr(passes.Passes, "forward", _forward_with_first_zero(passes.Passes.forward))
-    assert real is randomness.Randomness.at
+    assert real is keyed.Randomness.at
     check(jobs.mlp(), "dp=2", "G", "0.weight", "V005")
 
 
@@ -201,7 +201,7 @@ def _forward_with_first_zero(real: Any) -> Any:
 
 def test_batch_norm_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: statistics per rank."""
-    monkeypatch.setattr(batchnorm, "synchronise", lambda model, names, group: None)
+    monkeypatch.setattr(batch_norm, "synchronise", lambda model, names, group: None)
     check(jobs.batch_norm(), "dp=2", "B", "0.weight", "V015")
 
 
@@ -209,29 +209,29 @@ def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) 
     """43: weight decay moves what one device leaves alone."""
 
     def finish(self: Any) -> Any:
-        rider = plain(self)
+        step_row = plain(self)
         for bucket in self.buckets:
             for i, p in enumerate(bucket.parameters):
                 if p.grad is None:
                     p.grad = bucket.views[i].zero_()
-        return rider
+        return step_row
 
-    plain = copies.Reducer.finish
-    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    plain = data_parallel.Reducer.finish
+    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
     check(jobs.branches(), "dp=2", "G", "never.bias", "V003")
 
 
 def test_a_collective_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """C: traffic that a dry run does not have: something else in the ranks' processes sends it."""
-    real = copies.Reducer.finish
+    real = data_parallel.Reducer.finish
 
     def finish(self: Any) -> Any:
-        rider = real(self)
+        step_row = real(self)
         if dist.get_backend() != "fake":
             dist.all_reduce(torch.zeros(3))
-        return rider
+        return step_row
 
-    monkeypatch.setattr(copies.Reducer, "finish", finish)
+    monkeypatch.setattr(data_parallel.Reducer, "finish", finish)
     check(jobs.groups(), "dp=2", "C", "", "V012")
 
 

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
-from plait.losses import global_batch as wholebatch
-from plait.losses.global_batch import Sharers
-from plait.parallel.expert import dispatch
-from plait.parallel.expert import layers as mixing
+from plait.losses import global_batch
+from plait.losses.global_batch import BatchPeers
+from plait.parallel.expert import dispatch, layers
 from plait.parallel.expert import strategy as expert
-from plait.parallel.gradient_sums import Across
+from plait.parallel.gradient_sums import CrossGroupSums
 from plait.verify.verify import verify
 
 
@@ -52,14 +51,16 @@ def test_the_gradient_of_experts_scaled_by_the_ranks(factor: float, monkeypatch:
 
 def test_the_same_experts_go_their_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """15: ranks that hold the same experts do not add their gradients up."""
-    monkeypatch.setattr(Across, "_add_up", lambda self, names, group: None)
+    monkeypatch.setattr(CrossGroupSums, "_add_up", lambda self, names, group: None)
     check(plain(), "dp=4 ep=2", "R", "moe.experts", "V004")
 
 
 def test_experts_counted_by_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: as if every rank held them all."""
-    real = Across._copies
-    monkeypatch.setattr(Across, "_copies", lambda self, name: real(self, name) * (2 if name in self.experts else 1))
+    real = CrossGroupSums._copies
+    monkeypatch.setattr(
+        CrossGroupSums, "_copies", lambda self, name: real(self, name) * (2 if name in self.experts else 1)
+    )
     check(plain(), "ep=2", "U2", "", "V007")
 
 
@@ -91,25 +92,25 @@ def _back(ctx: Any) -> tuple[Any, ...]:
 
 
 def test_results_given_to_the_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = mixing.through
-    monkeypatch.setattr(mixing, "through", lambda *args: real(*args).flip(0))
+    real = layers.through
+    monkeypatch.setattr(layers, "through", lambda *args: real(*args).flip(0))
     check(plain(), "ep=2", "G", "", "V015")
 
 
 def test_a_sample_that_does_not_count_calls_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """43: an expert that no token of the batch chose has no gradient; here it has zeros, and decays."""
-    real = Sharers.begin
-    monkeypatch.setattr(Sharers, "begin", lambda self, idle: real(self, False))
+    real = BatchPeers.begin
+    monkeypatch.setattr(BatchPeers, "begin", lambda self, idle: real(self, False))
     check(plain(), "ep=2", "U", "", "V009")
 
 
 def test_the_balance_of_each_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """10: the mean is of a rank's own tokens."""
-    monkeypatch.setattr(wholebatch, "summed", lambda x, group: x.clone())
+    monkeypatch.setattr(global_batch, "summed", lambda x, group: x.clone())
     check(jobs_moe.gpt(dropout=0.0), "ep=2", "G", "", "V013")
 
 
 def test_the_gradient_of_a_mean_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """10: the value is right, each rank's gradient has its own share of it only."""
-    monkeypatch.setattr(wholebatch._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    monkeypatch.setattr(global_batch._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None)))
     check(jobs_moe.gpt(dropout=0.0), "dp=2", "G", "", "V013")

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.engine.passes import Passes
-from plait.parallel.gradient_sums import Across
-from plait.parallel.pipeline import runtime as pipe
-from plait.parallel.pipeline.stage import Stages
+from plait.parallel.gradient_sums import CrossGroupSums
+from plait.parallel.pipeline import runtime
+from plait.parallel.pipeline.stage import PipelineStages
 from plait.randomness.keyed import Randomness
 from plait.verify.verify import verify
 
@@ -30,26 +30,26 @@ def sees(job: Any, plan: str, probe: str, name: str = "") -> None:
 
 def test_a_tied_gradient_not_summed_over_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """19, 20: each stage goes on with its own part of the gradient."""
-    monkeypatch.setattr(Across, "_add_up", lambda self, names, group: None)
+    monkeypatch.setattr(CrossGroupSums, "_add_up", lambda self, names, group: None)
     sees(ROOT(), "pp=2 microbatches=2", "R", "")
     sees(jobs_pipeline.HARD["shared_norm"](), "pp=2 microbatches=2", "G", "norm.weight")
 
 
 def test_a_tied_parameter_counted_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: every stage that holds it counts it."""
-    real = Across.finish
+    real = CrossGroupSums.finish
 
     def finish(self: Any) -> Any:
         self.holders = {}
         return real(self)
 
-    monkeypatch.setattr(Across, "finish", finish)
+    monkeypatch.setattr(CrossGroupSums, "finish", finish)
     sees(ROOT(), "pp=2 microbatches=2", "U2")
 
 
 def test_clipped_by_the_norm_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each stage clips by what it holds."""
-    monkeypatch.setattr(Across, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
+    monkeypatch.setattr(CrossGroupSums, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
     sees(jobs.groups(), "pp=2 microbatches=2", "U2")
 
 
@@ -74,7 +74,7 @@ def test_the_loss_not_scaled_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gradients_averaged_over_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """4: torch's `scale_grads` on top of a loss that is a mean already."""
-    real = pipe.Pipe.step
+    real = runtime.PipelineRuntime.step
 
     def step(self: Any, pieces: Any, *args: Any) -> Any:
         losses = real(self, pieces, *args)
@@ -83,20 +83,20 @@ def test_gradients_averaged_over_the_micro_batches(monkeypatch: pytest.MonkeyPat
                 parameter.grad /= len(pieces)
         return losses
 
-    monkeypatch.setattr(pipe.Pipe, "step", step)
+    monkeypatch.setattr(runtime.PipelineRuntime, "step", step)
     sees(jobs.groups(), "pp=2 microbatches=2", "G", "0.weight")
 
 
 def test_only_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """13: what was there is overwritten."""
-    real = pipe.Pipe._backward
+    real = runtime.PipelineRuntime._backward
 
     def backward(self: Any, action: Any, piece: Any) -> None:
         for parameter in self.stages.model.parameters():
             parameter.grad = None
         real(self, action, piece)
 
-    monkeypatch.setattr(pipe.Pipe, "_backward", backward)
+    monkeypatch.setattr(runtime.PipelineRuntime, "_backward", backward)
     sees(jobs.groups(), "pp=2 microbatches=2", "G", "0.weight")
 
 
@@ -104,14 +104,14 @@ def test_a_gradient_of_zeros_where_there_is_none(monkeypatch: pytest.MonkeyPatch
     """43: weight decay moves what no gradient came to."""
     import jobs_uncut
 
-    real = pipe.Pipe._send_back
+    real = runtime.PipelineRuntime._send_back
 
     def send_back(self: Any, was: Any, stage: int, micro: int) -> None:
         for leaf in was.leaves:
             leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         real(self, was, stage, micro)
 
-    monkeypatch.setattr(pipe.Pipe, "_send_back", send_back)
+    monkeypatch.setattr(runtime.PipelineRuntime, "_send_back", send_back)
     sees(jobs_uncut.CUT["detached"](), "pp=2 microbatches=2", "G", "")
 
 
@@ -128,20 +128,20 @@ def test_masks_of_a_stage_drawn_from_another_place(monkeypatch: pytest.MonkeyPat
 
 def test_a_skip_connection_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value that only passes through a stage comes out changed."""
-    real = Stages.forward
+    real = PipelineStages.forward
 
     def forward(self: Any, stage: int, samples: int, course: Any, received: Any, call: Any) -> Any:
         output, run = real(self, stage, samples, course, received, call)
         run.kept = {k: torch.zeros_like(v) if k in received else v for k, v in run.kept.items()}
         return output, run
 
-    monkeypatch.setattr(Stages, "forward", forward)
+    monkeypatch.setattr(PipelineStages, "forward", forward)
     sees(jobs_pipeline.LISTED["unet"](), "pp=3 microbatches=2", "G", "")
 
 
 def test_second_halves_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' half of the last micro-batch never runs."""
-    real = pipe.halves
+    real = runtime.halves
     count = [0]
 
     def halves(*args: Any) -> Any:
@@ -149,5 +149,5 @@ def test_second_halves_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         count[0] += 1
         return (lambda: None) if count[0] % 2 == 0 else weights
 
-    monkeypatch.setattr(pipe, "halves", halves)
+    monkeypatch.setattr(runtime, "halves", halves)
     sees(DEEP(), "pp=2 microbatches=2 schedule=zb", "G", "")

@@ -12,11 +12,11 @@ from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.engine import passes
 from plait.parallel import offload, recompute
-from plait.parallel.data import batch_norm as batchnorm
-from plait.parallel.fsdp import collectives as scattering
-from plait.parallel.fsdp import strategy as shard
+from plait.parallel.data import batch_norm
+from plait.parallel.fsdp import collectives
+from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.fsdp.collectives import Scatter
-from plait.parallel.fsdp.runtime import Shards
+from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.randomness.keyed import Randomness
 from plait.verify.verify import verify
 
@@ -45,45 +45,45 @@ def test_the_sum_divided_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_of_parts_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """14: parts are summed inside a copy, and the copies go their own ways."""
-    monkeypatch.setattr(shard, "Scatter", lambda copies: Scatter(None))
+    monkeypatch.setattr(fsdp, "Scatter", lambda copies: Scatter(None))
     check(jobs.groups(), "dp=2 fsdp=2", "R", "0.weight", "V004")
 
 
 def test_copies_summed_in_a_micro_batch_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """12: what was summed over the copies is put by, and summed again at the end."""
-    real = Shards.before
+    real = FsdpRuntime.before
 
     def before(self: Any, last: bool) -> None:
         real(self, last)
         self.scatter.last = True
 
-    monkeypatch.setattr(Shards, "before", before)
+    monkeypatch.setattr(FsdpRuntime, "before", before)
     check(jobs.groups(), "dp=2 fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V002")
 
 
 def test_clipped_by_the_norm_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each rank clips by what it holds."""
     monkeypatch.setattr(
-        Shards, "norm", lambda self, gradients: torch.nn.utils.get_total_norm([g for g in gradients if g.numel()])
+        FsdpRuntime, "norm", lambda self, gradients: torch.nn.utils.get_total_norm([g for g in gradients if g.numel()])
     )
     check(jobs.groups(), "fsdp=2", "U2", "0.weight", "V007")
 
 
 def test_a_micro_batch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """13: only the last micro-batch's sum survives."""
-    monkeypatch.setattr(Shards, "after", lambda self: [setattr(p, "grad", None) for p in self.sharded.values()])
+    monkeypatch.setattr(FsdpRuntime, "after", lambda self: [setattr(p, "grad", None) for p in self.sharded.values()])
     check(jobs.groups(), "fsdp=2 microbatches=2 zero=2", "G", "0.weight", "V014")
 
 
 def test_the_first_partial_sum_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """13: the second of three overwrites what the first put by."""
-    real = Shards.after
+    real = FsdpRuntime.after
 
     def after(self: Any) -> None:
         self.partial = {}
         real(self)
 
-    monkeypatch.setattr(Shards, "after", after)
+    monkeypatch.setattr(FsdpRuntime, "after", after)
     check(jobs.groups(), "fsdp=2 microbatches=3", "G", "0.weight", "V014")
 
 
@@ -122,13 +122,13 @@ def test_selective_gives_back_another_call(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """43: FSDP2's sum makes zeros of what nobody used; weight decay then moves it."""
-    real = Shards.finish
+    real = FsdpRuntime.finish
 
     def finish(self: Any) -> Any:
         self.used.update(self.trained)
         return real(self)
 
-    monkeypatch.setattr(Shards, "finish", finish)
+    monkeypatch.setattr(FsdpRuntime, "finish", finish)
     check(jobs.branches(), "fsdp=2", "G", "never.bias", "V003")
 
 
@@ -153,47 +153,47 @@ def test_offload_gives_back_stale_weights(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_gathered_copy_outlives_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """24: the parameters of the step before are used once more, because nobody dropped them."""
-    real = Shards.before
+    real = FsdpRuntime.before
 
     def before(self: Any, last: bool) -> None:
         real(self, last)
         for module in self.modules:
             module.set_reshard_after_backward(False, recurse=False)
 
-    monkeypatch.setattr(Shards, "before", before)
+    monkeypatch.setattr(FsdpRuntime, "before", before)
     check(jobs.groups(), "fsdp=2 zero=1", "U", "0.weight", "V015")
 
 
 def test_one_rank_holds_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """46: two parts of equal shape change places."""
-    real = scattering.Gather.__call__
+    real = collectives.Gather.__call__
 
     def gather(self: Any, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         work = real(self, output_tensor, input_tensor, group, False)
         output_tensor.copy_(output_tensor.view(group.size(), -1).flip(0).reshape(-1))
         return work
 
-    monkeypatch.setattr(scattering.Gather, "__call__", gather)
+    monkeypatch.setattr(collectives.Gather, "__call__", gather)
     verdict = verify(jobs.groups(), Plan.parse("fsdp=2"))
     assert verdict.exit_code == DIFFERENT and verdict.parameter == "0.weight"
 
 
 def test_batch_norm_over_the_copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: statistics are of a rank's own share."""
-    monkeypatch.setattr(batchnorm, "synchronise", lambda model, names, group: None)
+    monkeypatch.setattr(batch_norm, "synchronise", lambda model, names, group: None)
     check(jobs.batch_norm(), "fsdp=2", "B", "0.weight", "V015")
 
 
 def test_a_sum_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """C: traffic that a dry run does not have: something else in the ranks' processes sends it."""
-    real = Shards.finish
+    real = FsdpRuntime.finish
 
     def finish(self: Any) -> Any:
         if dist.get_backend() != "fake":
             dist.all_reduce(torch.zeros(3))
         return real(self)
 
-    monkeypatch.setattr(Shards, "finish", finish)
+    monkeypatch.setattr(FsdpRuntime, "finish", finish)
     check(jobs.groups(), "fsdp=2", "C", "", "V012")
 
 

@@ -11,12 +11,11 @@ from torch.nn import functional as F
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
-from plait.model.slices import Cut
-from plait.parallel.gradient_sums import Across
+from plait.model.slices import ParameterSlice
+from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.tensor import strategy as tensor
-from plait.parallel.tensor import vocabulary
-from plait.parallel.tensor import wiring as sliced
-from plait.tensors import collectives as regions
+from plait.parallel.tensor import vocabulary, wiring
+from plait.tensors import collectives
 from plait.verify.verify import verify
 
 WIDTH, HEAD = 8, 4
@@ -75,7 +74,7 @@ def test_without_a_bug() -> None:
 
 def test_the_gradient_of_what_enters_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is before a pair gets one rank's share. The last pair and the head are right, and all slices of them."""
-    monkeypatch.setattr(regions._Enter, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    monkeypatch.setattr(collectives._Enter, "backward", staticmethod(lambda ctx, grad: (grad, None)))
     sees(job(), "tp=2", "G", "embed.weight")
 
 
@@ -83,34 +82,34 @@ def test_the_gradient_of_what_enters_summed_twice(monkeypatch: pytest.MonkeyPatc
     """As with one sum for each column that is given the same tensor, when there is one before them all."""
 
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return regions.summed(regions.summed(grad, ctx.group), ctx.group), None
+        return collectives.summed(collectives.summed(grad, ctx.group), ctx.group), None
 
-    monkeypatch.setattr(regions._Enter, "backward", staticmethod(backward))
+    monkeypatch.setattr(collectives._Enter, "backward", staticmethod(backward))
     sees(job(), "tp=2", "G", "embed.weight")
 
 
 def test_a_sum_whose_gradient_is_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adjoint of an all-reduce to all ranks is none: Megatron's g is no all-reduce in backward."""
     monkeypatch.setattr(
-        regions._Total, "backward", staticmethod(lambda ctx, grad: (regions.summed(grad, ctx.group), None))
+        collectives._Total, "backward", staticmethod(lambda ctx, grad: (collectives.summed(grad, ctx.group), None))
     )
     sees(job(), "tp=2", "G", "")
 
 
 def test_a_rows_bias_added_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient is right on each rank, but the forward pass adds it twice."""
-    monkeypatch.setattr(sliced, "silence", lambda row: None)
+    monkeypatch.setattr(wiring, "silence", lambda row: None)
     sees(job(), "tp=2", "G", "")
 
 
 def without(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     """Gradients of parameters with this word in their name are not added up."""
-    real = Across._add_up
+    real = CrossGroupSums._add_up
 
     def add_up(self: Any, names: list[str], group: Any) -> None:
         real(self, [n for n in names if word not in n], group)
 
-    monkeypatch.setattr(Across, "_add_up", add_up)
+    monkeypatch.setattr(CrossGroupSums, "_add_up", add_up)
 
 
 def test_gradients_of_norms_on_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,20 +120,22 @@ def test_gradients_of_norms_on_heads_not_summed(monkeypatch: pytest.MonkeyPatch)
 
 def test_gradients_of_shared_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four ranks hold the same head of keys, and each its own queries."""
-    real = Cut.alike
-    monkeypatch.setattr(Cut, "alike", lambda self: [(rank,) for alike in real(self) for rank in alike])
+    real = ParameterSlice.alike
+    monkeypatch.setattr(ParameterSlice, "alike", lambda self: [(rank,) for alike in real(self) for rank in alike])
     sees(job(), "tp=4", "G", ".k.")
 
 
 def test_masks_of_another_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank drops what the other one should."""
-    monkeypatch.setattr(tensor, "Drawn", lambda groups, rank, ranks: sliced.Drawn(groups, (rank + 1) % ranks, ranks))
+    monkeypatch.setattr(
+        tensor, "Drawn", lambda groups, rank, ranks: wiring.SlicedDraws(groups, (rank + 1) % ranks, ranks)
+    )
     sees(job(0.3), "tp=2", "G", "")
 
 
 def test_the_same_mask_for_every_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank draws the first slice's numbers."""
-    monkeypatch.setattr(tensor, "Drawn", lambda groups, rank, ranks: sliced.Drawn(groups, 0, ranks))
+    monkeypatch.setattr(tensor, "Drawn", lambda groups, rank, ranks: wiring.SlicedDraws(groups, 0, ranks))
     sees(job(0.3), "tp=2", "G", "")
 
 
@@ -147,12 +148,12 @@ def test_rows_of_the_vocabulary_shifted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_whole_parameters_count_once_for_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: norms and biases are on all ranks, and count once."""
-    real = Across._copies
-    monkeypatch.setattr(Across, "_copies", lambda self, name: max(1, real(self, name) // 2))
+    real = CrossGroupSums._copies
+    monkeypatch.setattr(CrossGroupSums, "_copies", lambda self, name: max(1, real(self, name) // 2))
     sees(job(), "tp=2", "U2", "")
 
 
 def test_the_norm_of_a_ranks_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: each rank clips by what it holds."""
-    monkeypatch.setattr(Across, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
+    monkeypatch.setattr(CrossGroupSums, "norm", lambda self, gradients: float(torch.nn.utils.get_total_norm(gradients)))
     sees(jobs.mlp(), "tp=2", "U2", "")

@@ -11,9 +11,9 @@ from torch.nn.functional import dropout
 
 from plait.launch.fork import run
 from plait.model.slices import Slices
-from plait.parallel.tensor.sequence.lazy import Late, plain
-from plait.parallel.tensor.sequence.partial_sum import Owed
-from plait.parallel.tensor.sequence.runtime import Handing
+from plait.parallel.tensor.sequence.lazy import LazyGather, plain
+from plait.parallel.tensor.sequence.partial_sum import PartialSum
+from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 
 SHAPE = 2, 5, 3
 CASES: dict[str, Any] = {
@@ -52,7 +52,7 @@ def ranked(body: Any) -> None:
 
 def compared(group: Any, case: Any, stretched: bool) -> Any:
     """What a case gives of a sum that is owed, after its rows and gradients were compared; its rows on this rank too."""
-    handing = Handing(nn.Module(), Slices(), group)
+    handing = SequenceParallelUnits(nn.Module(), Slices(), group)
     rows = handing.split(SHAPE[1])
     shares, others = ([of(k + r, *SHAPE, dtype=torch.float32) for r in range(group.size())] for k in (0, 50))
     a, weight = of(99, 5, 3, dtype=torch.float32).requires_grad_(), of(98, *SHAPE, dtype=torch.float32)
@@ -60,10 +60,10 @@ def compared(group: Any, case: Any, stretched: bool) -> Any:
     expected = case(whole.clone(), more.clone(), a)
     wanted = torch.autograd.grad((expected * weight).sum(), [whole, more, a], allow_unused=True)
     mine = [t[group.rank()].clone().requires_grad_() for t in (shares, others)]
-    found = case(*(Owed.of(t.clone(), handing, "embed") for t in mine), a)
+    found = case(*(PartialSum.of(t.clone(), handing, "embed") for t in mine), a)
     if stretched:
         late = found.stretch(1, rows)
-        assert isinstance(late, Late)
+        assert isinstance(late, LazyGather)
         assert torch.equal(late.mine(), rows.take(expected, 1, group.rank()))
         loss, again = (late.mine() * rows.take(weight, 1, group.rank())).sum(), found.whole()
     else:
@@ -79,8 +79,8 @@ def compared(group: Any, case: Any, stretched: bool) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_linear_is_done_to_the_shares(name: str) -> None:
     def body(group: Any) -> None:
-        assert isinstance(compared(group, CASES[name], True), Owed)
-        assert isinstance(compared(group, CASES[name], False), Owed)
+        assert isinstance(compared(group, CASES[name], True), PartialSum)
+        assert isinstance(compared(group, CASES[name], False), PartialSum)
 
     ranked(body)
 
@@ -89,7 +89,7 @@ def test_what_is_linear_is_done_to_the_shares(name: str) -> None:
 def test_what_is_not_is_done_to_the_sum(name: str) -> None:
     def body(group: Any) -> None:
         x = compared(group, NOT_LINEAR[name], False)
-        assert name == "a slice in place" or not isinstance(x, Owed)
+        assert name == "a slice in place" or not isinstance(x, PartialSum)
 
     ranked(body)
 
@@ -100,7 +100,7 @@ def test_it_is_summed_once() -> None:
     def body(group: Any) -> None:
         made: list[str] = []
 
-        class Heard(Handing):
+        class Heard(SequenceParallelUnits):
             def left(self, x: Tensor, *how: Any) -> Tensor:
                 made.append("scattered")
                 return super().left(x, *how)
@@ -115,9 +115,9 @@ def test_it_is_summed_once() -> None:
 
         handing = Heard(nn.Module(), Slices(), group)
         rows, whole = handing.split(5), of(0, *SHAPE) * group.size()
-        x = Owed.of(of(0, *SHAPE), handing, "embed")
+        x = PartialSum.of(of(0, *SHAPE), handing, "embed")
         assert torch.equal(x.whole(), whole) and x.stretch(1, rows) is x.whole() and torch.equal(x + 1, whole + 1)
-        y = Owed.of(of(0, *SHAPE), handing, "embed")
+        y = PartialSum.of(of(0, *SHAPE), handing, "embed")
         assert (
             y.stretch(1, rows) is y.stretch(1, rows) and torch.equal(y.whole(), whole) and torch.equal(y + 1, whole + 1)
         )

@@ -14,7 +14,7 @@ from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.model.make import call
 from plait.model.sketch import Sketch, sketch
-from plait.planner.question import Asked
+from plait.planner.question import PlanRequest
 from plait.verify.verify import verify
 
 
@@ -176,5 +176,5 @@ def test_what_would_be_lost_is_refused(layers: tuple[Any, ...], plan: str, code:
 
 
 def test_the_planner_does_not_choose_it() -> None:
-    why = Asked.of(job(Follower), "job", Machine.named("h100x8")).refused()
+    why = PlanRequest.of(job(Follower), "job", Machine.named("h100x8")).refused()
     assert "changes the weight" in why(Plan.parse("fsdp=2")) and not why(Plan.parse("dp=2"))

@@ -9,7 +9,7 @@ from jobs_padded import Pairs, Sentences, Streamed, each, tagger
 import plait
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.verify.verify import verify
 
@@ -63,7 +63,7 @@ def evaluated(plan: str, data: type) -> list[dict[str, float]]:
     def run(place: Place) -> dict[str, float]:
         return Engine(job, plan, place=place, cast=None).evaluate()
 
-    return here.run(run, Plan.parse(plan).world)
+    return fork.run(run, Plan.parse(plan).world)
 
 
 @pytest.mark.parametrize("data", (Sentences, Streamed))

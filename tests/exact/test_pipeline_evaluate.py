@@ -13,7 +13,7 @@ import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 
 PLANS = ("pp=2", "pp=2 schedule=zbv stages_per_rank=2 microbatches=2", "pp=2 fsdp=2", "pp=2 dp=2 microbatches=2")
@@ -31,7 +31,7 @@ def told(job: plait.Job, plan: str, cast: torch.dtype | None = torch.float64, st
                 found += [step.loss, step.norm, *engine.evaluate().values()]
         return found
 
-    return here.run(run, Plan.parse(plan).world)
+    return fork.run(run, Plan.parse(plan).world)
 
 
 def watched(job: plait.Job, n: int) -> plait.Job:

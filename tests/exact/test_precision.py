@@ -7,7 +7,7 @@ import torch
 
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 
 
@@ -15,9 +15,9 @@ def losses(place: Place, plan: str) -> dict[str, Any]:
     engine = Engine(jobs.mlp(), Plan.parse(plan), place=place)
     rows = []
     for batch in engine.batches():
-        rider = engine.backward(batch)
+        step_row = engine.backward(batch)
         before = [p.detach().clone() for p in engine.model.parameters()]
-        step = engine.update(batch, rider)
+        step = engine.update(batch, step_row)
         moved = any(not torch.equal(a, b) for a, b in zip(before, engine.model.parameters()))
         rows.append([step.loss, step.skipped, moved, engine.built.scaler.value if engine.built.scaler else 1.0])
     assert all(p.dtype == torch.float32 for p in engine.model.parameters())
@@ -42,7 +42,7 @@ def overflowing(place: Place) -> dict[str, Any]:
 
 
 def test_overflow_on_one_rank_skips_on_all() -> None:
-    first, second = (r["rows"] for r in here.run(overflowing, 2))
+    first, second = (r["rows"] for r in fork.run(overflowing, 2))
     assert first == second
     assert [row[0] for row in first] == [False, False, True, False, False, False]
     assert [row[1] for row in first] == [True, True, False, True, True, True]
@@ -51,13 +51,13 @@ def test_overflow_on_one_rank_skips_on_all() -> None:
 
 
 def test_bf16_follows_fp32() -> None:
-    full = here.run(lambda place: losses(place, "dp=2"), 2)[0]["rows"]
-    half = here.run(lambda place: losses(place, "dp=2 precision=bf16"), 2)[0]["rows"]
+    full = fork.run(lambda place: losses(place, "dp=2"), 2)[0]["rows"]
+    half = fork.run(lambda place: losses(place, "dp=2 precision=bf16"), 2)[0]["rows"]
     assert all(abs(a[0] - b[0]) < 0.02 * abs(a[0]) for a, b in zip(full, half))
     assert any(a[0] != b[0] for a, b in zip(full, half))
 
 
 def test_fp16_trains() -> None:
-    rows = here.run(lambda place: losses(place, "dp=2 precision=fp16 microbatches=2"), 2)[0]["rows"]
+    rows = fork.run(lambda place: losses(place, "dp=2 precision=fp16 microbatches=2"), 2)[0]["rows"]
     assert all(row[1] != row[2] for row in rows)  # a step is skipped, or it moves the weights
     assert not rows[-1][1]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from plait.launch.fork import run
-from plait.tensors import collectives as regions
+from plait.tensors import collectives
 from plait.tensors.rows import Rows
 
 CUTS = {
@@ -43,11 +43,11 @@ def pairs(group) -> None:
     for dtype in FORMATS:
         mine = of(rank, 2, 3, dtype=dtype).requires_grad_()
         everything = [of(r, 2, 3, dtype=dtype) for r in range(ranks)]
-        out = regions.total(mine, group)
+        out = collectives.total(mine, group)
         assert torch.equal(out, sum(everything))
         (grad,) = torch.autograd.grad(out, mine, everything[0])
         assert torch.equal(grad, everything[0]), "a copy's gradient is not summed again"
-        out = regions.enter(mine, group)
+        out = collectives.enter(mine, group)
         assert torch.equal(out, mine)
         (grad,) = torch.autograd.grad(out, mine, everything[rank])
         assert torch.equal(grad, sum(everything))
@@ -63,12 +63,12 @@ def borders(group, cut: Rows, dim: int, dtype: torch.dtype) -> None:
     shares = [of(r, *shape, dtype=dtype) for r in range(ranks)]
     own = lambda t: cut.take(t, dim, rank)  # noqa: E731
     x = own(whole).clone().requires_grad_()
-    for function, expected in ((regions.gather, own(shares[0])), (regions.gather_partial, own(sum(shares)))):
+    for function, expected in ((collectives.gather, own(shares[0])), (collectives.gather_partial, own(sum(shares)))):
         out = function(x, dim, cut, group)
         assert torch.equal(out, whole) and out.is_contiguous()
-        given = shares[0] if function is regions.gather else shares[rank]
+        given = shares[0] if function is collectives.gather else shares[rank]
         assert torch.equal(torch.autograd.grad(out, x, given)[0], expected), (function, cut, dim)
-    for function, expected in ((regions.part, own(shares[rank])), (regions.scatter_sum, own(sum(shares)))):
+    for function, expected in ((collectives.part, own(shares[rank])), (collectives.scatter_sum, own(sum(shares)))):
         y = shares[rank].clone().requires_grad_()
         out = function(y, dim, cut, group)
         assert torch.equal(out, expected) and out.is_contiguous()
@@ -98,22 +98,24 @@ def blocks(group, recomputed: bool) -> None:
 
         def region(x: Tensor, up: Tensor, down: Tensor, sequence: bool = sequence) -> Tensor:
             if sequence:
-                return regions.scatter_sum(mlp(regions.gather_partial(x, 1, rows, group), up, down), 1, rows, group)
-            return regions.total(mlp(regions.enter(x, group), up, down), group)
+                return collectives.scatter_sum(
+                    mlp(collectives.gather_partial(x, 1, rows, group), up, down), 1, rows, group
+                )
+            return collectives.total(mlp(collectives.enter(x, group), up, down), group)
 
         a, g = mine[0], mine[3]
         if sequence:
-            a, g = regions.part(a, 1, rows, group), regions.enter(g, group)
+            a, g = collectives.part(a, 1, rows, group), collectives.enter(g, group)
         b = keep(region, a, mine[1], mine[2])
         y = torch.layer_norm(b, [3], g) + b
-        y = regions.gather(y, 1, rows, group) if sequence else y
+        y = collectives.gather(y, 1, rows, group) if sequence else y
         out = y.square().sum()
         assert abs(float((out - loss).detach())) < 1e-12
         found = torch.autograd.grad(out, mine)
         right = [expected[0], cut.take(expected[1], 1, rank), cut.take(expected[2], 0, rank), expected[3]]
         assert max(float((f - r).abs().max()) for f, r in zip(found, right) if f.numel()) < 1e-12
         for copy in (found[0], found[3]):
-            assert torch.equal(regions.summed(copy, group, dist.ReduceOp.MAX), copy), "the same on every rank"
+            assert torch.equal(collectives.summed(copy, group, dist.ReduceOp.MAX), copy), "the same on every rank"
 
 
 @pytest.mark.parametrize("ranks, recomputed", [(2, False), (3, True)])
@@ -128,7 +130,7 @@ def seconds(group) -> None:
     (force,) = torch.autograd.grad(torch.sin(x @ w).sum(), x, create_graph=True)
     expected = torch.autograd.grad(force.square().sum(), (x, w))
     y, v = x.detach().requires_grad_(), cut.take(w, 1, rank).detach().clone().requires_grad_()
-    energy = regions.total(torch.sin(regions.enter(y, group) @ v).sum(), group)
+    energy = collectives.total(torch.sin(collectives.enter(y, group) @ v).sum(), group)
     (force,) = torch.autograd.grad(energy, y, create_graph=True)
     found = torch.autograd.grad(force.square().sum(), (y, v))
     assert torch.allclose(found[0], expected[0], rtol=1e-12)
@@ -143,14 +145,14 @@ def writes(group) -> None:
     """Activations written in place right after a border, as `ReLU(inplace=True)` does."""
     x, cut = of(group.rank(), 5, 4).requires_grad_(), CUTS[2][0]
     for border in (
-        lambda t: regions.total(t, group),
-        lambda t: regions.gather(regions.part(t, 0, cut, group), 0, cut, group),
+        lambda t: collectives.total(t, group),
+        lambda t: collectives.gather(collectives.part(t, 0, cut, group), 0, cut, group),
     ):
         border(x * 1).relu_().sum().backward()
     with pytest.raises(RuntimeError, match="modified inplace"):
-        regions.enter(x * 1, group).relu_()  # it would also write what other code knows as x
+        collectives.enter(x * 1, group).relu_()  # it would also write what other code knows as x
     with pytest.raises(ValueError, match="5 rows, not"):
-        regions.gather(x, 0, cut, group)
+        collectives.gather(x, 0, cut, group)
 
 
 def test_what_follows_a_border_may_write_in_place() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from plait.config.plan import Plan
 from plait.engine.traffic import Traffic
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.context import blockwise, ring, ulysses
 from plait.tensors.rows import Rows
@@ -114,7 +114,7 @@ def split(case: str, place: Place) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", (2, 3, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_equal(case: str, ranks: int) -> None:
-    for result in here.run(lambda place: split(case, place), ranks, here.Listener(lambda *_: None)):
+    for result in fork.run(lambda place: split(case, place), ranks, fork.Listener(lambda *_: None)):
         assert all(w < 1e-12 for w in result["worst"].values()) and len(result["worst"]) >= 2, result
 
 

@@ -16,11 +16,11 @@ from plait.data import batch as data
 from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.model.slices import Slices
-from plait.parallel.tensor import choose as chosen
-from plait.parallel.tensor.sequence import partial_sum as owed
+from plait.parallel.tensor import choose
+from plait.parallel.tensor.sequence import partial_sum
 from plait.planner.dryrun.dry_run import first_step, known
-from plait.randomness.sub_block import Share
-from plait.tensors import collectives as regions
+from plait.randomness.sub_block import HeldRows
+from plait.tensors import collectives
 from plait.verify.verify import verify
 
 
@@ -139,7 +139,7 @@ def found(name: str, plan: str = "tp=2") -> Slices:
     job = JOBS[name]()
     model, samples = job.model(), job.data()
     inputs = lambda n: data.first_samples(samples, n)[0]  # noqa: E731
-    return chosen.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
+    return choose.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
 
 
 @pytest.mark.parametrize("name, text", every(3, PLANS))
@@ -217,7 +217,7 @@ def sees(name: str) -> None:
 
 def test_gradients_from_stretches_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms get one rank's share."""
-    whole = chosen.slices_of
+    whole = choose.slices_of
 
     def without(*args: Any) -> Slices:
         from dataclasses import replace
@@ -225,43 +225,43 @@ def test_gradients_from_stretches_not_summed(monkeypatch: pytest.MonkeyPatch) ->
         made = whole(*args)
         return replace(made, stretches=tuple(replace(one, partial=()) for one in made.stretches))
 
-    monkeypatch.setattr(chosen, "slices_of", without)
+    monkeypatch.setattr(choose, "slices_of", without)
     sees("gpt")
 
 
 def test_a_gradient_that_every_rank_has_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is before the first block gets it as often as there are ranks."""
-    monkeypatch.setattr(regions, "gather", regions.gather_partial)
+    monkeypatch.setattr(collectives, "gather", collectives.gather_partial)
     sees("between")
 
 
 def test_positions_added_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """To its share of the embedding: the sum has them twice."""
-    plain = owed._Once.forward
+    plain = partial_sum._Once.forward
     monkeypatch.setattr(
-        owed._Once, "forward", staticmethod(lambda ctx, share, other, first: plain(ctx, share, other, True))
+        partial_sum._Once, "forward", staticmethod(lambda ctx, share, other, first: plain(ctx, share, other, True))
     )
     sees("gpt")
 
 
 def test_positions_get_a_share_of_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is whole has its whole gradient on every rank."""
-    plain = owed._Once.backward
+    plain = partial_sum._Once.backward
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         share, other, _ = plain(ctx, grad)
         return share, other / 2, None
 
-    monkeypatch.setattr(owed._Once, "backward", staticmethod(backward))
+    monkeypatch.setattr(partial_sum._Once, "backward", staticmethod(backward))
     sees("gpt")
 
 
 def test_a_mask_of_the_first_rows_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Share.__call__
+    plain = HeldRows.__call__
 
-    def first(self: Share, place: str, dim: int, whole: int | None, local: int) -> Any:
+    def first(self: HeldRows, place: str, dim: int, whole: int | None, local: int) -> Any:
         axis = plain(self, place, dim, whole, local)
         return None if axis is None else (axis[0], ((0, local),))
 
-    monkeypatch.setattr(Share, "__call__", first)
+    monkeypatch.setattr(HeldRows, "__call__", first)
     sees("gpt")

@@ -11,7 +11,7 @@ from rarely import every
 from torch import Tensor, nn
 
 from plait.config.plan import Plan
-from plait.parallel.fsdp import groups as gathering
+from plait.parallel.fsdp import groups
 from plait.verify.verify import verify
 
 JOBS = {**jobs.ALL, **jobs_unlike.ALL, **jobs_real.ALL}
@@ -70,7 +70,7 @@ def test_real_models(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ("teacher", "in_place_on_output"))
 def test_units_that_share_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "GROUP_BYTES", 2500)  # two blocks in float64
+    monkeypatch.setattr(groups, "GROUP_BYTES", 2500)  # two blocks in float64
     equal_or_named(name, "fsdp=2 microbatches=2 recompute=selective")
 
 

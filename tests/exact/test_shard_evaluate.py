@@ -9,7 +9,7 @@ import torch
 
 import plait
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 
 
@@ -35,7 +35,7 @@ def evaluated(data: Any, plan: str, ranks: int) -> list[dict[str, float]]:
                 found |= {f"{name} {k}": value for name, value in engine.evaluate().items()}
         return found
 
-    return here.run(run, ranks)
+    return fork.run(run, ranks)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.parallel.fsdp.optimizer_check import differs
 from plait.planner.dryrun.dry_run import dry_run
 from plait.verify.verify import verify
@@ -188,4 +188,4 @@ def _build(job: Any, plan: str) -> list[dict[str, bool]]:
         return {}
 
     made: Callable[[Any], dict[str, bool]] = run
-    return here.run(made, 2)
+    return fork.run(made, 2)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.fsdp import groups as gathering
+from plait.parallel.fsdp import groups
 from plait.parallel.fsdp.collectives import Scatter
 
 
@@ -33,7 +33,7 @@ def trained(job: Any, plan: str, ranks: int) -> list[dict[str, Any]]:
         finite = all(bool(p.isfinite().all()) for p in engine.built.own.values())
         return {"rows": rows, "summed": sorted(summed), "own": sorted(own), "finite": finite}
 
-    return here.run(run, ranks)
+    return fork.run(run, ranks)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def overflowing(place: Place) -> dict[str, Any]:
 
 
 def test_overflow_on_one_rank_skips_on_all() -> None:
-    first, *others = (r["rows"] for r in here.run(overflowing, 4))
+    first, *others = (r["rows"] for r in fork.run(overflowing, 4))
     assert all(rows == first for rows in others)
     assert [row[0] for row in first] == [False, False, True, False, False, False]
     assert [row[1] for row in first] == [True, True, False, True, True, True]
@@ -102,7 +102,7 @@ class Formats(nn.Module):
     (("fsdp=2", 2), pytest.param("dp=2 fsdp=2 zero=2 microbatches=2 recompute=full", 4, marks=pytest.mark.prove)),
 )
 def test_parameters_of_several_formats(plan: str, ranks: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "GROUP_BYTES", size)
+    monkeypatch.setattr(groups, "GROUP_BYTES", size)
     (whole,) = trained(jobs.make(Formats), "dp=1", 1)
     for found in trained(jobs.make(Formats), plan, ranks):
         assert all(abs(a - b) < 1e-4 for a, b in zip(whole["rows"], found["rows"]))

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from plait import LinearCrossEntropy, linear_cross_entropy
 from plait.launch.fork import run
-from plait.tensors import collectives as regions
+from plait.tensors import collectives
 from plait.tensors.rows import Rows
-from plait.tensors.sharded_tensor import Spread, whole
+from plait.tensors.sharded_tensor import ShardedTensor, whole
 
 BATCH, TIME, WORDS = 2, 6, 7
 CUTS = {
@@ -150,7 +150,7 @@ def both(function: Function, dim: int, rows: Rows, group: Any) -> list[tuple[Ten
     expected = function(x, w)
     right = torch.autograd.grad(expected, (x, w), allow_unused=True)
     mine, w = rows.take(x.detach(), dim, group.rank()).clone().requires_grad_(), w.detach().requires_grad_()
-    found = function(Spread(mine, dim, rows, group), w)
+    found = function(ShardedTensor(mine, dim, rows, group), w)
     got = torch.autograd.grad(found, (mine, w), allow_unused=True)
     pairs = [(found.detach(), expected.detach()), (got[0], rows.take(right[0], dim, group.rank()))]
     return pairs + ([(got[1], right[1])] if right[1] is not None else [])
@@ -166,7 +166,7 @@ def equal(cases: dict[str, Function], group: Any, counted: list[int]) -> None:
                 raise AssertionError(f"{name}, dim {dim} cut as {rows}") from error
             worst = [float((a - b).abs().max()) if b.numel() else 0.0 for a, b in pairs]
             assert max(worst) < (1e-6 if name == "Hugging Face" else 1e-12), (name, dim, rows, worst)
-            assert torch.equal(regions.summed(pairs[0][0], group, dist.ReduceOp.MAX), pairs[0][0]), name
+            assert torch.equal(collectives.summed(pairs[0][0], group, dist.ReduceOp.MAX), pairs[0][0]), name
             assert cases is GATHERED or not counted, (name, dim, rows, "the whole was gathered")
 
 
@@ -176,8 +176,8 @@ def test_the_loss_and_the_gradients_are_those_of_the_whole(
     ranks: int, cases: dict[str, Function], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    before = Spread.whole
-    monkeypatch.setattr(Spread, "whole", lambda self: (counted.append(1), before(self))[1])
+    before = ShardedTensor.whole
+    monkeypatch.setattr(ShardedTensor, "whole", lambda self: (counted.append(1), before(self))[1])
     ranked(ranks, lambda group: equal(cases, group, counted))
 
 
@@ -185,11 +185,11 @@ def surfaces(group: Any) -> None:
     """What code asks of a tensor before it computes with it."""
     rank, (dim, rows) = group.rank(), CUTS[2][0]
     mine = rows.take(logits().detach(), dim, rank).clone().requires_grad_()
-    x = Spread(mine, dim, rows, group)
+    x = ShardedTensor(mine, dim, rows, group)
     assert isinstance(x, Tensor) and x.shape == x.size() == (BATCH, TIME, WORDS) and x.size(-1) == WORDS
     assert len(x) == BATCH and x.numel() == x.nelement() == BATCH * TIME * WORDS and x.dim() == x.ndim == 3
     assert x.requires_grad and x.dtype == torch.float64 and x.device.type == "cpu" and x.is_floating_point()
-    assert not x.detach().requires_grad and type(x.data) is Spread and "dim 2" in repr(x)
+    assert not x.detach().requires_grad and type(x.data) is ShardedTensor and "dim 2" in repr(x)
     assert x.float().dtype == x.to(torch.float32).dtype == x.to("cpu", torch.float32).dtype == torch.float32
     assert type(whole(x)) is Tensor and whole(mine) is mine and torch.equal(whole(x), logits())
     assert torch.equal(x.argmax(-1), logits().argmax(-1)) and torch.equal(whole(x.argmax(1)), logits().argmax(1))
@@ -198,7 +198,7 @@ def surfaces(group: Any) -> None:
     (x * 2).sum().backward()
     assert seen == [mine.shape] and torch.equal(mine.grad, torch.full_like(mine, 2.0))
     with pytest.raises(ValueError, match="rows, not"):
-        Spread(mine.narrow(2, 0, 1), 2, rows, group)
+        ShardedTensor(mine.narrow(2, 0, 1), 2, rows, group)
     assert torch.equal(torch.ops.aten.add.Tensor(x, 1), logits() + 1)
     with pytest.raises(TypeError, match="spread over ranks"), torch._C.DisableTorchFunctionSubclass():
         torch.add(x, 1)
@@ -232,7 +232,7 @@ def formats(group: Any) -> None:
                     expected = ce(x.flatten(0, 1), TARGETS.flatten(), label_smoothing=0.1)
                     (right,) = torch.autograd.grad(expected, x)
                     mine = rows.take(x.detach(), dim, group.rank()).clone().requires_grad_()
-                    spread = Spread(mine, dim, rows, group)
+                    spread = ShardedTensor(mine, dim, rows, group)
                     found = ce(spread.flatten(0, 1), TARGETS.flatten(), label_smoothing=0.1)
                     (got,) = torch.autograd.grad(found, mine)
                 assert found.dtype == expected.dtype and got.dtype == dtype
@@ -252,7 +252,7 @@ def large(group: Any) -> None:
     x = (logits().detach() * 300).requires_grad_()
     x = x.masked_fill(torch.arange(WORDS) < 4, -torch.inf)
     targets = torch.full((BATCH * TIME,), 5)
-    found = ce(Spread(rows.take(x, 2, group.rank()), 2, rows, group).flatten(0, 1), targets)
+    found = ce(ShardedTensor(rows.take(x, 2, group.rank()), 2, rows, group).flatten(0, 1), targets)
     assert torch.allclose(found, ce(x.flatten(0, 1), targets), rtol=1e-12)
 
 
@@ -275,7 +275,7 @@ def headed(group: Any) -> None:
                 found = linear_cross_entropy(*given[:2], TARGETS, given[2], chunk=chunk, rows=rows, group=group)
             else:
                 given[0] = rows.take(hidden.detach(), dim, rank).clone().requires_grad_()
-                x = Spread(given[0], dim, rows, group)
+                x = ShardedTensor(given[0], dim, rows, group)
                 found = linear_cross_entropy(x, given[1], TARGETS, given[2], chunk=chunk)
             assert torch.allclose(found, loss, rtol=1e-13)
             got = list(torch.autograd.grad(found * 2, given))
@@ -283,7 +283,7 @@ def headed(group: Any) -> None:
                 expected = [right[0], *(rows.take(t, 0, rank) for t in right[1:])]
             else:
                 expected = [rows.take(right[0], dim, rank), *right[1:]]
-                got[1:] = [regions.summed(g, group) for g in got[1:]]
+                got[1:] = [collectives.summed(g, group) for g in got[1:]]
             assert all(torch.allclose(g, 2 * e, rtol=1e-12, atol=1e-14) for g, e in zip(got, expected))
     attached(group, hidden.detach(), weight.detach())
 

@@ -16,7 +16,7 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.data.batch import Position
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.planner.dryrun.dry_run import dry_run
 from plait.verify import verify
@@ -87,7 +87,7 @@ def trained(job: plait.Job, plan: str, steps: int = 5, workers: int = 0) -> list
             source.close()  # type: ignore[attr-defined]
             return [found, list(engine.evaluate().values()), engine.inexact]
 
-    return here.run(run, Plan.parse(plan).world)
+    return fork.run(run, Plan.parse(plan).world)
 
 
 PLANS = ("fsdp=2", "dp=2 microbatches=2", "pp=2")
@@ -181,7 +181,7 @@ def steps(job: plait.Job, plan: str, count: int, workers: int = 0, at: Any = Non
                 rows.append([p.epoch, p.start, batch.size, step.loss, step.norm])
             return [rows, ids, engine.inexact, dataclasses.astuple(engine.position)]
 
-    return here.run(run, Plan.parse(plan).world)
+    return fork.run(run, Plan.parse(plan).world)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.config.plan import Plan
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.verify.verify import verify
 
@@ -92,7 +92,7 @@ def torchs(place: Place, schedule: Any, how: Any) -> list[bool]:
 )
 def test_torchs_copies_under_a_pipelines_table(schedule: Any, how: Any, right: list[bool]) -> None:
     """`right`, of each stage. A stage that becomes right is a bug that torch mended: the text above says which."""
-    assert here.run(partial(torchs, schedule=schedule, how=how), COPIES) == [right] * COPIES
+    assert fork.run(partial(torchs, schedule=schedule, how=how), COPIES) == [right] * COPIES
 
 
 @pytest.mark.parametrize("schedule", ("1f1b", "zb"))

@@ -34,12 +34,12 @@ def test_a_message_that_no_dry_run_has_is_seen(monkeypatch: pytest.MonkeyPatch, 
     real = Engine.backward
 
     def backward(self: Any, batch: Any) -> Any:
-        rider = real(self, batch)
+        step_row = real(self, batch)
         if dist.get_backend() != "fake" and self.place.rank == self.plan.world - 1:
             dist.send(torch.zeros(2), 0)
         elif dist.get_backend() != "fake" and self.place.rank == 0:
             dist.recv(torch.zeros(2), self.plan.world - 1)
-        return rider
+        return step_row
 
     monkeypatch.setattr(Engine, "backward", backward)
     verdict = verify(jobs_pipeline.LISTED["root_gpt"](), Plan.parse(text), steps=1)

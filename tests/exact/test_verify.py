@@ -18,7 +18,7 @@ from plait import Job
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.data.batch_norm import synchronise
 from plait.verify.verify import verify
@@ -133,7 +133,7 @@ def test_a_compiled_model_with_batch_norms_is_one_graph() -> None:
         same = all(torch.equal(a, b) and (a.grad is None or torch.equal(a.grad, b.grad)) for a, b in pairs)
         return {"same": same, "graphs": dynamo.counters["stats"]["unique_graphs"]}
 
-    assert here.run(rank, 2) == [{"same": True, "graphs": 2}] * 2
+    assert fork.run(rank, 2) == [{"same": True, "graphs": 2}] * 2
 
 
 def _strided() -> nn.Module:
@@ -158,7 +158,7 @@ def test_batch_norm_with_a_micro_batch_that_is_empty_everywhere() -> None:
             engine.step(batch)
         return {"finite": all(bool(b.isfinite().all()) for b in engine.model.buffers())}
 
-    assert all(r["finite"] for r in here.run(train, 2))
+    assert all(r["finite"] for r in fork.run(train, 2))
 
 
 @pytest.mark.prove
@@ -175,7 +175,7 @@ def test_what_is_verified_compiled_is_compiled() -> None:
             engine.step(next(engine.batches()))
         return {"graphs": dynamo.counters["stats"]["unique_graphs"]}
 
-    assert here.run(compiled, 1)[0]["graphs"] >= 1
+    assert fork.run(compiled, 1)[0]["graphs"] >= 1
 
 
 class Missing(jobs.Numbers):

@@ -161,18 +161,18 @@ def masters_rounded(patch: pytest.MonkeyPatch) -> None:
 
 def reduced_in_16(patch: pytest.MonkeyPatch) -> None:
     """FSDP2 sums gradients in bf16."""
-    from plait.parallel.fsdp import strategy as shard
+    from plait.parallel.fsdp import strategy as fsdp
 
-    real = shard.MixedPrecisionPolicy
-    patch.setattr(shard, "MixedPrecisionPolicy", lambda p, r, **k: real(p, SHORT if p else r, **k))
+    real = fsdp.MixedPrecisionPolicy
+    patch.setattr(fsdp, "MixedPrecisionPolicy", lambda p, r, **k: real(p, SHORT if p else r, **k))
 
 
 def gathered_in_32(patch: pytest.MonkeyPatch) -> None:
     """FSDP2 gathers twice as many bytes as the plan says."""
-    from plait.parallel.fsdp import strategy as shard
+    from plait.parallel.fsdp import strategy as fsdp
 
-    real = shard.MixedPrecisionPolicy
-    patch.setattr(shard, "MixedPrecisionPolicy", lambda p, r, **k: real(None, r, **k))
+    real = fsdp.MixedPrecisionPolicy
+    patch.setattr(fsdp, "MixedPrecisionPolicy", lambda p, r, **k: real(None, r, **k))
 
 
 def added_in_16(patch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from plait import Evaluate
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.engine import engine
-from plait.engine import evaluate as evaluation
+from plait.engine import engine, evaluate
 from plait.verify.verdict import Verdict, table
 from plait.verify.verify import verify
 
@@ -94,11 +93,11 @@ def _late(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     real = engine.Engine.backward
 
     def backward(self: Any, batch: Any) -> Any:
-        rider = real(self, batch)
+        step_row = real(self, batch)
         if batch.position.step >= first:
             for parameter in self.built.own.values():
                 parameter.grad.mul_(1.0 + 1e-6)
-        return rider
+        return step_row
 
     monkeypatch.setattr(engine.Engine, "backward", backward)
 
@@ -154,7 +153,7 @@ def test_evaluation_is_compared(text: str) -> None:
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Evaluations as they are often written."""
-    real = {"_share": evaluation._share, "_means": evaluation._means, "split": evaluation.split}
+    real = {"_share": evaluate._share, "_means": evaluate._means, "split": evaluate.split}
 
     def padded(data: Any, *rest: Any, **more: Any) -> Any:
         """A distributed sampler pads the shorter share with a sample that is counted again."""
@@ -172,7 +171,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     patch = {"padded": ("_share", padded), "mean of means": ("_means", mean_of_means), "twice": ("split", all_of_it)}[
         name
     ]
-    monkeypatch.setattr(evaluation, *patch)
+    monkeypatch.setattr(evaluate, *patch)
 
 
 def told(verdict: Verdict) -> str:

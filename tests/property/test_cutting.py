@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plait.config.errors import PlaitError
 from plait.model.costs import Figure, Unit, UnitCall
 from plait.model.sketch import Sketch
-from plait.parallel.pipeline.partition import SLACK, Cut, across, check, costs, cut
+from plait.parallel.pipeline.partition import SLACK, StagePartition, across, check, costs, cut
 
 
 @st.composite
@@ -49,7 +49,7 @@ def test_balanced_in_order_and_complete(sketch: Sketch, stages: int) -> None:
     _crosses(sketch, made)
 
 
-def _crosses(sketch: Sketch, made: Cut) -> None:
+def _crosses(sketch: Sketch, made: StagePartition) -> None:
     """What a stage needs of an earlier one enters it, and every stage on the way; nothing else does."""
     assert made.crossing[0] == ()
     for stage in range(1, made.stages):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data.batch import Batch, Position, Share, split
+from plait.data.batch import Batch, BatchShare, Position, split
 from plait.data.loading import batches
 from plait.randomness.keyed import permutation
 
@@ -67,7 +67,7 @@ lengths, sizes, parts = st.integers(1, 40), st.integers(1, 12), st.integers(1, 5
 seeds, sources = st.integers(0, 2**63 - 1), st.sampled_from([Ids, Stateful, Iterates])
 
 
-def take(data: Any, steps: int, batch: int, seed: int, share: Share, at: Position | None = None) -> list[Batch]:
+def take(data: Any, steps: int, batch: int, seed: int, share: BatchShare, at: Position | None = None) -> list[Batch]:
     return list(islice(batches(data, batch, seed, share, at or Position()), steps))
 
 
@@ -82,7 +82,7 @@ def test_split_is_a_partition_into_even_parts(size: int, parts: int) -> None:
 
 @given(st.integers(0, 60), parts, parts)
 def test_micro_batches_are_contiguous_over_ranks(size: int, ranks: int, micro: int) -> None:
-    covered = [p for rank in range(ranks) for p in Share(rank, ranks, micro).parts(size)]
+    covered = [p for rank in range(ranks) for p in BatchShare(rank, ranks, micro).parts(size)]
     assert [i for first, count in covered for i in range(first, first + count)] == list(range(size))
 
 
@@ -97,8 +97,8 @@ def test_the_ranks_share_the_batch_of_one_device(
 ) -> None:
     per_epoch = -(-length // batch)
     steps = 2 * per_epoch + 1
-    alone = take(source(length), steps, batch, seed, Share())
-    split_up = [take(source(length), steps, batch, seed, Share(rank, ranks, micro)) for rank in range(ranks)]
+    alone = take(source(length), steps, batch, seed, BatchShare())
+    split_up = [take(source(length), steps, batch, seed, BatchShare(rank, ranks, micro)) for rank in range(ranks)]
     for step, whole in enumerate(alone):
         (only,) = whole.micro
         together = [m for rows in split_up for m in rows[step].micro]
@@ -130,7 +130,7 @@ def test_the_ranks_share_the_batch_of_one_device(
 def test_resuming_anywhere_gives_the_same_sequence(
     source: Any, length: int, batch: int, ranks: int, micro: int, seed: int, data
 ) -> None:
-    share = Share(data.draw(st.integers(0, ranks - 1)), ranks, micro)
+    share = BatchShare(data.draw(st.integers(0, ranks - 1)), ranks, micro)
     steps = 2 * -(-length // batch) + 2
     whole = take(source(length), steps, batch, seed, share)
     done = data.draw(st.integers(1, steps - 1))
@@ -145,7 +145,7 @@ def test_resuming_anywhere_gives_the_same_sequence(
 @given(st.integers(8, 40), sizes, seeds, st.integers(0, 5))
 def test_order_depends_on_seed_and_epoch(length: int, batch: int, seed: int, epoch: int) -> None:
     def first(seed: int, epoch: int) -> list[int]:
-        rows = take(Ids(length), -(-length // batch), batch, seed, Share(), Position(0, epoch, 0, 0))
+        rows = take(Ids(length), -(-length // batch), batch, seed, BatchShare(), Position(0, epoch, 0, 0))
         return [i for b in rows for i in b.micro[0].ids]
 
     assert first(seed, epoch) == permutation(seed, epoch, length).tolist()
@@ -171,7 +171,7 @@ class Counting(Stateful):
 
 @pytest.mark.parametrize("done", [1, pytest.param(2), 3])
 def test_a_state_that_counts_epochs_resumes(done: int) -> None:
-    whole = take(Counting(6), 5, 4, 0, Share())
+    whole = take(Counting(6), 5, 4, 0, BatchShare())
     last = whole[done - 1]
-    again = take(Counting(6), 5 - done, 4, 0, Share(), last.after)
+    again = take(Counting(6), 5 - done, 4, 0, BatchShare(), last.after)
     assert [b.micro[0].targets.tolist() for b in again] == [b.micro[0].targets.tolist() for b in whole[done:]]

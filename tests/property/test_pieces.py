@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait import PlaitError
-from plait.checkpoint import chunks as pieces
-from plait.checkpoint.chunks import Held, Rect, assign, overlap, without, wrong_tiling
+from plait.checkpoint import chunks
+from plait.checkpoint.chunks import HeldChunk, Rect, assign, overlap, without, wrong_tiling
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import NAMES
@@ -69,10 +69,10 @@ def layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]], overlapping: bo
     return layout
 
 
-def held(layout: Layout, whole: dict[str, torch.Tensor]) -> list[list[Held]]:
+def held(layout: Layout, whole: dict[str, torch.Tensor]) -> list[list[HeldChunk]]:
     return [
         [
-            Held(name, NAMES[whole[name].dtype], whole[name].element_size(), tuple(whole[name].shape), *rect)
+            HeldChunk(name, NAMES[whole[name].dtype], whole[name].element_size(), tuple(whole[name].shape), *rect)
             for name, rects in mine.items()
             for rect in rects
         ]
@@ -99,7 +99,7 @@ def test_any_layout_is_read_into_any_other(data: st.DataObject, whole: dict[str,
     saved = data.draw(layouts(shapes, overlapping=True))
     wanted = data.draw(layouts(shapes, overlapping=True))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "CUT", limit)
+        patch.setattr(chunks, "CUT", limit)
         path, building = Path(folder) / "step-000001", Path(folder) / "building"
         lists = held(saved, whole)
         plan = assign(lists)

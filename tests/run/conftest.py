@@ -4,10 +4,10 @@ import pytest
 import training
 from rehearsed import rehearse
 
-from plait.launch import fork as here
+from plait.launch import fork
 
 
 @pytest.fixture(scope="session", autouse=True)
 def commands_start_warm() -> None:
-    here.run(lambda place: {}, 1)
+    fork.run(lambda place: {}, 1)
     rehearse(training.job())

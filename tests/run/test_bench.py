@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait.cli import bench as benching
+from plait.cli import bench
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.machine import Machine
 from plait.launch import detect, devices
 from plait.launch.detect import read_machine
 from plait.launch.place import cores
-from plait.planner import measure_machine as gauging
+from plait.planner import measure_machine
 
 JOB = str(Path(__file__).parents[1] / "training.py")
 
@@ -24,10 +24,10 @@ JOB = str(Path(__file__).parents[1] / "training.py")
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Sizes that take no time, and a current directory of its own."""
-    monkeypatch.setattr(gauging, "SIZES", (4096, 65536))
-    monkeypatch.setattr(gauging, "SIDES", {"cpu": (16, 64)})
-    monkeypatch.setattr(gauging, "COPIED", {"cpu": 2**20})
-    monkeypatch.setattr(gauging, "BUDGET", 0.01)
+    monkeypatch.setattr(measure_machine, "SIZES", (4096, 65536))
+    monkeypatch.setattr(measure_machine, "SIDES", {"cpu": (16, 64)})
+    monkeypatch.setattr(measure_machine, "COPIED", {"cpu": 2**20})
+    monkeypatch.setattr(measure_machine, "BUDGET", 0.01)
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "machine.toml"
 
@@ -44,7 +44,7 @@ def test_what_is_measured_is_what_here_is(small: Path, capfd: pytest.CaptureFixt
     )
     machine = read_machine("here")
     assert machine == Machine.load(small) and machine.devices_per_node == 2 and machine.measured
-    assert {c.collective for c in machine.collectives} == set(gauging.COLLECTIVES)
+    assert {c.collective for c in machine.collectives} == set(measure_machine.COLLECTIVES)
     assert all(c.ranks == 2 and [x for x, _ in c.points] == [4096, 65536] for c in machine.collectives)
     assert all(0 < seconds < 5 for c in machine.collectives for _, seconds in c.points)
     assert [c.precision for c in machine.matmuls] == ["fp32", "bf16", "fp16"]
@@ -83,11 +83,11 @@ def test_one_process_has_nobody_to_talk_to(small: Path) -> None:
 
 
 def test_groups_that_are_measured() -> None:
-    assert [gauging.groups(n) for n in (1, 2, 3, 6, 8)] == [[], [2], [3], [2, 6], [2, 4, 8]]
+    assert [measure_machine.groups(n) for n in (1, 2, 3, 6, 8)] == [[], [2], [3], [2, 6], [2, 4, 8]]
 
 
 def test_a_smaller_message_never_takes_longer() -> None:
-    assert benching.rising([[1, 5.0], [2, 3.0], [4, 4.0], [8, 9.0]]) == ((1, 3.0), (2, 3.0), (4, 4.0), (8, 9.0))
+    assert bench.rising([[1, 5.0], [2, 3.0], [4, 4.0], [8, 9.0]]) == ((1, 3.0), (2, 3.0), (4, 4.0), (8, 9.0))
 
 
 def test_without_a_device_cores_are_the_devices(small: Path) -> None:

@@ -16,7 +16,7 @@ from saved import tensors
 from plait import Engine, PlaitError, Plan
 from plait.checkpoint.checkpoints import verify
 from plait.checkpoint.manifest import MANIFEST, seal, unseal
-from plait.launch import fork as here
+from plait.launch import fork
 
 Mutation = Callable[[Path, random.Random], None]
 
@@ -30,7 +30,7 @@ def train_and_save(folder: Path, plan: str, steps: tuple[int, ...]) -> None:
             if engine.position.step == max(steps):
                 break
 
-    here.run(rank, Plan.parse(plan).world, here.Listener(lambda *_: None))
+    fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_damage_one_rank_sees_is_damage_to_all(tmp_path: Path, plan: str) -> Non
             used = engine.resume()
             return [used.name if used else "", *(p.what for p in engine.checkpoints.refused)]
 
-        said = here.run(rank, 2, here.Listener(lambda *_: None))
+        said = fork.run(rank, 2, fork.Listener(lambda *_: None))
         assert said[0] == ["step-000001", f"{victim} is damaged"], said
         victim.write_bytes(content)
 

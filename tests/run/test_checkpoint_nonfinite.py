@@ -11,7 +11,7 @@ import torch
 from plait import Engine, Plan
 from plait.checkpoint.manifest import read_manifest
 from plait.cli.main import main
-from plait.launch import fork as here
+from plait.launch import fork
 
 
 def poison(engine: Engine, what: str) -> None:
@@ -54,7 +54,7 @@ def saved(folder: Path, plan: str, wrong: dict[int, str], keep: int = 9, steps: 
             if step == steps:
                 break
 
-    here.run(rank, Plan.parse(plan).world, here.Listener(lambda *_: None))
+    fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -101,7 +101,7 @@ def test_the_last_sound_one_stays_and_is_resumed_from(tmp_path: Path) -> None:
         engine.save(2)
         return {"path": path.name, "refused": refused}
 
-    for result in here.run(rank, 2, here.Listener(lambda *_: None)):
+    for result in fork.run(rank, 2, fork.Listener(lambda *_: None)):
         assert result["path"] == "step-000002"
         assert len(result["refused"]) == 2 and all(text.startswith("N004") for text in result["refused"])
     assert set(marked(tmp_path)) == {5}, "step 4 was saved anew"

@@ -17,9 +17,9 @@ from saved import tensors
 from torch import nn
 
 from plait import Engine, Job, PlaitError, Plan
-from plait.checkpoint import saving as module
+from plait.checkpoint import saving
 from plait.checkpoint.checkpoints import verify
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.tensors.part import Part
 
 
@@ -35,17 +35,17 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    write = module.write
+    write = saving.write
 
     def slow(*arguments: Any) -> Any:
         time.sleep(seconds)
         return write(*arguments)
 
-    monkeypatch.setattr(module, "write", slow)
+    monkeypatch.setattr(saving, "write", slow)
 
 
-def listener() -> here.Listener:
-    return here.Listener(lambda *_: None)
+def listener() -> fork.Listener:
+    return fork.Listener(lambda *_: None)
 
 
 @pytest.mark.parametrize("plan", ("dp=1", "dp=2", "fsdp=2"))
@@ -72,9 +72,9 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(
         return there
 
     world = Plan.parse(plan).world
-    there = here.run(lambda place: rank(place, True), world, listener())
+    there = fork.run(lambda place: rank(place, True), world, listener())
     assert 4 < there[0][0] <= 12, "published beside training, without a second save"
-    here.run(lambda place: rank(place, False), world, listener())
+    fork.run(lambda place: rank(place, False), world, listener())
     for step in ("step-000003", "step-000012"):
         assert same(tensors(tmp_path / "True" / step), tensors(tmp_path / "False" / step))
         assert not verify(tmp_path / "True" / step)[1]
@@ -97,7 +97,7 @@ def test_snapshot_memory_is_used_again(tmp_path: Path) -> None:
 def test_a_failure_anywhere_is_everyones(
     tmp_path: Path, beside: bool, culprit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = module.write
+    write = saving.write
     fail = [False]
 
     def full(path: Path, *arguments: Any) -> Any:
@@ -106,7 +106,7 @@ def test_a_failure_anywhere_is_everyones(
             raise OSError(28, "No space left on device")
         return write(path, *arguments)
 
-    monkeypatch.setattr(module, "write", full)
+    monkeypatch.setattr(saving, "write", full)
 
     def rank(place: Any) -> list[Any]:
         engine = Engine(wide(), "dp=2", device="cpu", directory=tmp_path, place=place)
@@ -121,7 +121,7 @@ def test_a_failure_anywhere_is_everyones(
             return [error.codes, str(error), error.exit_code, engine.position.step]
         return []
 
-    for codes, text, code, step in here.run(rank, 2, listener()):
+    for codes, text, code, step in fork.run(rank, 2, listener()):
         assert codes == ["K004"] and "No space left" in text and "MiB are free" in text and code == 1
         assert 4 <= step < 30
     assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_cannot_fit_takes_no_room(tmp_path: Path, monkeypatch:
             engine.save(wait=False)
         return caught.value.codes, str(caught.value)
 
-    for codes, text in here.run(rank, 2, listener()):
+    for codes, text in fork.run(rank, 2, listener()):
         assert codes == ["K004"] and "it takes" in text and "0.02 MiB are free" in text
     assert not list(tmp_path.iterdir())
 
@@ -183,7 +183,7 @@ def killed(folder: Path, kills: int) -> set[str]:
         assert path.name == f"step-{step:06d}"
         if step > 30:  # start over: the job has 40 steps
             for old in engine.checkpoints.found():
-                module.discard(old)
+                saving.discard(old)
     return left
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from plait import Engine, Job, PlaitError, Plan
 from plait.checkpoint.weights import INDEX, _way_out
 from plait.cli.main import main
-from plait.launch import fork as here
+from plait.launch import fork
 from run.test_checkpoint_damage import train_and_save
 
 
@@ -136,7 +136,7 @@ def test_each_rank_reads_its_own_parts(saved: Any, tmp_path: Path) -> None:
         part = engine.built.parts()["embed.weight"]
         return [tuple(part.tensor.shape) != shape, torch.equal(part.tensor, part.inside(weights["embed.weight"]))]
 
-    assert here.run(rank, 2, here.Listener(lambda *_: None)) == [[True, True]] * 2
+    assert fork.run(rank, 2, fork.Listener(lambda *_: None)) == [[True, True]] * 2
 
 
 def test_names_and_shapes_must_fit(tmp_path: Path) -> None:

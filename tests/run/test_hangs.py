@@ -12,21 +12,21 @@ import pytest
 from jobs import Numbers
 from launched import Command, rows
 
-from plait.data.batch import Position, Share
+from plait.data.batch import BatchShare, Position
 from plait.data.loading import batches
-from plait.launch import hangs as hang
+from plait.launch import hangs
 from plait.launch.activity import activity
 from plait.launch.hangs import AWAITED, AWAITED_BUSY, GROWTH, IDLE, READS, READS_BUSY, HangDetector, Look, limit, told
-from plait.launch.progress import Progress, Words
-from plait.launch.stacks import Frame, Stack, Stacks, parse
+from plait.launch.progress import Progress, ProgressBoard
+from plait.launch.stacks import Stack, StackFrame, Stacks, parse
 
 JOB = str(Path(__file__).parents[1] / "jobs_hanging.py")
-SEND = Frame("/somewhere/site-packages/torch/distributed/distributed_c10d.py", "10", "all_reduce")
-MINE = Frame("/home/me/job.py", "7", "forward")
+SEND = StackFrame("/somewhere/site-packages/torch/distributed/distributed_c10d.py", "10", "all_reduce")
+MINE = StackFrame("/home/me/job.py", "7", "forward")
 
 
 def look(
-    rank: int, phase: str, silent: float, *, busy: bool = False, frames: tuple[Frame, ...] = (), step: int = 3
+    rank: int, phase: str, silent: float, *, busy: bool = False, frames: tuple[StackFrame, ...] = (), step: int = 3
 ) -> Look:
     return Look(rank, Progress(step, phase, 0.0), silent, busy, Stack(frames), 0.0 if busy else silent)
 
@@ -41,16 +41,16 @@ def waits(rank: int, silent: float = 30.0, phase: str = "reduce") -> Look:
     (look(1, "build", 30, frames=(MINE,), step=-1), [waits(0)], True, AWAITED),
     (look(1, "evaluate", 30, frames=(MINE,)), [waits(0, phase="evaluate")], True, AWAITED),
     (look(1, "build", 30, frames=(MINE,), step=-1), [waits(0)], False, AWAITED),  # building is alike in pipelines too
-    (look(1, "build", 30, busy=True, frames=(MINE,), step=-1), [waits(0)], True, hang.FIRST),  # it may prepare data for all
+    (look(1, "build", 30, busy=True, frames=(MINE,), step=-1), [waits(0)], True, hangs.FIRST),  # it may prepare data for all
     (look(1, "forward", 30, frames=(MINE,)), [waits(0)], False, IDLE),  # another stage's forward says nothing of this one
-    (look(1, "forward", 30, busy=True, frames=(MINE,)), [waits(0)], False, hang.BUSY),
+    (look(1, "forward", 30, busy=True, frames=(MINE,)), [waits(0)], False, hangs.BUSY),
     (look(1, "forward", 30, frames=(MINE,)), [waits(0), look(2, "forward", 1, busy=True)], True, IDLE),
     (look(1, "forward", 30, frames=(MINE,)), [look(0, "forward", 30, frames=(SEND, MINE))], True, IDLE),  # a user's barrier
     (look(0, "forward", 30, frames=(MINE,)), [], True, IDLE),
     (look(1, "data", 300, frames=(MINE,)), [waits(0)], True, READS),
     (look(1, "evaluation data", 300, busy=True, frames=(MINE,)), [waits(0)], True, READS_BUSY),
     (look(1, "checkpoint", 120, frames=(MINE,)), [waits(0)], True, READS),
-    (look(1, "forward", 90, busy=True, frames=(Frame("/x/site-packages/torch/_inductor/codecache.py", "1", "load"),)),
+    (look(1, "forward", 90, busy=True, frames=(StackFrame("/x/site-packages/torch/_inductor/codecache.py", "1", "load"),)),
      [waits(0)], True, READS_BUSY),
 ])  # fmt: skip
 def test_how_long_a_rank_may_go_on(suspect: Look, others: list[Look], alike: bool, allowed: float) -> None:
@@ -68,18 +68,18 @@ def test_the_time_that_others_took_counts() -> None:
 
 
 def test_whose_code_a_stack_is_in() -> None:
-    queue = Frame(os.__file__.replace("os.py", "queue.py"), "1", "get")
+    queue = StackFrame(os.__file__.replace("os.py", "queue.py"), "1", "get")
     assert MINE.owner == "user" and queue.owner == "python" and SEND.owner == "torch.distributed"
     assert Stack((queue, SEND, MINE)).communicates and Stack((queue, SEND, MINE)).asked_by_user
     assert not Stack((queue, MINE, SEND)).communicates
     assert Stack((queue, MINE)).where == "/home/me/job.py:7 in forward"
-    reducer = Frame(str(Path(hang.__file__).parents[1] / "reducer.py"), "1", "finish")
+    reducer = StackFrame(str(Path(hangs.__file__).parents[1] / "reducer.py"), "1", "finish")
     assert Stack((SEND, reducer, MINE)).communicates and not Stack((SEND, reducer, MINE)).asked_by_user
 
 
 def test_a_stack_is_parsed() -> None:
     text = 'Stack (most recent call first):\n  File "/b c.py", line 22 in mine\n  File "/d.py", line 3 in <module>\n'
-    assert parse(text).frames == (Frame("/b c.py", "22", "mine"), Frame("/d.py", "3", "<module>"))
+    assert parse(text).frames == (StackFrame("/b c.py", "22", "mine"), StackFrame("/d.py", "3", "<module>"))
     assert parse("").frames == ()
 
 
@@ -148,26 +148,26 @@ def test_what_a_process_uses(code: str, busy: bool, tmp_path: Path) -> None:
 
 
 def test_progress_of_a_reader_is_its_ranks_while_it_reads() -> None:
-    words = Words(2)
-    words.write(1, 4, "data")
-    began = words.read(1).since
+    board = ProgressBoard(2)
+    board.write(1, 4, "data")
+    began = board.read(1).since
     time.sleep(0.01)
-    words.reads(1)
-    assert words.read(1).since > began and words.read(1).step == 4
-    words.write(1, 4, "forward")
-    began = words.read(1).since
-    words.reads(1)  # a loader fetches ahead; that does not show that the rank moves
-    assert words.read(1).since == began
-    words.within(1, "reduce")
-    assert (words.read(1).phase, words.read(1).step) == ("reduce", 4)
+    board.reads(1)
+    assert board.read(1).since > began and board.read(1).step == 4
+    board.write(1, 4, "forward")
+    began = board.read(1).since
+    board.reads(1)  # a loader fetches ahead; that does not show that the rank moves
+    assert board.read(1).since == began
+    board.within(1, "reduce")
+    assert (board.read(1).phase, board.read(1).step) == ("reduce", 4)
 
 
 def test_a_suspended_launcher_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    words, stacks, clock = Words(1), Stacks(), [1000.0]
+    board, stacks, clock = ProgressBoard(1), Stacks(), [1000.0]
     monkeypatch.setattr("plait.launch.hangs.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("plait.launch.progress.time.monotonic", lambda: clock[0])
-    words.write(0, 3, "forward")
-    detector = HangDetector(words, [os.getpid()], stacks, 5.0, True)
+    board.write(0, 3, "forward")
+    detector = HangDetector(board, [os.getpid()], stacks, 5.0, True)
     assert detector.check() is None
     clock[0] += 10_000.0
     assert detector.check() is None and not list(detector.names())
@@ -186,7 +186,7 @@ def test_one_line_on_silent_ranks() -> None:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits a fifth as long: the order between them is what counts."""
     for name in ("LOOK", "NAMED", "AWAITED", "AWAITED_BUSY", "IDLE", "BUSY", "FIRST", "READS", "READS_BUSY"):
-        monkeypatch.setattr(hang, name, getattr(hang, name) / 5)
+        monkeypatch.setattr(hangs, name, getattr(hangs, name) / 5)
 
 
 HANGS = {
@@ -239,12 +239,12 @@ def test_patience_is_the_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", (0, 1))
 def test_each_sample_counts_as_progress(workers: int) -> None:
     """Also one that is read in a loader process."""
-    words = Words(2)
-    words.write(1, 0, "data")
-    began = words.read(1).since
-    source = batches(Numbers(8), 4, 0, Share(), Position(), workers=workers, reads=lambda: words.reads(1))
+    board = ProgressBoard(2)
+    board.write(1, 0, "data")
+    began = board.read(1).since
+    source = batches(Numbers(8), 4, 0, BatchShare(), Position(), workers=workers, reads=lambda: board.reads(1))
     next(source)
-    assert words.read(1).since > began
+    assert board.read(1).since > began
 
 
 @pytest.mark.prove

@@ -16,9 +16,9 @@ from launched import Command
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.supervise import Listener
-from plait.verify.job import check as jobcheck
+from plait.verify.job import check
 
 JOBS = Path(jobs_treacherous.__file__)
 PLANS = ("dp=2", "microbatches=2", "dp=2 microbatches=2", "fsdp=2", "dp=3", "tp=2", "pp=2 microbatches=2")
@@ -41,7 +41,7 @@ def trained(name: str, plan: str) -> dict[str, Any]:
         losses = [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(STEPS))]
         return {"losses": losses, "inexact": engine.inexact}
 
-    return here.run(run, Plan.parse(plan).world, Listener(note=lambda text: None))[0]
+    return fork.run(run, Plan.parse(plan).world, Listener(note=lambda text: None))[0]
 
 
 def job(name: str) -> Any:
@@ -54,7 +54,7 @@ def differs(name: str, plan: str) -> bool:
 
 
 def codes(name: str, plan: str) -> list[str]:
-    found = jobcheck.check(job(name), Plan.parse(plan))
+    found = check.check(job(name), Plan.parse(plan))
     assert found.compared, found.unchecked
     return [problem.code for problem in found.problems]
 
@@ -94,10 +94,10 @@ def test_ordinary_jobs(name: str, plan: str) -> None:
 def test_a_sample_that_goes_by_the_loader_process() -> None:
     """Looked at where loader processes will read, and in a full check."""
     job_, plan = job("data_by_loader"), Plan.parse("dp=2")
-    assert not jobcheck.check(job_, plan).problems
-    for found in (jobcheck.check(job_, plan, workers=2), jobcheck.check(job_, plan, "full")):
+    assert not check.check(job_, plan).problems
+    for found in (check.check(job_, plan, workers=2), check.check(job_, plan, "full")):
         assert [p.code for p in found.problems] == ["J032"] and "loader process" in str(found.problems[0].why)
-    assert not jobcheck.check(job("plain"), plan, workers=2).problems
+    assert not check.check(job("plain"), plan, workers=2).problems
 
 
 def test_training_is_refused_and_allowed(tmp_path: Path) -> None:
@@ -130,21 +130,21 @@ def test_a_result_is_taken_again_while_nothing_changed(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from jobs_treacherous import plain as job\n")
     name, plan = str(file), Plan.parse("dp=2")
-    first = jobcheck.check(job("plain"), plan, name=name)
-    jobcheck.store(tmp_path, first)
+    first = check.check(job("plain"), plan, name=name)
+    check.store(tmp_path, first)
     assert not first.reused and first.key
-    again = jobcheck.check(job("plain"), plan, name=name, before=(tmp_path,))
+    again = check.check(job("plain"), plan, name=name, before=(tmp_path,))
     assert again.reused and again == first
     for other in (
-        jobcheck.check(job("plain"), Plan.parse("dp=3"), name=name, before=(tmp_path,)),
-        jobcheck.check(job("plain"), plan, name=name, arguments={"width": "8"}, before=(tmp_path,)),
-        jobcheck.check(job("images"), plan, "full", name=name, before=(tmp_path,)),
+        check.check(job("plain"), Plan.parse("dp=3"), name=name, before=(tmp_path,)),
+        check.check(job("plain"), plan, name=name, arguments={"width": "8"}, before=(tmp_path,)),
+        check.check(job("images"), plan, "full", name=name, before=(tmp_path,)),
     ):
         assert not other.reused and other.key != first.key
 
 
 def test_nothing_is_asked_where_nothing_is_split() -> None:
-    for found in (jobcheck.check(job("root"), Plan()), jobcheck.check(job("root"), Plan(dp=2), "none")):
+    for found in (check.check(job("root"), Plan()), check.check(job("root"), Plan(dp=2), "none")):
         assert found.equal and not found.compared and not found.seconds
 
 
@@ -164,5 +164,5 @@ def test_what_is_not_compared_is_said() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no such kernel")
 
-    found = jobcheck.check(jobs_treacherous.made(model=Large), Plan(dp=2))
+    found = check.check(jobs_treacherous.made(model=Large), Plan(dp=2))
     assert found.equal and not found.compared and "no such kernel" in found.unchecked[0]

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from launched import Command
 
 from plait.config.errors import PlaitError, Problem
-from plait.engine import joined_ranks as joined
-from plait.engine.run_directory import Run
-from plait.launch import fork as here
-from plait.launch import started_by as started
+from plait.engine import joined_ranks
+from plait.engine.run_directory import RunDirectory
+from plait.launch import fork, started_by
 from plait.launch.place import Place
 
 JOB = hostile.__file__
@@ -29,28 +28,28 @@ def met(folder: Path, make: Any, sees: Any = None) -> list[dict[str, Any]]:
     def target(place: Place) -> dict[str, Any]:
         os.chdir(folder)
         if sees is not None and place.rank == 1:
-            joined._seen = sees
+            joined_ranks._seen = sees
         try:
-            run = joined.meet(place, place.connect(torch.device("cpu")), torch.device("cpu"), make)
+            run = joined_ranks.meet(place, place.connect(torch.device("cpu")), torch.device("cpu"), make)
         except PlaitError as error:
             return {"said": error.said, "codes": error.codes, "code": error.exit_code, "text": str(error)}
         return {"path": str(run.path), "left": sorted(p.name for p in run.path.iterdir())}
 
-    return here.run(target, 2)
+    return fork.run(target, 2)
 
 
-def made() -> Run:
+def made() -> RunDirectory:
     Path("runs/net-1").mkdir(parents=True)
-    return Run(Path("runs/net-1"))
+    return RunDirectory(Path("runs/net-1"))
 
 
-def refuses() -> Run:
+def refuses() -> RunDirectory:
     raise PlaitError(Problem("K001", "there is no run"))
 
 
 def test_every_rank_sees_the_run_directory(tmp_path: Path) -> None:
     assert met(tmp_path, made)[1]["path"] == "runs/net-1"
-    assert not (tmp_path / "runs/net-1" / joined.TOKEN).exists()
+    assert not (tmp_path / "runs/net-1" / joined_ranks.TOKEN).exists()
 
 
 def test_a_folder_of_its_own_is_told_on_every_rank(tmp_path: Path) -> None:
@@ -94,10 +93,10 @@ def test_what_every_rank_would_say_is_said_once() -> None:
     port = 20_001 + os.getpid() % 20_000
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    assert [started.says("a wrong option", environment) for _ in range(3)] == [True, False, False]
-    assert started.says("rank 1 has another", environment)
-    assert started.says("a wrong option", environment | {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert started.says("a wrong option", {}) and started.says("a wrong option", {})
+    assert [started_by.says("a wrong option", environment) for _ in range(3)] == [True, False, False]
+    assert started_by.says("rank 1 has another", environment)
+    assert started_by.says("a wrong option", environment | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert started_by.says("a wrong option", {}) and started_by.says("a wrong option", {})
     assert store.num_keys() >= 3
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from plait.config.errors import PlaitError, Problem
-from plait.launch import fork as here
-from plait.launch import place
+from plait.launch import fork, place
 from plait.launch.place import Place
 
 
@@ -21,11 +20,11 @@ def meet(place: Place) -> dict[str, Any]:
 
 
 def test_eight_ranks_meet_within_half_a_second() -> None:
-    here.run(meet, 2)  # imports are the parent's and happen once
+    fork.run(meet, 2)  # imports are the parent's and happen once
     taken = []
     for _ in range(5):
         began = time.monotonic()
-        results = here.run(meet, 8)
+        results = fork.run(meet, 8)
         assert [r["sum"] for r in results] == [28.0] * 8
         taken.append(max(r["at"] for r in results) - began)
     assert min(taken) <= 0.5, taken
@@ -33,7 +32,7 @@ def test_eight_ranks_meet_within_half_a_second() -> None:
 
 def test_no_spurious_failure_in_many_runs() -> None:
     for _ in range(20):
-        here.run(meet, 3)
+        fork.run(meet, 3)
 
 
 def fails(place: Place) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def fails(place: Place) -> dict[str, Any]:
 
 def test_a_plait_error_in_a_rank_is_raised_as_itself() -> None:
     with pytest.raises(PlaitError, match="made up") as caught:
-        here.run(fails, 3)
+        fork.run(fails, 3)
     assert caught.value.codes == ["J009"]
     assert "Traceback" in caught.value.trace
 
@@ -56,4 +55,4 @@ def test_threads_of_a_process(said: str, each: int, monkeypatch: pytest.MonkeyPa
     """What the user says counts, as in plain PyTorch; else processes share the cores."""
     monkeypatch.setattr(place, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert [r["threads"] for r in here.run(lambda _: {"threads": torch.get_num_threads()}, 2)] == [each, each]
+    assert [r["threads"] for r in fork.run(lambda _: {"threads": torch.get_num_threads()}, 2)] == [each, each]

@@ -13,7 +13,7 @@ from launched import Command, rows
 from plait import Engine, PlaitError, Plan
 from plait.checkpoint.manifest import read_manifest
 from plait.cli.main import main
-from plait.launch import fork as here
+from plait.launch import fork
 
 JOB = str(Path(nonfinite.__file__))
 FEW = [
@@ -88,7 +88,7 @@ def trained(at: str, plan: str, folder: Path, on_nan: str = "stop", **given: Any
         whole = all(bool(t.isfinite().all()) for t in state(engine).values())
         return {"step": engine.position.step, "text": "", "left": left, "same": whole}
 
-    return here.run(rank, Plan.parse(plan).world, here.Listener(lambda *_: None))
+    return fork.run(rank, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from launched import Command
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.engine.run_directory import Run
+from plait.engine.run_directory import RunDirectory
 from plait.parallel.pipeline.schedule_search import table
 from plait.report.drawing import drawn, page
 from plait.report.spans import Span, flat
 from plait.report.summary import curve, summary, text
-from plait.report.timeline import Block, Row, Timeline, predict, timeline
+from plait.report.timeline import RankRow, StepBox, Timeline, predict, timeline
 from plait.report.trace import trace
 
 JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
@@ -177,7 +177,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path, run: Path) -> None:
     with pytest.raises(PlaitError) as error:
         timeline(run, step=99)
     assert error.value.codes == ["R004"] and "steps 1 to 8" in str(error.value)
-    empty = Run.create("net.py", Plan(pp=2), {}, tmp_path)
+    empty = RunDirectory.create("net.py", Plan(pp=2), {}, tmp_path)
     with pytest.raises(PlaitError) as error:
         timeline(empty.path)
     assert error.value.codes == ["R004"]
@@ -210,12 +210,14 @@ def test_a_span_inside_another_is_cut_out_of_it() -> None:
 
 
 def test_too_many_boxes_draw_fewer_ranks() -> None:
-    rows = tuple(Row(r, f"rank {r}", tuple(Span(f"F0.{m}", float(m), m + 0.5) for m in range(1000))) for r in range(16))
-    found = Timeline(Path("runs/x"), Plan(pp=16), 1, 1, Block(rows, 0.5, 1000.0), None, {})
+    rows = tuple(
+        RankRow(r, f"rank {r}", tuple(Span(f"F0.{m}", float(m), m + 0.5) for m in range(1000))) for r in range(16)
+    )
+    found = Timeline(Path("runs/x"), Plan(pp=16), 1, 1, StepBox(rows, 0.5, 1000.0), None, {})
     assert drawn(found) == [0, 4, 8, 11, 15]
     text = unescape(page(found))
     assert "of 16 ranks only 0, " in text and len(svgs(text)[0].findall("g")) == 6  # and the axis
-    assert drawn(replace(found, measured=Block(rows[:4], 0.5, 1000.0))) == [0, 1, 2, 3]
+    assert drawn(replace(found, measured=StepBox(rows[:4], 0.5, 1000.0))) == [0, 1, 2, 3]
 
 
 PROBE = """<script>

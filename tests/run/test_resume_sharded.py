@@ -16,9 +16,9 @@ from saved import tensors
 import plait
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.fsdp import groups as gathering
+from plait.parallel.fsdp import groups
 from run.test_train import ledger
 
 STEPS = 24
@@ -33,8 +33,8 @@ TOLERANCE = 1e-9
 @pytest.fixture(autouse=True)
 def units_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a small model."""
-    monkeypatch.setattr(gathering, "GROUP_BYTES", 0)
-    monkeypatch.setattr(gathering, "TINY", 0)
+    monkeypatch.setattr(groups, "GROUP_BYTES", 0)
+    monkeypatch.setattr(groups, "TINY", 0)
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
@@ -106,7 +106,7 @@ def losses(job: plait.Job, plan: str, folder: Path) -> list[float]:
         engine.save()
         return {"losses": found}
 
-    told = here.run(run, Plan.parse(plan).world)
+    told = fork.run(run, Plan.parse(plan).world)
     assert all(other == told[0] for other in told)
     return told[0]["losses"]
 

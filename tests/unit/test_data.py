@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, Micro, Position, Share, checked, collate, example, first_samples, opened, weigh
+from plait.data.batch import Batch, BatchShare, Micro, Position, checked, collate, example, first_samples, opened, weigh
 from plait.data.loading import batches
 
 from .datasets import Augmented, Padded, Plain, Sized, Stateful, Stream, Torch, Trees
@@ -30,9 +30,9 @@ def no_worker_stays():
 
 
 def take(
-    data: Any, steps: int, share: Share | None = None, at: Position | None = None, batch: int = 4, **more: Any
+    data: Any, steps: int, share: BatchShare | None = None, at: Position | None = None, batch: int = 4, **more: Any
 ) -> list[Batch]:
-    source = batches(data, batch, 7, share or Share(), at or Position(), **more)
+    source = batches(data, batch, 7, share or BatchShare(), at or Position(), **more)
     rows = list(islice(source, steps))
     source.close()  # type: ignore[attr-defined]
     return rows
@@ -65,8 +65,8 @@ def same(a: list[Batch], b: list[Batch]) -> bool:
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_workers_load_what_this_process_loads(workers: int) -> None:
-    rows = take(Plain(10), 7, Share(1, 3, 2), workers=workers)
-    alone = take(Plain(10), 7, Share(1, 3, 2))
+    rows = take(Plain(10), 7, BatchShare(1, 3, 2), workers=workers)
+    alone = take(Plain(10), 7, BatchShare(1, 3, 2))
     makers = {x[1] for x in samples(rows).values()}
     assert makers == ({-1.0} if workers == 0 else set(map(float, range(workers))))
     assert [(b.position, b.after, [m.ids for m in b.micro]) for b in rows] == [
@@ -83,12 +83,12 @@ def test_augmentation_knows_neither_rank_nor_layout_nor_workers(kind: str) -> No
     for ranks, micro, workers in ((2, 1, 0), (3, 2, 0), (5, 1, 0), (1, 3, 1), (1, 2, 2)):
         together: dict[tuple[int, int], tuple[float, ...]] = {}
         for rank in range(ranks):
-            together |= samples(take(Augmented(10, kind), 6, Share(rank, ranks, micro), workers=workers))
+            together |= samples(take(Augmented(10, kind), 6, BatchShare(rank, ranks, micro), workers=workers))
         assert together == expected
 
 
 def test_a_worker_ends_when_it_is_told_to() -> None:
-    source = batches(Plain(), 4, 7, Share(), Position(), workers=1)
+    source = batches(Plain(), 4, 7, BatchShare(), Position(), workers=1)
     next(source)
     (worker,) = multiprocessing.active_children()
     worker.terminate()  # what Python does at exit, before it joins
@@ -112,7 +112,7 @@ def test_augmentation_by_a_cached_normal_number() -> None:
     for rank in range(2):
         np.random.seed(0)
         np.random.randn()  # as a model's initialisation may: the next number is cached
-        found |= samples(take(OneNormal(8), 1, Share(rank, 2), batch=2))
+        found |= samples(take(OneNormal(8), 1, BatchShare(rank, 2), batch=2))
     assert found == expected
 
 
@@ -126,7 +126,7 @@ def test_iterables_over_layouts_and_resumes(kind: type, length: int, workers: in
     expected = samples(alone)
     together: dict[tuple[int, int], tuple[float, ...]] = {}
     for rank in range(2):
-        together |= samples(take(kind(length, noisy=True), 6, Share(rank, 2, 2), workers=workers))
+        together |= samples(take(kind(length, noisy=True), 6, BatchShare(rank, 2, 2), workers=workers))
     assert together == expected
     for done in (1, 2, 4) if workers == 0 else (1,):
         last = alone[done - 1]
@@ -142,19 +142,19 @@ def test_an_iterable_is_told_its_epoch() -> None:
 
 
 def test_the_short_last_batch_and_empty_shares() -> None:
-    rows = [take(Plain(5), 4, Share(rank, 4)) for rank in range(4)]
+    rows = [take(Plain(5), 4, BatchShare(rank, 4)) for rank in range(4)]
     assert [b.size for b in rows[0]] == [4, 1, 4, 1]
     assert [r[1].count for r in rows] == [1, 0, 0, 0]
     empty = rows[3][1].micro[0]
     assert (empty.inputs.shape, empty.targets.shape, empty.ids) == ((0, 2), (0,), ())
-    stream = take(Stream(5), 2, Share(3, 4))[1].micro[0]
+    stream = take(Stream(5), 2, BatchShare(3, 4))[1].micro[0]
     assert (stream.inputs.shape, stream.targets.shape) == ((0, 1), (0,))
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple"])
 def test_trees_of_inputs(kind: str) -> None:
     for rank, count in enumerate([1, 0]):
-        micro = take(Trees(kind), 2, Share(rank, 2))[1].micro[0]
+        micro = take(Trees(kind), 2, BatchShare(rank, 2))[1].micro[0]
         x, mask = micro.inputs.values() if kind == "dict" else micro.inputs
         assert (x.shape, mask.shape, mask.dtype) == ((count, 3), (count, 3), torch.bool)
         assert [len(t) for t in micro.targets] == [count, count]
@@ -162,7 +162,7 @@ def test_trees_of_inputs(kind: str) -> None:
 
 def test_a_data_set_collates_itself() -> None:
     for workers in (0, 1):
-        for batch in take(Padded(5), 2, Share(0, 2), workers=workers):
+        for batch in take(Padded(5), 2, BatchShare(0, 2), workers=workers):
             (micro,) = batch.micro
             assert (micro.targets - 1).tolist() == list(micro.ids)
             assert micro.inputs["tokens"].shape == (micro.count, max(micro.targets))
@@ -174,7 +174,7 @@ def test_an_empty_share_of_a_collate_with_a_number() -> None:
             inputs, targets = super().collate(samples)
             return inputs | {"longest": targets.max()}, targets
 
-    take(Numbered(5), 2, Share(1, 2))
+    take(Numbered(5), 2, BatchShare(1, 2))
 
 
 def code(call: Any) -> str:

@@ -11,7 +11,7 @@ import training
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.launch import detect, devices
-from plait.tensors import torch_private as torchseam
+from plait.tensors import torch_private
 from plait.verify import verify
 
 
@@ -20,7 +20,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A torch with CUDA on a machine whose files list four devices; `driver(n)`: the driver shows n of them."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(devices, "_listed", lambda: [f"NVIDIA {n}" for n in "abcd"])
-    return lambda count: monkeypatch.setattr(torchseam, "devices_by_driver", lambda: count)
+    return lambda count: monkeypatch.setattr(torch_private, "devices_by_driver", lambda: count)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_more_than_are_listed(driver: Any) -> None:
 
 def test_hip_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torchseam, "devices_by_driver", lambda: 8)
+    monkeypatch.setattr(torch_private, "devices_by_driver", lambda: 8)
     assert len(devices.cuda_names()) == 8 and devices.kind_of("auto") == "cuda"
 
 

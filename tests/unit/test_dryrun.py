@@ -16,7 +16,7 @@ from plait.engine.traffic import Message, Traffic, agree
 from plait.planner.dryrun.dry_run import dry_run, known
 from plait.planner.dryrun.measure import measure
 from plait.planner.dryrun.pretend import Pretending, process_group
-from plait.planner.dryrun.rank_kinds import Kinds
+from plait.planner.dryrun.rank_kinds import RankKinds
 from plait.tensors.torch_private import FakeTensorMode
 
 WIDTH, BATCH = 8, 20
@@ -91,7 +91,7 @@ PLANS = (
 @pytest.mark.parametrize("line", PLANS)
 def test_every_rank_is_like_one_that_runs(line: str) -> None:
     plan = Plan.parse(line)
-    kinds = Kinds.of(plan, known(job(batch=64), plan)[0], 64)
+    kinds = RankKinds.of(plan, known(job(batch=64), plan)[0], 64)
     counts = Counter(kinds.like(rank) for rank in range(plan.world))
     assert counts == kinds.counts()
     assert all(kinds.like(rank) == rank for rank in counts)
@@ -99,9 +99,9 @@ def test_every_rank_is_like_one_that_runs(line: str) -> None:
 
 def test_ranks_with_other_samples_or_shorter_parts_are_of_another_kind() -> None:
     plan = Plan.parse("dp=3")
-    assert Kinds.of(plan, known(job(), plan)[0], BATCH).counts() == {0: 2, 2: 1}  # 7, 7 and 6 samples
+    assert RankKinds.of(plan, known(job(), plan)[0], BATCH).counts() == {0: 2, 2: 1}  # 7, 7 and 6 samples
     plan = Plan.parse("fsdp=5")
-    assert Kinds.of(plan, known(job(), plan)[0], BATCH).counts() == {
+    assert RankKinds.of(plan, known(job(), plan)[0], BATCH).counts() == {
         0: 3,
         3: 1,
         4: 1,
@@ -110,7 +110,7 @@ def test_ranks_with_other_samples_or_shorter_parts_are_of_another_kind() -> None
 
 def test_sixteen_thousand_ranks_are_few_kinds() -> None:
     plan = Plan.parse("pp=4 dp=1024 tp=4 microbatches=2")
-    counts = Kinds.of(plan, known(job(), plan)[0], 4096).counts()
+    counts = RankKinds.of(plan, known(job(), plan)[0], 4096).counts()
     assert sum(counts.values()) == plan.world == 16384 and len(counts) == 4
 
 
@@ -124,7 +124,7 @@ def records() -> dict[int, Traffic]:
 
     plan = Plan.parse("pp=2 tp=2 microbatches=2")
     sketch = dryrun.known(job(), plan)[0]
-    kinds = Kinds(plan, (0,), (0,), (0, 1))
+    kinds = RankKinds(plan, (0,), (0,), (0, 1))
     found: dict[int, Traffic] = {}
     for rank in kinds.counts():
         found[rank] = Traffic(rank, plan)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from plait.config.errors import PlaitError
-from plait.launch import fork as here
+from plait.launch import fork
 
 TESTS = Path(__file__).parents[1]
 JOB = str(TESTS / "training.py")
@@ -99,5 +99,5 @@ def test_every_verb_runs_where_torch_sees_a_device(guard: str, tmp_path: Path) -
 def test_a_process_that_has_used_cuda_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(PlaitError) as caught:
-        here.run(lambda place: {}, 1)
+        fork.run(lambda place: {}, 1)
     assert caught.value.codes == ["H011"] and caught.value.exit_code == 2

@@ -1,6 +1,6 @@
 """NCCL runs messages of both directions in the order in which each end asks for them: no table may leave ranks waiting.
 
-What `Post` asks of torch, in every rank's row, is written down and then played under these rules: a message takes its
+What `PointToPoint` asks of torch, in every rank's row, is written down and then played under these rules: a message takes its
 turn on a stream, one for each pair of ranks or one for all that a rank sends and receives (groups made with a
 `device_id`); it is over once both ends have come to it; and what is asked for after a wait starts after it.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from plait.config.plan import SCHEDULES
-from plait.parallel.pipeline.p2p import Letter, Post, Routes, routes
+from plait.parallel.pipeline.p2p import PointToPoint, Routes, StageMessage, routes
 from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.schedules import problems
 from plait.parallel.pipeline.table import Table
@@ -59,13 +59,13 @@ NOTHING = [torch.empty(0)]
 def asked(planned: Table, found: Routes, rank: int, ahead: int) -> list[tuple[str, Message]]:
     """What a rank asks for and waits for in its row, as `Pipe.step` goes through it."""
     wire = Wire(rank)
-    post = Post(wire, found, lambda letter: NOTHING, ahead)
+    post = PointToPoint(wire, found, lambda letter: NOTHING, ahead)
     to = {letter: b for (a, b), route in found.items() if a == rank for letter in route.letters}
     for action in planned.rows[rank]:
         if action.kind != "W":
             forward = action.kind == "F"
-            need = Letter(forward, action.stage, action.micro)
-            answer = Letter(forward, action.stage + (1 if forward else -1), action.micro)
+            need = StageMessage(forward, action.stage, action.micro)
+            answer = StageMessage(forward, action.stage + (1 if forward else -1), action.micro)
             if need in post.places:
                 post.receive(need)
             if answer in to:

@@ -8,7 +8,7 @@ from jobs_padded import Pairs, Sentences, Streamed, tagger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from plait.data.batch import Position, Share, beside, collate, rows_of
+from plait.data.batch import BatchShare, Position, beside, collate, rows_of
 from plait.data.loading import batches
 from plait.data.padding import Padding, fetching, packed, unpacked
 from plait.engine.engine import Engine
@@ -49,7 +49,7 @@ class Lengths:
 def micros(how: str, parts: int = 3) -> tuple[Padding, list[Any], Any]:
     data = Lengths(how)
     padding = Padding(data, None, CPU)
-    share = Share(0, 1, parts)
+    share = BatchShare(0, 1, parts)
     source = batches(data, len(data), 0, share, Position())
     batch = next(source)
     pinned = padding.batch(batch, fetching(data, 0, batch, 1))
@@ -83,7 +83,7 @@ def test_samples_of_one_shape_are_not_touched() -> None:
             return torch.full((4,), i)
 
     data = Alike("pads")
-    batch = next(batches(data, 12, 0, Share(0, 1, 3), Position()))
+    batch = next(batches(data, 12, 0, BatchShare(0, 1, 3), Position()))
     padding = Padding(data, None, CPU)
     found = padding.batch(batch, fetching(data, 0, batch, 1))
     assert all(a.inputs["x"] is b.inputs["x"] for a, b in zip(found.micro, batch.micro)) and not padding.loose

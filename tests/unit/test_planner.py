@@ -26,12 +26,12 @@ from plait.planner.cpu import Cores
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import alive, estimate, played
 from plait.planner.fewer import compared, halves
-from plait.planner.question import Asked, sized
+from plait.planner.question import PlanRequest, sized
 from plait.planner.search import Candidate, Found, search
 from plait.planner.space import branch_samples, branches
-from plait.planner.time import Pace, Software
+from plait.planner.time import Software, TimeModel
 from plait.planner.uncertainty import NOISE, Traits, correction
-from plait.planner.workload import Block, Product, Workload
+from plait.planner.workload import Block, PlannedProduct, Workload
 
 
 class Layer(nn.Module):
@@ -72,11 +72,11 @@ def job(layers: int = 4, width: int = 64, batch: int = 32, steps: int = 10) -> J
 
 
 @pytest.fixture(scope="module")
-def asked() -> Asked:
-    return Asked.of(job(), "gpt.py", Machine.named("h100x8"))
+def asked() -> PlanRequest:
+    return PlanRequest.of(job(), "gpt.py", Machine.named("h100x8"))
 
 
-def test_a_sketch_is_boiled_down_to_what_its_formulas_say(asked: Asked) -> None:
+def test_a_sketch_is_boiled_down_to_what_its_formulas_say(asked: PlanRequest) -> None:
     work = asked.pace().work
     layer = next(b for b in work.blocks if b.count == 4)
     width, length = 64, 16
@@ -96,11 +96,11 @@ def test_weights_that_two_units_share_are_counted_once() -> None:
         model.head.weight = model.embed.weight
         return model
 
-    found = Asked.of(replace(job(), model=tied), "tied", Machine.named("h100"), split=False).pace().work
+    found = PlanRequest.of(replace(job(), model=tied), "tied", Machine.named("h100"), split=False).pace().work
     assert found.weights == sum(p.numel() for p in tied().parameters())
 
 
-def test_parts_add_up_and_more_work_takes_longer(asked: Asked) -> None:
+def test_parts_add_up_and_more_work_takes_longer(asked: PlanRequest) -> None:
     pace = asked.pace()
     plain = estimate(pace, Plan(), 8)
     assert plain.seconds == pytest.approx(sum(plain.parts.values()))
@@ -116,7 +116,7 @@ def test_parts_add_up_and_more_work_takes_longer(asked: Asked) -> None:
 @pytest.mark.parametrize("ep, left", [(2, 4), (4, 2), (8, 1), (16, 1)])
 def test_experts_are_shared_by_the_ranks_that_ep_leaves(ep: int, left: int) -> None:
     """With fsdp=8 a rank has 1/8 of what is no expert, and 1/left of its 1/ep of the experts; the rest it gathers."""
-    pace = Pace(Workload("mixture", (Block("layer", 4, (), 800.0, experts=64000.0),)), Machine.named("h100x8"))
+    pace = TimeModel(Workload("mixture", (Block("layer", 4, (), 800.0, experts=64000.0),)), Machine.named("h100x8"))
     need = {zero: estimate(pace, Plan(dp=2, fsdp=8, ep=ep, zero=zero), 4).memory for zero in (1, 2, 3)}
     parts, whole = 4 * (800 / 8 + 64000 / ep / left), 4 * (800 + 64000 / ep)
     software = pace.software
@@ -131,10 +131,10 @@ def test_experts_are_shared_by_the_ranks_that_ep_leaves(ep: int, left: int) -> N
 
 def test_a_part_of_a_tile_takes_as_long_as_a_whole_one() -> None:
     """On a device; a core has no tiles of that size."""
-    seconds = lambda pace, columns: pace.product(Product(1e5, 4096, columns), Plan(precision="bf16"), 1)  # noqa: E731
-    device = Pace(Workload("", ()), Machine.named("h100"))
+    seconds = lambda pace, columns: pace.product(PlannedProduct(1e5, 4096, columns), Plan(precision="bf16"), 1)  # noqa: E731
+    device = TimeModel(Workload("", ()), Machine.named("h100"))
     assert seconds(device, 4040) == seconds(device, 4096) < seconds(device, 4097) == seconds(device, 4160)
-    core = Pace(Workload("", ()), Machine.named("h100"), Software(cores=Cores(1e-6)))
+    core = TimeModel(Workload("", ()), Machine.named("h100"), Software(cores=Cores(1e-6)))
     assert seconds(core, 4040) < seconds(core, 4096)
 
 
@@ -142,8 +142,8 @@ def test_long_sequences_fill_a_device_that_is_faster_than_its_kernels_were_made_
     """Portable attention on an H100 gains with the length, beyond 8,192 keys; on an A100, and the vendor's, it does not."""
 
     def rate(machine: str, keys: int, **given: Any) -> float:
-        pace = Pace(Workload("", ()), Machine.named(machine), Software(**given))
-        product = Product(keys, 128, keys, 32, weight=False, fused=True)
+        pace = TimeModel(Workload("", ()), Machine.named(machine), Software(**given))
+        product = PlannedProduct(keys, 128, keys, 32, weight=False, fused=True)
         return product.flops / pace.product(product, Plan(precision="bf16"), 1)
 
     assert rate("h100", 32768) / rate("h100", 8192) > 1.3
@@ -158,10 +158,10 @@ def test_long_sequences_fill_a_device_that_is_faster_than_its_kernels_were_made_
 
 def test_messages_take_longer_between_nodes_than_inside_one() -> None:
     block = Block(
-        "layer", 8, (Product(512, 4096, 4096, cut="columns"),), 4096.0**2, 4096.0**2, handovers=1, out=512 * 4096
+        "layer", 8, (PlannedProduct(512, 4096, 4096, cut="columns"),), 4096.0**2, 4096.0**2, handovers=1, out=512 * 4096
     )
     work = Workload("wide", (block,))
-    near, far = (Pace(work, Machine.named(name)) for name in ("h100x8", "h100x1x8"))
+    near, far = (TimeModel(work, Machine.named(name)) for name in ("h100x8", "h100x1x8"))
     for plan in (Plan(dp=8), Plan(fsdp=8), Plan(tp=8)):
         assert estimate(far, plan, 4).seconds > estimate(near, plan, 4).seconds
 
@@ -181,7 +181,7 @@ def test_long_tables_are_played_from_short_ones(schedule: str, v: int, ranks: in
 
 def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_the_host_has_room() -> None:
     machine = Machine.named("h100x2")
-    tall = Asked.of(job(layers=4, width=512, batch=64), "tall.py", machine)
+    tall = PlanRequest.of(job(layers=4, width=512, batch=64), "tall.py", machine)
     pins = {"dp": 2, "precision": "bf16", "microbatches": 1}
     need = estimate(tall.pace(), Plan(dp=2, precision="bf16", offload="optimizer"), 32)
     memory = (need.reserved * 1.02 + (1 << 30)) / 0.95
@@ -194,7 +194,7 @@ def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_th
     assert everything.hosted == pytest.approx(need.hosted / 2)
 
 
-def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: Asked) -> None:
+def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: PlanRequest) -> None:
     """The model has four heads: four ranks can share them out, eight cannot."""
     for cp, contexts in ((2, {"ring", "ulysses"}), (4, {"ring", "ulysses"}), (8, {"ring"})):
         assert {b.context for b in branches(asked.question({"cp": cp, "pp": 1, "tp": 1}))} == contexts
@@ -203,12 +203,12 @@ def test_heads_or_keys_are_exchanged_whatever_is_faster(asked: Asked) -> None:
 
 
 def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
-    cores = Asked.of(job(layers=2, width=32, batch=8), "tiny.py", sized(read_machine("here"), 2))
+    cores = PlanRequest.of(job(layers=2, width=32, batch=8), "tiny.py", sized(read_machine("here"), 2))
     assert {b.sequence_parallel for b in branches(cores.question({"tp": 2}))} == {True, False}
     assert not ask(cores, {"tp": 2}).rows[0].candidate.plan.sequence_parallel
 
 
-def test_nothing_that_is_left_out_would_have_been_shown(asked: Asked) -> None:
+def test_nothing_that_is_left_out_would_have_been_shown(asked: PlanRequest) -> None:
     """Every plan of every branch priced, without bounds: the same best plan of each of the first meshes."""
     question = asked.question({"precision": "bf16"})
     refused, pace = asked.refused(), asked.pace()
@@ -233,12 +233,12 @@ def test_nothing_that_is_left_out_would_have_been_shown(asked: Asked) -> None:
     assert sorted(c.seconds for c in found.best)[:8] == pytest.approx(best, rel=1e-9)
 
 
-def test_the_same_question_has_the_same_answer(asked: Asked) -> None:
+def test_the_same_question_has_the_same_answer(asked: PlanRequest) -> None:
     first, second = (json.dumps([str(c.plan) for c in ask(asked, {}).found.best]) for _ in range(2))
     assert first == second
 
 
-def test_pins_are_kept_and_refusals_honoured(asked: Asked) -> None:
+def test_pins_are_kept_and_refusals_honoured(asked: PlanRequest) -> None:
     found = ask(asked, {"tp": 2, "recompute": "full"}, top=50)
     assert {row.candidate.plan.tp for row in found.rows if row.why != "" and row.fits and row in found.rows[:1]} == {2}
     assert all(c.plan.tp == 2 and c.plan.recompute == "full" for c in found.found.best)
@@ -251,7 +251,7 @@ def test_pins_are_kept_and_refusals_honoured(asked: Asked) -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.SGD], ids=["Adafactor", "SGD"])
 def test_plans_that_cut_parameters_are_for_element_wise_optimizers(optimizer: Any) -> None:
     found = ask(
-        Asked.of(replace(job(), optimizer=lambda p: optimizer(p, lr=1e-2)), "a.py", Machine.named("h100x2")), {}
+        PlanRequest.of(replace(job(), optimizer=lambda p: optimizer(p, lr=1e-2)), "a.py", Machine.named("h100x2")), {}
     )
     cutting = [c for c in found.found.best if c.plan.fsdp * c.plan.tp > 1]
     assert bool(cutting) == (optimizer is torch.optim.SGD) and any(c.plan.pp == 2 for c in found.found.best)
@@ -260,7 +260,7 @@ def test_plans_that_cut_parameters_are_for_element_wise_optimizers(optimizer: An
 
 
 def test_what_does_not_fit_is_never_chosen_and_said() -> None:
-    small = Asked.of(job(width=256, batch=64), "big.py", Machine.named("h100x4"))
+    small = PlanRequest.of(job(width=256, batch=64), "big.py", Machine.named("h100x4"))
     need = estimate(small.pace(), Plan(dp=4, precision="bf16"), 16).reserved
     found = ask(small, {"offload": "none"}, memory=(need * 0.6 + (1 << 30)) / 0.95)
     assert found.best is not None and found.best.candidate.plan.dp != 4
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_never_chosen_and_said() -> None:
     assert nothing.best is None and "nothing fits" in text(nothing)
 
 
-def test_pins_that_no_plan_keeps_are_said(asked: Asked) -> None:
+def test_pins_that_no_plan_keeps_are_said(asked: PlanRequest) -> None:
     found = ask(asked, {"tp": 3})
     assert found.best is None and "no plan for 8 devices" in text(found) and "tp=3" in text(found)
     assert "chosen" not in text(found)
@@ -277,13 +277,13 @@ def test_pins_that_no_plan_keeps_are_said(asked: Asked) -> None:
     assert said.code == "P070" and "tp=3 does not divide 8 devices" in said.why and "--gpus 3" in said.fix
     assert "no 8 stages" in impossible(ask(asked, {"pp": 8})).why
     plain = replace(job(), model=lambda: nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)))
-    found = ask(Asked.of(plain, "plain.py", Machine.named("h100x8")), {"cp": 2})
+    found = ask(PlanRequest.of(plain, "plain.py", Machine.named("h100x8")), {"cp": 2})
     assert "only for models that call scaled_dot_product_attention" in impossible(found).why
 
 
-def test_the_fewest_devices_that_are_as_fast_are_chosen_and_one_alone_is_told(asked: Asked) -> None:
+def test_the_fewest_devices_that_are_as_fast_are_chosen_and_one_alone_is_told(asked: PlanRequest) -> None:
     """A thousand parameters gain nothing from eight devices; a wide model with a large batch does."""
-    tiny = Asked.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x8"))
+    tiny = PlanRequest.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x8"))
     found = compared(ask(tiny, {}), {}, None)
     assert found.best is not None and found.best.candidate.plan.devices == 1 and "the fewest devices" in text(found)
     assert "one device alone" in text(found) and "which is the choice" in text(found)
@@ -293,7 +293,7 @@ def test_the_fewest_devices_that_are_as_fast_are_chosen_and_one_alone_is_told(as
     kept = compared(ask(tiny, {"dp": 8}), {"dp": 8}, None)
     assert kept.best is not None and kept.best.candidate.plan.dp == 8 and "8 devices, is" in text(kept)
     assert compared(ask(tiny, {}), {}, None, choose=False).rows[0].candidate.plan.devices == 8
-    wide = Asked.of(job(layers=8, width=1024, batch=4096), "wide.py", Machine.named("h100x8"))
+    wide = PlanRequest.of(job(layers=8, width=1024, batch=4096), "wide.py", Machine.named("h100x8"))
     large = compared(ask(wide, {"precision": "fp32", "tp": 1, "pp": 1}), {"precision": "fp32", "tp": 1, "pp": 1}, None)
     assert large.best is not None and large.best.candidate.plan.devices == 8
     assert json.loads(json.dumps(large.to_dict()))["one_device"]["samples_per_s"] > 0
@@ -302,7 +302,7 @@ def test_the_fewest_devices_that_are_as_fast_are_chosen_and_one_alone_is_told(as
 
 def test_a_plan_that_waits_for_its_host_says_so() -> None:
     """Whatever part of the step a loser loses most by has a word, or stands for itself."""
-    tall = Asked.of(job(layers=4, width=256, batch=64), "tall.py", Machine.named("h100x2"))
+    tall = PlanRequest.of(job(layers=4, width=256, batch=64), "tall.py", Machine.named("h100x2"))
     plan = Plan(fsdp=2, precision="bf16", offload="all")
     best = Candidate(plan, estimate(tall.pace(), plan, 32), 32)
     assert best.estimate is not None
@@ -311,13 +311,13 @@ def test_a_plan_that_waits_for_its_host_says_so() -> None:
         assert said in why_not(Candidate(plan, longer, 32), best)
 
 
-def test_the_choice_of_a_number_format_is_in_the_headline(asked: Asked) -> None:
+def test_the_choice_of_a_number_format_is_in_the_headline(asked: PlanRequest) -> None:
     head = next(line for line in text(ask(asked, {})).splitlines() if line.startswith("choice"))
     assert "in bf16" in head and "--pin precision=fp32" in head
     assert "in bf16" not in text(ask(asked, {"precision": "bf16"}))
 
 
-def test_memory_has_a_unit(asked: Asked) -> None:
+def test_memory_has_a_unit(asked: PlanRequest) -> None:
     with pytest.raises(PlaitError, match="80GiB"):
         size("80")
     nothing = text(ask(asked, {}, memory=1 << 30))
@@ -327,7 +327,9 @@ def test_memory_has_a_unit(asked: Asked) -> None:
 def test_host_memory_of_a_plan_is_that_of_a_dry_run() -> None:
     given = job(layers=4, width=256, batch=8)
     found = memory_table(given, Plan.parse("dp=2 offload=optimizer"))
-    priced = estimate(Asked.of(given, "a.py", Machine.named("h100x2")).pace(), Plan.parse("dp=2 offload=optimizer"), 4)
+    priced = estimate(
+        PlanRequest.of(given, "a.py", Machine.named("h100x2")).pace(), Plan.parse("dp=2 offload=optimizer"), 4
+    )
     assert priced.hosted == pytest.approx(found.hosted, rel=0.05)
     assert sum(priced.memory.values()) == pytest.approx(found.total, rel=0.25)
     assert not {"optimizer", "host copies"} & found.categories.keys()
@@ -352,7 +354,7 @@ def test_a_dry_run_says_whether_a_machine_holds_it(tmp_path, capsys) -> None:
     assert main([*words, "--memory", "1.06GiB"]) == 1 and "does not fit" in capsys.readouterr().out
 
 
-def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: Asked, tmp_path) -> None:
+def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: PlanRequest, tmp_path) -> None:
     found = ask(asked, {})
     plans = [row.candidate.plan for row in found.rows]
     assert any(p.dp == 8 for p in plans) and any(p.fsdp == 8 for p in plans) and len(plans) <= 8
@@ -364,7 +366,7 @@ def test_the_answer_shows_the_classical_choices_and_can_be_used(asked: Asked, tm
 
 
 def test_of_plans_alike_the_simplest_comes_first() -> None:
-    tiny = Asked.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x2"))
+    tiny = PlanRequest.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x2"))
     first = ask(tiny, {"precision": "fp32"}).rows[0].candidate
     fastest = min(c.seconds for c in ask(tiny, {"precision": "fp32"}).found.best)
     assert first.seconds <= fastest * 1.02 and len(first.plan.changed()) == 1
@@ -388,19 +390,19 @@ def test_a_slow_network_shows_where_a_step_is_messages() -> None:
     assert correction(computing, slow).factor == 1
 
 
-def test_an_unmeasured_step_is_as_unsure_as_published_ones_were_wrong(asked: Asked) -> None:
+def test_an_unmeasured_step_is_as_unsure_as_published_ones_were_wrong(asked: PlanRequest) -> None:
     """Not as two runs of one machine are: everything about it may be wrong."""
     sure = ask(asked, {}).sure
     assert sure.deviation > 1.5 * NOISE and sure.low < 0.85
 
 
-def test_more_devices_are_not_linearly_faster(asked: Asked) -> None:
+def test_more_devices_are_not_linearly_faster(asked: PlanRequest) -> None:
     found = goals.scale(asked, {"precision": "bf16"}, None, [1, 2, 8])
     assert [s.devices for s in found.sizes] == [1, 2, 8] and found.sizes[0].efficiency == 1
     assert found.sizes[2].efficiency < found.sizes[1].efficiency < 1 and "devices" in found.text()
 
 
-def test_the_cheapest_the_fewest_and_the_largest(asked: Asked) -> None:
+def test_the_cheapest_the_fewest_and_the_largest(asked: PlanRequest) -> None:
     cheap = goals.cheapest(asked, {}, None)
     assert (
         cheap.chosen is not None and cheap.sizes[cheap.chosen].devices == 1
@@ -418,9 +420,9 @@ def test_the_cheapest_the_fewest_and_the_largest(asked: Asked) -> None:
 def test_the_longest_argument_that_fits() -> None:
     machine, tried = Machine.named("h100x2"), []
 
-    def again(arguments: dict[str, str]) -> Asked:
+    def again(arguments: dict[str, str]) -> PlanRequest:
         tried.append(int(arguments["layers"]))
-        return Asked.of(job(layers=tried[-1], width=512, batch=2), "gpt.py", machine, split=False)
+        return PlanRequest.of(job(layers=tried[-1], width=512, batch=2), "gpt.py", machine, split=False)
 
     memory = (1 << 30) / 0.95 + 2.2e8
     goal = goals.longest("layers", {"layers": "2"}, again)
@@ -443,7 +445,7 @@ def test_sizes_of_memory(given: str, what: float) -> None:
 
 
 def test_a_machine_of_which_nothing_is_known_is_guessed_and_said() -> None:
-    found = ask(Asked.of(job(), "gpt.py", _unknown()), {})
+    found = ask(PlanRequest.of(job(), "gpt.py", _unknown()), {})
     assert found.asked.guessed and "plait bench" in text(found)
 
 
@@ -477,7 +479,7 @@ def test_a_run_that_fails_when_tried_says_why(tmp_path) -> None:
     assert "J001" in str(measure(options, Plan(dp=1)))
 
 
-def test_answers_of_nothing_are_empty(asked: Asked) -> None:
+def test_answers_of_nothing_are_empty(asked: PlanRequest) -> None:
     question = asked.question({})
     found = answer(asked, question, Found((), (), {}), 5, 0.0)
     assert found.best is None or found.best.fits

@@ -19,7 +19,7 @@ from published import run_of  # noqa: E402
 from scores import Case, choice, memory, spearman, times  # noqa: E402
 from sites import network  # noqa: E402
 
-from plait.planner import uncertainty as anchors  # noqa: E402
+from plait.planner import uncertainty  # noqa: E402
 from plait.planner.uncertainty import Traits  # noqa: E402
 
 
@@ -144,15 +144,15 @@ def test_the_fit_corrects_as_the_planner_does() -> None:
     """`bench/fit.py` has the formula once more, with arrays; with and without measured runs it gives the same."""
     words = (("a", "x"), ("a", "y"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", ""))
     pairs = [
-        (Traits({**dict.fromkeys(anchors.PARTS, ""), "occasion": one, "model": other},
-                dict.fromkeys(anchors.SPENT, 0.1 * at), at % 2 == 1), 0.3 - 0.1 * at)
+        (Traits({**dict.fromkeys(uncertainty.PARTS, ""), "occasion": one, "model": other},
+                dict.fromkeys(uncertainty.SPENT, 0.1 * at), at % 2 == 1), 0.3 - 0.1 * at)
         for at, (one, other) in enumerate(words)
     ]  # fmt: skip
-    sizes = anchors.PARTS | anchors.SPENT | {"noise": anchors.NOISE, "routed": anchors.ROUTED}
+    sizes = uncertainty.PARTS | uncertainty.SPENT | {"noise": uncertainty.NOISE, "routed": uncertainty.ROUTED}
     for chosen in ([], [0, 3], [1, 2, 4]):
         left, deviations = fit.Errors.of(pairs).left(sizes, chosen)
         rest = [at for at in range(len(pairs)) if at not in chosen]
-        said = [anchors.correction(pairs[at][0], [pairs[c] for c in chosen]) for at in rest]
+        said = [uncertainty.correction(pairs[at][0], [pairs[c] for c in chosen]) for at in rest]
         assert left == pytest.approx([pairs[at][1] - np.log(one.factor) for at, one in zip(rest, said)])
         assert deviations == pytest.approx([one.deviation for one in said])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.parallel.pipeline.p2p import AHEAD, Letter, Post, Routes, routes
+from plait.parallel.pipeline.p2p import AHEAD, PointToPoint, Routes, StageMessage, routes
 from plait.parallel.pipeline.schedule_search import table
 
 SHAPES = (("sequential", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2))
@@ -47,13 +47,13 @@ def unwired(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(rank: int, planned: Any, found: Routes) -> tuple[Wire, int]:
     """(what was asked of the wire in a rank's row, the most messages that were kept at once)."""
     wire, most = Wire(rank), 0
-    post = Post(wire, found, lambda letter: [torch.empty(1)])
+    post = PointToPoint(wire, found, lambda letter: [torch.empty(1)])
     to = {letter: b for (a, b), route in found.items() if a == rank for letter in route.letters}
     for kind, stage, micro in ((a.kind, a.stage, a.micro) for a in planned.rows[rank] if a.kind != "W"):
         forward = kind == "F"
-        if Letter(forward, stage, micro) in post.places:
-            post.receive(Letter(forward, stage, micro))
-        answer = Letter(forward, stage + 1 if forward else stage - 1, micro)
+        if StageMessage(forward, stage, micro) in post.places:
+            post.receive(StageMessage(forward, stage, micro))
+        answer = StageMessage(forward, stage + 1 if forward else stage - 1, micro)
         if answer in to:
             post.send(answer, to[answer], [torch.empty(1)])
         most = max(most, sum(map(len, post.sent.values())))
@@ -87,7 +87,7 @@ def test_what_was_sent_is_let_go_however_many_micro_batches() -> None:
 def test_what_came_back_says_what_was_taken() -> None:
     planned = table("1f1b", 2, 3)
     found = routes(planned.rows, planned.owner, lambda letter: True)
-    assert found[0, 1].letters == tuple(Letter(True, 1, m) for m in range(3))
+    assert found[0, 1].letters == tuple(StageMessage(True, 1, m) for m in range(3))
     assert found[1, 0].taken == (1, 2, 3)  # a gradient follows the output it is of
     assert found[0, 1].taken == (0, 0, 1)
 

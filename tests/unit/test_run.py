@@ -11,11 +11,11 @@ import pytest
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.engine.run_directory import Run, environment, job_name
+from plait.engine.run_directory import RunDirectory, environment, job_name
 
 
-def create(root: Path, job: str = "net.py", plan: Plan | None = None) -> Run:
-    return Run.create(job, plan or Plan(), {"depth": "8"}, root)
+def create(root: Path, job: str = "net.py", plan: Plan | None = None) -> RunDirectory:
+    return RunDirectory.create(job, plan or Plan(), {"depth": "8"}, root)
 
 
 @pytest.mark.parametrize(
@@ -86,18 +86,18 @@ def test_latest_points_to_the_newest(tmp_path: Path) -> None:
 def test_what_is_resumed(tmp_path: Path) -> None:
     runs = [create(tmp_path) for _ in range(11)]
     create(tmp_path, "net.py:big")
-    assert Run.latest("net.py", tmp_path) == runs[10]
+    assert RunDirectory.latest("net.py", tmp_path) == runs[10]
     (runs[1].checkpoints / "step-000100").mkdir()
-    assert Run.latest("net.py", tmp_path) == runs[1]
+    assert RunDirectory.latest("net.py", tmp_path) == runs[1]
     (runs[9].checkpoints / "step-000001").mkdir()
-    assert Run.latest("elsewhere/net.py", tmp_path) == runs[9]
+    assert RunDirectory.latest("elsewhere/net.py", tmp_path) == runs[9]
 
 
 @pytest.mark.parametrize("root", [".", "none"])
 def test_nothing_to_resume(tmp_path: Path, root: str) -> None:
     create(tmp_path, "netting.py")
     with pytest.raises(PlaitError) as caught:
-        Run.latest("net.py", tmp_path / root)
+        RunDirectory.latest("net.py", tmp_path / root)
     assert caught.value.codes == ["K001"]
     assert "net" in caught.value.problems[0].what
 
@@ -106,12 +106,12 @@ def test_a_run_killed_in_its_first_save_is_not_resumed(tmp_path: Path) -> None:
     good, killed = create(tmp_path), create(tmp_path)
     (good.checkpoints / "step-000100").mkdir()
     (killed.checkpoints / "step-000050.tmp").mkdir()
-    assert Run.latest("net.py", tmp_path) == good
+    assert RunDirectory.latest("net.py", tmp_path) == good
 
 
 def test_a_name_with_brackets(tmp_path: Path) -> None:
     run = create(tmp_path, "net[1].py")
-    assert Run.latest("net[1].py", tmp_path) == run
+    assert RunDirectory.latest("net[1].py", tmp_path) == run
 
 
 def test_a_folder_with_an_odd_number(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def test_names() -> None:
     assert _label(["a.0.b.0", "a.0.b.1", "a.1.b.0"]) == "a.*.b.*" and _label([""]) == "the model"
     assert _sisters(["a.0.q", "a.1.q", "a.0.k", "a.1.k"]) == "a.0-1.q, k" and _sisters(["a.0", "a.1"]) == "a.0-1"
     assert _sisters(["x", "y"]) == "x, y" and _form("a.3 reaches a.4.b, not 2") == "a.* reaches a.*.b, not 2"
-    from plait.model.slices import Cut
+    from plait.model.slices import ParameterSlice
 
-    assert way(Cut("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2))))) == "inside 2 parts"
+    assert way(ParameterSlice("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2))))) == "inside 2 parts"
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

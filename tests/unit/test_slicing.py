@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from plait.config.errors import PlaitError
-from plait.model.slices import Cut, Group, Slices
+from plait.model.slices import ColumnRowPair, ParameterSlice, Slices
 from plait.parallel.tensor.find.calls import Still
 from plait.parallel.tensor.find.check import kept, set_integer, taken
 from plait.parallel.tensor.find.finder import find
@@ -89,8 +89,10 @@ def test_a_pair_is_cut_and_the_model_is_left_as_it_was() -> None:
     (group,) = slices(model, 4).groups
     assert (group.container, group.columns, group.row, group.resize) == ("", ("a",), "b", False)
     weight, bias, row = group.cuts
-    assert weight == Cut("a.weight", 0, tuple(((r * 8, 8),) for r in range(4))) and bias.parameter == "a.bias"
-    assert row == Cut("b.weight", 1, weight.ranges)
+    assert (
+        weight == ParameterSlice("a.weight", 0, tuple(((r * 8, 8),) for r in range(4))) and bias.parameter == "a.bias"
+    )
+    assert row == ParameterSlice("b.weight", 1, weight.ranges)
     assert all(torch.equal(v, before[k]) and v.dtype == before[k].dtype for k, v in model.state_dict().items())
     assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
     assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
@@ -382,7 +384,7 @@ class Mixer(nn.Module):
         return x + self.mix(x, x, x, need_weights=False)[0]
 
 
-def sliced(model: nn.Module, group: Group, rank: int) -> nn.Module:
+def sliced(model: nn.Module, group: ColumnRowPair, rank: int) -> nn.Module:
     """The model of one rank."""
     local = copy.deepcopy(model)
     for cut in group.cuts:

@@ -3,7 +3,7 @@
 import pytest
 
 from plait.config.errors import PlaitError
-from plait.launch import started_by as started
+from plait.launch import started_by
 
 SEVERAL = {
     "srun": {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8"},
@@ -32,7 +32,7 @@ ALONE = {
 @pytest.mark.parametrize("by", SEVERAL)
 def test_one_of_several_is_refused(by: str) -> None:
     with pytest.raises(PlaitError, match="RANK is not set: each would train alone") as caught:
-        started.check(SEVERAL[by])
+        started_by.check(SEVERAL[by])
     assert caught.value.codes == ["L002"] and caught.value.exit_code == 2
     fix = "\n".join(caught.value.problems[0].fix)
     assert "torchrun" in fix and "MASTER_ADDR" in fix and "unset" in fix
@@ -40,7 +40,7 @@ def test_one_of_several_is_refused(by: str) -> None:
 
 @pytest.mark.parametrize("by", ALONE)
 def test_one_that_is_meant_to_be_alone_is_not(by: str) -> None:
-    started.check(ALONE[by])
+    started_by.check(ALONE[by])
 
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
@@ -51,7 +51,7 @@ WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "
     ({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 1),
 ))  # fmt: skip
 def test_the_place_on_the_machine(more: dict[str, str], local: int | None) -> None:
-    assert started.joined_as(WHOLE | more) == (1, 4, local)
+    assert started_by.joined_as(WHOLE | more) == (1, 4, local)
 
 
 @pytest.mark.parametrize("wrong, words", (
@@ -60,5 +60,5 @@ def test_the_place_on_the_machine(more: dict[str, str], local: int | None) -> No
 ))  # fmt: skip
 def test_numbers_that_do_not_go_together(wrong: dict[str, str], words: str) -> None:
     with pytest.raises(PlaitError, match=words) as caught:
-        started.joined_as(WHOLE | wrong)
+        started_by.joined_as(WHOLE | wrong)
     assert caught.value.codes == ["L001"]

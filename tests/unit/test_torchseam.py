@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from plait.launch.fork import run
 from plait.randomness.distributions import mask_op
-from plait.tensors import torch_private as torchseam
+from plait.tensors import torch_private
 from plait.tensors.torch_private import SEEDED, GraphExecGroup, checkpoint_frame, fake_failures, leaves, recompute_once
 
 from .test_house import FILES, at, private_torch_names
@@ -50,7 +50,7 @@ def test_no_contract_outlives_its_name() -> None:
 def test_fake_tensors_compute_shapes_beside_real_parameters() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     before = model[1].running_mean.clone()
-    with torchseam.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with torch_private.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         x = mode.from_tensor(torch.ones(3, 6))
         y = model(x)
     assert isinstance(x, torch._subclasses.FakeTensor) and isinstance(y, torch._subclasses.FakeTensor)
@@ -61,7 +61,7 @@ def test_fake_tensors_compute_shapes_beside_real_parameters() -> None:
 @contract("torch._subclasses.fake_tensor.UnsupportedFakeTensorException")
 @pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x.tolist()])
 def test_looking_at_a_fake_value_raises_what_the_sketch_catches(look: Any) -> None:
-    with torchseam.FakeTensorMode() as mode, pytest.raises(fake_failures()):
+    with torch_private.FakeTensorMode() as mode, pytest.raises(fake_failures()):
         look(mode.from_tensor(torch.ones(3)))
 
 
@@ -209,7 +209,7 @@ class Holder:
 def test_trees_learn_a_class() -> None:
     kind, a = Holder, torch.ones(1)
     assert len(leaves(kind(a))) == 1 and not isinstance(leaves(kind(a))[0], Tensor)
-    torchseam.register_pytree_node(kind, lambda x: ([x.h], None), lambda values, _: kind(*values))
+    torch_private.register_pytree_node(kind, lambda x: ([x.h], None), lambda values, _: kind(*values))
     assert leaves((kind(a), 1))[0] is a
     assert torch.utils._pytree.tree_map_only(Tensor, lambda t: t + 1, kind(a)).h.item() == 2
 
@@ -354,20 +354,26 @@ def test_the_compiled_mask_is_the_uncompiled_one(dim: int | None) -> None:
 
 @contract("torch._subclasses.fake_tensor.FakeTensor", "…._cdata")
 def test_views_of_real_and_of_fake_tensors_share_a_storage() -> None:
-    mode = torchseam.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
     weight = nn.Parameter(torch.ones(3, 4))
     known = mode.from_tensor(weight)
     with mode:
         turned = weight.t()
-    assert isinstance(turned, torchseam.FakeTensor) and turned.fake_mode is mode
-    assert torchseam.storage_key(turned) == torchseam.storage_key(known), "a view of a parameter is known as such"
-    assert torchseam.storage_key(weight[0]) == torchseam.storage_key(weight) != torchseam.storage_key(weight.clone())
+    assert isinstance(turned, torch_private.FakeTensor) and turned.fake_mode is mode
+    assert torch_private.storage_key(turned) == torch_private.storage_key(known), (
+        "a view of a parameter is known as such"
+    )
+    assert (
+        torch_private.storage_key(weight[0])
+        == torch_private.storage_key(weight)
+        != torch_private.storage_key(weight.clone())
+    )
 
 
 @contract("torch._subclasses.fake_tensor.FakeTensorMode")
 def test_a_copied_fake_tensor_stays_in_its_mode() -> None:
     """A mode that is copied frees torch's weak references to storages twice: memory is damaged (valgrind: invalid read)."""
-    mode = torchseam.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         module = nn.Module()
         module.register_buffer("table", torch.tensor(1.0))
@@ -381,11 +387,11 @@ def test_a_copied_fake_tensor_stays_in_its_mode() -> None:
 @contract("…._version")
 def test_a_write_in_place_moves_the_version() -> None:
     x = torch.ones(3)
-    before = torchseam.version(x)
+    before = torch_private.version(x)
     x[1:].add_(1)
-    assert torchseam.version(x) > before
+    assert torch_private.version(x) > before
     with torch.inference_mode():
-        assert torchseam.version(torch.ones(3)) == 0
+        assert torch_private.version(torch.ones(3)) == 0
 
 
 # — collectives in a compiled graph —
@@ -395,8 +401,12 @@ def test_a_write_in_place_moves_the_version() -> None:
 def test_collectives_that_give_a_new_tensor() -> None:
     def rank(place: Any) -> dict[str, Any]:
         group, mine = place.connect(torch.device("cpu")), torch.tensor([1.0, 10.0]) * (place.rank + 1)
-        rows = torchseam.all_gather_tensor(mine[None], 0, group)
-        return {"rows": rows.tolist(), "sum": torchseam.all_reduce(mine, "sum", group).tolist(), "mine": mine.tolist()}
+        rows = torch_private.all_gather_tensor(mine[None], 0, group)
+        return {
+            "rows": rows.tolist(),
+            "sum": torch_private.all_reduce(mine, "sum", group).tolist(),
+            "mine": mine.tolist(),
+        }
 
     found = run(rank, 2)
     assert all(f["rows"] == [[1.0, 10.0], [2.0, 20.0]] and f["sum"] == [3.0, 30.0] for f in found)
@@ -412,29 +422,29 @@ def test_collectives_that_give_a_new_tensor() -> None:
     "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo",
     "torch.distributed.fsdp._fully_shard._fsdp_common",
 )
-@pytest.mark.skipif(torchseam.ShardPlacementResult is None, reason="torch 2.11: one mesh for all parameters (H010)")
+@pytest.mark.skipif(torch_private.ShardPlacementResult is None, reason="torch 2.11: one mesh for all parameters (H010)")
 def test_fsdp_takes_collectives_and_meshes_of_ours() -> None:
     """A parameter may lie on a mesh of its own; each mesh of a module has collectives of its own."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
-    for base in (torchseam.FsdpAllGather, torchseam.FsdpReduceScatter):
+    for base in (torch_private.FsdpAllGather, torch_private.FsdpReduceScatter):
         assert base.__abstractmethods__ == {"allocate", "__call__"}
-    torchseam.fake_world(0, 4)
+    torch_private.fake_world(0, 4)
     try:
         groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 2])]
         whole, half = (DeviceMesh.from_group(group, "cpu") for group in groups)
-        apart = torchseam.FSDPMeshInfo(half, shard_mesh_dim=0)
+        apart = torch_private.FSDPMeshInfo(half, shard_mesh_dim=0)
         module = nn.Linear(8, 8)
         module = fully_shard(
             module,
             mesh=whole,
-            shard_placement_fn=lambda p: torchseam.ShardPlacementResult(Shard(1), apart) if p.dim() == 2 else None,
+            shard_placement_fn=lambda p: torch_private.ShardPlacementResult(Shard(1), apart) if p.dim() == 2 else None,
         )
-        shapes = {n: torchseam.local_of(p).shape for n, p in module.named_parameters()}
+        shapes = {n: torch_private.local_of(p).shape for n, p in module.named_parameters()}
         assert shapes == {"weight": (8, 4), "bias": (2,)}
-        torchseam.exchange_by(module, "scatter", "gather")
+        torch_private.exchange_by(module, "scatter", "gather")
         found = module._get_fsdp_state()._fsdp_param_groups
         assert len(found) == 2 and {(g._reduce_scatter_comm, g._all_gather_comm) for g in found} == {
             ("scatter", "gather")
@@ -452,7 +462,7 @@ def test_what_ends_the_backward_of_a_sharded_model_is_there() -> None:
 
     state = FSDPState()
     assert callable(FSDPModule._get_fsdp_state) and callable(FSDPParamGroup.post_backward)
-    assert state._state_ctx.all_states == [] and torchseam._param_groups(state) == []
+    assert state._state_ctx.all_states == [] and torch_private._param_groups(state) == []
     assert callable(state._root_post_backward_final_callback)
 
 
@@ -460,9 +470,9 @@ def test_what_ends_the_backward_of_a_sharded_model_is_there() -> None:
 def test_a_sharded_module_has_groups_of_parameters_or_one() -> None:
     """torch 2.11 holds at most one, under the name of one; later ones hold a list."""
     several = types.SimpleNamespace(_fsdp_param_groups=["a", "b"])
-    assert torchseam._param_groups(several) == ["a", "b"]
-    assert torchseam._param_groups(types.SimpleNamespace(_fsdp_param_group="a")) == ["a"]
-    assert torchseam._param_groups(types.SimpleNamespace(_fsdp_param_group=None)) == []
+    assert torch_private._param_groups(several) == ["a", "b"]
+    assert torch_private._param_groups(types.SimpleNamespace(_fsdp_param_group="a")) == ["a"]
+    assert torch_private._param_groups(types.SimpleNamespace(_fsdp_param_group=None)) == []
 
 
 class Apart(nn.Module):
@@ -494,7 +504,7 @@ def test_a_parameter_that_one_rank_left_out_is_summed(built_in: bool, monkeypatc
         model = fully_shard(model, mesh=init_device_mesh("cpu", (place.world,)))
         model.set_gradient_divide_factor(1.0)
         model.set_force_sum_reduction_for_comms(True)
-        torchseam.sum_unused(model)
+        torch_private.sum_unused(model)
         for names in ("a", "ab"):
             alone(torch.ones(2, 3), names).sum().backward()
         for _ in range(2):
@@ -518,21 +528,21 @@ def test_gradients_in_16_bits_are_summed_in_32() -> None:
         torch.manual_seed(0)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = fully_shard(Apart(), mesh=init_device_mesh("cpu", (place.world,)), mp_policy=policy)
-        torchseam.sum_unused(model)
+        torch_private.sum_unused(model)
         model.set_requires_gradient_sync(False)
         formats, adds = [], {}
         for names in ("a", "a", "ab"):
             loss = model(torch.rand(2, 3), names).sum()
             for n, p in model.named_parameters():
-                adds.setdefault(n, torchseam.widened(model, p))
+                adds.setdefault(n, torch_private.widened(model, p))
             loss.backward()
             [add() for add in adds.values()]
-            held = [p for g in torchseam._param_groups(model._get_fsdp_state()) for p in g.fsdp_params]
+            held = [p for g in torch_private._param_groups(model._get_fsdp_state()) for p in g.fsdp_params]
             formats.append(
                 [str(p.unsharded_accumulated_grad.dtype) for p in held if p.unsharded_accumulated_grad is not None]
             )
         model.set_requires_gradient_sync(True)
-        torchseam.end_backward(model)
+        torch_private.end_backward(model)
         return {"formats": formats, "summed": [str(p.grad.dtype) for p in model.parameters()]}
 
     for found in run(target, 2):
@@ -550,24 +560,24 @@ def test_modes_can_be_left_out_for_a_moment() -> None:
             return func(*args, **(kwargs or {}))
 
     with Seeing():
-        assert torchseam.version(torch.ones(2)) == 0
+        assert torch_private.version(torch.ones(2)) == 0
     assert [f.__name__ for f in seen] == ["ones"]
 
 
 @contract("…._is_view")
 def test_a_view_is_known_as_one() -> None:
     x = torch.ones(4, requires_grad=True) * 2
-    assert torchseam.is_view(x[:2]) and not torchseam.is_view(x) and not torchseam.is_view(x[:2].clone())
+    assert torch_private.is_view(x[:2]) and not torch_private.is_view(x) and not torch_private.is_view(x[:2].clone())
 
 
 @contract("…._apply")
 def test_apply_changes_tensors_in_place_of_a_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3, device="meta"), nn.BatchNorm1d(3))
     model[1].running_mean.fill_(7.0)
-    torchseam.materialise(model, torch.device("cpu"))
+    torch_private.materialise(model, torch.device("cpu"))
     assert model[0].weight.device.type == "cpu" and model[1].running_mean.tolist() == [7.0] * 3
     hollow = nn.Linear(2, 3, device="meta")
-    torchseam.convert(hollow, torch.device("cpu"), torch.float64)
+    torch_private.convert(hollow, torch.device("cpu"), torch.float64)
     assert hollow.weight.is_meta and hollow.weight.dtype == torch.float64
 
 
@@ -576,27 +586,27 @@ def test_it_is_known_that_backward_runs() -> None:
     seen = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda g: seen.append(torchseam.in_backward()))
+    y.register_hook(lambda g: seen.append(torch_private.in_backward()))
     y.sum().backward()
-    assert seen == [True] and not torchseam.in_backward()
+    assert seen == [True] and not torch_private.in_backward()
 
 
 @contract("torch._C._SetExcludeDispatchKeyGuard", "torch._C.DispatchKey.ADInplaceOrView")
 def test_an_alias_made_in_a_dispatch_mode_sees_writes() -> None:
     held = []
 
-    class Mode(torchseam.TorchDispatchMode):
+    class Mode(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if func is torch.ops.aten.mm.default:
-                held.append((torchseam.alias(out), torchseam.version(out)))
+                held.append((torch_private.alias(out), torch_private.version(out)))
             return out
 
     with Mode():
         y = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
         y.sigmoid_()
     ((kept, number),) = held
-    assert torchseam.version(kept) > number and kept.data_ptr() == y.data_ptr()
+    assert torch_private.version(kept) > number and kept.data_ptr() == y.data_ptr()
 
 
 @contract(
@@ -608,24 +618,24 @@ def test_the_attention_kernel_for_cpus_gives_log_sums(dtype: torch.dtype) -> Non
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 5, 8, generator=g, dtype=dtype) for heads in (4, 2, 2))
     mask = torch.zeros(1, 1, 5, 5, dtype=dtype).masked_fill_(torch.ones(5, 5, dtype=torch.bool).triu(0), -torch.inf)
-    out, lse = torchseam.flash_cpu(q, k, v, False, mask, 0.5)
+    out, lse = torch_private.flash_cpu(q, k, v, False, mask, 0.5)
     scores = (q @ k.repeat_interleave(2, 1).mT).double() * 0.5 + mask
     assert not out[:, :, 0].any() and not lse[:, :, 0].any(), "the first query sees no key"
     near = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
     assert torch.allclose(lse[:, :, 1:].double(), scores.logsumexp(-1)[:, :, 1:], atol=near)
-    grads = torchseam.flash_cpu_backward(torch.ones_like(out), (q, k, v), (out, lse), False, mask, 0.5)
+    grads = torch_private.flash_cpu_backward(torch.ones_like(out), (q, k, v), (out, lse), False, mask, 0.5)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and all(g.isfinite().all() for g in grads)
 
 
 @contract("torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunctionSubclass")
 def test_a_facade_has_a_shape_and_no_numbers() -> None:
-    class Front(torchseam.Facade):
+    class Front(torch_private.WrapperTensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            with torchseam.plainly():
+            with torch_private.plainly():
                 return func(*args, **(kwargs or {}))
 
-    made = torchseam.Facade.made(Front, torch.zeros(2, 3, dtype=torch.float64), [2, 9])
+    made = torch_private.WrapperTensor.made(Front, torch.zeros(2, 3, dtype=torch.float64), [2, 9])
     assert isinstance(made, Front) and made.shape == (2, 9) and made.dtype == torch.float64
     with pytest.raises(NotImplementedError):
         made + 1
@@ -633,9 +643,9 @@ def test_a_facade_has_a_shape_and_no_numbers() -> None:
 
 @contract("torch.utils._pytree.tree_flatten_with_path", "torch.utils._pytree.keystr")
 def test_leaves_have_names() -> None:
-    found, spec = torchseam.named_leaves(((1, [2]), {"a": {"b": 3}}))
+    found, spec = torch_private.named_leaves(((1, [2]), {"a": {"b": 3}}))
     assert found == [("[0][0]", 1), ("[0][1][0]", 2), ("[1]['a']['b']", 3)]
-    assert torchseam.tree_unflatten([4, 5, 6], spec) == ((4, [5]), {"a": {"b": 6}})
+    assert torch_private.tree_unflatten([4, 5, 6], spec) == ((4, [5]), {"a": {"b": 6}})
 
 
 # — dry runs: a process group of ranks that are not there, on tensors without numbers —
@@ -645,12 +655,12 @@ def test_leaves_have_names() -> None:
 def test_a_world_can_be_pretended_and_its_groups_be_found_in_calls() -> None:
     seen: list[Any] = []
 
-    class Watch(torchseam.TorchDispatchMode):
+    class Watch(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.extend((func.name(), g) for g in map(torchseam.group_in, args) if g is not None)
+            seen.extend((func.name(), g) for g in map(torch_private.group_in, args) if g is not None)
             return func(*args, **(kwargs or {}))
 
-    torchseam.fake_world(3, 4096)
+    torch_private.fake_world(3, 4096)
     try:
         group = torch.distributed.new_group([3, 7, 9])
         x = torch.ones(2)
@@ -661,7 +671,7 @@ def test_a_world_can_be_pretended_and_its_groups_be_found_in_calls() -> None:
         assert [(name, g.group_name) for name, g in seen] == [("c10d::allreduce_", group.group_name)]
     finally:
         torch.distributed.destroy_process_group()
-    assert torchseam.group_in(3) is None and torchseam.group_in(x) is None
+    assert torch_private.group_in(3) is None and torch_private.group_in(x) is None
 
 
 @contract("torch.ops.aten._local_scalar_dense.default")
@@ -669,16 +679,16 @@ def test_a_world_can_be_pretended_and_its_groups_be_found_in_calls() -> None:
 def test_who_asks_a_fake_tensor_for_a_number_calls_one_operator(look: Any) -> None:
     seen: list[Any] = []
 
-    class Watch(torchseam.TorchDispatchMode):
+    class Watch(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
-            return 1 if func is torchseam.scalar_of else func(*args, **(kwargs or {}))
+            return 1 if func is torch_private.scalar_of else func(*args, **(kwargs or {}))
 
-    with torchseam.FakeTensorMode() as mode:
+    with torch_private.FakeTensorMode() as mode:
         x = mode.from_tensor(torch.ones(3))
     with Watch():
         look(x)
-    assert torchseam.scalar_of in seen
+    assert torch_private.scalar_of in seen
 
 
 @contract("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam", "…._spec")
@@ -686,35 +696,37 @@ def test_fsdp_looks_again_at_its_parts_before_the_first_step() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     before = FSDPParam.reset_sharded_param
-    with torchseam.parts_as_they_are():
+    with torch_private.parts_as_they_are():
         assert FSDPParam.reset_sharded_param is not before
     assert FSDPParam.reset_sharded_param is before
 
 
 def test_an_unknown_is_told_from_another_fake_tensor() -> None:
-    fakes, unknowns = torchseam.FakeTensorMode(), torchseam.Unknowns()
-    assert torchseam.is_unknown(unknowns.from_tensor(torch.ones(2)))
-    assert not torchseam.is_unknown(fakes.from_tensor(torch.ones(2))) and not torchseam.is_unknown(torch.ones(2))
+    fakes, unknowns = torch_private.FakeTensorMode(), torch_private.Unknowns()
+    assert torch_private.is_unknown(unknowns.from_tensor(torch.ones(2)))
+    assert not torch_private.is_unknown(fakes.from_tensor(torch.ones(2))) and not torch_private.is_unknown(
+        torch.ones(2)
+    )
 
 
 @contract("torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey.FAKE")
 def test_the_mode_for_fake_tensors_comes_after_others_and_is_known() -> None:
     seen: list[Any] = []
 
-    class Watch(torchseam.TorchDispatchMode):
+    class Watch(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(torchseam.fakes_around())
+            seen.append(torch_private.fakes_around())
             return func(*args, **(kwargs or {}))
 
-    fakes = torchseam.FakeTensorMode()
+    fakes = torch_private.FakeTensorMode()
     with Watch(), fakes:
         made = torch.empty(3)
-    assert seen == [fakes] and made.fake_mode is fakes and torchseam.fakes_around() is None
+    assert seen == [fakes] and made.fake_mode is fakes and torch_private.fakes_around() is None
 
 
 @contract("torch._ops.HigherOrderOperator")
 def test_operators_of_higher_order_are_told_and_pass_modes() -> None:
-    class Seeing(torchseam.TorchDispatchMode):
+    class Seeing(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
@@ -724,32 +736,32 @@ def test_operators_of_higher_order_are_told_and_pass_modes() -> None:
         names.append(name)
         return made(*args, **kwargs)
 
-    with torchseam.compiled_by(run):
+    with torch_private.compiled_by(run):
         found = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
     with Seeing():
         found.sum().backward()
     assert names == ["cond"] and x.grad is not None and x.grad.tolist() == [2.0, 2.0, 2.0]
     before = torch.compile
-    with torchseam.compiled_by(run):
+    with torch_private.compiled_by(run):
         assert torch.compile(torch.sin, backend="eager")(torch.zeros(1)).item() == 0.0
     assert names == ["cond"] and torch.compile is before
 
 
 @contract("torch.utils._python_dispatch._disable_current_modes")
 def test_a_tensor_made_without_modes_is_real() -> None:
-    with torchseam.FakeTensorMode():
-        with torchseam.no_modes():
+    with torch_private.FakeTensorMode():
+        with torch_private.no_modes():
             assert torch.ones(2).tolist() == [1.0, 1.0]
-        assert isinstance(torch.ones(2), torchseam.FakeTensor)
+        assert isinstance(torch.ones(2), torch_private.FakeTensor)
 
 
 @contract("torch.cuda._device_count_nvml", "torch.cuda._device_count_amdsmi")
 def test_devices_by_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's library is asked, never CUDA: None where there is no such library."""
-    assert torchseam.devices_by_driver() is None or not torch.cuda.is_initialized()
+    assert torch_private.devices_by_driver() is None or not torch.cuda.is_initialized()
     for name in ("_device_count_nvml", "_device_count_amdsmi"):
         assert hasattr(torch.cuda, name)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 3)
-    assert torchseam.devices_by_driver() == 3
+    assert torch_private.devices_by_driver() == 3
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1)
-    assert torchseam.devices_by_driver() is None
+    assert torch_private.devices_by_driver() is None

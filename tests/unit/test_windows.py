@@ -22,7 +22,7 @@ from plait.model.sketch import sketch
 from plait.randomness import sub_block as windows
 from plait.randomness.distributions import bits
 from plait.randomness.keyed import Randomness
-from plait.randomness.sub_block import Share, Windows, differing, sub_block
+from plait.randomness.sub_block import HeldRows, SubBlocks, differing, sub_block
 from plait.tensors.rows import Rows
 
 BATCH, FIRST = 4, 1
@@ -94,7 +94,7 @@ def parts_equal(function: Callable[[Tensor], Tensor], shape: tuple[Any, ...], di
     scale = whole.shape[dim] // cut.length
     wide = Rows(tuple(tuple((f * scale, n * scale) for f, n in held) for held in cut.ranks))
     for rank, (first, count) in product(range(len(cut.ranks)), STRETCHES):
-        randomness.windows = Windows(sketched.drawn, Share(cut, rank))
+        randomness.windows = SubBlocks(sketched.drawn, HeldRows(cut, rank))
         with torch.no_grad(), randomness.at(2, first, count):
             found = model(cut.take(x.narrow(b, first, count), dim, rank).contiguous())
         assert torch.equal(found, wide.take(whole.narrow(b, first, count), dim, rank)), (rank, first)
@@ -118,7 +118,7 @@ def test_queries_may_be_cut_where_keys_are_whole() -> None:
         local = sketch(model, lambda n, rank=rank: cut.take(sample_of(shape, n), 2, rank), call)
         at = differing(sketched.drawn, local.drawn)
         assert at == {("#1#1", 2)}, "the queries, and not the keys"
-        randomness.windows = Windows(sketched.drawn, Share(cut, rank, at))
+        randomness.windows = SubBlocks(sketched.drawn, HeldRows(cut, rank, at))
         with torch.no_grad(), randomness.at(0, 0, BATCH):
             assert torch.allclose(model(mine), cut.take(whole, 2, rank), atol=1e-6)
 
@@ -135,7 +135,7 @@ def test_recomputation_draws_by_the_windows_of_its_pass() -> None:
         randomness.windows = None
         with torch.no_grad(), randomness.at(0, 2 * step, 2):
             whole = model(x)
-        randomness.windows = Windows(sketched.drawn, Share(cut, 1, at))
+        randomness.windows = SubBlocks(sketched.drawn, HeldRows(cut, 1, at))
         mine = cut.take(x, 1, 1).clone().requires_grad_()
         with randomness.at(0, 2 * step, 2):
             out = model(mine)
@@ -150,13 +150,17 @@ def test_recomputation_draws_by_the_windows_of_its_pass() -> None:
 def test_sizes_that_do_not_fit_are_errors() -> None:
     shapes, cut = {"#1#1": (1, 6)}, Rows.of([4, 2])
     with pytest.raises(PlaitError, match="J019"):
-        Share(cut, 0)("drop#1#1", 1, None, 4)
+        HeldRows(cut, 0)("drop#1#1", 1, None, 4)
     with pytest.raises(ValueError, match="3 rows of dim 1"):
-        Share(cut, 0, frozenset({("#1#1", 1)}))("#1#1", 1, 6, 3)
+        HeldRows(cut, 0, frozenset({("#1#1", 1)}))("#1#1", 1, 6, 3)
     with pytest.raises(ValueError, match="are held"):
-        Windows(shapes, lambda *_: (6, ((0, 2),))).axes("#1#1", 0, (2, 3), 2)
-    assert Windows(shapes, Share(cut, 0)).axes("#1#1", 0, (2, 6), 2) is None
-    assert Windows(shapes, Share(cut, 0)).axes("#1#1", 0, (2, 4), 2) == [(2, ((0, 2),)), (1, ((0, 1),)), (6, ((0, 4),))]
+        SubBlocks(shapes, lambda *_: (6, ((0, 2),))).axes("#1#1", 0, (2, 3), 2)
+    assert SubBlocks(shapes, HeldRows(cut, 0)).axes("#1#1", 0, (2, 6), 2) is None
+    assert SubBlocks(shapes, HeldRows(cut, 0)).axes("#1#1", 0, (2, 4), 2) == [
+        (2, ((0, 2),)),
+        (1, ((0, 1),)),
+        (6, ((0, 4),)),
+    ]
 
 
 def test_the_sketch_says_what_one_sample_draws() -> None:

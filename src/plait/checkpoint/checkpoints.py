@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint import fingerprint, state
-from plait.checkpoint import optimizer_state as optstate
-from plait.checkpoint.chunks import Held, assign
+from plait.checkpoint import fingerprint, optimizer_state, state
+from plait.checkpoint.chunks import HeldChunk, assign
 from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import Cancelled, Damaged
-from plait.checkpoint.saving import Errand, Snapshot, discard, free_bytes, publish, room, write_part
+from plait.checkpoint.saving import SaveThread, Snapshot, discard, free_bytes, publish, room, write_part
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import is_map
 from plait.tensors.exchange import exchange
@@ -41,14 +40,14 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Flight:
+class _PendingSave:
     """A save between its copy and its publication."""
 
     path: Path
     building: Path
     keep: int
-    empty: list[Held]
-    errand: Errand
+    empty: list[HeldChunk]
+    errand: SaveThread
     publishing: bool = False
 
 
@@ -65,9 +64,9 @@ class Checkpoints:
         """What differs between the job of the checkpoint that was resumed and this one, a line each."""
         self.parent: str | None = None
         self._damaged: set[Path] = set()
-        self._flight: _Flight | None = None
+        self._flight: _PendingSave | None = None
         self._snapshot = Snapshot()
-        self._held: list[list[Held]] = []
+        self._held: list[list[HeldChunk]] = []
         self._allow = False
 
     def found(self) -> list[Path]:
@@ -93,8 +92,8 @@ class Checkpoints:
             building = path.with_name(f"{path.name}.tmp-{token}")
             rank = training.place.rank
             rule = training.rule
-            errand = Errand(lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule))
-            self._flight = _Flight(path, building, keep, empty, errand)
+            errand = SaveThread(lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule))
+            self._flight = _PendingSave(path, building, keep, empty, errand)
         if wait:
             self.finish(training)
         return path
@@ -105,10 +104,10 @@ class Checkpoints:
         Token and bytes are rank 0's on all ranks. What every rank holds is exchanged when it changed.
         """
         rank, word = training.place.rank, dict[str, Any]()
-        parts, values, held = dict[str, Any](), dict[str, Any](), list[Held]()
+        parts, values, held = dict[str, Any](), dict[str, Any](), list[HeldChunk]()
         try:
             if not self._held:
-                optstate.check(training)
+                optimizer_state.check(training)
             parts, values = state.parts_of(training), state.values_of(training)
             held = state.held_of(parts)
         except PlaitError as error:
@@ -126,7 +125,7 @@ class Checkpoints:
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
         return parts, values, said[0]["token"], said[0]["free"]
 
-    def _room_for(self, path: Path, shares: list[list[Held]], free: float) -> None:
+    def _room_for(self, path: Path, shares: list[list[HeldChunk]], free: float) -> None:
         """K004 on all ranks, before a byte is written, when the checkpoint cannot fit: a part of one would take the
         room that metrics and the log still have."""
         needed = room(shares)
@@ -149,7 +148,7 @@ class Checkpoints:
         elif not self._flight.publishing:
             self._flight.publishing = True
             if training.place.rank == 0:
-                self._flight.errand = Errand(lambda _, flight=self._flight: self._publish(flight, ranks))
+                self._flight.errand = SaveThread(lambda _, flight=self._flight: self._publish(flight, ranks))
         else:
             self.parent, self._flight = self._flight.path.name, None
 
@@ -162,7 +161,7 @@ class Checkpoints:
                 dist.all_reduce(total, group=training.built.group)
             self.heard(training, float(total))
 
-    def _publish(self, flight: _Flight, ranks: int) -> None:
+    def _publish(self, flight: _PendingSave, ranks: int) -> None:
         wrong = publish(flight.building, flight.path, ranks, self.parent, flight.empty)
         if wrong:
             self.marked.append(unsound(flight.path, wrong))
@@ -173,7 +172,7 @@ class Checkpoints:
             if old != last:
                 discard(old)
 
-    def _give_up(self, training: "Training", flight: _Flight) -> None:
+    def _give_up(self, training: "Training", flight: _PendingSave) -> None:
         """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
         flight.errand.cancel()
         self._flight = None
@@ -289,9 +288,9 @@ class Checkpoints:
         return exchange(data, training.built.group, training.built.device)
 
 
-def _held(row: list[Any]) -> Held:
+def _held(row: list[Any]) -> HeldChunk:
     name, dtype, itemsize, shape, start, size = row
-    return Held(name, dtype, itemsize, tuple(shape), tuple(start), tuple(size))
+    return HeldChunk(name, dtype, itemsize, tuple(shape), tuple(start), tuple(size))
 
 
 def problem_of(said: dict[str, Any]) -> Problem:

@@ -22,7 +22,7 @@ MOST_PAIRS = 1 << 18
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldChunk:
     """A rectangle of the tensor `name` of `shape`; `itemsize` is bytes per element, `dtype` its safetensors name."""
 
     name: str
@@ -100,17 +100,17 @@ def _overlapping(ordered: list[Rect], dim: int, dims: int) -> str | None:
     return None
 
 
-def assign(held: list[list[Held]]) -> list[list[Held]]:
+def assign(held: list[list[HeldChunk]]) -> list[list[HeldChunk]]:
     """What each rank writes, from what each rank holds: every element once, by a holder, balanced by bytes.
 
     Every rank computes the same answer from the same lists. Copies are shared out among their holders. K005 when the
     ranks disagree about a tensor, or nobody holds a stretch of it.
     """
-    holders: dict[str, dict[Held, list[int]]] = {}
+    holders: dict[str, dict[HeldChunk, list[int]]] = {}
     for rank, mine in enumerate(held):
         for part in mine:
             holders.setdefault(part.name, {}).setdefault(part, []).append(rank)
-    todo: list[tuple[Held, list[int]]] = []
+    todo: list[tuple[HeldChunk, list[int]]] = []
     for name, parts in holders.items():
         if len({(part.dtype, part.shape) for part in parts}) > 1:
             raise PlaitError(Problem("K005", f"ranks disagree about the shape or number format of {name}"))
@@ -125,7 +125,7 @@ def assign(held: list[list[Held]]) -> list[list[Held]]:
         if wrong:
             raise PlaitError(Problem("K005", f"the ranks together do not hold {name}", why=wrong))
     load = [0] * len(held)
-    result: list[list[Held]] = [[] for _ in held]
+    result: list[list[HeldChunk]] = [[] for _ in held]
     for piece, ranks in sorted(todo, key=lambda t: (-t[0].bytes, t[0].name, t[0].start)):
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         load[writer] += piece.bytes
@@ -133,7 +133,7 @@ def assign(held: list[list[Held]]) -> list[list[Held]]:
     return result
 
 
-def _cut(piece: Held) -> list[Held]:
+def _cut(piece: HeldChunk) -> list[HeldChunk]:
     if piece.bytes <= CUT or not piece.size:
         return [piece]
     rows = piece.size[0]

@@ -29,7 +29,7 @@ LONGEST = 256 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredChunk:
     """A rectangle of a tensor: the tensor `key` in `file`. `sha256` is of its bytes (None: a foreign file has none)."""
 
     file: str
@@ -49,7 +49,7 @@ class Entry:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredChunk, ...]
 
     @property
     def bytes(self) -> int:
@@ -168,11 +168,11 @@ def _entry(name: str, value: Any, files: dict[str, Any]) -> Entry:
     return Entry(dtype, shape, pieces)
 
 
-def _piece(value: dict[str, Any], dims: int) -> Piece:
+def _piece(value: dict[str, Any], dims: int) -> StoredChunk:
     start, size = _numbers(value, "start"), _numbers(value, "size")
     if len(start) != dims or len(size) != dims:
         raise ValueError("a piece has another number of dims than its tensor")
-    return Piece(_get(value, "file", str), _get(value, "key", str), start, size, _sha256(value.get("sha256")))
+    return StoredChunk(_get(value, "file", str), _get(value, "key", str), start, size, _sha256(value.get("sha256")))
 
 
 def _file(value: Any) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from plait.checkpoint.chunks import Rect, overlap
-from plait.checkpoint.manifest import MANIFEST, Entry, Piece
+from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk
 from plait.checkpoint.safetensors_file import DTYPES, Damaged, ShardFile
 from plait.tensors.part import Part, whole
 
@@ -62,7 +62,7 @@ class Reader:
         for piece, _, _ in self._overlaps(name, part):
             self.check_piece(name, piece)
 
-    def check_piece(self, name: str, piece: Piece) -> None:
+    def check_piece(self, name: str, piece: StoredChunk) -> None:
         """Hash one piece, once."""
         file = self.file(piece.file)
         if piece.sha256 is None or (piece.file, piece.key) in self._checked:
@@ -81,7 +81,7 @@ class Reader:
                     target = target.narrow(dim, first - mine.start[dim], length)
                 target.copy_(source)
 
-    def _overlaps(self, name: str, part: Part) -> Iterable[tuple[Piece, Part, Rect]]:
+    def _overlaps(self, name: str, part: Part) -> Iterable[tuple[StoredChunk, Part, Rect]]:
         """Pieces of the files, rectangles of the part, and what the two share."""
         for mine in part.pieces():
             for piece in self.entries[name].pieces:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.chunks import Held, Rect, overlap
+from plait.checkpoint.chunks import HeldChunk, Rect, overlap
 from plait.checkpoint.manifest import FORMAT, MANIFEST, parse, seal, unseal
 from plait.checkpoint.safetensors_file import Damaged, write
 from plait.tensors.finite import Rule, wrong_scalars
 from plait.tensors.part import Part
 
 
-class Errand(threading.Thread):
+class SaveThread(threading.Thread):
     """Something done beside training. `error` is what went wrong. It stops soon after `cancel`."""
 
     def __init__(self, work: Callable[[Callable[[], bool]], None]):
@@ -71,9 +71,9 @@ class Snapshot:
     """Copies of tensors on the CPU, their memory used again from save to save (page-locked beside CUDA)."""
 
     def __init__(self) -> None:
-        self._reused: dict[Held, Tensor] = {}
+        self._reused: dict[HeldChunk, Tensor] = {}
 
-    def take(self, pieces: list[Held], parts: Mapping[str, Part]) -> dict[Held, Tensor]:
+    def take(self, pieces: list[HeldChunk], parts: Mapping[str, Part]) -> dict[HeldChunk, Tensor]:
         """A copy of each piece, complete when this returns."""
         old, self._reused = self._reused, {}
         cuda = False
@@ -106,7 +106,7 @@ LISTED = 2048
 """Bytes, at most, that a tensor's piece takes in the lists of a checkpoint (place and digest), and a file in its last block."""
 
 
-def room(shares: list[list[Held]]) -> int:
+def room(shares: list[list[HeldChunk]]) -> int:
     """Bytes that a checkpoint takes in which each rank writes its share."""
     return sum(held.bytes + LISTED for share in shares for held in share) + LISTED * (3 * len(shares) + 2)
 
@@ -120,7 +120,7 @@ def free_bytes(directory: Path) -> float:
 
 
 def write_part(
-    building: Path, rank: int, tensors: Mapping[Held, Tensor], values: dict[str, Any],
+    building: Path, rank: int, tensors: Mapping[HeldChunk, Tensor], values: dict[str, Any],
     cancelled: Callable[[], bool] = lambda: False, rule: Rule | None = None,
 ) -> None:  # fmt: skip
     """Write this rank's files and, when they are safe on the disk, the sealed list of them.
@@ -147,13 +147,13 @@ def write_part(
     _write_synced(building / f"part-{rank:05d}.json", seal(content))
 
 
-def _key(held: Held) -> str:
+def _key(held: HeldChunk) -> str:
     """`0.weight` of a whole tensor, `0.weight@8,0` of a piece that begins there."""
     name = held.name.partition("/")[2]
     return name if held.size == held.shape else f"{name}@{','.join(map(str, held.start))}"
 
 
-def publish(building: Path, path: Path, world: int, parent: str | None, empty: list[Held]) -> tuple[str, ...]:
+def publish(building: Path, path: Path, world: int, parent: str | None, empty: list[HeldChunk]) -> tuple[str, ...]:
     """Merge the ranks' lists into the manifest and make the directory a checkpoint by one rename.
 
     `empty` are tensors without elements: they have no pieces, so no list has them. Returns the names of what is not finite.

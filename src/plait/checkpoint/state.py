@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint import fingerprint
-from plait.checkpoint import optimizer_state as optstate
-from plait.checkpoint.chunks import Held
+from plait.checkpoint import fingerprint, optimizer_state
+from plait.checkpoint.chunks import HeldChunk
 from plait.checkpoint.manifest import Entry, Manifest
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, NAMES
@@ -30,7 +29,7 @@ def parts_of(training: "Training") -> dict[str, Part]:
     """This rank's part of every tensor to save: `model/<name>` and `optimizer/<parameter>/<key>`."""
     model = model_parts(training)
     found = {f"model/{name}": part for name, part in model.items()}
-    for parameter, state in optstate.states(training.optimizer):
+    for parameter, state in optimizer_state.states(training.optimizer):
         name = (training.built.names or {})[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
@@ -61,14 +60,14 @@ def _state_part(name: str, key: str, value: Tensor, part: Part) -> Part:
     )
 
 
-def held_of(parts: dict[str, Part]) -> list[Held]:
-    """What this rank holds, in the words of `pieces.assign`. K005 for a number format that files cannot hold."""
+def held_of(parts: dict[str, Part]) -> list[HeldChunk]:
+    """What this rank holds, in the words of `assign` of `checkpoint/chunks.py`. K005 for a number format that files cannot hold."""
     wrong = [name for name, part in parts.items() if part.tensor.dtype not in NAMES]
     if wrong:
         dtype = parts[wrong[0]].tensor.dtype
         raise PlaitError(Problem("K005", f"{wrong[0]} is {dtype}, which safetensors files cannot hold"))
     return [
-        Held(name, NAMES[p.tensor.dtype], p.tensor.element_size(), p.shape, p.start, tuple(p.tensor.shape))
+        HeldChunk(name, NAMES[p.tensor.dtype], p.tensor.element_size(), p.shape, p.start, tuple(p.tensor.shape))
         for name, part in parts.items()
         for p in part.pieces()
     ]
@@ -92,7 +91,7 @@ def values_of(training: "Training") -> dict[str, Any]:
         "job": {**training.fingerprint, "factor": fingerprint.factor(training.job, training.position.samples)},
         "optimizer": {
             "type": type(training.optimizer).__name__,
-            "groups": [{**optstate.plain(group), "params": params} for group, params in _groups(training)],
+            "groups": [{**optimizer_state.plain(group), "params": params} for group, params in _groups(training)],
             "scalars": _scalars(training),
         },
     }
@@ -110,12 +109,12 @@ def aliases_of(model: torch.nn.Module) -> dict[str, str]:
 
 def _groups(training: "Training") -> list[tuple[dict[str, Any], list[str]]]:
     names = training.built.names or {}
-    return [(group, [names[id(p)] for p in group["params"]]) for group in optstate.groups(training.optimizer)]
+    return [(group, [names[id(p)] for p in group["params"]]) for group in optimizer_state.groups(training.optimizer)]
 
 
 def _scalars(training: "Training") -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for parameter, state in optstate.states(training.optimizer):
+    for parameter, state in optimizer_state.states(training.optimizer):
         for key, value in state.items():
             name = f"{(training.built.names or {})[id(parameter)]}/{key}"
             if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES and not value.is_complex():
@@ -148,7 +147,7 @@ def mismatch(training: "Training", manifest: Manifest, everyone: set[str]) -> st
 
 def _same_group(mine: tuple[dict[str, Any], list[str]], saved: dict[str, Any]) -> bool:
     """Whether this rank's parameters are among the saved group's, and every value is of the kind it has here."""
-    plain = optstate.plain(mine[0])
+    plain = optimizer_state.plain(mine[0])
     kinds = all(k not in plain or _alike(plain[k], v) for k, v in saved.items() if k != "params")
     return kinds and set(mine[1]) <= set(saved["params"])
 
@@ -208,7 +207,7 @@ def give(training: "Training", manifest: Manifest, parts: dict[str, Part], hyper
         parameter, _, key = name.rpartition("/")
         if parameter in index and parameter in training.built.own:  # another stage's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
-    optstate.restore(training.optimizer, state, hyper)
+    optimizer_state.restore(training.optimizer, state, hyper)
     if training.built.scaler and manifest.scaler:
         training.built.scaler.load_state_dict(manifest.scaler)
     training.position = manifest.position
@@ -222,12 +221,12 @@ def implausible(training: "Training", manifest: Manifest, hyper: list[dict[str, 
     for name, shape in shapes.items():
         if name.startswith("optimizer/"):
             parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-            kept.setdefault(parameter, {})[key] = optstate.tensor(shape == shapes.get(f"model/{parameter}"))
+            kept.setdefault(parameter, {})[key] = optimizer_state.tensor(shape == shapes.get(f"model/{parameter}"))
     for name, value in manifest.scalars.items():
         parameter, _, key = name.rpartition("/")
         kept.setdefault(parameter, {})[key] = _number(value)
     ordered = [name for _, names in _groups(training) for name in names]
-    return optstate.plausible(training, lambda i: kept.get(ordered[i]), hyper)
+    return optimizer_state.plausible(training, lambda i: kept.get(ordered[i]), hyper)
 
 
 def _number(value: Any) -> Any:

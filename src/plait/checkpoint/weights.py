@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.checkpoint import state
 from plait.checkpoint.checkpoints import Checkpoints, damaged, problem_of
-from plait.checkpoint.manifest import MANIFEST, Entry, Piece, read_manifest
+from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk, read_manifest
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, LONGEST_HEADER, Damaged, ShardFile
 from plait.config.errors import PlaitError, Problem, did_you_mean
@@ -84,7 +84,7 @@ def _of_files(folder: Path, files: dict[str, Any]) -> Reader:
             raise Damaged(file, f"{min(names - stored.keys())[:100]} is not in it, although the index says so")
         for name, tensor in stored.items():
             if names is None or name in names:
-                piece = Piece(file, name, (0,) * len(tensor.shape), tensor.shape, None)
+                piece = StoredChunk(file, name, (0,) * len(tensor.shape), tensor.shape, None)
                 entries[name] = Entry(tensor.dtype, tensor.shape, (piece,) if tensor.end > tensor.begin else ())
     return Reader(folder, None, entries)
 

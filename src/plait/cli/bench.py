@@ -16,9 +16,7 @@ from plait.config.job import load_job
 from plait.config.machine import Machine
 from plait.config.network import Link
 from plait.config.output_file import check_writable, write
-from plait.launch import detect
-from plait.launch import fork as here
-from plait.launch import started_by as started
+from plait.launch import detect, fork, started_by
 from plait.launch.devices import kind_of
 from plait.launch.place import Place, current, joining
 from plait.launch.place import world as started_ranks
@@ -28,7 +26,7 @@ PARTS = ("compute", "comm", "data")
 
 def run(options: Any) -> int:
     """The command."""
-    started.check()
+    started_by.check()
     if options.nproc is not None and options.nproc < 1:
         raise PlaitError(too_small("--nproc", options.nproc))
     parts = PARTS if options.what == "all" else (options.what,)
@@ -40,16 +38,16 @@ def run(options: Any) -> int:
     machine = Machine.load(options.out) if options.out.exists() else detect.found(options.device)
     ranks = started_ranks() if joining() else options.nproc or machine.devices_per_node
     machine = sized(machine, ranks, kind)
-    from plait.planner import measure_machine as gauging
+    from plait.planner import measure_machine
 
     if "compute" in parts:
-        machine = with_compute(machine, everywhere(lambda place: gauging.compute(place, kind), ranks), kind)
+        machine = with_compute(machine, everywhere(lambda place: measure_machine.compute(place, kind), ranks), kind)
     if "comm" in parts and ranks > 1:
-        (measured, *_) = everywhere(lambda place: gauging.communicate(place, kind), ranks)
+        (measured, *_) = everywhere(lambda place: measure_machine.communicate(place, kind), ranks)
         for group in measured["groups"]:
             machine = with_collectives(machine, group["ranks"], group["points"], kind)
     if job is not None:
-        rates = everywhere(lambda place: {"rate": gauging.load(place, job)}, ranks)
+        rates = everywhere(lambda place: {"rate": measure_machine.load(place, job)}, ranks)
         machine = with_loader(machine, options.job, median(each["rate"] for each in rates))
     if current().rank == 0:
         write(options.out, header() + machine.to_toml())
@@ -59,7 +57,7 @@ def run(options: Any) -> int:
 
 def everywhere(work: Callable[[Place], dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """What `work` returned on each of so many ranks; only this rank's when another launcher started us."""
-    return [work(current())] if joining() else here.run(work, ranks)
+    return [work(current())] if joining() else fork.run(work, ranks)
 
 
 def sized(machine: Machine, ranks: int, kind: str) -> Machine:

@@ -6,14 +6,12 @@ from typing import Any
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.verify.job import check as jobcheck
+from plait.verify.job import check
 
 
 def run(options: Any, plan: Plan, job: Job) -> int:
     """Check the job under the plan; raises what was found."""
-    found = jobcheck.check(
-        job, plan, "full" if options.full else "quick", name=options.job, arguments=options.arguments
-    )
+    found = check.check(job, plan, "full" if options.full else "quick", name=options.job, arguments=options.arguments)
     if options.json:
         print(json.dumps(found.to_dict()))
     else:
@@ -23,7 +21,7 @@ def run(options: Any, plan: Plan, job: Job) -> int:
     return 0
 
 
-def table(found: jobcheck.Checked, job: str, plan: str) -> str:
+def table(found: check.Checked, job: str, plan: str) -> str:
     """What was compared, what was not, and the outcome, as text."""
     lines = [f"job         {job}", f"plan        {plan}"]
     lines += [f"compared    {line}" for line in found.compared]

@@ -421,10 +421,10 @@ def _verify(options: Any) -> int:
 def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
     from plait.config.job import load_job
-    from plait.launch import started_by as started
+    from plait.launch import started_by
     from plait.launch.place import joining, world
 
-    started.check()
+    started_by.check()
     plan = job = None
     asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
     auto, count = options.plan == "auto", world() if joining() else asked

@@ -17,7 +17,7 @@ from plait.model.table import size as sized_up
 from plait.planner import goals
 from plait.planner.answer import Answer, ask, text, toml
 from plait.planner.fewer import compared
-from plait.planner.question import UNPRICED_CP, Asked, room, sized
+from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
 from plait.planner.space import divisors
 
 EVERY = 10**6
@@ -29,31 +29,31 @@ UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1
 def run(options: Any) -> int:
     """The command."""
     if options.show:
-        from plait.cli import tensor_table as slicetable
+        from plait.cli import tensor_table
 
-        return slicetable.run(options)
+        return tensor_table.run(options)
     memory = size(options.memory)
     if options.dry_run:
-        from plait.planner.dryrun import dry_run as dryrun
+        from plait.planner.dryrun import dry_run
 
         named = memory is not None or options.machine != "here"
-        return dryrun.run(options, room(machine_of(options), memory) if named else None)
+        return dry_run.run(options, room(machine_of(options), memory) if named else None)
     pins = pinned(options)
     machine = machine_of(options)
     if options.out:
         check_writable(options.out)
     if options.tries:
-        from plait.launch import fork as here
+        from plait.launch import fork
 
-        here.stay_forkable()
+        fork.stay_forkable()
     if options.batch is not None and options.batch < 1:
         raise PlaitError(too_small("--batch", options.batch))
     job = load_job(options.job, options.arguments)
     job = replace(job, batch=options.batch or job.batch)
-    asked = Asked.of(job, options.job, machine, split=machine.devices > 1 or bool(options.scale))
+    asked = PlanRequest.of(job, options.job, machine, split=machine.devices > 1 or bool(options.scale))
 
-    def again(arguments: dict[str, str]) -> Asked:
-        return Asked.of(load_job(options.job, arguments), options.job, machine, split=machine.devices > 1)
+    def again(arguments: dict[str, str]) -> PlanRequest:
+        return PlanRequest.of(load_job(options.job, arguments), options.job, machine, split=machine.devices > 1)
 
     goal = goals.named(options, again)
     if goal is not None:
@@ -109,7 +109,7 @@ def chosen(job: Job, options: Any) -> Plan:
     A process of its own searches: it runs parts of the model there and back, after which this one could not fork ranks
     where torch sees a GPU.
     """
-    from plait.launch import fork as here
+    from plait.launch import fork
     from plait.launch.place import Place, joining, world
 
     machine = read_machine("here")
@@ -118,14 +118,14 @@ def chosen(job: Job, options: Any) -> Plan:
 
     def search(place: Place) -> dict[str, Any]:
         place.beat(-1, "build")
-        return _best(Asked.of(job, options.job, sized(machine, ranks), split=ranks > 1), ranks)
+        return _best(PlanRequest.of(job, options.job, sized(machine, ranks), split=ranks > 1), ranks)
 
-    best = search(Place()) if joining() else here.run(search, 1)[0]
+    best = search(Place()) if joining() else fork.run(search, 1)[0]
     print(f"plan      {best['plan']}, chosen of {best['of']}: {best['why']}", file=sys.stderr)
     return Plan.parse(best["plan"])
 
 
-def _best(asked: Asked, ranks: int) -> dict[str, Any]:
+def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     found = ask(asked, {"precision": "fp32"} if not asked.accelerated else {}, devices=ranks)
     if found.best is None or found.best.candidate.estimate is None:
         why = (

@@ -21,15 +21,14 @@ from plait.data import batch as data
 from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.make import call
-from plait.model.slices import Cut, Group, Integer, Slices
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Slices
 from plait.model.table import aligned, short
 from plait.parallel.pipeline.stage_layout import StageLayout
-from plait.parallel.tensor import choose as chosen
-from plait.parallel.tensor import vocabulary
+from plait.parallel.tensor import choose, vocabulary
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairRow:
     """Columns and their row, in every block of the same form. Names but the first are those inside `block`."""
 
     block: str
@@ -48,7 +47,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Table:
+class VocabularyTable:
     """An embedding or a head, cut by rows of the vocabulary."""
 
     name: str
@@ -58,7 +57,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeLayers:
     """Layers that stay whole for one reason."""
 
     name: str
@@ -75,14 +74,14 @@ class Shown:
     tp: int
     parameters: int
     held: int
-    pairs: tuple[Pair, ...]
-    vocabulary: tuple[Table, ...]
-    whole: tuple[Whole, ...]
+    pairs: tuple[PairRow, ...]
+    vocabulary: tuple[VocabularyTable, ...]
+    whole: tuple[WholeLayers, ...]
     small: float
     """The share of weights in what is no matrix and stays whole: norms, biases."""
     stretched: tuple[str, ...] = ()
     """Units that run on stretches of the sequence between their slices."""
-    unstretched: tuple[Whole, ...] = ()
+    unstretched: tuple[WholeLayers, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -107,7 +106,7 @@ def shown(job: Job, plan: Plan) -> Shown:
     example = data.example(job.data, data.opened(job.data))
     inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
     handed_on = StageLayout.of(plan, sketch, job.stages).handed_on if plan.pp > 1 else frozenset()
-    found = chosen.slices_of(sketch, model, inputs, call, job, plan, handed_on=handed_on)
+    found = choose.slices_of(sketch, model, inputs, call, job, plan, handed_on=handed_on)
     return summary(model, found, plan.tp)
 
 
@@ -125,15 +124,15 @@ def summary(model: nn.Module, found: Slices, ranks: int) -> Shown:
         module = model.get_submodule(name)
         own = [names[id(p)] for p in module.parameters(recurse=False)]
         lengths = tuple(n for ((_, n),) in vocabulary.rows(len(next(module.parameters())), ranks))
-        tables.append(Table(name, lengths, sum(sizes[n] for n in own)))
+        tables.append(VocabularyTable(name, lengths, sum(sizes[n] for n in own)))
     small = total - sum(sizes[n] for n in cuts) - round(sum(share for _, share, _ in found.whole) * total)
     pairs, rows = _pairs(model, found.groups, sizes), [(unit, 0.0, why) for unit, why in found.unstretched]
     on = tuple(_label(list(names)) for _, names in groupby((s.unit for s in found.stretches), _form))
     return Shown(ranks, total, held, pairs, tuple(tables), _whole(found.whole), max(0, small) / total, on, _whole(rows))
 
 
-def _pairs(model: nn.Module, groups: Iterable[Group], sizes: dict[str, int]) -> tuple[Pair, ...]:
-    alike: dict[Pair, list[Pair]] = {}
+def _pairs(model: nn.Module, groups: Iterable[ColumnRowPair], sizes: dict[str, int]) -> tuple[PairRow, ...]:
+    alike: dict[PairRow, list[PairRow]] = {}
     for group in groups:
         pair = _pair(model, group, sizes)
         alike.setdefault(replace(pair, block=_form(pair.block)), []).append(pair)
@@ -143,11 +142,11 @@ def _pairs(model: nn.Module, groups: Iterable[Group], sizes: dict[str, int]) -> 
     )
 
 
-def _pair(model: nn.Module, group: Group, sizes: dict[str, int]) -> Pair:
+def _pair(model: nn.Module, group: ColumnRowPair, sizes: dict[str, int]) -> PairRow:
     inner = _inside(group.container)
     row = model.get_submodule(group.row)
     bias = [f"{group.row}.bias"] if row._parameters.get("bias") is not None else []
-    return Pair(
+    return PairRow(
         group.container,
         type(model.get_submodule(group.container)).__name__,
         1,
@@ -160,7 +159,7 @@ def _pair(model: nn.Module, group: Group, sizes: dict[str, int]) -> Pair:
     )
 
 
-def _own_size(model: nn.Module, group: Group, integer: Integer) -> bool:
+def _own_size(model: nn.Module, group: ColumnRowPair, integer: DividedNumber) -> bool:
     """Whether it is the size of a layer that is cut, which says nothing new."""
     layer = integer.module in (*group.columns, group.row)
     return layer and not isinstance(model.get_submodule(integer.module), nn.MultiheadAttention)
@@ -175,7 +174,7 @@ def _inside(container: str) -> Callable[[str], str]:
     return inner
 
 
-def _how(group: Group, inner: Callable[[str], str]) -> tuple[str, ...]:
+def _how(group: ColumnRowPair, inner: Callable[[str], str]) -> tuple[str, ...]:
     """How columns are cut, those that are cut alike in one sentence."""
     ways: dict[str, list[str]] = {}
     for name in group.columns:
@@ -190,7 +189,7 @@ def _how(group: Group, inner: Callable[[str], str]) -> tuple[str, ...]:
     return (*parts, *([f"argument {', '.join(entering)} cut or summed too"] if entering else []))
 
 
-def way(cut: Cut) -> str:
+def way(cut: ParameterSlice) -> str:
     """How one parameter is cut.
 
     >>> way(Cut("w", 0, (((0, 4),), ((4, 4),)))), way(Cut("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2)))))
@@ -202,7 +201,7 @@ def way(cut: Cut) -> str:
     return said if alike == 1 else f"{said}, heads shared by {alike} ranks"
 
 
-def _changed(model: nn.Module, integer: Integer, inner: Callable[[str], str]) -> str:
+def _changed(model: nn.Module, integer: DividedNumber, inner: Callable[[str], str]) -> str:
     value: Any = model.get_submodule(integer.module)
     for step in integer.path.split("."):
         value = getattr(value, step)
@@ -210,14 +209,14 @@ def _changed(model: nn.Module, integer: Integer, inner: Callable[[str], str]) ->
     return f"{'' if owner == 'itself' else owner + '.'}{integer.path} {value} → {value // integer.divisor}"
 
 
-def _whole(given: Iterable[tuple[str, float, str]]) -> tuple[Whole, ...]:
+def _whole(given: Iterable[tuple[str, float, str]]) -> tuple[WholeLayers, ...]:
     alike: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
     for name, share, reason in given:
         alike.setdefault((_form(name.rpartition(".")[0]), _form(reason)), []).append((name, share, reason))
     rows = []
     for (_, told), members in alike.items():
         reason = members[0][2] if len({reason for _, _, reason in members}) == 1 else told
-        rows.append(Whole(_sisters([m[0] for m in members]), len(members), sum(m[1] for m in members), reason))
+        rows.append(WholeLayers(_sisters([m[0] for m in members]), len(members), sum(m[1] for m in members), reason))
     return tuple(sorted(rows, key=lambda row: -row.share))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint import optimizer_state as optstate
+from plait.checkpoint import optimizer_state
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.weights import open_weights
 from plait.cli.console import Console
@@ -16,19 +16,19 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.data.batch import Batch, split
-from plait.engine import joined_ranks as joined
+from plait.engine import joined_ranks
 from plait.engine.build import broadcast_text, inexact, pick_device
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
 from plait.engine.resume import Start, writing
-from plait.engine.run_directory import Run
+from plait.engine.run_directory import RunDirectory
 from plait.engine.step import Step
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.devices import check, cuda_names, kind_of
 from plait.launch.failure_report import short
 from plait.launch.place import Place, current, joining
 from plait.parallel.context.sequences import opened_units
-from plait.parallel.tensor import choose as chosen
+from plait.parallel.tensor import choose
 from plait.planner.refusals import foresee
 from plait.tensors.finite import number
 from plait.verify.job import check as jobcheck
@@ -107,8 +107,8 @@ def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
             console.say(message["text"])
 
     try:
-        listener = here.Listener(message, text, console.tick, console.say)
-        results = here.run(
+        listener = fork.Listener(message, text, console.tick, console.say)
+        results = fork.run(
             lambda place: train(request, run, place), request.plan.world, listener, patience=request.patience,
             alike=request.plan.pp == 1,
         )  # fmt: skip
@@ -128,7 +128,7 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
     starts, locks = list[Start](), list[Any]()
     checked = _checked(request) if place.rank == 0 else jobcheck.Checked("none")  # before there are connections to fork
 
-    def make() -> Run:
+    def make() -> RunDirectory:
         _refuse(request, checked)
         starts.append(_started(request))
         with writing(starts[0].run.path):
@@ -137,9 +137,9 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
         return starts[0].run
 
     try:
-        with joined.telling(place, lambda: run.log(place.rank) if run is not None else None):
+        with joined_ranks.telling(place, lambda: run.log(place.rank) if run is not None else None):
             device = pick_device(request.device, place)
-            run = joined.meet(place, place.connect(device), device, make)
+            run = joined_ranks.meet(place, place.connect(device), device, make)
             if place.rank == 0:
                 for line in (headline(request), *_told(checked)):
                     console.say(line)
@@ -162,7 +162,7 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
 
 def _checked(request: Request) -> jobcheck.Checked:
     """What the job check says, or said in one of the job's last runs."""
-    before = tuple(Run.all(request.name, request.runs)[:LOOKED_AT])
+    before = tuple(RunDirectory.all(request.name, request.runs)[:LOOKED_AT])
     words = {"name": request.name, "arguments": request.arguments, "before": before, "workers": request.workers}
     return jobcheck.check(request.job, request.plan, request.check, **words)
 
@@ -191,7 +191,7 @@ def _failed(start: Start, error: BaseException, console: Console) -> None:
         console.say(said)
 
 
-def _finish(console: Console, run: Run, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def _finish(console: Console, run: RunDirectory, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     summary = {"run": str(run.path), **result}
     if result["stopped"]:
         console.say(
@@ -238,7 +238,7 @@ def headline(request: Request) -> str:
     return f"plait {__version__} · {title} · {plan} on {where} · batch {job.batch} = {share}{parts}"
 
 
-def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
+def train(request: Request, run: RunDirectory, place: Place) -> dict[str, Any]:
     """Train one rank to the end, or until somebody asks to stop."""
     report = place.report or (lambda message: None)
     if place.report is not None and not place.joined:
@@ -287,13 +287,13 @@ def train(request: Request, run: Run, place: Place) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _engine(request: Request, run: Run, place: Place) -> Engine:
+def _engine(request: Request, run: RunDirectory, place: Place) -> Engine:
     """The engine of the request. What checkpoints will say of the job is found out here, not beside a step."""
     engine = Engine(
         request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan
     )
     engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), request.arguments
-    optstate.check(engine)
+    optimizer_state.check(engine)
     place.beat(engine.position.step, "data")
     engine.fingerprint.get("data")
     return engine
@@ -330,7 +330,7 @@ def _sound(engine: Engine, step: Step, report: Callable[[dict[str, Any]], None])
 
 def _whole(engine: Engine, report: Callable[[dict[str, Any]], None]) -> None:
     """Say what of the model ranks hold, or compute, whole under tp and cp."""
-    lines = [chosen.told(engine.built.whole)] if engine.built.plan.tp > 1 else []
+    lines = [choose.told(engine.built.whole)] if engine.built.plan.tp > 1 else []
     for line in (*lines, *opened_units(engine.built.whole)) if engine.place.rank == 0 else ():
         report({"kind": "note", "text": f"note  {line}"})
 
@@ -345,7 +345,9 @@ def _inexact(engine: Engine, report: Callable[[dict[str, Any]], None], named: se
             named.add(line)
 
 
-def _resume(engine: Engine, request: Request, run: Run, report: Callable[[dict[str, Any]], None]) -> Path | None:
+def _resume(
+    engine: Engine, request: Request, run: RunDirectory, report: Callable[[dict[str, Any]], None]
+) -> Path | None:
     path = engine.resume(missing_ok=not request.resume, allow_changes=request.allow_changes)
     if engine.place.rank == 0:
         for problem in engine.checkpoints.refused:
@@ -375,7 +377,7 @@ def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
     recorder.evaluated(step, engine.evaluate())
 
 
-def _owed(engine: Engine, run: Run) -> bool:
+def _owed(engine: Engine, run: RunDirectory) -> bool:
     """Whether the run had ended before the evaluation of the step that it goes on from was done. All ranks call it."""
     rank = engine.place.rank
     word = "" if rank else "done" if run.evaluated(engine.position.step) else "owed"

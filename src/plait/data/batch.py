@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch_rows import Rows
+from plait.data.batch_rows import SampleRows
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.float64 import Widest
 from plait.tensors.torch_private import tree_map_only
@@ -77,7 +77,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """Which part of every batch is ours: part `rank` of `ranks`, computed in `microbatches` parts."""
 
     rank: int = 0
@@ -261,11 +261,11 @@ def first_samples(data: Any, count: int) -> tuple[Any, Any]:
     return beside(data, samples, company) if company else collate(data, samples)
 
 
-def rows_of(data: Any, sample: Any) -> Rows:
+def rows_of(data: Any, sample: Any) -> SampleRows:
     """Where the samples are in what the data set's `collate` returns. The generators stay as they were."""
     state = host_state()
     try:
-        return Rows(collate(data, [sample]), collate(data, [sample, sample]))
+        return SampleRows(collate(data, [sample]), collate(data, [sample, sample]))
     finally:
         restore_host(state)
 

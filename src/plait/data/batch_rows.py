@@ -12,7 +12,7 @@ Pair = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """Where the samples are in what `collate` returns: a sample collated once, and the same twice."""
 
     once: Any

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, Micro, Position, Share, empty, is_map, part, split
+from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part, split
 from plait.data.iterable_streams import digest, number_of
 from plait.randomness.keyed import host_state, restore_host, seed_host
 from plait.tensors.exchange import exchange
@@ -81,7 +81,7 @@ def read_before(at: Position, ranks: int) -> tuple[int, list[int]]:
 class OfShare(IterableDataset):
     """What this rank reads of its share, step by step; its counts and places are not yet those of the batch."""
 
-    def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position):
+    def __init__(self, data: Any, batch: int, seed: int, share: BatchShare, at: Position):
         self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
         self.reads: Callable[[], None] = lambda: None
         self.last: Any = None
@@ -144,7 +144,7 @@ class OfShare(IterableDataset):
 class Merge:
     """Makes the steps' batches of what each rank of the group read. All ranks go along."""
 
-    def __init__(self, share: Share, batch: int, group: Any, every_nth: bool, length: int | None):
+    def __init__(self, share: BatchShare, batch: int, group: Any, every_nth: bool, length: int | None):
         self.share, self.batch, self.group, self.every_nth, self.length = share, batch, group, every_nth, length
 
     def batches(self, source: Iterator[Batch], at: Position) -> Iterator[Batch]:
@@ -199,13 +199,13 @@ def overlapping(ranks: int) -> PlaitError:
     return PlaitError(Problem("J023", what, where="Job(data=…)", fix=fix))
 
 
-def every_nth(data: Any, seed: int, share: Share, rank: int, group: Any) -> bool:
+def every_nth(data: Any, seed: int, share: BatchShare, rank: int, group: Any) -> bool:
     """Whether shares are every Nth sample, as far as their first samples tell; `data` is read from its start. J023."""
     each, state = max(2, LOOKED_AT // share.ranks), host_state()
     if hasattr(data, "set_epoch"):
         data.set_epoch(0)
     mine = _first(lambda: data.shard(num_shards=share.ranks, index=share.rank), seed, share, each)
-    whole = _first(lambda: data, seed, Share(), each * share.ranks) if rank == 0 else []
+    whole = _first(lambda: data, seed, BatchShare(), each * share.ranks) if rank == 0 else []
     restore_host(state)
     told = [_unpacked(row) for row in exchange(_packed([share.rank, *mine]), group, CPU)]
     shares = {row[0]: row[1:] for row in told}
@@ -215,7 +215,7 @@ def every_nth(data: Any, seed: int, share: Share, rank: int, group: Any) -> bool
     return all(shares[j % share.ranks][j // share.ranks :][:1] == (number,) for j, number in enumerate(whole))
 
 
-def _first(make: Callable[[], Any], seed: int, share: Share, count: int) -> list[int]:
+def _first(make: Callable[[], Any], seed: int, share: BatchShare, count: int) -> list[int]:
     """Numbers of the first samples of a share, which tell their values."""
     seed_host(seed, "epoch", 0)
     source, found = iter(make()), list[int]()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, Micro, Position, Share, empty, is_map, part
+from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part
 from plait.data.iterable_shares import OfShare, known_by, read_before
 from plait.data.iterable_streams import digest
 from plait.data.padding import packed
@@ -20,7 +20,7 @@ from plait.tensors.torch_private import tree_map_only
 
 
 def batches(
-    data: Any, batch: int, seed: int, share: Share, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
+    data: Any, batch: int, seed: int, share: BatchShare, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
 ) -> Iterator[Batch]:  # fmt: skip
     """The endless sequence of this rank's batches, from position `at` on.
 
@@ -80,7 +80,7 @@ RAISED = (Exception, SystemExit, KeyboardInterrupt)
 
 @dataclass(frozen=True)
 class _Failed:
-    """An exception in loader process `worker`, as `failing.described` told it."""
+    """An exception in loader process `worker`, as `described` told it."""
 
     told: dict[str, Any]
     worker: int
@@ -115,7 +115,7 @@ def _shorter(at: Position, length: int) -> PlaitError:
 class _Plan:
     """The sampler: for each step the position and, per micro-batch, the sample ids. Plain numbers, so it pickles."""
 
-    def __init__(self, length: int, batch: int, seed: int, share: Share, at: Position):
+    def __init__(self, length: int, batch: int, seed: int, share: BatchShare, at: Position):
         self.length, self.batch, self.seed, self.share, self.at = length, batch, seed, share, at
 
     def __iter__(self) -> Iterator[tuple[Position, int, list[tuple[int, list[int]]], Position]]:
@@ -171,7 +171,7 @@ class _Mapped:
 class _Streamed(IterableDataset):
     """Batches of an iterable: every rank reads every sample and keeps its own."""
 
-    def __init__(self, data: Any, batch: int, seed: int, share: Share, at: Position):
+    def __init__(self, data: Any, batch: int, seed: int, share: BatchShare, at: Position):
         self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
         self.reads: Callable[[], None] = lambda: None
 

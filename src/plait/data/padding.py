@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.data.batch import Batch, Micro, collate, is_map, rows_of
-from plait.data.batch_rows import Pair, Rows
+from plait.data.batch_rows import Pair, SampleRows
 from plait.data.iterable_shares import known_by
 from plait.randomness.keyed import host_state, restore_host, seed_host
 from plait.tensors.exchange import exchange
@@ -33,7 +33,7 @@ class Padding:
 
     def __init__(self, data: Any, group: Any, device: torch.device):
         self.data, self.group, self.device = data, group, device
-        self.rows: Rows | None = None
+        self.rows: SampleRows | None = None
         self.loose = False
         """Shapes differed, and were left as they are."""
 

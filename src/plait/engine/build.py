@@ -8,36 +8,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.checkpoint import optimizer_state as optstate
+from plait.checkpoint import optimizer_state
 from plait.checkpoint.fingerprint import structure
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job, user_line
 from plait.config.plan import AXES, Plan
 from plait.data import batch as data_module
-from plait.engine import try_metrics as trial
+from plait.engine import try_metrics
 from plait.launch.devices import kind_of, of_rank
 from plait.launch.place import Place
 from plait.losses import transformers
-from plait.losses.global_batch import Sharers
-from plait.model.make import Made, call, judged, make, make_optimizer
+from plait.losses.global_batch import BatchPeers
+from plait.model.make import BuiltModel, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
 from plait.parallel import mutations
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
-from plait.parallel.expert import find as experts
+from plait.parallel.expert import find
 from plait.parallel.expert import strategy as expert
-from plait.parallel.fsdp import optimizer_check as elementwise
-from plait.parallel.fsdp import strategy as shard
-from plait.parallel.gradient_sums import Across
+from plait.parallel.fsdp import optimizer_check
+from plait.parallel.fsdp import strategy as fsdp
+from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.mesh import group_of
 from plait.parallel.order import ORDER
 from plait.parallel.pipeline.stage_layout import StageLayout
 from plait.parallel.precision import trained_format
-from plait.parallel.tensor import choose as chosen
+from plait.parallel.tensor import choose
 from plait.randomness.keyed import Randomness
-from plait.randomness.sub_block import Windows, first_of
-from plait.tensors import higher_order as higher
-from plait.tensors import scripted
+from plait.randomness.sub_block import SubBlocks, first_of
+from plait.tensors import higher_order, scripted
 from plait.tensors.digest import differing
 from plait.tensors.torch_private import tree_map_only
 
@@ -84,45 +83,47 @@ def pick_device(wanted: str, place: Place) -> torch.device:
 
 
 def build(
-    job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, known: tuple[Made, Sketch] | None = None
+    job: Job, plan: Plan, place: Place, device: torch.device, cast: torch.dtype | None = None, known: tuple[BuiltModel, Sketch] | None = None
 ) -> Built:  # fmt: skip
     """Build one rank. `cast` changes the dtype of all floating parameters and inputs (verify uses float64).
 
-    `known`: a model that is made already, and what `understood` told of one like it, which is the same on every rank.
+    `known`: a model that is made already, and what `analyse` told of one like it, which is the same on every rank.
     """
     place.beat(-1, "build")
     check_plan(job, plan, device.type)
     group = place.connect(device)
-    share = shard.share(plan, place.rank) if shard.wanted(plan) and not plan.across else None
+    share = fsdp.share(plan, place.rank) if fsdp.wanted(plan) and not plan.across else None
     made = make(job, device, cast, group, share) if known is None else known[0]
-    built = begun(job, plan, place, (device, cast), made)
+    built = start_build(job, plan, place, (device, cast), made)
     built.group = group
     _meet(built)
-    built.sketch = built.whole = understood(built, made) if known is None else known[1]
+    built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
-        elementwise.check(job, plan, built.whole)
-        trial.metrics(built, made, lambda pair: move(pair, device, cast))
+        optimizer_check.check(job, plan, built.whole)
+        try_metrics.metrics(built, made, lambda pair: move(pair, device, cast))
     model, sketched = built.model, built.whole
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
     if plan.across:
-        built.reducer = Across([name for name, _, _ in sketched.parameters], built)
+        built.reducer = CrossGroupSums([name for name, _, _ in sketched.parameters], built)
     if built.replicas is None:  # replicas bring their own, one per thread
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
         if built.rules:
-            built.randomness.windows = Windows(sketched.drawn, first_of(built.rules))
+            built.randomness.windows = SubBlocks(sketched.drawn, first_of(built.rules))
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}
     built.optimizer, built.names = make_optimizer(job, everything)
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
-    built.initial = optstate.hyperparameters(built.optimizer)
+    built.initial = optimizer_state.hyperparameters(built.optimizer)
     for prepare in built.prepared:
         prepare(built.optimizer)
     return built
 
 
-def begun(job: Job, plan: Plan, place: Place, how: tuple[torch.device, torch.dtype | None], made: Made) -> Built:
+def start_build(
+    job: Job, plan: Plan, place: Place, how: tuple[torch.device, torch.dtype | None], made: BuiltModel
+) -> Built:
     """A rank that has a model and knows nothing of it yet. `how`: device, and cast."""
     samples = data_module.opened(job.data)
     example = data_module.example(job.data, samples)
@@ -136,13 +137,13 @@ def begun(job: Job, plan: Plan, place: Place, how: tuple[torch.device, torch.dty
     return built
 
 
-def understood(built: Built, made: Made, seen: Sketch | None = None) -> Sketch:
+def analyse(built: Built, made: BuiltModel, seen: Sketch | None = None) -> Sketch:
     """The sketch of the job's model (`seen`, when there is one), with what the plan's strategies need to know of all of it."""
-    with higher.apart():
+    with higher_order.apart():
         return _understood(built, made, seen)
 
 
-def _understood(built: Built, made: Made, seen: Sketch | None) -> Sketch:
+def _understood(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     job, plan, cast, (once, inputs) = built.job, built.plan, built.cast, built.probe
     judge = lambda n: judged(job, built.pairs(n)[1])  # noqa: E731
     found = sketch(made.fake, inputs, once, job.units, judge) if seen is None else seen
@@ -150,11 +151,11 @@ def _understood(built: Built, made: Made, seen: Sketch | None) -> Sketch:
         raise PlaitError(problem)
     found = built.sketch = with_open_head(found, job)
     if expert.wanted(plan):
-        found = replace(found, mixtures=expert.found(*experts.find(made.model, inputs, once), plan))
+        found = replace(found, mixtures=expert.found(*find.find(made.model, inputs, once), plan))
     if plan.tp > 1:
         batches = inputs, built.pairs, cast is torch.float64
         handed_on = StageLayout.of(plan, found, job.stages).handed_on if plan.pp > 1 else frozenset()
-        found = chosen.sliced(found, made, batches, once, job, plan, handed_on=handed_on)
+        found = choose.sliced(found, made, batches, once, job, plan, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
     return context.stretched(built, built.pairs) if plan.cp > 1 else found
@@ -170,7 +171,7 @@ def _meet(built: Built) -> None:
     if plan.dp * plan.cp > 1 and plan.processes != "one":
         built.copies = built.group if plan.world == plan.dp else group_of(plan, rank, ("dp", "cp"))
     ranks = dist.get_process_group_ranks(built.peers) if built.peers is not None else None
-    built.sharers = Sharers(ranks, plan.microbatches)
+    built.sharers = BatchPeers(ranks, plan.microbatches)
 
 
 def _as_trained(how: tuple[Plan, torch.dtype | None, str], model: nn.Module, inputs: Any) -> Any:

@@ -26,7 +26,7 @@ from plait.checkpoint.weights import load_weights
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Batch, Position, Share, opened, weigh
+from plait.data.batch import Batch, BatchShare, Position, opened, weigh
 from plait.data.iterable_shares import Merge, every_nth, known_by
 from plait.data.iterable_streams import agree
 from plait.data.loading import batches
@@ -115,8 +115,8 @@ class Engine:
         return self.passes.output_bytes
 
     @property
-    def share(self) -> Share:
-        return Share(self.plan.share(self.place.rank), self.plan.ranks, self.plan.microbatches)
+    def share(self) -> BatchShare:
+        return BatchShare(self.plan.share(self.place.rank), self.plan.ranks, self.plan.microbatches)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
@@ -172,19 +172,19 @@ class Engine:
         return self.update(batch, loss)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed rider (see `_rider`)."""
+        """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `_step_row`)."""
         built = self.built
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
         self.guard.before.keep()
         pieces = self.passes.pieces(batch, {i: weights[i] / total for i in self.runs(batch, weights)})
-        rider = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
+        step_row = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
         self._spans.begin("reduce")
         if built.reducer is not None:
-            rider = built.reducer.finish()
+            step_row = built.reducer.finish()
         self._spans.end("reduce")
         built.begun = True
-        return rider
+        return step_row
 
     def again(self, batch: Batch) -> None:
         """Forward and backward of a step once more, for those who watch: gradients are left, and nothing is told of it."""
@@ -194,9 +194,11 @@ class Engine:
 
     def runs(self, batch: Batch, weights: list[float]) -> list[int]:
         """Numbers of the micro-batches that this rank runs: those that weigh something, or that every rank must run."""
-        most = Share(0, self.plan.ranks, self.plan.microbatches).parts(batch.size)  # rank 0's parts are the largest
+        most = BatchShare(0, self.plan.ranks, self.plan.microbatches).parts(
+            batch.size
+        )  # rank 0's parts are the largest
         if batch.most:
-            most = Share(0, 1, self.plan.microbatches).parts(batch.most)
+            most = BatchShare(0, 1, self.plan.microbatches).parts(batch.most)
         return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
 
     def samples_run(self, batch: Batch) -> tuple[int, ...]:
@@ -218,13 +220,13 @@ class Engine:
         return float(total)
 
     def _armed(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        """The rider, with the reducer ready to sum it and the gradients of the backward that follows."""
-        rider = self._rider(batch, losses)
+        """The row of the step, with the reducer ready to sum it and the gradients of the backward that follows."""
+        step_row = self._step_row(batch, losses)
         if self.built.reducer is not None:
-            self.built.reducer.arm(rider)
-        return rider
+            self.built.reducer.arm(step_row)
+        return step_row
 
-    def _rider(self, batch: Batch, losses: list[Tensor]) -> Tensor:
+    def _step_row(self, batch: Batch, losses: list[Tensor]) -> Tensor:
         """What all ranks must know, summed beside the gradients: loss, wish to stop, samples and busy time by share of the
         batch, time waiting for data by rank, saving."""
         rank, ranks, data = self.plan.share(self.place.rank), self.plan.ranks, 2 + 2 * self.plan.ranks
@@ -240,25 +242,25 @@ class Engine:
         if self.built.device.type == "cpu":
             row[0] = sum(float(loss) for loss in losses) / alike
             return torch.tensor(row, dtype=torch.float64)
-        rider = torch.tensor(row, dtype=torch.float64, device=self.built.device)
-        rider[0] = torch.stack(losses).sum() / alike if losses else 0.0
-        return rider
+        step_row = torch.tensor(row, dtype=torch.float64, device=self.built.device)
+        step_row[0] = torch.stack(losses).sum() / alike if losses else 0.0
+        return step_row
 
-    def norm(self, rider: Tensor) -> tuple[float, list[float]]:
-        """The norm of the gradients that `backward` left, over all ranks, and the numbers of its rider."""
+    def norm(self, step_row: Tensor) -> tuple[float, list[float]]:
+        """The norm of the gradients that `backward` left, over all ranks, and the numbers of its row."""
         reducer = self.built.reducer
         gradients = [p.grad for p in self.built.own.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) if reducer is None else reducer.norm(gradients)
-        return float(norm), rider.tolist()
+        return float(norm), step_row.tolist()
 
-    def update(self, batch: Batch, rider: Tensor) -> Step:
+    def update(self, batch: Batch, step_row: Tensor) -> Step:
         """Clip by the global norm, take the optimizer step, advance the clock.
 
         All ranks know loss and norm before anything is updated: a step in which either is not finite changes nothing.
         """
         built, optimizer = self.built, self.optimizer
         self._spans.begin("optimizer")
-        norm, row = self.norm(rider)
+        norm, row = self.norm(step_row)
         unscale = 1.0 / built.scaler.value if built.scaler else 1.0
         what = self.guard.wrong(built, row[0], norm * unscale)
         trouble = self.guard.handle(self, batch, what) if what else None

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.data.batch import Share, collate, empty, example, first_samples, is_map, largest, opened, part, split
+from plait.data.batch import BatchShare, collate, empty, example, first_samples, is_map, largest, opened, part, split
 from plait.data.iterable_streams import agree, digest
 from plait.data.padding import Padding
-from plait.engine import try_metrics as trial
+from plait.engine import try_metrics
 from plait.engine.build import move
 from plait.model.make import call
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import Shards
+from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.precision import autocast
 from plait.randomness.keyed import seed_host
-from plait.tensors import higher_order as higher
+from plait.tensors import higher_order
 from plait.tensors.exchange import exchange
 
 
@@ -37,12 +37,12 @@ def evaluate(built: Built) -> dict[str, float]:
     sums: dict[str, Tensor] = {}
     rank, ranks = built.plan.share(place.rank), built.plan.ranks
     size = largest(job.batch, built.plan.shares, built.plan.microbatches)
-    together = isinstance(getattr(built.reducer, "inner", built.reducer), Shards) or built.plan.ep > 1
+    together = isinstance(getattr(built.reducer, "inner", built.reducer), FsdpRuntime) or built.plan.ep > 1
     reads = lambda: place.within("evaluation data")  # noqa: E731
     with _evaluating(built):
-        data = opened(job.evaluate.data, trial.WHERE)
+        data = opened(job.evaluate.data, try_metrics.WHERE)
         if hasattr(data, "collate"):
-            parts = Share(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
+            parts = BatchShare(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
             shares = _alike(data, job.batch, job.seed, parts, Padding(data, built.group, built.device), reads=reads)
         else:
             shares = _share(data, size, job.seed, rank, ranks, built.group, reads=reads)
@@ -66,7 +66,7 @@ def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
     returned = metrics(outputs, targets)
     if built.pipe is not None:
         built.pipe.stages.look(returned, "metrics")
-    for name, values in trial.named(returned, metrics).items():
+    for name, values in try_metrics.named(returned, metrics).items():
         values = values.double()
         found[name] = torch.stack([values.sum(), values.new_tensor(values.numel())]).cpu()
     return found
@@ -77,7 +77,7 @@ def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
     assert built.job.evaluate is not None
     wanted, plan = built.job.evaluate.data, built.plan
     count = largest(built.job.batch, plan.shares, plan.microbatches)
-    pair = first_samples(example(wanted, opened(wanted, trial.WHERE), trial.WHERE), count)
+    pair = first_samples(example(wanted, opened(wanted, try_metrics.WHERE), try_metrics.WHERE), count)
     with _evaluating(built):
         _sums(built, ready(pair), count)
 
@@ -88,7 +88,7 @@ def _evaluating(built: Built) -> Iterator[None]:
     modes = [(m, m.training) for m in built.model.modules()]
     built.model.eval()
     try:
-        with torch.no_grad(), higher.apart(), autocast(built.device.type, built.precision):
+        with torch.no_grad(), higher_order.apart(), autocast(built.device.type, built.precision):
             yield
     finally:
         for module, training in modes:
@@ -126,17 +126,17 @@ def _share(
         everyone = [(s, i % ranks == rank) for _, (i, s) in zip(range(batch * ranks), source)]
         read += len(everyone)
         if group is not None:
-            agree(read, digest([s for s, _ in everyone]), group, trial.WHERE)
+            agree(read, digest([s for s, _ in everyone]), group, try_metrics.WHERE)
         if not everyone:
             break
         samples = [s for s, mine in everyone if mine]
         yield collate(data, samples or [everyone[0][0]]), len(samples)
     if not read:
-        raise empty("the iterable ended without a sample", trial.WHERE)
+        raise empty("the iterable ended without a sample", try_metrics.WHERE)
 
 
 def _alike(
-    data: Any, batch: int, seed: int, share: Share, padding: Padding, *, reads: Callable[[], None]
+    data: Any, batch: int, seed: int, share: BatchShare, padding: Padding, *, reads: Callable[[], None]
 ) -> Iterator[tuple[tuple[Any, Any], int]]:
     """As `_share`, of data with a `collate`: batches of as many samples as a step has, each shared out as in training and
     padded to the longest sample of the batch."""
@@ -154,9 +154,9 @@ def _alike(
             around = dict(zip(range(start, start + batch), (s for _, s in islice(source, batch))))
             size = len(around)
             if padding.group is not None:
-                agree(start + size, digest(list(around.values())), padding.group, trial.WHERE)
+                agree(start + size, digest(list(around.values())), padding.group, try_metrics.WHERE)
         if size == 0 and start == 0:
-            raise empty("the iterable ended without a sample", trial.WHERE)
+            raise empty("the iterable ended without a sample", try_metrics.WHERE)
         if size == 0:
             return
         fetch = read if source is None else around.__getitem__
@@ -164,7 +164,7 @@ def _alike(
             part(data, [fetch(i) for i in ids] or [fetch(start)], first, ids)
             for first, ids in ((f, list(range(start + f, start + f + n))) for f, n in share.parts(size))
         ]
-        most = Share(0, share.ranks, share.microbatches).parts(size)  # rank 0's parts are the largest
+        most = BatchShare(0, share.ranks, share.microbatches).parts(size)  # rank 0's parts are the largest
         for micro, (_, largest_) in zip(padding.alike(micros, fetch), most):
             if largest_:
                 yield micro.spare or (micro.inputs, micro.targets), micro.count

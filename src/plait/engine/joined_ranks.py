@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from plait.config.errors import PlaitError, Problem, trace_of
 from plait.engine.build import broadcast_text
-from plait.engine.run_directory import Run
+from plait.engine.run_directory import RunDirectory
 from plait.launch.failure_report import described
 from plait.launch.failures import Failure
 from plait.launch.place import Place
-from plait.launch.progress import Words
+from plait.launch.progress import ProgressBoard
 
 TOKEN = ".seen-by-all"
 """A file that rank 0 puts into the run directory for the others to read."""
@@ -31,7 +31,7 @@ SEEN = 5.0
 """Seconds in which a file must be seen on all machines of a shared file system."""
 
 
-def meet(place: Place, group: Any, device: torch.device, make: Callable[[], Run]) -> Run:
+def meet(place: Place, group: Any, device: torch.device, make: Callable[[], RunDirectory]) -> RunDirectory:
     """The run directory, which rank 0 makes and every rank sees. L003 on all ranks when some do not.
 
     What rank 0 cannot make ends every rank with the same exit code.
@@ -61,10 +61,10 @@ def meet(place: Place, group: Any, device: torch.device, make: Callable[[], Run]
     assert folder is not None
     if folder != Path(facts["path"]) and place.local_rank == 0:
         print(f"note  rank {place.rank} was started in another folder than rank 0; it writes into {folder}", flush=True)
-    return Run(folder)
+    return RunDirectory(folder)
 
 
-def _made(run: Run) -> dict[str, Any]:
+def _made(run: RunDirectory) -> dict[str, Any]:
     token = secrets.token_hex(16)
     (run.path / TOKEN).write_text(token, encoding="utf-8")
     return {"path": str(run.path), "whole": str(run.path.resolve()), "token": token, "host": socket.gethostname()}
@@ -97,7 +97,7 @@ def _apart(facts: dict[str, Any], blind: list[int]) -> PlaitError:
 @contextlib.contextmanager
 def telling(place: Place, log: Callable[[], Path | None]) -> Iterator[None]:
     """Whatever a rank raises inside becomes an error with its rank, its step and the user's line; its log gets the traceback."""
-    words = Words(1)
+    words = ProgressBoard(1)
     place.beat = lambda step, phase: words.write(0, step, phase)
     place.within = lambda phase: words.within(0, phase)
     try:

@@ -22,7 +22,7 @@ import torch
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import Batch
 from plait.engine.engine import Engine, Step
-from plait.engine.run_directory import Run
+from plait.engine.run_directory import RunDirectory
 from plait.engine.step import sort_of
 from plait.tensors.finite import number
 
@@ -48,7 +48,7 @@ class Waits:
 class Recorder:
     """Writes one rank's record of a run. `status` is called with a dict at most ten times a second on rank 0."""
 
-    def __init__(self, engine: Engine, run: Run, status: Any, mirrors: list[str], note: Any = print):
+    def __init__(self, engine: Engine, run: RunDirectory, status: Any, mirrors: list[str], note: Any = print):
         self.engine, self.status, self.note, self.told = engine, status, note, 0.0
         rank = engine.place.rank
         self.rank, self.world = rank, engine.plan.devices

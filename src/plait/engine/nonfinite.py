@@ -21,7 +21,7 @@ from plait.data.batch import Batch, Micro
 from plait.engine.passes import Passes
 from plait.model.make import call
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import Shards
+from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.tensors.exchange import exchange
 from plait.tensors.finite import Rule, finite, several
 from plait.tensors.torch_private import copy_, own_buffers, tree_leaves
@@ -189,7 +189,7 @@ class Search:
         built, sums = self.built, getattr(self.built.reducer, "inner", self.built.reducer)
         built.run = call  # hooks would compile it anew
         models = [built.model] if built.replicas is None else built.replicas.models
-        sharded = sums.sharded if isinstance(sums, Shards) else {}
+        sharded = sums.sharded if isinstance(sums, FsdpRuntime) else {}
         for model in models:
             for name in (unit.name for unit in built.sketch.units if unit.name not in built.elsewhere):
                 hook = partial(self._unit, name)
@@ -200,7 +200,7 @@ class Search:
         for model in models[1:]:
             for name, parameter in model.named_parameters():
                 self._watch(name, parameter)
-        for module in sums.modules if isinstance(sums, Shards) else ():
+        for module in sums.modules if isinstance(sums, FsdpRuntime) else ():
             self.handles.append(module.register_forward_pre_hook(self._gathered))
         return self
 

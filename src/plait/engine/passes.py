@@ -13,12 +13,12 @@ from torch import Tensor
 from plait.data.batch import Batch
 from plait.engine.build import check_loss, move
 from plait.engine.step import Spans
-from plait.losses.global_batch import nothing
+from plait.losses.global_batch import zero_loss
 from plait.model.make import call
 from plait.parallel.built import Built
-from plait.parallel.pipeline.runtime import Piece
+from plait.parallel.pipeline.runtime import MicroBatch
 from plait.parallel.precision import forward_format
-from plait.tensors import higher_order as higher
+from plait.tensors import higher_order
 from plait.tensors.torch_private import leaves
 
 
@@ -33,7 +33,7 @@ class Passes:
         """Of the last step: number of a micro-batch, its loss; where losses are computed."""
         self.number = 0
 
-    def pieces(self, batch: Batch, runs: dict[int, float]) -> list[Piece]:
+    def pieces(self, batch: Batch, runs: dict[int, float]) -> list[MicroBatch]:
         """The micro-batches to run, on the device. `runs`: number -> its weight over the global batch's."""
         built, found = self.built, []
         for i, weight in runs.items():
@@ -42,27 +42,27 @@ class Passes:
             inputs, targets = move(pair, built.device, built.cast)
             samples = micro.count or int(built.together == "sample")
             scale = weight * (built.scaler.value if built.scaler else 1.0)
-            found.append(Piece(inputs, targets, micro.first, samples, weight, scale, micro.count == 0, i))
+            found.append(MicroBatch(inputs, targets, micro.first, samples, weight, scale, micro.count == 0, i))
         idle = bool(found) and all(piece.idle for piece in found)
         for sums in (built.reducer, getattr(built.reducer, "inner", None)):
             if sums is not None:
                 sums.idle = idle
         return found
 
-    def run(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    def run(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Forward and backward of all. `arm` is given the weighted losses when the last backward is about to begin."""
-        with self.built.sharers.here(), higher.apart():
-            rider = self._all(pieces, step, arm)
+        with self.built.sharers.here(), higher_order.apart():
+            step_row = self._all(pieces, step, arm)
         self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
-        return rider
+        return step_row
 
     @property
     def at(self) -> int:
         """Number of the micro-batch whose forward or backward runs."""
         return self.number if self.built.pipe is None else self.built.pipe.at
 
-    def _all(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        built, losses, rider = self.built, list[Tensor](), torch.empty(0)
+    def _all(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        built, losses, step_row = self.built, list[Tensor](), torch.empty(0)
         if built.pipe is not None:
             return self._pipelined(pieces, step, arm)
         for piece in pieces:
@@ -74,15 +74,15 @@ class Passes:
                 piece.loss = loss
                 losses.append(loss.double() * piece.weight)
             if last:
-                rider = arm(losses)
+                step_row = arm(losses)
             self.spans.begin("backward")
             backward()
             if built.reducer is not None and not last:
                 built.reducer.after()
             self.spans.end("backward")
-        return rider if pieces else arm(losses)
+        return step_row if pieces else arm(losses)
 
-    def forward(self, piece: Piece, step: int) -> tuple[Tensor, Callable[[], None]]:
+    def forward(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
         """(loss, what runs its backward pass) of one micro-batch."""
         built = self.built
         self.spans.begin("forward")
@@ -98,16 +98,16 @@ class Passes:
 
         return loss.detach(), backward
 
-    def _model(self, piece: Piece) -> Any:
+    def _model(self, piece: MicroBatch) -> Any:
         self.built.sharers.begin(piece.idle)
         with self._format():
             return self.built.run(self.built.model, piece.inputs)
 
-    def _loss(self, outputs: Any, piece: Piece) -> Tensor:
+    def _loss(self, outputs: Any, piece: MicroBatch) -> Tensor:
         """The job's loss, or zero for an empty share in a model that communicates: it takes part and adds nothing."""
         with self._format():
             whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731
-            loss = whole() if piece.weight else nothing(whole, outputs, self.built.sharers.made)
+            loss = whole() if piece.weight else zero_loss(whole, outputs, self.built.sharers.made)
         check_loss(loss)
         return loss
 
@@ -121,18 +121,18 @@ class Passes:
         with self.built.sharers.thread(), self._format():
             yield
 
-    def _pipelined(self, pieces: list[Piece], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    def _pipelined(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         built = self.built
         built.pipe.number = step
         built.pipe.clock.beat = self.spans.beat
         built.reducer.before(False)
         losses = built.pipe.step(pieces, self._model, self._loss)
         self.spans.open += built.pipe.clock.spans
-        rider = arm(losses)
+        step_row = arm(losses)
         built.reducer.before(True)
-        return rider
+        return step_row
 
-    def _in_threads(self, piece: Piece, step: int) -> tuple[Tensor, Callable[[], None]]:
+    def _in_threads(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
         built = self.built
         self.spans.begin("replicate")
         built.replicas.send_weights()

@@ -17,20 +17,20 @@ from plait.checkpoint.manifest import MANIFEST, read_manifest
 from plait.checkpoint.safetensors_file import Damaged
 from plait.config.errors import NO_ROOM, USAGE, PlaitError, Problem, did_you_mean
 from plait.config.plan import Plan
-from plait.engine.run_directory import Run
+from plait.engine.run_directory import RunDirectory
 
 STACKS = (b"Traceback (most recent call last)", b"(most recent call first)", b"Fatal Python error")
 """What is worth keeping of the output of a run that failed at its start."""
 FAILED_START = "failed-start"
 
 
-def find(text: str, job: str, root: Path) -> tuple[Run | None, Path | None]:
+def find(text: str, job: str, root: Path) -> tuple[RunDirectory | None, Path | None]:
     """The run that `--resume TEXT` means, and the checkpoint when it names one. K001 when there is none.
 
     Without a text: the newest run of the job that has a checkpoint.
     """
     if not text:
-        return Run.latest(job, root), None
+        return RunDirectory.latest(job, root), None
     path = next((p for p in (Path(text), root / text) if _exists(p)), None)
     if path is None:
         raise PlaitError(_nowhere(text, root))
@@ -38,14 +38,14 @@ def find(text: str, job: str, root: Path) -> tuple[Run | None, Path | None]:
     path = path.parent if path.name == "checkpoints" else path
     if re.fullmatch(r"step-\d+", path.name) and path.is_dir():
         run = path.parent.parent
-        return (Run(run) if path.parent.name == "checkpoints" and (run / "job.json").exists() else None), path
+        return (RunDirectory(run) if path.parent.name == "checkpoints" and (run / "job.json").exists() else None), path
     if (path / "checkpoints").is_dir():
         if not Checkpoints(path / "checkpoints").found():
             why = "nothing was saved before it ended"
             raise PlaitError(
                 Problem("K001", f"the run {path} has no checkpoint", why=why, fix=("start without --resume",))
             )
-        return Run(path), None
+        return RunDirectory(path), None
     why = "a run has a folder `checkpoints`, and a checkpoint is a folder such as step-000200 in it"
     raise PlaitError(Problem("K001", f"{text} is neither a run nor a checkpoint", why=why, fix=("--resume",)))
 
@@ -78,7 +78,7 @@ def _nowhere(text: str, root: Path) -> Problem:
 class Start:
     """A run as it was when it was started or resumed."""
 
-    run: Run
+    run: RunDirectory
     created: bool
     latest: str | None
     """Where `latest` pointed to before."""
@@ -90,7 +90,7 @@ class Start:
         """A new run, or the one that is resumed. K001, K002, R002, R007."""
         if resume is None:
             latest = _latest(root)
-            return Start(Run.create(job, plan, arguments, root), True, latest).seen()
+            return Start(RunDirectory.create(job, plan, arguments, root), True, latest).seen()
         run, checkpoint = find(resume, job, root)
         if run is not None and (checkpoint is None or Checkpoints(run.checkpoints).found()[0].samefile(checkpoint)):
             latest = _latest(run.path.parent)
@@ -100,7 +100,7 @@ class Start:
         latest, made = _latest(root), None
         try:
             names = [MANIFEST, *read_manifest(checkpoint).files]
-            made = Run.create(job, plan, arguments, root)
+            made = RunDirectory.create(job, plan, arguments, root)
             _copied(checkpoint, names, run, made)
         except Damaged as error:
             raise PlaitError(damaged(checkpoint, error)) from None
@@ -156,7 +156,7 @@ class Start:
         if _latest(link.parent) != self.run.path.name:
             return
         if self.latest is not None and (link.parent / self.latest).exists():
-            Run(link.parent / self.latest).point()
+            RunDirectory(link.parent / self.latest).point()
         elif self.created:
             link.unlink(missing_ok=True)
 
@@ -168,7 +168,7 @@ def _latest(root: Path) -> str | None:
         return None
 
 
-def _copied(checkpoint: Path, names: list[str], run: Run | None, made: Run) -> None:
+def _copied(checkpoint: Path, names: list[str], run: RunDirectory | None, made: RunDirectory) -> None:
     """The checkpoint in a new run, and the record of the run it is of; later rows are cut when it is loaded."""
     building = made.checkpoints / f"{checkpoint.name}.tmp-copy"
     building.mkdir()

@@ -25,7 +25,7 @@ from plait.launch.place import cores, facts
 
 
 @dataclass(frozen=True)
-class Run:
+class RunDirectory:
     """A run directory."""
 
     path: Path
@@ -45,7 +45,7 @@ class Run:
         return self.path / "logs" / f"rank{rank}.log"
 
     @staticmethod
-    def create(job: str, plan: Plan, arguments: dict[str, str], root: Path) -> "Run":
+    def create(job: str, plan: Plan, arguments: dict[str, str], root: Path) -> "RunDirectory":
         """A new directory `root/<job's name>-<number>`, with what is known before the start written into it.
 
         R002 when it cannot be made.
@@ -57,23 +57,23 @@ class Run:
         try:
             for part in ("events", "logs", "checkpoints"):
                 (path / part).mkdir()
-            Run(path).describe(job, plan, arguments)
+            RunDirectory(path).describe(job, plan, arguments)
             _point(path)
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise _cannot_be_made(path, error) from None
-        return Run(path)
+        return RunDirectory(path)
 
     @staticmethod
-    def latest(job: str, root: Path) -> "Run":
+    def latest(job: str, root: Path) -> "RunDirectory":
         """The newest run of this job that has a checkpoint, else its newest. K001 when there is none."""
-        name, runs = job_name(job), Run.all(job, root)
+        name, runs = job_name(job), RunDirectory.all(job, root)
         saved = [p for p in runs if any(_number(c.name, "step") for c in (p / "checkpoints").glob("step-*"))]
         if not runs:
             raise PlaitError(
                 Problem("K001", f"there is no run of {name} in {root}/ to resume", fix=("start without --resume",))
             )
-        return Run((saved or runs)[0])
+        return RunDirectory((saved or runs)[0])
 
     @staticmethod
     def all(job: str, root: Path) -> list[Path]:

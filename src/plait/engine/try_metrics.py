@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import user_line
 from plait.data import batch as data
-from plait.model.make import Made
+from plait.model.make import BuiltModel
 from plait.model.trace import fakes_of
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import host_state, restore_host, seed_host
@@ -37,7 +37,7 @@ Pair = tuple[Any, Any]
 Metrics = Callable[[Any, Any], dict[str, Any]]
 
 
-def metrics(built: Any, made: Made, ready: Callable[[Pair], Pair]) -> None:
+def metrics(built: Any, made: BuiltModel, ready: Callable[[Pair], Pair]) -> None:
     """Try the metrics of a rank's job, whose model is whole still. `ready` moves samples to the device. J024, J025, J007."""
     wanted = built.job.evaluate
     if wanted is None:
@@ -61,7 +61,7 @@ def metrics(built: Any, made: Made, ready: Callable[[Pair], Pair]) -> None:
 class _Trial:
     """The metrics of one and of two samples (inputs, targets), the second the first once more."""
 
-    def __init__(self, built: Any, made: Made, metrics: Metrics, pairs: list[Pair]):
+    def __init__(self, built: Any, made: BuiltModel, metrics: Metrics, pairs: list[Pair]):
         self.built, self.made, self.metrics, self.pairs = built, made, metrics, pairs
         self.fakes, self.hollow = fakes_of(made.fake), False
 

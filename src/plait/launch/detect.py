@@ -27,7 +27,7 @@ FILE = Path("machine.toml")
 """Where `plait bench` writes what it measured, and where `--machine here` looks first: the current directory."""
 
 
-class Seen(NamedTuple):
+class DeviceSeen(NamedTuple):
     """What the driver says of the first device: bytes of memory, and whether NVLinks are up (None: it was not asked)."""
 
     memory: int
@@ -55,7 +55,7 @@ def _of_cores(memory: int) -> Machine:
     return Machine("here", device, devices_per_node=cores(), notes=CORES, source="found here")
 
 
-def _of_devices(names: list[str], seen: Seen) -> Machine:
+def _of_devices(names: list[str], seen: DeviceSeen) -> Machine:
     slug = _reported().get(names[0].removeprefix("NVIDIA "))
     if slug is None:
         device = Device(names[0], seen.memory)
@@ -75,7 +75,7 @@ def _reported() -> dict[str, str]:
     return {name.removeprefix("NVIDIA "): one["name"] for one in said for name in one.get("reported", ())}
 
 
-def _seen() -> Seen:
+def _seen() -> DeviceSeen:
     try:
         pynvml = import_module("pynvml")  # of nvidia-ml-py
     except ImportError:
@@ -84,7 +84,7 @@ def _seen() -> Seen:
             asked = subprocess.run(
                 [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
             )
-            return Seen(int(asked.stdout), None)
+            return DeviceSeen(int(asked.stdout), None)
         except (subprocess.SubprocessError, ValueError) as error:
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             raise PlaitError(
@@ -94,7 +94,9 @@ def _seen() -> Seen:
     pynvml.nvmlInit()
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return Seen(int(pynvml.nvmlDeviceGetMemoryInfo(device).total), any(_up(pynvml, device, i) for i in range(18)))
+        return DeviceSeen(
+            int(pynvml.nvmlDeviceGetMemoryInfo(device).total), any(_up(pynvml, device, i) for i in range(18))
+        )
     finally:
         pynvml.nvmlShutdown()
 

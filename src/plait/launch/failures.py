@@ -26,7 +26,7 @@ class Failure:
 
     @staticmethod
     def raised(rank: int, progress: Progress, message: dict[str, Any]) -> "Failure":
-        """The rank raised an exception, told in `message` (see `here._described`)."""
+        """The rank raised an exception, told in `message` (see `described`)."""
         trace, why = message["trace"], moment(progress)
         if message["problems"]:
             problems = [

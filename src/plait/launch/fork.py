@@ -24,7 +24,7 @@ from plait.launch import limits
 from plait.launch.devices import kind_of
 from plait.launch.failure_report import described, pieces, trace_of, unforkable
 from plait.launch.place import Place, threads
-from plait.launch.progress import Words
+from plait.launch.progress import ProgressBoard
 from plait.launch.stacks import Stacks
 from plait.launch.supervise import Listener, Supervisor, Worker, end, kill
 
@@ -45,15 +45,15 @@ def run(
     _warm_up()
     limits.check_files(world)
     listening = limits.listening() if world > 1 else None
-    words, stacks, workers = Words(world), Stacks(), list[Worker]()
+    board, stacks, workers = ProgressBoard(world), Stacks(), list[Worker]()
     try:
         with _frozen():
             for rank in range(world):
                 with limits.forking(rank, world):
-                    workers.append(_fork(target, words, stacks, listening, workers))
+                    workers.append(_fork(target, board, stacks, listening, workers))
         server = _serve(listening) if listening is not None else None
-        supervisor = Supervisor(workers, words, stacks, listener or Listener(), patience, alike)
-        with _stop_signals(words, workers):
+        supervisor = Supervisor(workers, board, stacks, listener or Listener(), patience, alike)
+        with _stop_signals(board, workers):
             result = supervisor.wait()
         del server
         return result
@@ -117,7 +117,7 @@ def _serve(listening: socket.socket) -> Any:
 
 
 def _fork(
-    target: Target, words: Words, stacks: Stacks, listening: socket.socket | None, before: list[Worker]
+    target: Target, board: ProgressBoard, stacks: Stacks, listening: socket.socket | None, before: list[Worker]
 ) -> Worker:
     rank, parent = len(before), os.getpid()
     reports, reports_end = os.pipe()
@@ -130,7 +130,7 @@ def _fork(
             for descriptor in (reports, output, *(d for w in before for d in (w.reports, w.output))):
                 os.close(descriptor)
             stacks.answer()
-            _child(lambda: _work(target, rank, words, listening, reports_end), parent, output_end)
+            _child(lambda: _work(target, rank, board, listening, reports_end), parent, output_end)
     except OSError:
         os.close(reports)
         os.close(output)
@@ -158,10 +158,10 @@ def _child(work: Callable[[], int], parent: int, output: int) -> NoReturn:
     os._exit(status)  # a plain exit may abort in gloo's threads after a correct run
 
 
-def _work(target: Target, rank: int, words: Words, listening: socket.socket | None, channel: int) -> int:
+def _work(target: Target, rank: int, board: ProgressBoard, listening: socket.socket | None, channel: int) -> int:
     import torch
 
-    lock, world = threading.Lock(), words.world
+    lock, world = threading.Lock(), board.world
 
     def report(message: dict[str, Any]) -> None:
         data = (json.dumps(message, default=str) + "\n").encode()
@@ -184,15 +184,15 @@ def _work(target: Target, rank: int, words: Words, listening: socket.socket | No
         rank,
         store if world > 1 else None,
         report,
-        lambda step, phase: words.write(rank, step, phase),
-        lambda phase: words.within(rank, phase),
-        lambda: words.reads(rank),
-        words.stopping,
+        lambda step, phase: board.write(rank, step, phase),
+        lambda phase: board.within(rank, phase),
+        lambda: board.reads(rank),
+        board.stopping,
     )
     try:
         result = target(place)
         report({"kind": "result", "value": result})
-        words.write(rank, 2**62, "end")
+        board.write(rank, 2**62, "end")
         return 0
     except BaseException as error:
         _tell(error, report)
@@ -210,16 +210,16 @@ def _tell(error: BaseException, report: Callable[[dict[str, Any]], None]) -> Non
 
 
 @contextlib.contextmanager
-def _stop_signals(words: Words, workers: list[Worker]) -> Iterator[None]:
+def _stop_signals(board: ProgressBoard, workers: list[Worker]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: Any) -> None:
-        if words.stopping() and number == signal.SIGINT:
+        if board.stopping() and number == signal.SIGINT:
             kill(workers)
             raise KeyboardInterrupt
-        words.stop()
+        board.stop()
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from plait.launch.activity import Activity, activity, stopped
-from plait.launch.progress import BETWEEN, READING, Progress, Words
+from plait.launch.progress import BETWEEN, READING, Progress, ProgressBoard
 from plait.launch.stacks import Stack, Stacks
 
 STOPPED = 2.0
@@ -94,8 +94,8 @@ def limit(suspect: Look, others: list[Look], alike: bool, seen: float, patience:
 class HangDetector:
     """Looks at the ranks' progress and says what is worth saying."""
 
-    def __init__(self, words: Words, pids: list[int], stacks: Stacks, patience: float | None, alike: bool):
-        self.words, self.pids, self.stacks, self.patience, self.alike = words, pids, stacks, patience, alike
+    def __init__(self, board: ProgressBoard, pids: list[int], stacks: Stacks, patience: float | None, alike: bool):
+        self.board, self.pids, self.stacks, self.patience, self.alike = board, pids, stacks, patience, alike
         self.stopped_since: dict[int, float] = {}
         self.slowest: dict[str, float] = {}
         """By phase, the longest that a rank said nothing in it and then went on."""
@@ -149,8 +149,8 @@ class HangDetector:
 
     def _follow(self) -> None:
         """Read all rows; learn how long phases take."""
-        for rank in range(self.words.world):
-            row, before = self.words.read(rank), self.last.get(rank)
+        for rank in range(self.board.world):
+            row, before = self.board.read(rank), self.last.get(rank)
             if before is not None and row != before:
                 took = row.since - before.since
                 self.slowest[before.phase] = max(self.slowest.get(before.phase, 0.0), took)

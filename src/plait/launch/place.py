@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from plait.launch import started_by as started
+from plait.launch import started_by
 
 WATCHED, JOINED = timedelta(days=7), timedelta(minutes=30)
 """How long a collective may wait: beside plait's launcher, which finds a rank that hangs; and under another launcher."""
@@ -66,9 +66,9 @@ def _backend(device: Any) -> str:
 def current() -> Place:
     """The place another launcher gave this process (RANK set), or alone. SIGTERM asks a joined run to stop."""
     if not joining():
-        started.check()
+        started_by.check()
         return Place()
-    rank, world, local = started.joined_as()
+    rank, world, local = started_by.joined_as()
     flag = threading.Event()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: flag.set())
@@ -96,7 +96,7 @@ def joining() -> bool:
 
 def world() -> int:
     """Processes another launcher started (WORLD_SIZE)."""
-    return started.joined_as()[1] if joining() else 1
+    return started_by.joined_as()[1] if joining() else 1
 
 
 def cores() -> int:

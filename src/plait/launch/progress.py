@@ -32,7 +32,7 @@ class Progress:
     since: float
 
 
-class Words:
+class ProgressBoard:
     """Row 0 holds the stop flag; row r + 1 belongs to rank r. Anonymous shared memory: inherited by fork, no name."""
 
     def __init__(self, world: int):

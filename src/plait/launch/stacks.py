@@ -35,7 +35,7 @@ _COMPILING = (
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """One call on a stack."""
 
     file: str
@@ -63,7 +63,7 @@ class Frame:
 class Stack:
     """The stack of a process's main thread, innermost call first; empty when the process did not answer."""
 
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[StackFrame, ...] = ()
     text: str = ""
 
     @property
@@ -163,7 +163,7 @@ def parse(text: str) -> Stack:
     """
     found = (_FRAME.match(line) for line in text.splitlines())
     frames = takewhile(
-        lambda frame: frame.file != _LAUNCHER, (Frame(m["file"], m["line"], m["name"]) for m in found if m)
+        lambda frame: frame.file != _LAUNCHER, (StackFrame(m["file"], m["line"], m["name"]) for m in found if m)
     )
     return Stack(tuple(frames), text)
 

@@ -14,7 +14,7 @@ from typing import Any
 from plait.config.errors import PlaitError, Problem
 from plait.launch.failures import Failure, Watch, hung
 from plait.launch.hangs import HangDetector, told
-from plait.launch.progress import Words
+from plait.launch.progress import ProgressBoard
 from plait.launch.stacks import Stacks
 
 SAYING = 2.0
@@ -61,14 +61,14 @@ class Supervisor:
     """Reads the workers until all have ended, or one has failed and the guilty one is known."""
 
     def __init__(
-        self, workers: list[Worker], words: Words, stacks: Stacks, listener: Listener, patience: float | None = None,
+        self, workers: list[Worker], board: ProgressBoard, stacks: Stacks, listener: Listener, patience: float | None = None,
         alike: bool = True,
     ):  # fmt: skip
-        self.workers, self.words, self.listener = workers, words, listener
+        self.workers, self.board, self.listener = workers, board, listener
         self.results: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, Failure] = {}
         self.watch = Watch()
-        self.hangs = HangDetector(words, [w.pid for w in workers], stacks, patience, alike)
+        self.hangs = HangDetector(board, [w.pid for w in workers], stacks, patience, alike)
         self.selector = selectors.DefaultSelector()
         for worker in workers:
             os.set_blocking(worker.reports, False)
@@ -114,7 +114,7 @@ class Supervisor:
         if message["kind"] == "result":
             self.results[worker.rank] = message["value"] or {}
         elif message["kind"] == "failed":
-            progress = self.words.read(worker.rank)
+            progress = self.board.read(worker.rank)
             self.failures[worker.rank] = Failure.raised(worker.rank, progress, message)
             worker.telling = True
         else:
@@ -133,7 +133,7 @@ class Supervisor:
         worker.telling = False
         if worker.rank in self.results or worker.rank in self.failures:
             return
-        progress = self.words.read(worker.rank)
+        progress = self.board.read(worker.rank)
         self.failures[worker.rank] = self.watch.died(worker.rank, progress, worker.status or 0)
 
     def _drain(self) -> None:

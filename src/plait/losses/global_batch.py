@@ -33,13 +33,13 @@ from plait.tensors.rows import Rows
 from plait.tensors.torch_private import in_backward
 
 
-class Sharers:
+class BatchPeers:
     """One rank among those with other samples, while its forward and backward passes run."""
 
     def __init__(self, ranks: list[int] | None = None, microbatches: int = 1):
         self.ranks, self.microbatches = ranks, microbatches
         self._group: Any = None
-        self.apart: Sharers | None = None
+        self.apart: BatchPeers | None = None
         """What threads of this process, each with a part of its samples, ask instead: they do not know of each other."""
         self.idle = False
         """What runs now is a sample that makes up the number and does not count."""
@@ -77,7 +77,7 @@ class Sharers:
     @contextmanager
     def thread(self) -> Iterator[None]:
         """In a thread with a part of this rank's samples: a mean is of that part, and this is noted."""
-        self.apart = self.apart or Sharers()
+        self.apart = self.apart or BatchPeers()
         with self.apart.here():
             yield
 
@@ -101,7 +101,7 @@ class Sharers:
         return [f"what the job asks of the global batch (global_mean, global_batch) is {words}" for words in told]
 
 
-CURRENT: ContextVar[Sharers | None] = ContextVar("sharers", default=None)
+CURRENT: ContextVar[BatchPeers | None] = ContextVar("sharers", default=None)
 STRETCHES: ContextVar[Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None] = ContextVar("stretches", default=None)
 """What makes whole sequences of this rank's stretches in values that units hand on past what they return."""
 
@@ -152,7 +152,7 @@ def asking() -> bool:
     return sharers is not None and (not sharers.alone or sharers.microbatches > 1)
 
 
-def _current() -> Sharers | None:
+def _current() -> BatchPeers | None:
     sharers = CURRENT.get()
     if sharers is not None:
         sharers.used = True
@@ -165,7 +165,7 @@ def _current() -> Sharers | None:
     return sharers
 
 
-def nothing(loss: Callable[[], Tensor], outputs: Any, asked: Sequence[Tensor] = ()) -> Tensor:
+def zero_loss(loss: Callable[[], Tensor], outputs: Any, asked: Sequence[Tensor] = ()) -> Tensor:
     """Zero, computed from those of a model's outputs that the loss looks at, as on a rank that has samples.
 
     Backward from it comes to the units that the other ranks' backwards come to, and to what the loss `asked` of the
@@ -193,7 +193,7 @@ class _Sum(torch.autograd.Function):
     """The sum over the ranks, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sharers: Sharers) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sharers: BatchPeers) -> Tensor:
         ctx.sharers = sharers
         with sharers.ask():
             return summed(x, sharers.group)
@@ -207,7 +207,7 @@ class _Batch(torch.autograd.Function):
     """All ranks' rows; backward: this rank's rows of the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, sharers: Sharers) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows, sharers: BatchPeers) -> Tensor:
         ctx.at = rows, sharers
         with sharers.ask():
             return gathered(x, 0, rows, sharers.group)

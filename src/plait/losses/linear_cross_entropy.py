@@ -34,7 +34,7 @@ from plait.tensors.collectives import enter, total
 from plait.tensors.part import Ranges
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_losses import normalised
-from plait.tensors.sharded_tensor import Spread
+from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import leaves, tree_leaves
 
 IGNORED = -100
@@ -58,11 +58,11 @@ def linear_cross_entropy(
     over the targets that count. For models that compute their loss in their own forward.
 
     With `rows` and `group`, weight and bias are this rank's rows of the vocabulary; the loss is the whole's on every rank
-    and the gradients of weight and bias are those of its rows. `hidden` may be a `Spread` whose tokens are cut: the loss
+    and the gradients of weight and bias are those of its rows. `hidden` may be a `ShardedTensor` whose tokens are cut: the loss
     is that of all tokens, and the gradients of weight and bias are those of the rank's own tokens, to be summed.
     """
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    count, spread = (targets != ignore_index).sum(), hidden if isinstance(hidden, Spread) else None
+    count, spread = (targets != ignore_index).sum(), hidden if isinstance(hidden, ShardedTensor) else None
     if spread is not None:
         hidden, targets = spread.local, spread.rows.take(targets, spread.cut, spread.group.rank())
     if not torch.is_grad_enabled():

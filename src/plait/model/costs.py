@@ -42,7 +42,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationCounts:
     """What a forward consists of, of one sample: `model/operations.py`."""
 
     products: tuple[Product, ...] = ()
@@ -69,7 +69,7 @@ class UnitCall:
     """Bytes of the tensors it returns."""
     saved: Figure
     """Bytes that autograd keeps for its backward, parameters and what was kept before it not counted."""
-    work: Work = field(default_factory=Work, compare=False)
+    work: OperationCounts = field(default_factory=OperationCounts, compare=False)
     """What its forward consists of."""
     backward: bool = True
     """Its output can be differentiated: something in it or before it is trained, and it runs with gradients on."""

@@ -140,7 +140,7 @@ def _covers(written: list[Tensor]) -> bool:
     return len(written) == 1 and written[0].numel() * written[0].itemsize == written[0].untyped_storage().nbytes()
 
 
-class Strayed(Exception):
+class UnlikeRuns(Exception):
     """The second run does something else than the first."""
 
 
@@ -160,7 +160,7 @@ class Drawing(_Following):
         touched = {k for t in (*written, *read) if (k := self.index(t)) is not None}
         number = self.number + 1
         if touched and self.order[number - 1 : number] != [str(func)]:
-            raise Strayed(str(func))
+            raise UnlikeRuns(str(func))
         if len(written) == 1 and (k := self.index(written[0])) is not None:
             if not self.stories[k].live(number):
                 self.number = number

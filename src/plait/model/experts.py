@@ -14,7 +14,7 @@ Format = tuple[str, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoELayer:
     """A layer whose experts can be shared out over ranks."""
 
     name: str
@@ -66,7 +66,7 @@ class Mixture:
         return sum(prod(shape) * dtype.itemsize for _, shape, dtype in rows)
 
 
-def cut_stacked(module: nn.Module, mixture: Mixture, mine: range) -> nn.Module:
+def cut_stacked(module: nn.Module, mixture: MoELayer, mine: range) -> nn.Module:
     """The module with some of its experts only, in place."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         part = parameter.detach()[mine.start : mine.stop].clone()

@@ -20,7 +20,7 @@ from plait.tensors.torch_private import convert, own_buffers
 
 
 @dataclass(frozen=True)
-class Made:
+class BuiltModel:
     """A rank's model. Of a model too large to hold, large parameters are on the meta device, and `shares` has this
     rank's parts of them; `fake` is what a sketch can run."""
 
@@ -31,7 +31,7 @@ class Made:
 
 def make(
     job: Job, device: torch.device, cast: torch.dtype | None, group: Any, share: Callable[[Tensor], Tensor] | None
-) -> Made:
+) -> BuiltModel:
     """The job's model on this rank, in `cast` if given. With `share`, a large model is never held: see `model/deferred_init.py`.
 
     J008 when its weights are not the same on all ranks of the group.
@@ -42,13 +42,13 @@ def make(
         _same_everywhere(model, deferred.digests if deferred else {}, group, device)
     convert(model, device, cast)
     if deferred is None:
-        return Made(model, model)
+        return BuiltModel(model, model)
     _convert_fake(deferred.fake, device, cast)
     shares = {
         n: s.to(device, cast if cast is not None and s.is_floating_point() else s.dtype)
         for n, s in deferred.shares.items()
     }
-    return Made(model, deferred.fake, shares)
+    return BuiltModel(model, deferred.fake, shares)
 
 
 def _convert_fake(model: nn.Module, device: torch.device, cast: torch.dtype | None) -> None:

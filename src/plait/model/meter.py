@@ -60,7 +60,7 @@ class MeteredCall:
     aside: set[int] = field(default_factory=set)
     """Later calls (-1: code between units, -2: the model's output) that get hold of it, whatever they do with it."""
     returned: tuple[Any, tuple[Any, ...]] = (None, ())
-    """The structure of its output: `templates.taken`."""
+    """The structure of its output: `taken` of `tensors/output_form.py`."""
 
 
 @dataclass

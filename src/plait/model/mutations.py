@@ -15,7 +15,7 @@ from plait.model.deferred_init import roles
 from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMode, storage_key, tree_leaves
 
 
-class Writes:
+class Mutations:
     """Listens to the operators of one forward pass of a model on `inputs`."""
 
     def __init__(self, model: nn.Module, inputs: Any, fakes: FakeTensorMode | None):

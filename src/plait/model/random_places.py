@@ -1,10 +1,10 @@
 """Random places: what pairs of runs of a model, on batches of two sizes, say of the tensors that it draws."""
 
-from plait.model.trace import Watched
+from plait.model.trace import RunTrace
 
 
 def places_of(
-    rounds: list[list[Watched]], sizes: tuple[int, int]
+    rounds: list[list[RunTrace]], sizes: tuple[int, int]
 ) -> tuple[dict[str, int | None], dict[str, tuple[int, ...]], list[str]]:
     """Batch dim and shape of every place, and the owners of draws that do not grow in step with the batch, in one dim."""
     places: dict[str, int | None] = {}

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from plait.model import units
-from plait.model.costs import ZERO, Figure, Unit, UnitCall, Work
-from plait.model.experts import Mixture
+from plait.model.costs import ZERO, Figure, OperationCounts, Unit, UnitCall
+from plait.model.experts import MoELayer
 from plait.model.meter import MeteredCall
 from plait.model.operations import Effort, line
 from plait.model.random_places import places_of
-from plait.model.slices import Cut, Slices
-from plait.model.trace import Call, Watched, watch
-from plait.randomness import keyed as randomness
+from plait.model.slices import ParameterSlice, Slices
+from plait.model.trace import Call, RunTrace, trace_run
+from plait.randomness import keyed
 from plait.tensors.output_form import template
 from plait.tensors.scripted import is_scripted
 from plait.tensors.torch_private import fake_failures
@@ -75,7 +75,7 @@ class Sketch:
     """Parameters that belong to no unit: the model's own, used by the code between units."""
     flops_between: Figure = ZERO
     """Floating-point operations of the code between units."""
-    work_between: Work = field(default_factory=Work, compare=False)
+    work_between: OperationCounts = field(default_factory=OperationCounts, compare=False)
     """What the code between units consists of."""
     saved_between: Figure = ZERO
     """Bytes that the code between units keeps for backward, besides what units keep too."""
@@ -91,11 +91,11 @@ class Sketch:
     """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
     slices: Slices = field(default_factory=Slices)
     """What tensor parallelism can cut; found only for a plan that has it."""
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ParameterSlice, ...] = ()
     """Every parameter that is cut into slices, by its first name."""
     shares: tuple[str, ...] = ()
     """Parameters whose gradient on a rank of a sliced model is a share of a sum over all of them."""
-    mixtures: tuple[Mixture, ...] = ()
+    mixtures: tuple[MoELayer, ...] = ()
     """Layers with experts; found only for a plan that shares them out."""
 
     def has(self, module: str) -> bool:
@@ -123,7 +123,7 @@ def sketch(
     `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called. `loss(n)`
     makes the loss of an output for n samples, asked what it depends on where units hand on more than they return.
     """
-    state = randomness.host_state()
+    state = keyed.host_state()
     probe = _Probe(model, inputs, call, units.choose(model) if wanted is None else units.named(model, wanted))
     first = probe.first()
     again = units.chosen_again(model, probe.chosen, first[0].metered) if wanted is None else None
@@ -136,7 +136,7 @@ def sketch(
     rounds = [first, *(probe.pair(number) for number in more)]
     if loss is not None and any(call.aside for run in first for call in run.metered.calls):
         probe.judge(loss, rounds)
-    randomness.restore_host(state)
+    keyed.restore_host(state)
     if wanted is not None and probe.metering:
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
@@ -174,7 +174,7 @@ class _Probe:
         self.model, self.inputs, self.call, self.chosen = model, inputs, call, chosen
         self.by_values, self.metering, self.unmeasured = False, True, ""
 
-    def first(self) -> list[Watched]:
+    def first(self) -> list[RunTrace]:
         """The first pair. What only measuring cannot do must not stop a training: it is left out, and said."""
         failures = fake_failures()
         for self.by_values, self.metering in ((False, True), (False, False), (True, True)):
@@ -188,13 +188,13 @@ class _Probe:
         self.metering = False
         return self.pair(0)
 
-    def judge(self, loss: Callable[[int], Callable[[Any], Any]], rounds: list[list[Watched]]) -> None:
+    def judge(self, loss: Callable[[int], Callable[[Any], Any]], rounds: list[list[RunTrace]]) -> None:
         """Let the calls of these runs leak what the loss depends on, and not all that is in the model's output."""
         inputs, judge = self.inputs(PROBES[0]), loss(PROBES[0])
-        randomness.seed_host("sketch", 0)
+        keyed.seed_host("sketch", 0)
         model = copy.deepcopy(self.model) if self.by_values else self.model
         try:
-            seen = watch(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
+            seen = trace_run(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
         except Exception:  # it may look at numbers: then it may depend on anything
             return
         read = seen.metered.calls
@@ -203,26 +203,26 @@ class _Probe:
                 for call, judged in zip(run, read):
                     call.leaks = judged.leaks
 
-    def pair(self, number: int) -> list[Watched]:
+    def pair(self, number: int) -> list[RunTrace]:
         """The two runs, with the host generators in the same state, so that both take the same branches."""
         runs = []
         for n in PROBES:
             example = self.inputs(n)
-            randomness.seed_host("sketch", number)
-            before = randomness.first_draws()
-            randomness.seed_host("sketch", number)
+            keyed.seed_host("sketch", number)
+            before = keyed.first_draws()
+            keyed.seed_host("sketch", number)
             with warnings.catch_warnings():  # a copy of fake weights is warned of
                 warnings.simplefilter("ignore")
                 model = copy.deepcopy(self.model) if self.by_values else self.model
             metering = self.chosen if self.metering else None
-            runs.append(watch(model, example, self.call, not self.by_values, metering))
-            runs[-1].host_random = before[:2] != randomness.first_draws()[:2]
+            runs.append(trace_run(model, example, self.call, not self.by_values, metering))
+            runs[-1].host_random = before[:2] != keyed.first_draws()[:2]
         if self.metering:
             self.unmeasured = ""
         return runs
 
 
-def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[Watched]]) -> dict[str, Any]:
+def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTrace]]) -> dict[str, Any]:
     """The fields of a sketch that say what the units are and what their calls cost: those of the round with most."""
     everything = [run.metered for pair in rounds for run in pair]
     rows = sorted(everything, key=lambda run: -len(run.calls))
@@ -273,7 +273,7 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **told)
 
 
-def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0)) -> Work:
+def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0)) -> OperationCounts:
     """What a call consists of. `returned`: elements of its output in both runs."""
     a, b = PROBES
 
@@ -284,7 +284,7 @@ def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0
     wide = each(small.moved[returned[0]], other.moved[returned[1]])
     whole = each(sum(small.moved.values()), sum(other.moved.values()))
     keys = each(small.keys, other.keys)
-    return Work(tuple(line(small, large, PROBES)), wide, whole - wide, float(small.operators), keys)
+    return OperationCounts(tuple(line(small, large, PROBES)), wide, whole - wide, float(small.operators), keys)
 
 
 def _fit(small: Any, large: Any, name: str) -> Figure:

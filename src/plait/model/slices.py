@@ -12,7 +12,7 @@ from plait.tensors.part import Ranges
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParameterSlice:
     """How one parameter is cut: `ranges[r]` of its `dim` is what rank r holds. Ranks may hold the same."""
 
     parameter: str
@@ -31,13 +31,13 @@ class Cut:
         return [tuple(ranks) for ranks in found.values()]
 
 
-def holding_alike(cuts: Iterable[Cut]) -> list[tuple[int, ...]]:
+def holding_alike(cuts: Iterable[ParameterSlice]) -> list[tuple[int, ...]]:
     """Every set of several ranks that hold the same slice of something, in an order that is the same on all of them."""
     return sorted({ranks for cut in cuts for ranks in cut.alike() if len(ranks) > 1})
 
 
 @dataclass(frozen=True)
-class Integer:
+class DividedNumber:
     """A whole number that the code of `module` has fixed: on a rank it is value // divisor.
 
     `path` is an attribute, "num_heads", or one of an object that the module holds, "config.num_heads"; the module's
@@ -50,7 +50,7 @@ class Integer:
 
 
 @dataclass(frozen=True)
-class Argument:
+class RegionArgument:
     """A tensor argument of `module` that enters a region by another way than a column and may need gradients.
 
     `key`: its place or name in the call. `dim`: the dim it is cut along, None when every rank uses it whole, so that
@@ -63,7 +63,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Group:
+class ColumnRowPair:
     """Maps that are cut together, and all that has to be changed for it. Names are qualified by the whole model."""
 
     container: str
@@ -72,29 +72,29 @@ class Group:
     """Modules cut by output features."""
     row: str
     """The module cut by input features: what it returns on a rank is a partial sum. Its bias is added once, after it."""
-    cuts: tuple[Cut, ...]
+    cuts: tuple[ParameterSlice, ...]
     """Every parameter that is cut: of columns, of the row and of what is per feature between them."""
-    integers: tuple[Integer, ...] = ()
+    integers: tuple[DividedNumber, ...] = ()
     resize: bool = False
     """Sizes given to view, split and the like in the container's call are those of the whole: see `parallel/tensor/local_sizes.py`."""
     partial: tuple[str, ...] = ()
     """Whole parameters used between columns and row: their gradients on a rank are partial sums."""
-    arguments: tuple[Argument, ...] = ()
+    arguments: tuple[RegionArgument, ...] = ()
 
 
 @dataclass(frozen=True)
-class Border:
+class RegionBorder:
     """Where the region of one row begins and ends in a unit that runs on stretches of the sequence."""
 
     row: str
-    given: tuple[Argument, ...]
+    given: tuple[RegionArgument, ...]
     """Arguments that are stretches, along `dim`, and become whole there."""
     dim: int
     """Of what the row returns: the dim of the sequence."""
 
 
 @dataclass(frozen=True)
-class Stretched:
+class PositionwiseUnit:
     """A unit that computes, outside its regions, every position of the sequence alone: it runs on a rank's stretch."""
 
     unit: str
@@ -103,7 +103,7 @@ class Stretched:
     dim: int
     returned: tuple[tuple[int, int], ...]
     """(leaf of the output, dim) of what it returns as stretches."""
-    borders: tuple[Border, ...] = ()
+    borders: tuple[RegionBorder, ...] = ()
     posing: bool = False
     """Its code sees the stretch under the shape of the whole."""
     crosses: bool = False
@@ -116,12 +116,12 @@ class Stretched:
 class Slices:
     """All that can be cut of a model."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ColumnRowPair, ...] = ()
     vocabulary: tuple[str, ...] = ()
     """Embeddings and heads that are cut by rows of the vocabulary, unevenly if need be, as `torch.chunk` would."""
     whole: tuple[tuple[str, float, str], ...] = ()
     """(module, its share of all weights, why it stays whole), the largest first."""
-    stretches: tuple[Stretched, ...] = ()
+    stretches: tuple[PositionwiseUnit, ...] = ()
     """Units that run on stretches between their regions."""
     unstretched: tuple[tuple[str, str], ...] = ()
     """(unit with regions, why it runs on the whole sequence)."""

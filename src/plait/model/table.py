@@ -17,7 +17,7 @@ COLUMNS = ("unit", "kind", "calls", "parameters", "flops", "saved", "output", "n
 
 
 @dataclass(frozen=True)
-class Row:
+class UnitRow:
     """One unit, or several alike in a row; figures are those of all of them together, except `output`, of one call."""
 
     unit: str
@@ -39,7 +39,7 @@ class Outline:
     """The rows of a sketch and what does not belong to any unit, for a batch of so many samples."""
 
     batch: int
-    rows: tuple[Row, ...]
+    rows: tuple[UnitRow, ...]
     output_needs: tuple[str, ...]
     rest: tuple[str, ...]
     rest_parameters: int
@@ -122,12 +122,12 @@ def _names(needs: Iterable[int], sketch: Sketch, labels: dict[str, str]) -> tupl
 def _row(
     group: list[Unit], calls: dict[str, list[UnitCall]], labels: dict[str, str], sketch: Sketch, counts: dict[str, int],
     *, batch: int,
-) -> Row:  # fmt: skip
+) -> UnitRow:  # fmt: skip
     label = _label(group)
     mine = [call for unit in group for call in calls[unit.name]]
     needs = dict.fromkeys(name for call in mine for name in _names(call.needs, sketch, labels))
     needs.pop(label, None)
-    return Row(
+    return UnitRow(
         label,
         group[0].kind,
         len(group),

@@ -18,19 +18,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from plait.model.meter import Meter, Metered, homes
-from plait.model.mutations import Writes
-from plait.randomness import distributions as draws
-from plait.randomness import keyed as randomness
-from plait.tensors import higher_order as higher
-from plait.tensors import scripted
+from plait.model.mutations import Mutations
+from plait.randomness import distributions, keyed
+from plait.tensors import higher_order, scripted
 from plait.tensors.fake import PartlyFake
 from plait.tensors.torch_private import (
     SEEDED,
     BatchNormBase,
-    Facade,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    WrapperTensor,
     own_buffers,
     schema,
     storage_key,
@@ -42,7 +40,7 @@ _NORMS = ("native_batch_norm", "_batch_norm_with_update", "_native_batch_norm_le
 
 
 @dataclass
-class Watched:
+class RunTrace:
     """What a run showed: drawn shapes by place, and names of modules and buffers."""
 
     drawn: dict[str, torch.Size] = field(default_factory=dict)
@@ -70,7 +68,7 @@ class Keys:
     after: list[Any] = field(default_factory=list)
 
 
-def watch(
+def trace_run(
     model: nn.Module,
     inputs: Any,
     call: Call,
@@ -78,7 +76,7 @@ def watch(
     units: Iterable[str] | None = None,
     keys: Keys | None = None, *,
     judge: Callable[[Any], Any] | None = None,
-) -> Watched:  # fmt: skip
+) -> RunTrace:  # fmt: skip
     """Run the model once and return what it showed; with the names of units, also what their calls cost.
 
     `judge`: makes the loss of the model's output, when it is asked what that depends on.
@@ -94,7 +92,7 @@ def watch(
     try:
         with (
             warnings.catch_warnings(),
-            higher.apart(),
+            higher_order.apart(),
             _keeping(meter),
             nullcontext() if fakes is None else fakes if keys is None else PartlyFake(fakes),
         ):
@@ -102,7 +100,7 @@ def watch(
             shown = keys is not None
             hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
             given = tree_map_only(torch.Tensor, hide, inputs)
-            writes = watcher.writes = Writes(model, given, fakes) if keys is None else None
+            writes = watcher.writes = Mutations(model, given, fakes) if keys is None else None
             with watcher, watcher.operators:
                 output = call(model, given)
                 loss = None if judge is None else judge(output)
@@ -182,12 +180,12 @@ class _Watcher(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, meter: Meter | None, keys: Keys | None):
         super().__init__()
-        self.seen, self.meter, self.keys = Watched(), meter, keys
+        self.seen, self.meter, self.keys = RunTrace(), meter, keys
         self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
         self.handles: list[Any] = []
-        self.writes: Writes | None = None
+        self.writes: Mutations | None = None
         for name, module in scripted.plain(model):
             self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
@@ -222,9 +220,9 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS:
+        if func in keyed.PLAIN_DROPOUTS or func in keyed.FEATURE_DROPOUTS:
             result = self._dropout(func, *args, **kwargs)
-        elif func is higher.whole:
+        elif func is higher_order.whole:
             result = self._whole(func, args, kwargs)
         else:
             result = self._other(func, args, kwargs)
@@ -233,7 +231,7 @@ class _Watcher(TorchFunctionMode):
         return result
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.operators.keyed = func in draws.COMPOSITES
+        self.operators.keyed = func in distributions.COMPOSITES
         self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
         try:
             return func(*args, **kwargs)
@@ -262,10 +260,10 @@ class _Watcher(TorchFunctionMode):
         inplace: bool = False,
         train: bool = True,
     ):
-        if isinstance(input, Facade) and input.inside:
+        if isinstance(input, WrapperTensor) and input.inside:
             return input.like(self._dropout(func, input.local, p, training, inplace, train))
         if training and train and p > 0.0:
-            shape = draws.mask_shape(func, input)
+            shape = distributions.mask_shape(func, input)
             self.seen.drawn[self.place()] = shape
             if torch.is_grad_enabled():  # a mask is multiplied with, and kept for backward
                 mask = input.new_ones(shape)
@@ -289,13 +287,13 @@ class _Operators(TorchDispatchMode):
         if func in SEEDED and 0.0 not in [
             _argument(func, args, kwargs or {}, name) for name in ("dropout_p", "dropout")
         ]:
-            rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in draws.RULES
+            rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in distributions.RULES
             if self.keyed and rule and isinstance(result, torch.Tensor):
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = result.shape
                 if keys is not None:
                     where = (func, args, kwargs or {}), list(keys.where), place
-                    result = draws.redraw(result, *where, keys.places.get(place, -1))
+                    result = distributions.redraw(result, *where, keys.places.get(place, -1))
             else:
                 watcher.seen.unkeyed.append(name or type(module).__name__)
         elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs or {}):

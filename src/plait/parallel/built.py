@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch.place import Place
-from plait.losses.global_batch import Sharers
+from plait.losses.global_batch import BatchPeers
 from plait.model.make import call
 from plait.model.sketch import Sketch
-from plait.parallel.fsdp.runtime import Shards
+from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.randomness.sub_block import Rule
 from plait.tensors.part import Part, Ranges, whole
 
@@ -45,7 +45,7 @@ class Built:
     shares: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: Any = None
-    """What sums gradients over the ranks: `reducer.Reducer`, `sharded.Shards`, or None."""
+    """What sums gradients over the ranks: `Reducer`, `FsdpRuntime`, or None."""
     peers: Any = None
     """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
     pipe: Any = None
@@ -66,7 +66,7 @@ class Built:
     """The group of ranks that hold the same experts, or the same parts of them, if there are others."""
     apart: Any = None
     """The group of ranks that keep parts of the same experts, if they are kept as parts."""
-    sharers: Sharers = field(default_factory=Sharers)
+    sharers: BatchPeers = field(default_factory=BatchPeers)
     """The ranks with other samples, while a step's passes run."""
     holders: dict[str, int] = field(default_factory=dict)
     """How many ranks of the same share of samples hold the same part of a parameter, where more than one do."""
@@ -86,7 +86,7 @@ class Built:
     begun: bool = False
     """A step was made."""
     structure: dict[str, list[str]] = field(default_factory=dict)
-    """What the model's modules were made with (`fingerprint.structure`)."""
+    """What the model's modules were made with (`checkpoint/fingerprint.py`)."""
     initial: list[dict[str, Any]] = field(default_factory=list)
     """The hyperparameters of the optimizer's groups as the job sets them."""
     unlike: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Built:
         sums = getattr(self.reducer, "inner", self.reducer)
         named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
         found = {n: Part(t.detach(), *self.cuts[n]) if n in self.cuts else whole(t.detach()) for n, t in named}
-        return found | sums.parts() if isinstance(sums, Shards) else found
+        return found | sums.parts() if isinstance(sums, FsdpRuntime) else found
 
     def _elsewhere(self, name: str) -> bool:
         return any(name.startswith(unit + ".") for unit in self.elsewhere)
@@ -108,7 +108,7 @@ class Built:
     def refresh(self) -> None:
         """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
         sums = getattr(self.reducer, "inner", self.reducer)
-        if isinstance(sums, Shards):
+        if isinstance(sums, FsdpRuntime):
             sums.reshard()
         for name, master in (self.masters or {}).items():
             with torch.no_grad():

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.parallel.data.buckets import Reducer
-from plait.parallel.fsdp.runtime import Shards, square
+from plait.parallel.fsdp.runtime import FsdpRuntime, square
 
 
-class Across:
+class CrossGroupSums:
     """What the engine calls around a step's passes. `names`: all trained parameters of the model, in its order.
 
     `partial`: parameters (by name) and the group of ranks whose gradients of them must be added up, in an order that
@@ -30,16 +30,16 @@ class Across:
         self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
         self.holders: dict[str, int] = built.holders
         self.experts: set[str] = built.experts
-        self.flagged: list[str] = names if isinstance(self.inner, Shards) else []
+        self.flagged: list[str] = names if isinstance(self.inner, FsdpRuntime) else []
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
-        self.rider = self.row = torch.empty(0)
+        self.step_row = self.row = torch.empty(0)
         self.work: Any = None
         self.told: Callable[[Tensor], list[float]] = Tensor.tolist
         """How often each of some parameters got a gradient, from what all ranks of a group said together."""
 
     def before(self, last: bool) -> None:
         """Before a micro-batch's forward pass: whether its backward ends the step. In a pipeline, before its end."""
-        if isinstance(self.inner, Shards) and self.pipelined:
+        if isinstance(self.inner, FsdpRuntime) and self.pipelined:
             self.inner.hold(not last)
         elif self.inner is not None and not self.pipelined:
             self.inner.before(last)
@@ -49,38 +49,38 @@ class Across:
         if self.inner is not None and not self.pipelined:
             self.inner.after()
 
-    def arm(self, rider: Tensor) -> None:
-        """`rider` is a row of numbers to sum over all ranks."""
-        self.rider = rider
+    def arm(self, step_row: Tensor) -> None:
+        """`step_row` is a row of numbers to sum over all ranks."""
+        self.step_row = step_row
         if isinstance(self.inner, Reducer) and not self.pipelined:
             self.inner.arm(None)
 
     def finish(self) -> Tensor:
-        """Sum gradients over copies, shards and whoever has a part of the sum; the summed rider, whose numbers are
+        """Sum gradients over copies, shards and whoever has a part of the sum; the summed row of the step, whose numbers are
         there once `norm` was asked for."""
-        if isinstance(self.inner, Shards):
+        if isinstance(self.inner, FsdpRuntime):
             self.inner.settle(self.peers)
         elif self.inner is not None:
             (self.inner.settle if self.pipelined else self.inner.finish)()
         for names, group in self.partial:
             self._add_up([n for n in names if n in self.own and self.own[n].requires_grad], group)
         used = [float(self._used(n)) for n in self.flagged]
-        row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.rider.device)
-        self.row = torch.cat([self.rider, row])
+        row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.step_row.device)
+        self.row = torch.cat([self.step_row, row])
         self.work = dist.all_reduce(self.row, async_op=True)
-        if isinstance(self.inner, Shards):  # they have gradients of zeros where nobody used a parameter
+        if isinstance(self.inner, FsdpRuntime):  # they have gradients of zeros where nobody used a parameter
             for name, times in zip(self.flagged, self._rest()[1:]):
                 if not times and name in self.own:
                     self.own[name].grad = None
             self.inner.used.clear()
-        return self.row[: len(self.rider)]
+        return self.row[: len(self.step_row)]
 
     def _rest(self) -> list[float]:
-        """What was summed behind the rider: the squared norm, and how many ranks used each parameter."""
+        """What was summed behind the row of the step: the squared norm, and how many ranks used each parameter."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        return self.row[len(self.rider) :].tolist()
+        return self.row[len(self.step_row) :].tolist()
 
     def _squares(self) -> float:
         """This rank's share of the squared norm: each part counts once, however many ranks hold it."""
@@ -92,14 +92,14 @@ class Across:
         return sum(square(float(torch.nn.utils.get_total_norm(found))) / count for count, found in alike.items())
 
     def _copies(self, name: str) -> int:
-        plan, cut = self.plan, isinstance(self.inner, Shards) and name in self.inner.sharded
+        plan, cut = self.plan, isinstance(self.inner, FsdpRuntime) and name in self.inner.sharded
         alike = self.holders.get(name, 1) * plan.shares * plan.cp
         if name in self.experts:
             return alike // plan.ep // (plan.expert_shards if cut else 1)
         return alike // plan.fsdp if cut else alike
 
     def _used(self, name: str) -> bool:
-        if isinstance(self.inner, Shards) and name in self.inner.sharded:
+        if isinstance(self.inner, FsdpRuntime) and name in self.inner.sharded:
             return name in self.inner.used
         return name in self.own and self.own[name].grad is not None
 
@@ -123,7 +123,7 @@ class Across:
 
     def _size(self, name: str) -> int:
         """Elements of a parameter in a message: shards of unequal ranks are padded to the largest."""
-        cut = isinstance(self.inner, Shards) and name in self.inner.sharded
+        cut = isinstance(self.inner, FsdpRuntime) and name in self.inner.sharded
         return self.inner.size(name) if cut else self.own[name].numel()
 
     def norm(self, gradients: Iterable[Tensor]) -> float:

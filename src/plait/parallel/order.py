@@ -9,9 +9,9 @@ as they finally are; and last where the optimizer's tensors live, because only n
 
 from plait.parallel import accumulate, compiled, offload, precision, recompute, threads
 from plait.parallel.context import strategy as context
-from plait.parallel.data import strategy as copies
+from plait.parallel.data import strategy as data_parallel
 from plait.parallel.expert import strategy as expert
-from plait.parallel.fsdp import strategy as shard
+from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.pipeline import strategy as pipeline
 from plait.parallel.strategy import Strategy
 from plait.parallel.tensor import strategy as tensor
@@ -26,7 +26,7 @@ ORDER: tuple[Strategy, ...] = (
     accumulate,
     recompute,
     compiled,
-    copies,
-    shard,
+    data_parallel,
+    fsdp,
     offload,
 )

@@ -44,7 +44,7 @@ from torch.utils.flop_counter import flop_registry
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.randomness.keyed import Region, host_state, restore_host
+from plait.randomness.keyed import RepeatableForward, host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 
@@ -84,7 +84,7 @@ def apply(built: Any) -> None:
         module.forward.wide = built.cast is torch.float64 and not built.plan.compile
 
 
-class Recomputed(Region):
+class Recomputed(RepeatableForward):
     """A unit's forward under an activation checkpoint. Hooks on the unit stay outside of it."""
 
     def __init__(self, module: nn.Module, selective: bool, sketch: Sketch, name: str):

@@ -8,9 +8,9 @@ from typing import Any
 from plait.config.plan import Plan
 from plait.model.table import aligned, short, size
 from plait.planner.estimate import estimate
-from plait.planner.question import CONTEXT, Asked
+from plait.planner.question import CONTEXT, PlanRequest
 from plait.planner.search import ALIKE, Candidate, Found, search
-from plait.planner.space import Question, branch_samples
+from plait.planner.space import SearchSpace, branch_samples
 from plait.planner.uncertainty import PARTS, SPENT, Correction, Traits, correction
 
 CLASSICAL = ("dp", "fsdp", "tp", "pp")
@@ -24,7 +24,7 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One plan of the answer. `why`: why it is not the first."""
 
     candidate: Candidate
@@ -74,9 +74,9 @@ class One:
 class Answer:
     """Rows, the first of them the choice if it fits."""
 
-    asked: Asked
-    question: Question
-    rows: tuple[Row, ...]
+    asked: PlanRequest
+    question: SearchSpace
+    rows: tuple[PlanRow, ...]
     found: Found
     sure: Correction
     seconds: float
@@ -87,7 +87,7 @@ class Answer:
     """The choice has fewer devices than there are: it is predicted within this part of the fastest."""
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> PlanRow | None:
         """The choice; None when nothing fits."""
         return self.rows[0] if self.found.best else None
 
@@ -102,7 +102,9 @@ class Answer:
         }  # fmt: skip
 
 
-def ask(asked: Asked, pins: dict[str, Any], memory: float | None = None, top: int = 5, devices: int = 0) -> Answer:
+def ask(
+    asked: PlanRequest, pins: dict[str, Any], memory: float | None = None, top: int = 5, devices: int = 0
+) -> Answer:
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
@@ -110,30 +112,32 @@ def ask(asked: Asked, pins: dict[str, Any], memory: float | None = None, top: in
     return answer(asked, question, found, top, time.monotonic() - start)
 
 
-def answer(asked: Asked, question: Question, found: Found, top: int, took: float) -> Answer:
+def answer(asked: PlanRequest, question: SearchSpace, found: Found, top: int, took: float) -> Answer:
     """The answer to a question that was searched."""
     best = found.best[0] if found.best else None
     if best is None and not found.counts.get("do not fit"):
         return Answer(asked, question, (), found, sureness(asked, best), took)
-    rows = [Row(c, True, why_not(c, best)) for c in found.best[: max(1, top)]]
-    rows += [Row(c, False, why_not(c, best, question)) for c in found.large[: top - len(rows) if top > 100 else 0]]
+    rows = [PlanRow(c, True, why_not(c, best)) for c in found.best[: max(1, top)]]
+    rows += [PlanRow(c, False, why_not(c, best, question)) for c in found.large[: top - len(rows) if top > 100 else 0]]
     shown = {row.candidate.mesh for row in rows}
     for candidate in classical(asked, question, found):
         if candidate.mesh not in shown and len(rows) < max(top + 3, 4):
             fits = question.holds(candidate.estimate)
-            rows.append(Row(candidate, fits and not candidate.why, candidate.why or why_not(candidate, best, question)))
+            rows.append(
+                PlanRow(candidate, fits and not candidate.why, candidate.why or why_not(candidate, best, question))
+            )
             shown.add(candidate.mesh)
     return Answer(asked, question, tuple(rows), found, sureness(asked, best), took)
 
 
-def sureness(asked: Asked, best: Candidate | None) -> Correction:
+def sureness(asked: PlanRequest, best: Candidate | None) -> Correction:
     """How sure the time of a plan is: by the errors of published predictions; less is unknown on a machine that was measured."""
     labels = dict.fromkeys(PARTS, "this run") | ({"device": ""} if asked.machine.measured else {})
     shares = {part: best.estimate.share(part) for part in SPENT} if best and best.estimate else {}
     return correction(Traits(labels, shares, bool(asked.cuts.mixtures)))
 
 
-def classical(asked: Asked, question: Question, found: Found) -> list[Candidate]:
+def classical(asked: PlanRequest, question: SearchSpace, found: Found) -> list[Candidate]:
     """All devices on one axis, each as good as it gets; of one that does not fit, what needs least."""
     n = question.devices
     got = []
@@ -143,7 +147,7 @@ def classical(asked: Asked, question: Question, found: Found) -> list[Candidate]
     return got
 
 
-def _alone(asked: Asked, question: Question, axis: str) -> Candidate:
+def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     """The best plan with all devices on one axis, searched for by itself: bounds may have left it out."""
     alone = dict.fromkeys(("pp", "dp", "fsdp", "tp", "cp", "ep"), 1) | {axis: question.devices}
     others = {key: value for key, value in question.pins.items() if key not in alone}
@@ -162,7 +166,7 @@ def _alone(asked: Asked, question: Question, axis: str) -> Candidate:
     return Candidate(plan, priced, 1.0, why)
 
 
-def why_not(candidate: Candidate, best: Candidate | None, question: Question | None = None) -> str:
+def why_not(candidate: Candidate, best: Candidate | None, question: SearchSpace | None = None) -> str:
     """Why a plan is not the choice: what it does not fit by, else the part of the step that takes longest beyond."""
     found = candidate.estimate
     if found is None:
@@ -224,7 +228,7 @@ def _headline(found: Answer) -> str:
     return " · ".join(told)
 
 
-def _cells(row: Row, found: Answer) -> tuple[str, ...]:
+def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
     got = row.candidate.estimate
     plan = str(row.candidate.plan)
     if got is None:

@@ -10,7 +10,7 @@ from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import makespan
 from plait.parallel.pipeline.table import Table
 from plait.planner import memory as room
-from plait.planner.time import Pace, Work, item
+from plait.planner.time import BlockTime, TimeModel, item
 from plait.planner.workload import Block
 
 BUCKET = 32 << 20
@@ -18,7 +18,7 @@ BUCKET = 32 << 20
 
 Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 """Seconds of a forward and of both halves of a backward, of each stage."""
-Timed = list[tuple[Block, Work, float]]
+Timed = list[tuple[Block, BlockTime, float]]
 """The blocks of a stage with their times, and how many of each."""
 
 
@@ -42,7 +42,7 @@ class Estimate:
         return self.parts.get(part, 0.0) / self.seconds
 
 
-def estimate(pace: Pace, plan: Plan, samples: float, within: float = inf) -> Estimate:
+def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -> Estimate:
     """Price a plan whose micro-batches have so many samples on each rank; of one that takes more bytes, only those."""
     timed = [(b, pace.block(b, plan, samples)) for b in pace.work.blocks]
     cut = stages(timed, plan.pp * plan.stages_per_rank, pace.software.even)
@@ -74,20 +74,20 @@ def estimate(pace: Pace, plan: Plan, samples: float, within: float = inf) -> Est
     return replace(found, seconds=sum(parts.values()), parts=parts)
 
 
-def touched(pace: Pace, plan: Plan, states: float) -> float:
+def touched(pace: TimeModel, plan: Plan, states: float) -> float:
     """Seconds in which the optimizer reads and writes what it keeps of so many weights."""
     software = pace.software
     size = states * (2 * software.weights + software.gradients + 2 * software.state)
     return size / (pace.stream if plan.offload == "none" else min(pace.stream, pace.beside))
 
 
-def carried(pace: Pace, plan: Plan, own: Timed, hidden: float) -> float:
+def carried(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> float:
     """Seconds to load weights from the host, forward and backward, and to bring gradients there, that nothing hides."""
     size = sum(room.sharded(b, plan) * n for b, _, n in own) * (2 * pace.software.weights + pace.software.gradients)
     return plan.microbatches * max(0.0, size / pace.beside - pace.free * hidden)
 
 
-def on_cores(pace: Pace, plan: Plan, samples: float, own: Timed, parts: dict[str, float]) -> None:
+def on_cores(pace: TimeModel, plan: Plan, samples: float, own: Timed, parts: dict[str, float]) -> None:
     """What processes on cores take beside: launching, plait's own work, the loader; more of them than cores take turns."""
     software, cores = pace.software, pace.software.cores
     assert cores is not None
@@ -105,7 +105,7 @@ def on_cores(pace: Pace, plan: Plan, samples: float, own: Timed, parts: dict[str
     parts["bubble"] = max(0.0, waited - (cores.crowd - 1) * taken)
 
 
-def stages(blocks: Sequence[tuple[Block, Work]], count: int, even: bool) -> list[Timed]:
+def stages(blocks: Sequence[tuple[Block, BlockTime]], count: int, even: bool) -> list[Timed]:
     """The blocks of each stage: of equal cost, or equal in number where that is what the software does."""
     if count == 1:
         return [[(b, w, float(b.count)) for b, w in blocks]]
@@ -136,7 +136,7 @@ def stages(blocks: Sequence[tuple[Block, Work]], count: int, even: bool) -> list
 
 
 def pipeline(
-    pace: Pace, plan: Plan, samples: float, cut: list[Timed], held: tuple[tuple[int, ...], ...]
+    pace: TimeModel, plan: Plan, samples: float, cut: list[Timed], held: tuple[tuple[int, ...], ...]
 ) -> dict[str, float]:
     """Seconds of all forwards and backwards by what they are. `held`: the stages of each rank."""
     cores = pace.software.cores
@@ -204,7 +204,7 @@ def owned(kind: tuple[str, int, int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(s for s, rank in enumerate(owner) if rank == k) for k in range(kind[1]))
 
 
-def gradients(pace: Pace, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:
+def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[str, float]:
     """Seconds of the messages of dp and fsdp that computing does not hide. `hidden`: seconds of one micro-batch."""
     if plan.shares == 1 or pace.work.frozen == 1:
         return {"gradients": 0.0}

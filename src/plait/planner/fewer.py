@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from plait.config.machine import Machine
-from plait.planner.answer import Answer, One, Row, why_not
-from plait.planner.question import Asked, sized
+from plait.planner.answer import Answer, One, PlanRow, why_not
+from plait.planner.question import PlanRequest, sized
 from plait.planner.search import ALIKE, Found, search
 
 KEPT = ("precision", "recompute", "compile", "offload")
@@ -44,12 +44,14 @@ def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: 
         first = good[0]
     if first is None:
         return found
-    rows = (Row(row.candidate, row.fits, why_not(row.candidate, first) if row.fits else row.why) for row in found.rows)
-    return replace(found, rows=(Row(first, True, "chosen"), *rows), fewest=ALIKE)
+    rows = (
+        PlanRow(row.candidate, row.fits, why_not(row.candidate, first) if row.fits else row.why) for row in found.rows
+    )
+    return replace(found, rows=(PlanRow(first, True, "chosen"), *rows), fewest=ALIKE)
 
 
 def _searched(
-    asked: Asked, pins: dict[str, Any], memory: float | None, devices: int, within: float = float("inf")
+    asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = float("inf")
 ) -> Found:
     fewer = asked.on(sized(asked.machine, devices))
     return search(fewer.pace(), fewer.question(pins, memory, devices), fewer.refused(), within)

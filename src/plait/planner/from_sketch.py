@@ -14,9 +14,9 @@ from typing import Any
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.model import operations as effort
-from plait.model.costs import Unit, UnitCall, Work
-from plait.model.experts import Mixture
+from plait.model import operations
+from plait.model.costs import OperationCounts, Unit, UnitCall
+from plait.model.experts import MoELayer
 from plait.model.fake_model import HOLDS
 from plait.model.make import call, make_model
 from plait.model.sketch import Sketch
@@ -24,7 +24,7 @@ from plait.model.slices import Slices
 from plait.parallel.expert import find as experts
 from plait.parallel.tensor.choose import slices_of
 from plait.parallel.tensor.find.random_weights import short
-from plait.planner.workload import Block, Product, Way, Workload
+from plait.planner.workload import Block, PlannedProduct, Way, Workload
 from plait.tensors.torch_private import BatchNormBase
 
 LOSS = (8.0, 1.0, 12.0)
@@ -40,7 +40,7 @@ class Cuts:
     """What tp and ep cut of a model."""
 
     slices: Slices = field(default_factory=Slices)
-    mixtures: tuple[Mixture, ...] = ()
+    mixtures: tuple[MoELayer, ...] = ()
     norms: tuple[str, ...] = ()
     """Modules whose statistics are those of the whole batch."""
 
@@ -65,7 +65,7 @@ class Cuts:
         return frozenset(self.dims)
 
     @cached_property
-    def routed(self) -> dict[str, Mixture]:
+    def routed(self) -> dict[str, MoELayer]:
         """Parameters of experts."""
         return {name: mixture for mixture in self.mixtures for name in mixture.names}
 
@@ -74,7 +74,7 @@ def _weights(modules: Iterable[str]) -> list[str]:
     return [f"{name}.weight" if name else "weight" for name in modules]
 
 
-def boiled(sketch: Sketch, name: str = "", cuts: Cuts | None = None) -> Workload:
+def workload_of(sketch: Sketch, name: str = "", cuts: Cuts | None = None) -> Workload:
     """The workload of a sketch."""
     cuts = cuts or Cuts()
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
@@ -119,12 +119,14 @@ def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], i
     )  # fmt: skip
 
 
-def _product(product: effort.Product, ways: dict[str, Way], routed: dict[str, Mixture], sliced: bool) -> Product:
+def _product(
+    product: operations.Product, ways: dict[str, Way], routed: dict[str, MoELayer], sliced: bool
+) -> PlannedProduct:
     mixture = routed.get(product.weight)
     way = ways.get(product.weight, "")
     if not product.weight and sliced:
         way = "batch"  # heads of attention lie between the maps that are cut
-    return Product(
+    return PlannedProduct(
         product.rows, product.inner, product.columns, product.batch, product.times, "" if mixture else way,
         weight=bool(product.weight), fused=product.fused, grows=product.grows,
         experts=float(mixture.experts) if mixture else 0.0,
@@ -135,7 +137,7 @@ def _between(sketch: Sketch, sizes: dict[str, int], itemsize: int, seen: set[str
     """The code between units, as one block: it runs on every stage, and is priced on the first."""
     own = [n for n in sketch.rest if n in sizes]
     seen.update(own)
-    work: Work = sketch.work_between
+    work: OperationCounts = sketch.work_between
     products = tuple(_product(p, {}, {}, False) for p in work.products)
     return Block("between units", 1, products, float(sum(sizes[n] for n in own)), moved=work.wide + work.inner,
                  kept=sketch.saved_between.each / itemsize, kernels=work.operators)  # fmt: skip

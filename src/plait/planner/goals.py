@@ -11,7 +11,7 @@ from plait.launch.devices import kind_of
 from plait.model.table import aligned, short
 from plait.planner.answer import WORDS, Answer, ask
 from plait.planner.fewer import halves
-from plait.planner.question import Asked, sized
+from plait.planner.question import PlanRequest, sized
 
 HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
 
@@ -71,10 +71,10 @@ class Sizes:
                 f"{size.hours:.3g} h", price, size.bottleneck, size.plan)  # fmt: skip
 
 
-Goal = Callable[[Asked, dict[str, Any], float | None], Sizes]
+Goal = Callable[[PlanRequest, dict[str, Any], float | None], Sizes]
 
 
-def named(options: Any, again: Callable[[dict[str, str]], Asked]) -> Goal | None:
+def named(options: Any, again: Callable[[dict[str, str]], PlanRequest]) -> Goal | None:
     """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
     if options.scale:
         return lambda asked, pins, memory: scale(asked, pins, memory, counts(options.scale))
@@ -111,7 +111,7 @@ def hours(text: str) -> float:
     return float(found[1]) * HOURS[found[2]]
 
 
-def at(asked: Asked, pins: dict[str, Any], memory: float | None, devices: int) -> Size:
+def at(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int) -> Size:
     """The best plan on so many devices."""
     machine = sized(asked.machine, devices)
     if machine.devices != devices:
@@ -131,7 +131,7 @@ def at(asked: Asked, pins: dict[str, Any], memory: float | None, devices: int) -
     return Size(devices, str(found.best.candidate.plan), got.seconds, 0.0, slow, took, price)
 
 
-def measured(asked: Asked, sizes: list[Size], question: str) -> Sizes:
+def measured(asked: PlanRequest, sizes: list[Size], question: str) -> Sizes:
     """Sizes with their efficiency."""
     first = next((s for s in sizes if s.seconds), None)
     if first is not None:
@@ -140,7 +140,7 @@ def measured(asked: Asked, sizes: list[Size], question: str) -> Sizes:
     return Sizes(question, asked.name, str(asked.machine), asked.job.batch, tuple(sizes))
 
 
-def scale(asked: Asked, pins: dict[str, Any], memory: float | None, devices: list[int]) -> Sizes:
+def scale(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: list[int]) -> Sizes:
     """The same batch on more and more devices: more is not linearly faster, and somewhere it stops paying."""
     found = measured(
         asked, [at(asked, pins, memory, n) for n in devices], f"the same batch of {asked.job.batch} on more devices"
@@ -159,7 +159,7 @@ def scale(asked: Asked, pins: dict[str, Any], memory: float | None, devices: lis
 HALF = 0.5
 
 
-def cheapest(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
+def cheapest(asked: PlanRequest, pins: dict[str, Any], memory: float | None) -> Sizes:
     """The size at which a step costs least: devices times seconds, since a device costs the same anywhere."""
     found = measured(asked, [at(asked, pins, memory, n) for n in halves(asked.machine)], "cheapest")
     works = [k for k, s in enumerate(found.sizes) if s.seconds]
@@ -172,7 +172,7 @@ def cheapest(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
     return replace(found, chosen=best, told=told)
 
 
-def fewest(asked: Asked, pins: dict[str, Any], memory: float | None, deadline: float) -> Sizes:
+def fewest(asked: PlanRequest, pins: dict[str, Any], memory: float | None, deadline: float) -> Sizes:
     """The fewest devices that finish the job's steps before a deadline."""
     if not asked.job.steps:
         raise PlaitError(Problem("U002", "--deadline needs a job with steps", fix=("Job(steps=…)",)))
@@ -189,7 +189,7 @@ def fewest(asked: Asked, pins: dict[str, Any], memory: float | None, deadline: f
     )
 
 
-def largest(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
+def largest(asked: PlanRequest, pins: dict[str, Any], memory: float | None) -> Sizes:
     """The largest batch that fits as one micro-batch of each share, on the whole machine."""
     n = asked.machine.devices
 
@@ -202,10 +202,10 @@ def largest(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
     return replace(got, batch=max(low, 1), chosen=0 if low else None, told=told)
 
 
-def longest(name: str, arguments: dict[str, str], again: Callable[[dict[str, str]], Asked]) -> Goal:
+def longest(name: str, arguments: dict[str, str], again: Callable[[dict[str, str]], PlanRequest]) -> Goal:
     """The largest value of an argument of the job, such as the length of its sequences, with which a plan fits."""
 
-    def found(asked: Asked, pins: dict[str, Any], memory: float | None) -> Sizes:
+    def found(asked: PlanRequest, pins: dict[str, Any], memory: float | None) -> Sizes:
         n = asked.machine.devices
         size = lambda value: at(again(arguments | {name: str(value)}), pins, memory, n)  # noqa: E731
         first = int(arguments.get(name, "0")) or 64

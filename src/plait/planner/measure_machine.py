@@ -106,7 +106,7 @@ def communicate(place: Place, kind: str) -> dict[str, Any]:
     found = []
     for size in groups(place.world):
         made = [dist.new_group(list(range(first, first + size))) for first in range(0, place.world, size)]
-        group = Group(made[place.rank // size], size, place.rank % size, place.rank - place.rank % size)
+        group = MeasuredGroup(made[place.rank // size], size, place.rank % size, place.rank - place.rank % size)
         found.append(
             {"ranks": size, "points": {name: _points(make, group, device) for name, make in COLLECTIVES.items()}}
         )
@@ -114,7 +114,7 @@ def communicate(place: Place, kind: str) -> dict[str, Any]:
     return {"groups": found}
 
 
-class Group(NamedTuple):
+class MeasuredGroup(NamedTuple):
     """A group of `size` neighbours, this rank's number in it, and the global rank of its first."""
 
     handle: Any
@@ -123,10 +123,10 @@ class Group(NamedTuple):
     first: int
 
 
-Make = Callable[[torch.Tensor, Group], Callable[[], Any]]
+Make = Callable[[torch.Tensor, MeasuredGroup], Callable[[], Any]]
 
 
-def _points(make: Make, group: Group, device: torch.device) -> Points:
+def _points(make: Make, group: MeasuredGroup, device: torch.device) -> Points:
     found: Points = []
     for size in SIZES:
         count = max(1, size // 4 // group.size) * group.size
@@ -158,11 +158,11 @@ def _together(work: Callable[[], Any], device: torch.device) -> float:
     return min(times[1:])
 
 
-def _all_reduce(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+def _all_reduce(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
     return lambda: dist.all_reduce(whole, group=group.handle)
 
 
-def _exchanged(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+def _exchanged(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
     """Every rank sends a part to every other: how plait gathers and scatters among processes on CPUs."""
     parts, received = list(whole.chunk(group.size)), list(torch.empty_like(whole).chunk(group.size))
     others = [k for k in range(group.size) if k != group.rank]
@@ -176,7 +176,7 @@ def _exchanged(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
     return work
 
 
-def _all_gather(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+def _all_gather(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
     if whole.device.type == "cpu":
         return _exchanged(whole, group)
     parts = list(whole.chunk(group.size))
@@ -184,7 +184,7 @@ def _all_gather(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
     return lambda: dist.all_gather(parts, mine, group=group.handle)
 
 
-def _reduce_scatter(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+def _reduce_scatter(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
     if whole.device.type == "cpu":
         return _exchanged(whole, group)
     parts = list(whole.chunk(group.size))
@@ -192,12 +192,12 @@ def _reduce_scatter(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
     return lambda: dist.reduce_scatter(mine, parts, group=group.handle)
 
 
-def _all_to_all(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+def _all_to_all(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
     received = torch.empty_like(whole)
     return lambda: dist.all_to_all_single(received, whole, group=group.handle)
 
 
-def _send(whole: torch.Tensor, group: Group) -> Callable[[], Any]:
+def _send(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
     """Every rank to the next, all at once."""
     received = torch.empty_like(whole)
     after, before = (group.first + (group.rank + step) % group.size for step in (1, -1))
@@ -218,10 +218,10 @@ COLLECTIVES: dict[str, Make] = {
 
 def load(place: Place, job: Job, seconds: float = 1.0) -> float:
     """Samples/s that this rank reads of its share of the job's batches: the best of several stretches."""
-    from plait.data.batch import Position, Share, opened
+    from plait.data.batch import BatchShare, Position, opened
     from plait.data.loading import batches
 
-    source = batches(opened(job.data), job.batch, job.seed, Share(place.rank, place.world), Position())
+    source = batches(opened(job.data), job.batch, job.seed, BatchShare(place.rank, place.world), Position())
     next(source)
     best, ends = 0.0, perf_counter() + seconds
     while perf_counter() < ends:

@@ -17,14 +17,14 @@ from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
 from plait.parallel import mutations
-from plait.parallel.fsdp import optimizer_check as elementwise
+from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check
 from plait.parallel.pipeline.stage_layout import StageLayout
 from plait.planner.cpu import Cores
 from plait.planner.dryrun.optimizer_step import optimizer_state
-from plait.planner.from_sketch import Cuts, boiled, cuts_of
-from plait.planner.space import Question
-from plait.planner.time import Pace, Software
+from plait.planner.from_sketch import Cuts, cuts_of, workload_of
+from plait.planner.space import SearchSpace
+from plait.planner.time import Software, TimeModel
 from plait.tensors import scripted
 
 CONTEXT = 1 << 30
@@ -42,7 +42,7 @@ BETWEEN = Link("memory", None, 2e9, 110e-6, "pcie")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A job on a machine, ready to be searched."""
 
     job: Job
@@ -55,7 +55,7 @@ class Asked:
     """Nothing is known of the machine's speed: figures of some processor were taken."""
 
     @staticmethod
-    def of(job: Job, name: str, machine: Machine, *, split: bool = True) -> "Asked":
+    def of(job: Job, name: str, machine: Machine, *, split: bool = True) -> "PlanRequest":
         """Sketch the job; `split`: also find what tp and ep can cut.
 
         Processes may be forked later, so no threads may have computed anything by then.
@@ -68,9 +68,9 @@ class Asked:
         inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
         cuts = cuts_of(sketch, model, inputs, job) if split else Cuts()
         known, guessed = sped(machine)
-        return Asked(job, name, known, sketch, cuts, software(job, sketch), guessed)
+        return PlanRequest(job, name, known, sketch, cuts, software(job, sketch), guessed)
 
-    def on(self, machine: Machine) -> "Asked":
+    def on(self, machine: Machine) -> "PlanRequest":
         """The same job on another machine."""
         known, guessed = sped(machine)
         return replace(self, machine=known, guessed=guessed)
@@ -98,27 +98,27 @@ class Asked:
 
     def unlike(self, plan: Plan) -> Problem | None:
         """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
-        for axis, lots in elementwise.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
+        for axis, lots in optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
             key = axis, plan.ep > 1
             if key not in self._tried:
-                self._tried[key] = elementwise.differs(self.job, elementwise.trained(self.sketch), lots)
+                self._tried[key] = optimizer_check.differs(self.job, optimizer_check.trained(self.sketch), lots)
             if found := self._tried[key]:
-                return elementwise.problem(found, axis, plan)
+                return optimizer_check.problem(found, axis, plan)
         return None
 
     @cached_property
     def _tried(self) -> dict[tuple[str, bool], tuple[str, str] | None]:
         return {}
 
-    def pace(self) -> Pace:
+    def pace(self) -> TimeModel:
         """Times of its blocks, which all searches of this job on this machine share."""
         return self._pace
 
     @cached_property
-    def _pace(self) -> Pace:
+    def _pace(self) -> TimeModel:
         loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
         made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
-        return Pace(boiled(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)
+        return TimeModel(workload_of(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)
 
     def room(self, memory: float | None = None) -> float:
         """Bytes of a device that a plan may take; `memory`: of the device, when the user says."""
@@ -129,12 +129,12 @@ class Asked:
         known = (self.machine.host_memory or 0) / self.machine.devices_per_node
         return ROOM * (known or 2 * self.machine.device.memory)
 
-    def question(self, pins: dict[str, Any], memory: float | None = None, devices: int = 0) -> Question:
+    def question(self, pins: dict[str, Any], memory: float | None = None, devices: int = 0) -> SearchSpace:
         """What to search, with keys that are given."""
         peaks = self.machine.device.peak
         formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
         sizes = {m.experts for m in self.cuts.mixtures}
-        return Question(
+        return SearchSpace(
             devices or self.machine.devices, self.job.batch, pins, self.room(memory), self.beside(), formats,
             max(1, len(self.sketch.calls)), self.sliceable, self.attends,
             tuple(sorted(sizes)), self.heads, ("none", "optimizer", "all") if self.accelerated else ("none",),

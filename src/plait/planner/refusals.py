@@ -9,7 +9,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.context.sequences import as_held
 from plait.parallel.context.strategy import rows
@@ -24,7 +24,7 @@ def foresee(job: Job, plan: Plan, device: str) -> None:
     if max(plan.pp, plan.cp, plan.ep) == 1:
         return
     try:
-        here.run(lambda place: _look(job, plan, place), 1)
+        fork.run(lambda place: _look(job, plan, place), 1)
     except PlaitError as error:
         if all(code[0] == "P" for code in error.codes):  # whatever else is wrong, ranks say where
             raise

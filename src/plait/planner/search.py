@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from plait.config.plan import Plan
-from plait.planner import memory as room
+from plait.planner import memory
 from plait.planner.estimate import Estimate, estimate, touched
-from plait.planner.space import MOST, Question, branch_samples, branches, of, orders, shardings
-from plait.planner.time import Pace
+from plait.planner.space import MOST, SearchSpace, branch_samples, branches, of, orders, shardings
+from plait.planner.time import TimeModel
 
 ALIKE = 0.02
 """Predicted times that differ by less are the same to anyone who has to choose: the simplest of them comes first."""
@@ -54,7 +54,7 @@ class Found:
     """How many plans were impossible for which reason."""
 
 
-def search(pace: Pace, question: Question, refused: Callable[[Plan], str], within: float = inf) -> Found:
+def search(pace: TimeModel, question: SearchSpace, refused: Callable[[Plan], str], within: float = inf) -> Found:
     """Price what `refused` has no reason against, and what may take fewer seconds than `within`."""
     looking = _Looking(pace, question, refused, within)
     least = str(question.pins.get("recompute", "none"))
@@ -80,8 +80,8 @@ def search(pace: Pace, question: Question, refused: Callable[[Plan], str], withi
 class _Looking:
     """A search under way."""
 
-    pace: Pace
-    question: Question
+    pace: TimeModel
+    question: SearchSpace
     refused: Callable[[Plan], str]
     within: float = inf
     best: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Looking:
         """Elements of weights on the ranks of a pipeline together."""
         key = (plan.tp, plan.ep)
         if key not in self.bounds:
-            self.bounds[key] = sum(room.weights(b, plan) * b.count for b in self.pace.work.blocks)
+            self.bounds[key] = sum(memory.weights(b, plan) * b.count for b in self.pace.work.blocks)
         return self.bounds[key]
 
     def least(self, plan: Plan, samples: float) -> float:
@@ -121,9 +121,9 @@ class _Looking:
         software, blocks, f = self.pace.software, self.pace.work.blocks, plan.fsdp
         kept = (plan.tp, plan.cp, samples, plan.precision, plan.recompute, plan.sequence_parallel)
         if kept not in self.bounds:
-            self.bounds[kept] = sum(room.kept(b, plan, samples, software)[0] * b.count for b in blocks)
+            self.bounds[kept] = sum(memory.kept(b, plan, samples, software)[0] * b.count for b in blocks)
         away = plan.offload == "all"
-        zero, trained = room.depth(plan), 1 - self.pace.work.frozen
+        zero, trained = memory.depth(plan), 1 - self.pace.work.frozen
         each = 0.0 if away and zero == 3 else software.weights / (f if zero == 3 else 1)
         each += 0.0 if away else trained * software.gradients / (f if zero >= 2 else 1)
         each += trained * software.state / (f if zero else 1) if plan.offload == "none" else 0.0
@@ -187,7 +187,7 @@ def _bytes(candidate: Candidate) -> tuple[float, str]:
     return (candidate.estimate.reserved if candidate.estimate else inf), str(candidate.plan)
 
 
-def bound(pace: Pace, plan: Plan, samples: float) -> float:
+def bound(pace: TimeModel, plan: Plan, samples: float) -> float:
     """Seconds that a plan takes at least: its computing and its messages, spread evenly over the stages.
 
     A stage cannot begin before those before it made its first input, nor end before they took its last gradient: half of

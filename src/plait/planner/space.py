@@ -14,7 +14,7 @@ from plait.planner.estimate import Estimate
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchSpace:
     """What is searched: `devices` ranks, `batch` samples a step, keys that are given."""
 
     devices: int
@@ -53,12 +53,12 @@ def powers(limit: int) -> list[int]:
     return [1 << k for k in range(max(1, limit).bit_length()) if 1 << k <= limit]
 
 
-def branch_samples(plan: Plan, question: Question) -> float:
+def branch_samples(plan: Plan, question: SearchSpace) -> float:
     """Samples of the largest micro-batch."""
     return -(-question.batch // plan.shares // plan.microbatches)
 
 
-def branches(question: Question) -> Iterator[Plan]:
+def branches(question: SearchSpace) -> Iterator[Plan]:
     """What fixes the time of computing."""
     given = question.pins
     same: dict[str, Any] = {key: value for key, value in given.items() if key not in FREE}
@@ -76,7 +76,7 @@ def branches(question: Question) -> Iterator[Plan]:
                         yield Plan(**same, **mesh, **way, microbatches=micro, precision=precision)
 
 
-def _ways(question: Question, tp: int, cp: int) -> Iterator[dict[str, Any]]:
+def _ways(question: SearchSpace, tp: int, cp: int) -> Iterator[dict[str, Any]]:
     """How attention sees the other stretches, and whether what lies between slices is cut too."""
     given = question.pins
     contexts = ["ring"] + ["ulysses"] * (question.heads % (tp * cp) == 0)
@@ -85,7 +85,7 @@ def _ways(question: Question, tp: int, cp: int) -> Iterator[dict[str, Any]]:
             yield {"context": context, "sequence_parallel": stretched}
 
 
-def _meshes(question: Question) -> Iterator[tuple[int, int, int]]:
+def _meshes(question: SearchSpace) -> Iterator[tuple[int, int, int]]:
     """Numbers of slices, stages and stretches."""
     given, n = question.pins, question.devices
     tps = [t for t in divisors(n) if t <= MOST["tp"] and (t == 1 or question.sliceable)]
@@ -129,7 +129,7 @@ def of(key: str, values: list[Any], given: dict[str, Any]) -> list[Any]:
     return [given[key]] if key in given else values
 
 
-def shardings(branch: Plan, question: Question, per_node: int) -> list[int]:
+def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
     """Between how many devices a copy is shared out: none, all, those of one node."""
     given, shares = question.pins, branch.shares
     node = max(1, per_node // (branch.tp * branch.cp))
@@ -141,7 +141,7 @@ def shardings(branch: Plan, question: Question, per_node: int) -> list[int]:
     ]
 
 
-def orders(branch: Plan, question: Question) -> list[tuple[str, int]]:
+def orders(branch: Plan, question: SearchSpace) -> list[tuple[str, int]]:
     """(schedule, stages per rank) of a pipeline that are worth pricing: gpipe and sequential only when they are given."""
     if branch.pp == 1:
         return [(Plan().schedule, 1)]

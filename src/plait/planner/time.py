@@ -13,7 +13,7 @@ from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.cpu import Cores
-from plait.planner.workload import Block, Product, Workload
+from plait.planner.workload import Block, PlannedProduct, Workload
 
 REFERENCE = 312e12
 """flop/s of the A100, which portable attention kernels are written for."""
@@ -61,7 +61,7 @@ def item(plan: Plan) -> float:
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockTime:
     """Seconds of one block for one micro-batch on one rank."""
 
     forward: float
@@ -75,7 +75,7 @@ class Work:
 
 
 @dataclass
-class Pace:
+class TimeModel:
     """Times the blocks of one workload on one machine; remembers them, since many plans share them."""
 
     work: Workload
@@ -84,9 +84,9 @@ class Pace:
     fitted: Fitted = FITTED
     loading: float = 0.0
     """Samples per second that one rank's loader was measured to read; 0: not measured, and taken to keep up."""
-    known: dict[Any, Work] = field(default_factory=dict)
+    known: dict[Any, BlockTime] = field(default_factory=dict)
 
-    def block(self, block: Block, plan: Plan, samples: float) -> Work:
+    def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""
         share = (
             plan.shares if block.statistics else 1,
@@ -101,7 +101,7 @@ class Pace:
             self.known[key] = self._block(block, plan, samples)
         return self.known[key]
 
-    def _block(self, block: Block, plan: Plan, samples: float) -> Work:
+    def _block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         times = [(p, self.product(p, plan, samples)) for p in block.products]
         weight = sum(t for p, t in times if p.weight)
         inputs = sum(t if p.weight else 2 * t for p, t in times)
@@ -123,9 +123,9 @@ class Pace:
             again = self.software.redone * weight + point if any(p.fused for p in block.products) else attention
         back_weight = weight * (1 - self.work.frozen)
         both = 2 * sent + (sent if plan.recompute == "full" else 0.0)
-        return Work(forward + sent, back - weight + again + both - sent, back_weight, again, both)
+        return BlockTime(forward + sent, back - weight + again + both - sent, back_weight, again, both)
 
-    def product(self, product: Product, plan: Plan, samples: float) -> float:
+    def product(self, product: PlannedProduct, plan: Plan, samples: float) -> float:
         """Seconds of a matmul (all its `times`) on one rank."""
         fitted = self.fitted
         rows, inner, columns, batch = product.rows, product.inner, product.columns, product.batch

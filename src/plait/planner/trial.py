@@ -49,11 +49,11 @@ def measure(options: Any, plan: Plan) -> float | str:
 
 def in_turn(job: Job, plans: Sequence[Plan], ranks: int, rounds: int = STEPS - WARM) -> list[float | str]:
     """Seconds of a step of each plan on processors, or why it failed."""
-    from plait.launch import fork as here
+    from plait.launch import fork
 
     job = replace(job, steps=10**9, evaluate=None)
     try:
-        got = here.run(partial(_steps, job=job, plans=plans, rounds=rounds), ranks)
+        got = fork.run(partial(_steps, job=job, plans=plans, rounds=rounds), ranks)
     except PlaitError as error:
         if len(plans) == 1:
             return [error.problems[0].what]

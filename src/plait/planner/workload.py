@@ -11,7 +11,7 @@ Way = Literal["", "columns", "inner", "batch"]
 
 
 @dataclass(frozen=True)
-class Product:
+class PlannedProduct:
     """[rows, inner] @ [inner, columns] in the forward pass of one sample, `batch` of them at once, `times` in a row."""
 
     rows: float
@@ -44,7 +44,7 @@ class Block:
 
     name: str
     count: int = 1
-    products: tuple[Product, ...] = ()
+    products: tuple[PlannedProduct, ...] = ()
     weights: float = 0.0
     """Without those of experts."""
     weights_cut: float = 0.0

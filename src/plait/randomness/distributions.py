@@ -15,7 +15,7 @@ from numpy.random import Philox
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.randomness.sub_block import Windows, sub_block
+from plait.randomness.sub_block import SubBlocks, sub_block
 from plait.tensors.torch_private import RECURRENT, SEEDED, FakeTensor, TorchDispatchMode
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
@@ -29,7 +29,7 @@ COMPOSITES = frozenset({
     Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
     Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_, Tensor.multinomial,
 })  # fmt: skip
-"""Functions that may draw inside; each is run under `Drawn`, which sees the draws themselves."""
+"""Functions that may draw inside; each is run under `KeyedDraws`, which sees the draws themselves."""
 
 
 def key(*words: Any) -> int:
@@ -44,7 +44,7 @@ def bits(philox_key: int, start: int, count: int) -> np.ndarray:
     return raw.view(np.uint32)[skip : skip + count]
 
 
-class Drawn(TorchDispatchMode):
+class KeyedDraws(TorchDispatchMode):
     """Inside a composite random function: the draws themselves, at the level of torch's operators."""
 
     def __init__(self, randomness: Any):
@@ -69,7 +69,7 @@ def redraw(
     where: list[int],
     place: str,
     dim: int | None,
-    windows: Windows | None = None,
+    windows: SubBlocks | None = None,
 ) -> Tensor:
     """Overwrite what a random operator drew, called as `call` (operator, args, kwargs), by keyed numbers."""
     if isinstance(result, FakeTensor):
@@ -93,7 +93,7 @@ def _holdable(uniform: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _stretch(
-    shape: torch.Size, where: list[int], place: str, dim: int | None, windows: Windows | None = None
+    shape: torch.Size, where: list[int], place: str, dim: int | None, windows: SubBlocks | None = None
 ) -> np.ndarray:
     """What of the place's global stream belongs to this rank's samples and windows, as uint32 of `shape`."""
     seed, step, first, samples = where
@@ -116,7 +116,7 @@ def _stretch(
 
 
 def draw_mask(
-    x: Tensor, where: Tensor, place: str, dim: int | None, p: float, windows: Windows | None = None
+    x: Tensor, where: Tensor, place: str, dim: int | None, p: float, windows: SubBlocks | None = None
 ) -> Tensor:
     """The dropout mask behind `Randomness.keep`: what the operator `plait::mask` computes."""
     if isinstance(x, FakeTensor):

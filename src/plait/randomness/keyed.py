@@ -34,14 +34,14 @@ from plait.randomness.distributions import (
     COMPOSITES,
     FEATURE_DROPOUTS,
     PLAIN_DROPOUTS,
-    Drawn,
+    KeyedDraws,
     draw_mask,
     key,
     mask_op,
     mask_shape,
 )
-from plait.randomness.sub_block import Windows
-from plait.tensors.torch_private import DropoutBase, Facade, checkpoint_frame
+from plait.randomness.sub_block import SubBlocks
+from plait.tensors.torch_private import DropoutBase, WrapperTensor, checkpoint_frame
 
 
 def seed_host(*words: Any, only: Container[int] = (0, 1, 2)) -> None:
@@ -79,7 +79,7 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     return np.argsort(Philox(key=key(seed, "order", epoch)).random_raw(length), kind="stable")
 
 
-class Region:
+class RepeatableForward:
     """A module's forward that may run again in backward: what notes the module's place must run inside of it too."""
 
     def __init__(self, module: nn.Module):
@@ -116,11 +116,11 @@ class Randomness:
 
     def __init__(self, model: nn.Module, seed: int, places: dict[str, int | None], always: bool = False):
         self.seed, self.places, self.needed = seed, places, bool(places) or always
-        self.windows: Windows | None = None
+        self.windows: SubBlocks | None = None
         """What this rank holds of tensors that are cut otherwise than by samples. May change from pass to pass: a
         recomputation draws by those of its forward pass. Not for compiled models."""
         self.whose: Any = None
-        """A part under the shape of the whole (`Facade`), while something is drawn for it."""
+        """A part under the shape of the whole (`WrapperTensor`), while something is drawn for it."""
         self.shared = False
         """Threads draw from one generator of torch's: a recomputation cannot find its place by it."""
         self.where = torch.zeros(4, dtype=torch.int64)  # seed, step, first sample, samples
@@ -132,11 +132,11 @@ class Randomness:
         self._calls: dict[str, int] = {}
         self._cursor = self._outside = 0
         self._replaying = self._resumed = False
-        self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int], Windows | None]] = {}
+        self._snapshots: dict[int, tuple[list[int], list[str], dict[str, int], SubBlocks | None]] = {}
         owners = {place.split("#")[0] for place in places}
         for name, module in model.named_modules():
             region = module.__dict__.get("forward")
-            if name in owners and isinstance(region, Region):
+            if name in owners and isinstance(region, RepeatableForward):
                 region.enter, region.leave = (
                     partial(self._enter(name), module, ()),
                     partial(self._leave, module, (), None),
@@ -287,7 +287,7 @@ class _Keyed(TorchFunctionMode):
         if func in PLAIN_DROPOUTS or func in FEATURE_DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         if func in COMPOSITES and not torch.compiler.is_compiling():
-            with Drawn(self.randomness):
+            with KeyedDraws(self.randomness):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -296,7 +296,7 @@ class _Keyed(TorchFunctionMode):
     ):
         if not (training and train) or p == 0.0:
             return input
-        if isinstance(input, Facade) and input.inside:
+        if isinstance(input, WrapperTensor) and input.inside:
             before, self.randomness.whose = self.randomness.whose, input
             try:
                 return input.like(self._dropout(func, input.local, p, training, inplace, train))

@@ -40,7 +40,7 @@ CHUNK = 2**14
 
 
 @dataclass(frozen=True)
-class Windows:
+class SubBlocks:
     """What a rank holds of every drawn tensor. `shapes`: place -> shape drawn for one sample (`Sketch.drawn`)."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -71,7 +71,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Share:
+class HeldRows:
     """The rule of a rank that holds its part of `rows` in every dim that is cut like it, in units or in multiples.
 
     `Rows.of([2, 1])` of 3 heads also says which 128 of 192 features a rank holds. `at` says which (place, dim) are cut

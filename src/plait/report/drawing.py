@@ -7,7 +7,7 @@ from statistics import median
 from plait.config.version import __version__
 from plait.report.spans import COMPUTE, Span
 from plait.report.style import STYLE
-from plait.report.timeline import Block, Row, Timeline
+from plait.report.timeline import RankRow, StepBox, Timeline
 
 WIDTH, WIDEST, NUMBER = 960, 16000, 14
 """Pixels: of a picture at least and at most, and of a typical box so that its number fits."""
@@ -99,7 +99,7 @@ def _notes(found: Timeline, ranks: list[int]) -> list[str]:
     return notes
 
 
-def _scale(blocks: list[Block]) -> float:
+def _scale(blocks: list[StepBox]) -> float:
     """Pixels per second: the picture at least `WIDTH` wide, and wide enough for numbers in typical boxes."""
     boxes = [b for block in blocks for row in block.rows for b in row.boxes]
     seconds = max((b.end for b in boxes), default=0.0) - min((b.start for b in boxes), default=0.0)
@@ -112,7 +112,7 @@ def _scale(blocks: list[Block]) -> float:
     return min(max(WIDTH / seconds, wanted), WIDEST / seconds) if seconds else 1.0
 
 
-def _picture(name: str, found: Timeline, block: Block, ranks: list[int], frame: tuple[float, float, int]) -> str:
+def _picture(name: str, found: Timeline, block: StepBox, ranks: list[int], frame: tuple[float, float, int]) -> str:
     rows = [row for row in block.rows if row.rank in ranks or found.predicted is block]
     first, scale, width = frame
     height = TOP + ROW * len(rows) + AXIS
@@ -131,7 +131,7 @@ def _picture(name: str, found: Timeline, block: Block, ranks: list[int], frame: 
     )
 
 
-def _row(row: Row, y: int, block: Block, frame: tuple[float, float, int]) -> str:
+def _row(row: RankRow, y: int, block: StepBox, frame: tuple[float, float, int]) -> str:
     first, scale, _ = frame
     start = 0.0 if block.makespan else min((b.start for b in row.boxes), default=0.0)
     end = block.makespan or max((b.end for b in row.boxes), default=0.0)
@@ -142,7 +142,7 @@ def _row(row: Row, y: int, block: Block, frame: tuple[float, float, int]) -> str
     return f'<g data-rank="{row.rank}">{idle}{boxes}</g>\n'
 
 
-def _box(box: Span, row: Row, y: int, frame: tuple[float, float, int], further: bool) -> str:
+def _box(box: Span, row: RankRow, y: int, frame: tuple[float, float, int], further: bool) -> str:
     """`further`: of a stage that is not the rank's first."""
     first, scale, _ = frame
     x, w = (box.start - first) * scale, max((box.end - box.start) * scale, 0.01)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
-from plait.engine.run_directory import Run
+from plait.engine.run_directory import RunDirectory
 
 WARM_UP, KEPT = 3, 200
 """The first steps are not typical, and the last ones tell enough."""
@@ -55,7 +55,7 @@ class Measured:
         return len({s.about[2] for spans in self.ranks for s in spans if s.about})
 
 
-def read(run: Run, step: int | None) -> tuple[Plan, list[Measured], Measured]:
+def read(run: RunDirectory, step: int | None) -> tuple[Plan, list[Measured], Measured]:
     """(the run's plan, typical steps, the one to show). R003 when there is no run, R004 when it has no such events."""
     if not (run.path / "plan.toml").is_file():
         others = sorted(str(p) for p in run.path.parent.glob("*") if (p / "plan.toml").is_file())[-3:]

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from plait.config.plan import Plan
-from plait.engine.run_directory import Run
+from plait.engine.run_directory import RunDirectory
 from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import Played, hops, simulate
 from plait.parallel.pipeline.table import Table
@@ -26,7 +26,7 @@ Link = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """What one rank did; its boxes do not overlap and are in order."""
 
     rank: int
@@ -35,14 +35,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Block:
+class StepBox:
     """Rows of all ranks, with second 0 at the first action's start. `bubble` and `makespan` are of the pipeline, if any."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[RankRow, ...]
     bubble: float | None
     makespan: float
 
-    def idle(self, row: Row) -> float:
+    def idle(self, row: RankRow) -> float:
         """The share of the makespan in which this rank computes nothing."""
         busy = sum(b.end - b.start for b in row.boxes if b.sort in COMPUTE)
         return 1.0 - busy / self.makespan if self.makespan else 0.0
@@ -57,8 +57,8 @@ class Timeline:
     step: int
     steps: int
     """How many steps the medians are of."""
-    measured: Block
-    predicted: Block | None
+    measured: StepBox
+    predicted: StepBox | None
     times: dict[tuple[int, str], float]
     """Median seconds of each (stage, kind)."""
     note: str = ""
@@ -71,7 +71,7 @@ def beside(plan: Plan) -> int:
 
 def timeline(path: Path, step: int | None = None) -> Timeline:
     """The timeline of a run's typical step, or of `step`. R003 and R004 as `read` says."""
-    plan, typical, shown = read(Run(path), step)
+    plan, typical, shown = read(RunDirectory(path), step)
     if not shown.microbatches:
         start = min(s.start for spans in shown.ranks for s in spans)
         block = _block([f"rank {r}" for r in range(len(shown.ranks))], shown.ranks, start)
@@ -97,7 +97,7 @@ def label(rank: int, planned: Table, shares: int = 1) -> str:
     return f"rank {rank} · stage{'s' if len(mine) > 1 else ''} {', '.join(mine)}"
 
 
-def predict(planned: Table, times: dict[tuple[int, str], float], link: list[float], send: float) -> Block:
+def predict(planned: Table, times: dict[tuple[int, str], float], link: list[float], send: float) -> StepBox:
     """The table played with these times of (stage, kind), of each boundary's messages, and of handing one over."""
     at = lambda s, kind: times.get((s, kind), 0.0)  # noqa: E731
     stages = range(planned.stages)
@@ -192,11 +192,13 @@ def _drawn(played: Played, links: list[float], send: float) -> list[list[Span]]:
 
 def _block(
     labels: list[str], rows: list[list[Span]] | tuple[tuple[Span, ...], ...], zero: float | None = None
-) -> Block:
+) -> StepBox:
     computing = [s for spans in rows for s in spans if s.sort in COMPUTE]
     start = min(s.start for s in computing) if zero is None else zero
     makespan = max(s.end for s in computing) - start if computing else 0.0
     shifted = [tuple(Span(s.name, s.start - start, s.end - start) for s in spans) for spans in rows]
     busy = sum(s.end - s.start for s in computing)
     bubble = 1.0 - busy / (makespan * len(rows)) if makespan else None
-    return Block(tuple(Row(r, name, spans) for r, (name, spans) in enumerate(zip(labels, shifted))), bubble, makespan)
+    return StepBox(
+        tuple(RankRow(r, name, spans) for r, (name, spans) in enumerate(zip(labels, shifted))), bubble, makespan
+    )

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from plait.report.spans import COMPUTE
-from plait.report.timeline import Block, Timeline
+from plait.report.timeline import StepBox, Timeline
 
 CATEGORIES = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
 
@@ -27,7 +27,7 @@ def trace(found: Timeline) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
 
 
-def _boxes(block: Block, thread: int, zero: float) -> list[dict[str, Any]]:
+def _boxes(block: StepBox, thread: int, zero: float) -> list[dict[str, Any]]:
     found = []
     for row in block.rows:
         for box in row.boxes:

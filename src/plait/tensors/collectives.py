@@ -31,7 +31,7 @@ from torch import Tensor
 
 from plait.tensors.exchange import directly
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import Facade, storage_key
+from plait.tensors.torch_private import WrapperTensor, storage_key
 
 TAG = 2**16
 """Of the messages here: above those of `parallel/fsdp/collectives.py`. Messages of one tag arrive in the order they were sent."""
@@ -53,11 +53,11 @@ class Absent:
 
 
 def of_rows(region: Any) -> Any:
-    """What poses as the whole (`torchseam.Facade`) goes through a region with its part on this rank."""
+    """What poses as the whole (`WrapperTensor`) goes through a region with its part on this rank."""
 
     @wraps(region)
     def through(x: Any, *how: Any) -> Any:
-        return x.like(region(x.local, *how)) if isinstance(x, Facade) and x.inside else region(x, *how)
+        return x.like(region(x.local, *how)) if isinstance(x, WrapperTensor) and x.inside else region(x, *how)
 
     return through
 

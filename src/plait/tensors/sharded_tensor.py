@@ -2,7 +2,7 @@
 
 A job's loss is written for one device: it flattens the logits, shifts them, takes a cross-entropy. When tensor
 parallelism computes each rank's words of the vocabulary, or context parallelism its stretches of the sequence, the
-model's output is a `Spread`. It has the whole's shape, so that the loss runs unchanged, and the part's memory:
+model's output is a `ShardedTensor`. It has the whole's shape, so that the loss runs unchanged, and the part's memory:
 
     views           reshape, transpose, slices, also of the dim that is cut, keep track of who holds what
     element-wise    each rank computes its part; a whole operand is cut to fit
@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensors import sharded_losses as spreadlosses
-from plait.tensors import sharded_views as spreadviews
+from plait.tensors import sharded_losses, sharded_views
 from plait.tensors.collectives import enter, gather, part, total
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import Facade, FakeTensor, is_view, tree_leaves, tree_map
+from plait.tensors.torch_private import FakeTensor, WrapperTensor, is_view, tree_leaves, tree_map
 
 ELEMENTWISE = frozenset({
     "abs", "add", "addcdiv", "addcmul", "angle", "atan", "atan2", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or",
@@ -57,7 +56,7 @@ OF_THE_PART = frozenset({
 """Methods that the part answers for the whole."""
 
 
-class Spread(Tensor):
+class ShardedTensor(Tensor):
     """The whole of which this rank of `group` holds `local`: its `rows` of `dim`."""
 
     local: Tensor
@@ -66,14 +65,14 @@ class Spread(Tensor):
     group: Any
 
     @staticmethod
-    def __new__(cls, local: Tensor, dim: int, rows: Rows, group: Any) -> "Spread":
+    def __new__(cls, local: Tensor, dim: int, rows: Rows, group: Any) -> "ShardedTensor":
         """ValueError when `local` has not this rank's number of rows."""
         dim %= local.dim()
         if local.shape[dim] != rows.sizes[group.rank()]:
             raise ValueError(f"{tuple(local.shape)} has {local.shape[dim]} rows, not {rows.sizes[group.rank()]}")
         shape = (*local.shape[:dim], rows.length, *local.shape[dim + 1 :])
         if isinstance(local, FakeTensor):  # it cannot become another class
-            hollow = Facade.made(cls, local, list(shape))
+            hollow = WrapperTensor.made(cls, local, list(shape))
         else:
             base = local.detach().new_empty(())
             if local.requires_grad:
@@ -86,7 +85,7 @@ class Spread(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
-        x = args[0] if args and isinstance(args[0], Spread) else None
+        x = args[0] if args and isinstance(args[0], ShardedTensor) else None
         if name in ("__get__", "__set__"):
             return _attribute(func, *args)
         if name in OF_THE_PART and x is not None:
@@ -111,9 +110,9 @@ class Spread(Tensor):
         """This rank's number in the group."""
         return self.group.rank()
 
-    def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "Spread":
+    def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "ShardedTensor":
         """Another tensor whose part on this rank is `local`, cut as this one unless said otherwise."""
-        return Spread(local, self.cut if dim is None else dim, rows or self.rows, self.group)
+        return ShardedTensor(local, self.cut if dim is None else dim, rows or self.rows, self.group)
 
     def whole(self) -> Tensor:
         """The plain tensor, on every rank. Backward: this rank's part of the gradient."""
@@ -122,7 +121,7 @@ class Spread(Tensor):
     def fitting(self, other: Tensor) -> Tensor:
         """What of a tensor that is broadcast against this one belongs to this rank's part."""
         back = self.cut - len(self.shape)
-        if isinstance(other, Spread):
+        if isinstance(other, ShardedTensor):
             if other.cut - len(other.shape) == back and other.rows == self.rows and other.group is self.group:
                 return other.local
             other = other.whole()
@@ -136,7 +135,7 @@ class Spread(Tensor):
 
 def whole(x: Tensor) -> Tensor:
     """The plain tensor that `x` stands for, on every rank; `x` itself when it is plain. Can be differentiated."""
-    return x.whole() if isinstance(x, Spread) else x
+    return x.whole() if isinstance(x, ShardedTensor) else x
 
 
 def _lost(gradient: Tensor) -> None:
@@ -144,12 +143,12 @@ def _lost(gradient: Tensor) -> None:
     raise TypeError("a torch.autograd.Function was given a tensor that is spread over ranks, and its gradient is lost")
 
 
-def _attribute(func: Any, x: Spread, *value: Any) -> Any:
+def _attribute(func: Any, x: ShardedTensor, *value: Any) -> Any:
     name = func.__self__.__name__
     if name == "shape":
         return torch.Size((*x.local.shape[: x.cut], x.rows.length, *x.local.shape[x.cut + 1 :]))
     if name in ("T", "mT", "H", "mH") and not x.local.is_complex():
-        return spreadviews.moved(func, x, (), {})
+        return sharded_views.moved(func, x, (), {})
     if name == "data" and not value:
         return x.like(x.local.data)
     return func(x.local, *value)
@@ -169,7 +168,7 @@ def _in_place(name: str) -> bool:
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """On the parts; the first spread operand with the most dims says how the result is cut."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    x = max((t for t in tensors if isinstance(t, Spread)), key=lambda t: len(t.shape))
+    x = max((t for t in tensors if isinstance(t, ShardedTensor)), key=lambda t: len(t.shape))
     back = x.cut - len(x.shape)
     if "out" in kwargs or (func.__name__ == "where" and len(args) < 3):
         return NotImplemented
@@ -186,7 +185,7 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     """On the whole; what is written in place is cut again."""
     args_, kwargs_ = tree_map(lambda t: whole(t) if isinstance(t, Tensor) else t, (args, kwargs))
     result = func(*args_, **kwargs_)
-    x = args[0] if args and isinstance(args[0], Spread) else None
+    x = args[0] if args and isinstance(args[0], ShardedTensor) else None
     if x is None or not _in_place(func.__name__):
         return result
     if is_view(x.local):
@@ -203,7 +202,7 @@ def _given(names: str, args: Any, kwargs: Any) -> dict[str, Any]:
     return dict(zip(names.split(), args)) | {words.get(k, k): v for k, v in kwargs.items()}
 
 
-def _sum(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
+def _sum(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
     given = _given("dim keepdim dtype", args, kwargs)
     if isinstance(given.get("dim"), torch.dtype) or not set(given) <= {"dim", "keepdim", "dtype"}:
         return NotImplemented
@@ -223,13 +222,13 @@ def _sum(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
     return result if kind is None else result.to(kind)
 
 
-def _logsumexp(x: Spread, keep: bool) -> Tensor:
-    local = spreadlosses.widened(x.local)
-    most = spreadlosses.most(local, x.cut, x.group)
+def _logsumexp(x: ShardedTensor, keep: bool) -> Tensor:
+    local = sharded_losses.widened(x.local)
+    most = sharded_losses.most(local, x.cut, x.group)
     return (total((local - most).exp().sum(x.cut, True), x.group).log() + most).sum(x.cut, keep)
 
 
-def _softmax(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
+def _softmax(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
     """softmax, log_softmax and logsumexp."""
     dim = args[0] if args else kwargs.get("dim")
     if not isinstance(dim, int) or dim % len(x.shape) != x.cut:
@@ -239,11 +238,11 @@ def _softmax(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
         return _logsumexp(x, keep).to(x.local.dtype)
     dtype = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype)), x.local.dtype)
     x = x.like(x.local.to(dtype))
-    result = spreadlosses.widened(x.local) - enter(_logsumexp(x, True), x.group)
+    result = sharded_losses.widened(x.local) - enter(_logsumexp(x, True), x.group)
     return x.like((result.exp() if func.__name__ == "softmax" else result).to(dtype))
 
 
-def _within(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
+def _within(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
     """What runs along one dim that is not cut."""
     dim = _given("dim", args, kwargs).get("dim")
     if not isinstance(dim, int) or isinstance(dim, bool) or dim % len(x.shape) == x.cut:
@@ -252,7 +251,7 @@ def _within(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda t: x.like(t, x.cut - fewer(t)), func(x.local, *args, **kwargs))
 
 
-def _size(func: Any, x: Spread, args: Any, kwargs: Any) -> Any:
+def _size(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
     if func.__name__ == "size":
         dim = args[0] if args else kwargs.get("dim")
         return x.shape if dim is None else x.shape[dim]
@@ -282,7 +281,7 @@ RULES = {
         ),
         _within,
     ),
-    **spreadviews.RULES,
-    **spreadlosses.RULES,
+    **sharded_views.RULES,
+    **sharded_losses.RULES,
 }
 """Name of a function -> (function, spread tensor, other arguments) -> result, or NotImplemented."""

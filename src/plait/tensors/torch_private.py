@@ -43,14 +43,63 @@ GraphExecGroup = checkpoint.GraphExecGroup
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 """What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
 __all__ = [
-    "RECURRENT", "SEEDED", "BatchNormBase", "DropoutBase", "FSDPMeshInfo", "Facade", "FakeTensor", "FakeTensorMode",
-    "FsdpAllGather", "FsdpReduceScatter", "GraphExecGroup", "ShardPlacementResult", "TorchDispatchMode", "Unknowns", "alias",
-    "all_gather_tensor", "all_reduce",
-    "check_dims", "checkpoint_frame", "compiled_by", "convert", "copy_", "emptied", "exchange_by", "fake_failures", "fake_world", "fakes_around",
-    "flash_cpu", "flash_cpu_backward", "group_in", "held_on_meta", "in_backward", "is_unknown", "is_view",
-    "leaves", "local_of", "materialise", "named_leaves", "no_modes", "own_buffers", "parts_as_they_are", "plainly", "recompute_once",
-    "register_pytree_node", "scalar_of", "scale_", "schema", "storage_key", "sum_unused", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_map_only", "tree_unflatten", "version", "warm_dynamo", "widened",
+    "RECURRENT",
+    "SEEDED",
+    "BatchNormBase",
+    "DropoutBase",
+    "FSDPMeshInfo",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FsdpAllGather",
+    "FsdpReduceScatter",
+    "GraphExecGroup",
+    "ShardPlacementResult",
+    "TorchDispatchMode",
+    "Unknowns",
+    "WrapperTensor",
+    "alias",
+    "all_gather_tensor",
+    "all_reduce",
+    "check_dims",
+    "checkpoint_frame",
+    "compiled_by",
+    "convert",
+    "copy_",
+    "emptied",
+    "exchange_by",
+    "fake_failures",
+    "fake_world",
+    "fakes_around",
+    "flash_cpu",
+    "flash_cpu_backward",
+    "group_in",
+    "held_on_meta",
+    "in_backward",
+    "is_unknown",
+    "is_view",
+    "leaves",
+    "local_of",
+    "materialise",
+    "named_leaves",
+    "no_modes",
+    "own_buffers",
+    "parts_as_they_are",
+    "plainly",
+    "recompute_once",
+    "register_pytree_node",
+    "scalar_of",
+    "scale_",
+    "schema",
+    "storage_key",
+    "sum_unused",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "version",
+    "warm_dynamo",
+    "widened",
 ]  # fmt: skip
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
@@ -400,7 +449,7 @@ plainly = torch._C.DisableTorchFunctionSubclass
 """A context in which functions of tensors of a class of one's own are torch's."""
 
 
-class Facade(Tensor):
+class WrapperTensor(Tensor):
     """A tensor with a shape and no numbers, for classes that say themselves what functions of it are.
 
     `inside`: what is drawn for it, is drawn for `local`, its part on this rank, alone.

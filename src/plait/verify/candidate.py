@@ -25,9 +25,8 @@ from plait.parallel.context.sequences import opened_units
 from plait.parallel.precision import forward_format
 from plait.tensors.digest import digests
 from plait.tensors.part import Part
-from plait.verify import formats
+from plait.verify import formats, own_batch
 from plait.verify import notes as noting
-from plait.verify import own_batch as ownbatch
 from plait.verify.probes import Trace
 
 GROUPS = ("initial", "gradients", "weights", "buffers", "own_gradients", "own_weights",
@@ -36,7 +35,7 @@ GROUPS = ("initial", "gradients", "weights", "buffers", "own_gradients", "own_we
 
 
 @dataclass
-class Noted:
+class StepNotes:
     """What a rank notes of its steps."""
 
     engine: Engine
@@ -47,13 +46,13 @@ class Noted:
     ids: list[list[Any]] = field(default_factory=list)
     held: list[list[Any]] = field(default_factory=list)
 
-    def update(self, batch: Batch, rider: Tensor) -> None:
+    def update(self, batch: Batch, step_row: Tensor) -> None:
         """Take the optimizer's step, with what is held before and after it noted."""
         engine, parts = self.engine, self.engine.built.parts()
         self.held.append(["gradient", _held(gradients := self.gradients(), parts)])
         self.notes.tensors("sum", gradients, parts)
         with self.watching():
-            told = engine.update(batch, rider)
+            told = engine.update(batch, step_row)
         self.held.append(["weight", _held(weights := _weights(engine), parts)])
         self.notes.tensors("weight", weights, parts)
         self.rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
@@ -77,7 +76,7 @@ def run(
     engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
     built = engine.built
     notes = noting.of_rank(engine)
-    noted, run = Noted(engine, notes, Traffic(place.rank, plan)), tuple[int, ...]()
+    noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), tuple[int, ...]()
     tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
     source = engine.batches()
     for step in range(steps):
@@ -86,11 +85,11 @@ def run(
             raise PlaitError(proof_stopped(f"after {step} of {steps} steps: nothing is proved"))
         notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
         with noted.watching():
-            rider = engine.backward(batch)
+            step_row = engine.backward(batch)
         if step == 0:
             run = engine.samples_run(batch)
             tensors["gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
-        noted.update(batch, rider)
+        noted.update(batch, step_row)
     tensors["weights"] = {n: p.detach().clone() for n, p in built.own.items()}
     tensors["buffers"] = {n: p.tensor.clone() for n, p in built.parts().items() if n not in built.own}
     seen, told = built.data.seen, notes.told(built, folder / f"noted-{place.rank}.safetensors")
@@ -118,20 +117,20 @@ def run(
 
 def _of_own_size(
     engine: Engine, notes: noting.Notes, job: Job, facts: dict[str, Any]
-) -> tuple[Noted, dict[str, dict[str, Tensor]]]:
+) -> tuple[StepNotes, dict[str, dict[str, Tensor]]]:
     """The steps of the job's own size (`verify/own_batch.py`): what is noted, and the tensors. `notes` are closed."""
     noted, made = (
-        Noted(engine, notes, Traffic(engine.place.rank, engine.plan)),
+        StepNotes(engine, notes, Traffic(engine.place.rank, engine.plan)),
         dict[str, dict[str, Tensor]](own_gradients={}, own_weights={}),
     )
-    course = ownbatch.Course(engine, job, facts)
+    course = own_batch.OwnBatchSteps(engine, job, facts)
     for batch, far in course.steps():
-        rider = engine.backward(batch)
+        step_row = engine.backward(batch)
         if not noted.rows:
             made["own_gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
-        norm = engine.norm(rider)[0]
+        norm = engine.norm(step_row)[0]
         course.prepare(len(noted.rows), far)
-        noted.update(batch, rider)
+        noted.update(batch, step_row)
         noted.rows[-1]["norm"] = norm
     if noted.rows:
         made["own_weights"] = dict(engine.built.own)
@@ -152,7 +151,7 @@ def _in_own_formats(
         built.scaler.value = formats.SCALE
     batch = next(engine.batches())
     with traffic.watch():
-        rider = engine.backward(batch)
+        step_row = engine.backward(batch)
     run = engine.samples_run(batch)
     scale = built.scaler.value if built.scaler is not None else 1.0
     gradient = {
@@ -160,7 +159,7 @@ def _in_own_formats(
     }
     losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
     with traffic.watch():
-        engine.update(batch, rider)
+        engine.update(batch, step_row)
     state = formats.states(engine.optimizer, built.names or {})
     made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
     return {

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Micro, Share, beside, collate, is_map, weigh
+from plait.data.batch import BatchShare, Micro, beside, collate, is_map, weigh
 from plait.launch.place import threads
 from plait.parallel.fsdp.runtime import divides
 from plait.parallel.precision import autocast, plan_format
@@ -48,7 +48,7 @@ ENOUGH, MOSTLY = 32, 0.98
 
 
 @dataclasses.dataclass
-class Held:
+class StepResult:
     """What a run has before the step and after it: by kind, name -> tensor; state is `name|key`."""
 
     start: dict[str, Tensor]
@@ -92,7 +92,7 @@ class Reference:
     def parts(self) -> list[tuple[int, int]]:
         """(first, count) of the parts of the batch."""
         n, plan = len(self.read[1]), self.plan
-        shares = (Share(rank, plan.ranks, plan.microbatches).parts(n) for rank in range(plan.ranks))
+        shares = (BatchShare(rank, plan.ranks, plan.microbatches).parts(n) for rank in range(plan.ranks))
         return [part for share in shares for part in share if part[1]]
 
     def facts(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Reference:
             raise ValueError("a gradient is not finite in this format")
         return {"base": base, "units": self.spread(base, parts, eps), "losses": base.losses if not self.cut else {}}
 
-    def _apart(self, base: Held) -> Held | None:
+    def _apart(self, base: StepResult) -> StepResult | None:
         """The step on parts, where it is that on the whole: not where batch statistics or a loss couple samples."""
         try:
             apart = self.step(self.parts())
@@ -117,7 +117,7 @@ class Reference:
             apart if all(off <= APART * spread.get(key, 0.0) for key, off in distances(base, apart).items()) else None
         )
 
-    def spread(self, base: Held, parts: list[tuple[int, int]], eps: float) -> dict[tuple[str, str], float]:
+    def spread(self, base: StepResult, parts: list[tuple[int, int]], eps: float) -> dict[tuple[str, str], float]:
         """The largest distance of each tensor over runs with moved weights, at least one rounding."""
         found: dict[tuple[str, str], float] = {}
         for draw in range(DRAWS):
@@ -125,7 +125,7 @@ class Reference:
                 found[key] = max(found.get(key, eps), off)
         return found
 
-    def step(self, parts: list[tuple[int, int]], moved: tuple[float, int] | None = None) -> Held:
+    def step(self, parts: list[tuple[int, int]], moved: tuple[float, int] | None = None) -> StepResult:
         """A step of a new model, its loss and gradients summed over parts of the batch."""
         job, device = self.job, self.one.how[1]
         model = self.one.made(job)
@@ -161,7 +161,7 @@ class Reference:
             group["lr"] *= job.schedule(0) if job.schedule else 1.0
         optimizer.step()
         state = states(optimizer, {id(p): n for n, p in model.named_parameters()})
-        return Held(start, held, {n: p.detach() for n, p in model.named_parameters()}, state, losses)
+        return StepResult(start, held, {n: p.detach() for n, p in model.named_parameters()}, state, losses)
 
     def _called(self, model: Any, inputs: Any) -> Any:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
@@ -193,7 +193,7 @@ def _shifted(t: Tensor, eps: float, generator: torch.Generator) -> Tensor:
     )
 
 
-def distances(base: Held, other: Held) -> dict[tuple[str, str], float]:
+def distances(base: StepResult, other: StepResult) -> dict[tuple[str, str], float]:
     """How far each tensor of another run is, relative to its size or to its neighbours'; of weights how far they moved.
     Sizes are root mean squares."""
     found = {}
@@ -262,7 +262,7 @@ def judged(
     told = expected.facts.get("formats")
     if not told:
         return ()
-    base, other = (Held(*(getattr(t, f"formats_{k}") for k in ("start", *GROUPS))) for t in (expected, actual))
+    base, other = (StepResult(*(getattr(t, f"formats_{k}") for k in ("start", *GROUPS))) for t in (expected, actual))
     other.start = base.start
     ratios = {f"{kind} {name}": off for (kind, name), off in distances(base, other).items()}
     same = _same_parts(told["losses"], ranks)
@@ -279,7 +279,7 @@ def _same_parts(losses: dict[str, float], ranks: list[dict[str, Any]]) -> bool:
     return bool(losses) and found == losses
 
 
-def _formats(told: dict[str, Any], base: Held, other: Held, ranks: list[dict[str, Any]]) -> Probe:
+def _formats(told: dict[str, Any], base: StepResult, other: StepResult, ranks: list[dict[str, Any]]) -> Probe:
     """What is kept in another format, or has been through one."""
     wrong: dict[str, str] = {}
     for rank, r in enumerate(ranks):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.config.plan import Plan
-from plait.verify.notes import SHARE, Noted, key
+from plait.verify.notes import SHARE, UnitNotes, key
 from plait.verify.probes import TOLERANCE
 from plait.verify.sum_faults import Sum, explained
 
@@ -67,8 +67,8 @@ class Wrong:
 class Sides:
     """Both sides' notes, and what the ranks told."""
 
-    one: Noted
-    ranks: list[Noted]
+    one: UnitNotes
+    ranks: list[UnitNotes]
     told: list[dict[str, Any]]
     expected: dict[str, Any]
     plan: Plan
@@ -78,8 +78,8 @@ class Sides:
     @staticmethod
     def load(folder: Path, told: list[dict[str, Any]], expected: dict[str, Any], plan: Plan) -> "Sides":
         """As `verify` left them in its folder."""
-        ranks = [Noted.load(folder / f"noted-{rank}.safetensors") for rank in range(len(told))]
-        sides = Sides(Noted.load(folder / "noted.safetensors"), ranks, told, expected, plan)
+        ranks = [UnitNotes.load(folder / f"noted-{rank}.safetensors") for rank in range(len(told))]
+        sides = Sides(UnitNotes.load(folder / "noted.safetensors"), ranks, told, expected, plan)
         for rank, notes in enumerate(ranks):
             for known in notes.rows:
                 *what, micro = known.split("|")

@@ -20,12 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from plait.parallel.context.sequence_shard import Stretch
-from plait.parallel.fsdp.runtime import Shards, stretch
-from plait.parallel.tensor.sequence.lazy import Late
-from plait.parallel.tensor.sequence.partial_sum import Owed
+from plait.parallel.context.sequence_shard import SequenceShard
+from plait.parallel.fsdp.runtime import FsdpRuntime, stretch
+from plait.parallel.tensor.sequence.lazy import LazyGather
+from plait.parallel.tensor.sequence.partial_sum import PartialSum
 from plait.tensors.part import Part, Ranges, everything, whole, within
-from plait.tensors.sharded_tensor import Spread
+from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import FakeTensor, in_backward, tree_leaves
 
 PRODUCTS, SUMS, PERIOD = 2, 16, 4093
@@ -33,7 +33,7 @@ PRODUCTS, SUMS, PERIOD = 2, 16, 4093
 
 
 @dataclass
-class Noted:
+class UnitNotes:
     """Rows of numbers, by `step|what|name|call|leaf|micro-batch`, and what is to be known of each (see `about`)."""
 
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class Noted:
         save_file(rows, path, {"about": json.dumps(self.about), "order": json.dumps(list(rows))})
 
     @staticmethod
-    def load(path: Path) -> "Noted":
+    def load(path: Path) -> "UnitNotes":
         """The rows of a file that `save` wrote."""
         with safe_open(path, "pt") as file:
             told = file.metadata()
-            return Noted({k: file.get_tensor(k) for k in json.loads(told["order"])}, json.loads(told["about"]))
+            return UnitNotes({k: file.get_tensor(k) for k in json.loads(told["order"])}, json.loads(told["about"]))
 
 
 def key(step: int, what: str, name: str, call: int = 0, leaf: int = 0, micro: int = 0) -> str:
@@ -108,17 +108,17 @@ def sums(t: Tensor, shape: tuple[int, ...], ranges: tuple[Ranges, ...]) -> Tenso
 
 SHARE = -2
 """Stands for the dim that is cut of a tensor of which each rank has a share of a sum."""
-HOLLOW = (Stretch, Spread, Late, Owed)
+HOLLOW = (SequenceShard, ShardedTensor, LazyGather, PartialSum)
 """What stands for a whole of which a rank has a part."""
 
 
 def _held(leaf: Any) -> tuple[Tensor, int, Ranges | None]:
     """(this rank's numbers, the dim along which they are part of a whole or −1, its places along it)."""
-    if isinstance(leaf, Owed):
+    if isinstance(leaf, PartialSum):
         return leaf.local, SHARE, None
-    if isinstance(leaf, Late):
+    if isinstance(leaf, LazyGather):
         return leaf.local, leaf.cut, leaf.rows.ranks[leaf.by.group.rank()]
-    if isinstance(leaf, (Stretch, Spread)):
+    if isinstance(leaf, (SequenceShard, ShardedTensor)):
         return leaf.local, leaf.cut, leaf.rows.ranks[leaf.rank]
     return leaf, -1, None
 
@@ -132,7 +132,7 @@ def _tensors(tree: Any) -> Iterator[tuple[int, Tensor]]:
             yield from ((i, leaf),) if leaf.numel() and not leaf.is_complex() else ()
 
 
-class Notes(Noted):
+class Notes(UnitNotes):
     """Notes what a model does on one side. `units`: names of the modules that are looked at; `micro`: the micro-batch that runs.
 
     Without `units` (None) it looks at no module, and so at nothing but samples, gradients and weights.
@@ -148,7 +148,7 @@ class Notes(Noted):
         """Whether the unit that ran last is another stage's, and its value came by a message."""
         self.kept: Callable[[Any], Any] = lambda output: output
         """What gradients come back for, where the model's code gets a copy of what a unit returned."""
-        self.layout: Callable[[str, Tensor], Layout] = lambda name, t: Layout.whole(t)
+        self.layout: Callable[[str, Tensor], PartLayout] = lambda name, t: PartLayout.whole(t)
         self.gathers = False
         """Units' weights are put together from parts for each pass."""
         self._calls: dict[str, int] = {}
@@ -323,7 +323,7 @@ class Notes(Noted):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PartLayout:
     """What a rank's gradient of a parameter is before it is summed: a part of a whole, and how the sum is cut again."""
 
     shape: tuple[int, ...]
@@ -334,21 +334,21 @@ class Layout:
     """Which of the parts this rank keeps."""
 
     @staticmethod
-    def whole(t: Tensor) -> "Layout":
+    def whole(t: Tensor) -> "PartLayout":
         """All of a tensor."""
-        return Layout(tuple(t.shape), everything(tuple(t.shape)))
+        return PartLayout(tuple(t.shape), everything(tuple(t.shape)))
 
     @staticmethod
-    def of(built: Any, name: str, t: Tensor) -> "Layout":
+    def of(built: Any, name: str, t: Tensor) -> "PartLayout":
         """As a rank's plan has it."""
         shards = getattr(built.reducer, "inner", built.reducer)
-        cut = isinstance(shards, Shards) and name in shards.sharded
+        cut = isinstance(shards, FsdpRuntime) and name in shards.sharded
         plain = tuple(shards.sharded[name].shape) if cut else tuple(t.shape)
         shape, ranges = (shards.cuts.get(name) if cut else built.cuts.get(name)) or (plain, everything(plain))
         if not cut:
-            return Layout(shape, ranges)
+            return PartLayout(shape, ranges)
         where = shards.where(name)
-        return Layout(shape, ranges, where.dim, where.group.size(), where.group.rank())
+        return PartLayout(shape, ranges, where.dim, where.group.size(), where.group.rank())
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -374,7 +374,7 @@ def of_rank(engine: Any) -> Notes:
     built, plan = engine.built, engine.plan
     hidden = plan.compile or plan.processes == "one"
     notes = Notes(built.model, None if hidden else [unit.name for unit in built.whole.units], lambda: engine.passes.at)
-    notes.layout = lambda name, t: Layout.of(built, name, t)
+    notes.layout = lambda name, t: PartLayout.of(built, name, t)
     notes.gathers = plan.fsdp > 1
     if plan.recompute != "none":
         notes.compare_again()

@@ -234,7 +234,7 @@ def _steady(optimizer: torch.optim.Optimizer, norm: float) -> None:
             group["eps"] = max(group["eps"], EPS * norm)
 
 
-class Course:
+class OwnBatchSteps:
     """The same steps on a rank of the split run."""
 
     def __init__(self, engine: Engine, job: Job, facts: dict[str, Any]):

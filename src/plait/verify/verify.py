@@ -34,7 +34,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import checked, first_samples, is_map, largest, opened, opened_once
 from plait.engine.build import check_plan
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.devices import check, kind_of
 from plait.launch.place import Place, pose
 from plait.model.make import make_model, make_optimizer
@@ -42,8 +42,7 @@ from plait.parallel import precision
 from plait.planner.dryrun.dry_run import first_step
 from plait.tensors.exchange import DIRECT
 from plait.tensors.torch_private import tree_leaves
-from plait.verify import candidate, formats, reference
-from plait.verify import own_batch as ownbatch
+from plait.verify import candidate, formats, own_batch, reference
 from plait.verify.candidate import GROUPS
 from plait.verify.probes import Trace
 from plait.verify.verdict import Verdict, judge
@@ -66,7 +65,7 @@ def verify(
     step in the plan's own formats. When random numbers may be the cause of a difference, it compares again with the model in
     eval mode (`quiet`).
     """
-    seconds = ownbatch.SECONDS if seconds is None else seconds
+    seconds = own_batch.SECONDS if seconds is None else seconds
     kind = kind_of(device)
     check(kind, plan.world)
     check_plan(job, plan, kind)
@@ -106,7 +105,7 @@ def _candidate(
         place.beat(-1, "build")
         return {"formats": None} | {name: _dry(*given, how[1]) for name, given in wanted.items()}
 
-    *ranks, dry = here.run(work, plan.world + 1, alike=plan.pp == 1)
+    *ranks, dry = fork.run(work, plan.world + 1, alike=plan.pp == 1)
     return ranks, dry
 
 
@@ -132,9 +131,9 @@ def _with_own_batch(
     dry: list[dict[str, Any]] | str | None,
 ) -> Verdict:
     """The verdict with what batches of the job's own size and the held-out metrics tell."""
-    probes, own = ownbatch.judged(expected, actual, ranks), expected.facts["own"]
+    probes, own = own_batch.judged(expected, actual, ranks), expected.facts["own"]
     numbers = formats.judged(expected, actual, ranks, dry) if not actual.facts["inexact"] else ()
-    lines = [ownbatch.Own(**own).told] if own else []
+    lines = [own_batch.Own(**own).told] if own else []
     if "untried" in expected.facts:
         lines.append(f"a step in the plan's own formats was not tried: one device fails in {expected.facts['untried']}")
     found = dataclasses.replace(
@@ -147,7 +146,7 @@ def _with_own_batch(
     if all(p.equal for p in probes):
         code, cause = formats.cause(numbers)
     else:
-        code, cause = ownbatch.cause(probes, own, str(verdict.plan))
+        code, cause = own_batch.cause(probes, own, str(verdict.plan))
     return dataclasses.replace(found, code=code, cause=cause)
 
 
@@ -164,7 +163,7 @@ def _reference(
     failed: list[PlaitError] = []
     for hard in hards:
         try:
-            (result,) = here.run(
+            (result,) = fork.run(
                 lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place), 1
             )
         except PlaitError as error:
@@ -181,7 +180,7 @@ def _on_one_device(error: PlaitError, job: Job, device: str) -> PlaitError:
         return error
     raised, told = problem.what.removeprefix("rank 0 raised "), "it was trained in float64, as proofs are"
     try:
-        here.run(lambda _: reference.plain(job, torch.float64, device) or {}, 1)
+        fork.run(lambda _: reference.plain(job, torch.float64, device) or {}, 1)
     except PlaitError:
         found = dataclasses.replace(
             problem, code="J011", what=f"the job fails on one device, in plain PyTorch: {raised}", why=told
@@ -225,7 +224,7 @@ def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
         schedule=schedule,
         optimizer=optimizer,
         data=lambda: limited(opened(job.data), 2 * batch + short, lambda: first_batch(job, 2 * batch + short, batch)),
-        evaluate=ownbatch.held_out(job.evaluate, 2 * largest(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
+        evaluate=own_batch.held_out(job.evaluate, 2 * largest(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
         steps=10**9,
     )
 
@@ -304,7 +303,7 @@ def _one_device(
         one.notes.save(folder / "noted.safetensors")
         one.notes.close()  # what comes after is not located
         models.append(one)
-        return ownbatch.on_one_device(jobs[1], one, seconds)
+        return own_batch.on_one_device(jobs[1], one, seconds)
 
     make_optimizer(
         job, dict(make_model(job).named_parameters())

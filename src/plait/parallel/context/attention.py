@@ -1,6 +1,6 @@
 """What attention becomes in a unit that runs on a stretch of the sequence: its own call, answered for the whole.
 
-A unit's code calls `scaled_dot_product_attention` on the queries, keys and values of its rows. `Attending` takes that
+A unit's code calls `scaled_dot_product_attention` on the queries, keys and values of its rows. `ShardedAttention` takes that
 call and hands it to whoever can see the other stretches: a ring, an exchange of heads, or, when it is checked that a
 unit can run on a stretch, the keys and values of a run on the whole sequence.
 
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from plait.config.errors import PlaitError, Problem
 from plait.parallel.context import ring, ulysses
 from plait.parallel.context.blockwise import Scores
-from plait.parallel.context.sequence_shard import Held, Stretch
+from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
 from plait.parallel.context.sequences import Pair
 from plait.randomness.distributions import bits, key
 from plait.randomness.sub_block import Axis, sub_block
@@ -31,7 +31,7 @@ from plait.tensors.rows import Rows, within
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionCall:
     """A call of attention: q [batch, heads, rows, width], k and v [batch, key heads, rows, width] of this rank's rows."""
 
     q: Tensor
@@ -43,23 +43,23 @@ class Asked:
     causal: bool
     scale: float
 
-    def rows(self, held: Held) -> Tensor | None:
+    def rows(self, held: SequenceLayout) -> Tensor | None:
         """The mask with this rank's rows (or one for all)."""
         whole = self.mask is not None and self.mask.shape[-2] == held.cut.length
         return held.take(self.mask, self.mask.dim() - 2) if whole else self.mask  # pyrefly: ignore
 
 
-Answer = Callable[[Asked, Held, Held], Tensor]
+Answer = Callable[[AttentionCall, SequenceLayout, SequenceLayout], Tensor]
 """(call, the queries' rows, the keys' rows) -> output of this rank's queries."""
 
 
-class Attending(TorchFunctionMode):
+class ShardedAttention(TorchFunctionMode):
     """Around a unit's forward: its attentions see all stretches.
 
     `held`: the rows of each sequence. `pairs`: the sequences of each attention, in the order in which they are called.
     """
 
-    def __init__(self, held: Mapping[int, Held], pairs: Sequence[Pair], answer: Answer):
+    def __init__(self, held: Mapping[int, SequenceLayout], pairs: Sequence[Pair], answer: Answer):
         super().__init__()
         self.held, self.pairs, self.answer = held, pairs, answer
         self.number = 0
@@ -69,7 +69,7 @@ class Attending(TorchFunctionMode):
             return self._asked(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _rows(self, which: int, given: Tensor) -> Held | None:
+    def _rows(self, which: int, given: Tensor) -> SequenceLayout | None:
         """Which rows of a sequence an attention's queries (0) or keys (1) are; None: every rank has all of them."""
         if self.number > len(self.pairs):
             what = f"a unit calls attention {self.number} times, in the sketch {len(self.pairs)}"
@@ -85,7 +85,7 @@ class Attending(TorchFunctionMode):
         self.number += 1
         asked, mask = query, attn_mask
         query, key, value = (_local(t, t.dim() - 2) for t in (query, key, value))
-        attn_mask = mask.local if isinstance(mask, Stretch) and mask.along > -3 else mask
+        attn_mask = mask.local if isinstance(mask, SequenceShard) and mask.along > -3 else mask
         queries, keys = self._rows(0, query), self._rows(1, key)
         if queries is not None and is_causal and queries is not keys:  # queries and keys are counted from the first
             length = key.shape[-2] if keys is None else keys.cut.length
@@ -98,7 +98,7 @@ class Attending(TorchFunctionMode):
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-            return asked.like(out) if isinstance(asked, Stretch) else out
+            return asked.like(out) if isinstance(asked, SequenceShard) else out
         front = query.shape[:-2]
         q, k, v = (t if t.dim() == 4 else t.reshape(1, -1, *t.shape[-2:]) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dim() < 4:
@@ -107,22 +107,22 @@ class Attending(TorchFunctionMode):
             fetch = keys.gather if attn_mask.requires_grad else keys.fetch
             attn_mask = fetch(attn_mask, attn_mask.dim() - 1)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out = self.answer(Asked(q, k, v, attn_mask, dropout_p, is_causal, scale), queries, keys)
+        out = self.answer(AttentionCall(q, k, v, attn_mask, dropout_p, is_causal, scale), queries, keys)
         out = out.reshape(*front, query.shape[-2], value.shape[-1])
-        return asked.like(out) if isinstance(asked, Stretch) else out
+        return asked.like(out) if isinstance(asked, SequenceShard) else out
 
 
 def _local(given: Tensor, dim: int) -> Tensor:
     """This rank's rows of queries or keys, when they are a stretch inside a unit."""
-    if not isinstance(given, Stretch):
+    if not isinstance(given, SequenceShard):
         return given
     return given.local if given.cut == dim and given.times == 1 else given.whole()
 
 
-def around(randomness: Callable[[], Any]) -> Answer:
+def by_ring(randomness: Callable[[], Any]) -> Answer:
     """Attention in a ring."""
 
-    def answer(asked: Asked, queries: Held, keys: Held) -> Tensor:
+    def answer(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
         mask, kept = asked.rows(queries), None
         if asked.dropout > 0.0:
             b, h, t, _ = asked.q.shape
@@ -137,10 +137,10 @@ def around(randomness: Callable[[], Any]) -> Answer:
     return answer
 
 
-def exchanged(randomness: Callable[[], Any]) -> Answer:
+def by_ulysses(randomness: Callable[[], Any]) -> Answer:
     """Attention on this rank's heads of the whole sequence."""
 
-    def answer(asked: Asked, queries: Held, keys: Held) -> Tensor:
+    def answer(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
         rows, columns = (ulysses.Exchange(held.group, held.cut) for held in (queries, keys))
         ranks, heads = len(queries.cut.ranks), asked.q.shape[1]
         k, v = (ulysses.repeated(t, heads, ranks) for t in (asked.k, asked.v))
@@ -205,7 +205,7 @@ class _Drawn:
             ranges = within(ranges, *some)
         return [(self.batch, ((0, self.batch),)), (size, ranges)]
 
-    def kept(self, asked: Asked, axes: list[Axis]) -> Tensor:
+    def kept(self, asked: AttentionCall, axes: list[Axis]) -> Tensor:
         """What dropout multiplies a sub-block of the weights with: as it is for these elements on one device."""
         stream = partial(bits, key(self.seed, "draw", self.step, self.place))
         words = sub_block(stream, self.start, axes)
@@ -217,7 +217,7 @@ class _Drawn:
 # — the check —
 
 
-def plainly(asked: Asked) -> Tensor:
+def plainly(asked: AttentionCall) -> Tensor:
     """Attention as torch computes it, of all rows."""
     grouped = asked.k.shape[1] != asked.q.shape[1]
     return F.scaled_dot_product_attention(
@@ -226,18 +226,18 @@ def plainly(asked: Asked) -> Tensor:
 
 
 @dataclass
-class Whole:
+class WholeAttention:
     """A run on the whole sequence: the keys and values of each attention, by their number."""
 
-    calls: list[Asked]
+    calls: list[AttentionCall]
     number: int = 0
     worst: float = 0.0
 
-    def note(self, asked: Asked) -> None:
+    def note(self, asked: AttentionCall) -> None:
         """A call of the whole run."""
         self.calls.append(replace(asked, mask=None))
 
-    def answer(self, asked: Asked, queries: Held, keys: Held) -> Tensor:
+    def answer(self, asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
         """Attention over the whole run's keys and values. Notes how far this rank's own are from their rows."""
         whole = self.calls[self.number]
         self.number += 1

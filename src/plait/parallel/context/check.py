@@ -20,12 +20,19 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError
 from plait.model.trace import Call as Run
-from plait.model.trace import watch
-from plait.parallel.context.attention import Asked, Attending, Whole, apart, check_heads, plainly
+from plait.model.trace import trace_run
+from plait.parallel.context.attention import (
+    AttentionCall,
+    ShardedAttention,
+    WholeAttention,
+    apart,
+    check_heads,
+    plainly,
+)
 from plait.parallel.context.left_out import Running, leave_out
 from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, opened
-from plait.parallel.context.sequence_shard import Held
-from plait.parallel.context.sequences import Call, Course, refused, short, still, too_short
+from plait.parallel.context.sequence_shard import SequenceLayout
+from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused, short, still, too_short
 from plait.parallel.context.unit_in_rows import (
     Besides,
     copied,
@@ -40,9 +47,9 @@ from plait.tensors.rows import Rows
 from plait.tensors.torch_private import named_leaves, tree_map_only
 
 
-def proved(
-    model: nn.Module, inputs: Any, call: Run, course: Course, layout: tuple[Layout, int], heads: bool = False
-) -> Course:
+def checked_units(
+    model: nn.Module, inputs: Any, call: Run, course: SequencePlan, layout: tuple[Layout, int], heads: bool = False
+) -> SequencePlan:
     """The course with every call that can run on stretches marked so. P040 when one with attention cannot.
 
     `inputs`: one sample. `layout`: how the sequence is cut over how many ranks. `heads`: attention shares out heads.
@@ -68,7 +75,7 @@ def proved(
     return replace(course, draws={at: n for at, n in course.draws.items() if course.on(at[0]) is not None})
 
 
-def _taken(model: nn.Module, inputs: Any, call: Run, course: Course) -> list[Any]:
+def _taken(model: nn.Module, inputs: Any, call: Run, course: SequencePlan) -> list[Any]:
     """What the units are given in a run of the model."""
     found: list[Any] = []
     names = dict.fromkeys(c.unit for c in course.calls)
@@ -81,7 +88,7 @@ def _taken(model: nn.Module, inputs: Any, call: Run, course: Course) -> list[Any
         for name in names:
             hook = model.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(hook.remove)
-        watch(model, inputs, call, False)
+        trace_run(model, inputs, call, False)
     if len(found) != len(course.calls):
         raise refused("the model calls other units on one sample, or when it does not train", "its course varies")
     return found
@@ -100,10 +107,12 @@ def restored(model: nn.Module) -> Iterator[None]:
                 module.__dict__["forward"] = forward
 
 
-def _tried(module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int], heads: bool) -> tuple[Call, str]:
+def _tried(
+    module: nn.Module, made: UnitPlan, given: Any, layout: tuple[Layout, int], heads: bool
+) -> tuple[UnitPlan, str]:
     """The call, perhaps with some arguments left whole, and why it cannot run on a stretch, if it cannot."""
     unit, (args, kwargs) = widened(module), tree_map_only(Tensor, wide, given)
-    whole, running = Whole([]), Running(unit)
+    whole, running = WholeAttention([]), Running(unit)
     with torch.no_grad():
         lengths = lengths_of(made, (args, kwargs))
         if not lengths:
@@ -111,26 +120,26 @@ def _tried(module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int]
         if min(lengths.values()) < 2 * layout[1]:
             raise too_short(min(lengths.values()), layout[1])
         cuts = {n: layout[0](t, layout[1]) for n, t in lengths.items()}
-        ranks: list[Mapping[int, Held]] = [{n: Lone(c, None, r) for n, c in cuts.items()} for r in range(layout[1])]
+        ranks: list[Mapping[int, SequenceLayout]] = [
+            {n: Lone(c, None, r) for n, c in cuts.items()} for r in range(layout[1])
+        ]
 
-        def plain(asked: Asked, *_: Held) -> Tensor:
+        def plain(asked: AttentionCall, *_: SequenceLayout) -> Tensor:
             if heads:
                 check_heads(asked.q.shape[1], layout[1])
             running.attends()
             whole.note(asked)
             return plainly(asked)
 
-        sequences = {n: Held(Rows.of([t]), None, 0) for n, t in lengths.items()}
+        sequences = {n: SequenceLayout(Rows.of([t]), None, 0) for n, t in lengths.items()}
         try:
-            with running, Attending(sequences, made.attends, plain), Counted() as counted:
+            with running, ShardedAttention(sequences, made.attends, plain), Counted() as counted:
                 expected = named_leaves(unit(*copied(args), **copied(kwargs)))[0]
         except PlaitError:
             raise
         except Exception as error:
-            return (
-                made,
-                f"it cannot run again on what it was given: {type(error).__name__}: {str(error).splitlines()[0]}",
-            )
+            told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return made, f"it cannot run again on what it was given: {told}"
         made = replace(made, flops=counted.get_total_flops())
         reasons = []
         for left, poses in _choices(made, given):
@@ -149,7 +158,7 @@ def _tried(module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int]
     return made, reasons[0]
 
 
-def _choices(made: Call, given: Any) -> list[tuple[frozenset[str], bool]]:
+def _choices(made: UnitPlan, given: Any) -> list[tuple[frozenset[str], bool]]:
     """(arguments to leave whole, whether the others pose as whole), the likeliest first: none, then masks. Posing comes last.
 
     What poses has features in its last dim; where the sequence is in the last one, it is a mask.
@@ -163,7 +172,7 @@ def _choices(made: Call, given: Any) -> list[tuple[frozenset[str], bool]]:
 
 
 @dataclass(frozen=True)
-class Lone(Held):
+class Lone(SequenceLayout):
     """Rows of a rank that has no others to ask."""
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
@@ -173,7 +182,11 @@ class Lone(Held):
 
 
 def _differs(
-    unit: nn.Module, given: Any, call: Call, known: tuple[list[tuple[str, Any]], Whole], ranks: list[Mapping[int, Held]]
+    unit: nn.Module,
+    given: Any,
+    call: UnitPlan,
+    known: tuple[list[tuple[str, Any]], WholeAttention],
+    ranks: list[Mapping[int, SequenceLayout]],
 ) -> str:
     """How the unit's outputs on stretches are not the stretches of its output, or nothing."""
     expected, whole = known
@@ -181,7 +194,7 @@ def _differs(
         whole.number, whole.worst = 0, 0.0
         args, kwargs = cut_arguments(copied(given), call, held)
         try:
-            with Attending(held, call.attends, whole.answer):
+            with ShardedAttention(held, call.attends, whole.answer):
                 besides: Besides = {}
                 found = named_leaves(posed(unit, args, kwargs, call, held, besides))[0]
         except PlaitError:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.config.errors import PlaitError
-from plait.model.trace import Call, watch
-from plait.parallel.context.attention import Asked
+from plait.model.trace import Call, trace_run
+from plait.parallel.context.attention import AttentionCall
 from plait.parallel.context.opened_unit import Layout
-from plait.parallel.context.runtime import Stretching
-from plait.parallel.context.sequence_shard import Held
+from plait.parallel.context.runtime import ContextParallelUnits
+from plait.parallel.context.sequence_shard import SequenceLayout
 from plait.parallel.context.sequences import refused, short
 from plait.tensors.collectives import Absent
-from plait.tensors.sharded_tensor import Spread
+from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import checkpoint_frame
 
 
@@ -33,11 +33,11 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class _Deaf(Held):
+class _Deaf(SequenceLayout):
     """Rows of a rank whose group never answers."""
 
     told: Callable[[], None] = lambda: None
-    length_of: Callable[[Held], int] = field(default=lambda held: 0)
+    length_of: Callable[[SequenceLayout], int] = field(default=lambda held: 0)
 
     @property
     def length(self) -> int:
@@ -54,22 +54,24 @@ class _Deaf(Held):
         return self.gather(local, dim)
 
     def finish(self, local: Tensor, dim: int) -> Tensor:
-        return Spread(local, dim, self.cut, self.group)
+        return ShardedTensor(local, dim, self.cut, self.group)
 
 
-def communication(model: nn.Module, inputs: Any, call: Call, stretching: Stretching, layout: Layout) -> Communication:
+def communication(
+    model: nn.Module, inputs: Any, call: Call, parallel_units: ContextParallelUnits, layout: Layout
+) -> Communication:
     """What tells in a forward pass ; `stretching` has wrapped the model.
 
     P040 when a unit itself would compute its attention again, seeing its rows alone.
     """
-    units, heads, absent = set[str](), set[int](), Absent(stretching.ranks)
+    units, heads, absent = set[str](), set[int](), Absent(parallel_units.ranks)
 
-    def answer(asked: Asked, queries: Held, keys: Held) -> Tensor:
-        if checkpoint_frame() is not stretching.frame:
+    def answer(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
+        if checkpoint_frame() is not parallel_units.frame:
             why = "a checkpoint in its own code (torch.utils.checkpoint) holds its attention, and runs that alone in backward"
             fix = "checkpoint the whole unit", "recompute=full in the plan"
-            raise refused(f"unit {stretching.unit} cannot run on a stretch of the sequence", why, *fix)
-        units.add(stretching.unit)
+            raise refused(f"unit {parallel_units.unit} cannot run on a stretch of the sequence", why, *fix)
+        units.add(parallel_units.unit)
         heads.add(asked.q.shape[1])
         return F.scaled_dot_product_attention(
             asked.q, asked.k, asked.v, enable_gqa=asked.k.shape[1] != asked.q.shape[1]
@@ -79,19 +81,21 @@ def communication(model: nn.Module, inputs: Any, call: Call, stretching: Stretch
         with torch.enable_grad():
             return call(module, given)
 
-    told = lambda: units.add(stretching.unit)  # noqa: E731
-    stretching.hold = lambda length: _Deaf(layout(length, stretching.ranks), absent, 0, told, stretching.sketched)
-    stretching.answer = answer
-    handles = stretching.install()
+    told = lambda: units.add(parallel_units.unit)  # noqa: E731
+    parallel_units.hold = lambda length: _Deaf(
+        layout(length, parallel_units.ranks), absent, 0, told, parallel_units.sketched
+    )
+    parallel_units.answer = answer
+    handles = parallel_units.install()
     try:
         try:
-            watch(model, short(stretching.course, inputs, stretching.ranks), run, False)
+            trace_run(model, short(parallel_units.course, inputs, parallel_units.ranks), run, False)
         except PlaitError:
             raise
         except Exception:  # it may need its own length
-            watch(model, inputs, run, False)
+            trace_run(model, inputs, run, False)
     finally:
         for handle in handles:
             handle.remove()
-        stretching.held = {}
+        parallel_units.held = {}
     return Communication(frozenset(units), frozenset(heads))

@@ -28,8 +28,8 @@ from plait.model.costs import UnitCall
 from plait.model.meter import KNOWN, OUTPUT
 from plait.model.sketch import Sketch
 from plait.model.trace import Call as Run
-from plait.model.trace import watch
-from plait.parallel.context.sequences import At, Call, Course, Pair, refused, shortened
+from plait.model.trace import trace_run
+from plait.parallel.context.sequences import At, Pair, SequencePlan, UnitPlan, refused, shortened
 from plait.randomness.keyed import host_state, restore_host, seed_host
 from plait.randomness.sub_block import differing
 from plait.tensors.torch_private import named_leaves, tree_flatten, tree_unflatten
@@ -41,7 +41,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass
-class Seen:
+class UnitSeen:
     """A call of a unit in one run."""
 
     unit: str
@@ -56,11 +56,11 @@ class Shorter:
     """A run with one position less of a sequence of `length`."""
 
     length: int
-    calls: list[Seen]
+    calls: list[UnitSeen]
     drawn: Shapes
 
 
-class Finder:
+class SequenceFinder:
     """Looks for the sequences of `model` on `inputs`, a batch of `SAMPLES`."""
 
     def __init__(self, model: nn.Module, inputs: Any, call: Run, sketch: Sketch):
@@ -72,7 +72,7 @@ class Finder:
         self.counts = moved
         """(call, the same with one position less) -> whether it shows a sequence."""
 
-    def record(self, inputs: Any, narrow: Callable[[int, Any], Any] | None = None) -> tuple[list[Seen], Shapes]:
+    def record(self, inputs: Any, narrow: Callable[[int, Any], Any] | None = None) -> tuple[list[UnitSeen], Shapes]:
         """What the units were given and returned in one run, and what was drawn."""
         return record(self.model, inputs, self.call, self.names, (self.fake, narrow))
 
@@ -171,7 +171,7 @@ class Finder:
 
         return tuple((of(i, 0), of(i, 1)) for i in range(len(self.whole[at].attends)))
 
-    def course(self, leaking: set[str]) -> Course:
+    def course(self, leaking: set[str]) -> SequencePlan:
         """What was found, call by call. P040 when a unit with attention is not clear."""
         calls = []
         for i, seen in enumerate(self.whole):
@@ -183,21 +183,21 @@ class Finder:
             begun = begun or any(carried(seen, run.calls[i]) for run in self.found if self.counts is carried)
             clear = bool(given) and begun and seen.unit not in leaking
             fixed = frozenset(seen.given) - set(given)
-            made = Call(seen.unit, clear, given, returned, attends, fixed=fixed)
+            made = UnitPlan(seen.unit, clear, given, returned, attends, fixed=fixed)
             if made.sees and not clear:
                 why = "other code gets what it computes by another way than through what it returns (hooks that collect it)"
                 why = why if seen.unit in leaking else _unclear(seen, less)
                 raise refused(f"unit {seen.unit} cannot run on a stretch of the sequence", why)
             calls.append(made)
         draws = {at: number for number, run in enumerate(self.found) for at in differing(self.drawn, run.drawn)}
-        return Course(tuple(calls), draws, tuple(run.length for run in self.found))
+        return SequencePlan(tuple(calls), draws, tuple(run.length for run in self.found))
 
 
-def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> Course:
+def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> SequencePlan:
     """The course of `model` on `inputs`, a batch of `SAMPLES`. P040 when there is none."""
     if sketch.unmeasured or not sketch.calls:
         raise refused("the model's units cannot be measured", sketch.unmeasured or "it has none")
-    finder = Finder(model, inputs, call, sketch)
+    finder = SequenceFinder(model, inputs, call, sketch)
     finder.in_inputs()
     finder.in_units()
     if not any(seen.attends for seen in finder.whole):
@@ -217,12 +217,12 @@ def _leaks(call: UnitCall) -> bool:
     return bool({*call.leaks, *(set(call.aside) - {OUTPUT})} - {KNOWN})
 
 
-def moved(whole: Seen, less: Seen) -> bool:
+def moved(whole: UnitSeen, less: UnitSeen) -> bool:
     """Whether an attention of a call has a query less."""
     return any(a - b == 1 for (a, _), (b, _) in zip(whole.attends, less.attends))
 
 
-def carried(whole: Seen, less: Seen) -> bool:
+def carried(whole: UnitSeen, less: UnitSeen) -> bool:
     """Whether a call is given and returns hidden states, of three dims or more, that have a position less in one dim."""
 
     def hidden(shapes: Shapes, others: Shapes) -> set[tuple[int, ...]]:
@@ -232,9 +232,10 @@ def carried(whole: Seen, less: Seen) -> bool:
     return bool(hidden(whole.given, less.given) & hidden(whole.returned, less.returned))
 
 
-def _fewer(whole: Seen, less: Seen, number: int) -> bool:
+def _fewer(whole: UnitSeen, less: UnitSeen, number: int) -> bool:
     return moved(
-        Seen("", {}, {}, whole.attends[number : number + 1]), Seen("", {}, {}, less.attends[number : number + 1])
+        UnitSeen("", {}, {}, whole.attends[number : number + 1]),
+        UnitSeen("", {}, {}, less.attends[number : number + 1]),
     )
 
 
@@ -257,7 +258,7 @@ class _Attention(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.running: Seen | None = None
+        self.running: UnitSeen | None = None
         self.between = False
         """There was one in code between units."""
 
@@ -275,13 +276,13 @@ class _Attention(TorchFunctionMode):
 
 def record(
     model: nn.Module, inputs: Any, call: Run, names: Iterable[str], how: tuple[bool, Callable[[int, Any], Any] | None]
-) -> tuple[list[Seen], Shapes]:
+) -> tuple[list[UnitSeen], Shapes]:
     """What the units were given and returned in one run, and what was drawn.
 
     `how`: whether tensors are fake, and what is done to the arguments of call i, if anything.
     """
     fake, narrow = how
-    found: list[Seen] = []
+    found: list[UnitSeen] = []
     attention = _Attention()
     with ExitStack() as stack:
         for name in names:
@@ -289,7 +290,7 @@ def record(
 
             def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> Any:
                 given = (args, kwargs) if narrow is None else narrow(len(found), (args, kwargs))
-                attention.running = Seen(name, _shapes(given))
+                attention.running = UnitSeen(name, _shapes(given))
                 found.append(attention.running)
                 seed_host(
                     "course", len(found)
@@ -306,7 +307,7 @@ def record(
         stack.callback(restore_host, state)
         seed_host("course")
         with attention:
-            watched = watch(model, inputs, call, fake)
+            watched = trace_run(model, inputs, call, fake)
     if attention.between:
         units = f"units are {', '.join(dict.fromkeys(s.unit for s in found))}"[:200]
         named = 'Job(units=("blocks.*",)) names the blocks that hold it'
@@ -318,7 +319,7 @@ def _shapes(tree: Any) -> Shapes:
     return {path: tuple(t.shape) for path, t in named_leaves(tree)[0] if isinstance(t, Tensor)}
 
 
-def _unclear(seen: Seen, less: Sequence[Seen]) -> str:
+def _unclear(seen: UnitSeen, less: Sequence[UnitSeen]) -> str:
     for other in less:
         for whole, shapes in ((seen.given, other.given), (seen.returned, other.returned)):
             for path, shape in whole.items():

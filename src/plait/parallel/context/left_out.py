@@ -1,6 +1,6 @@
 """Modules of a unit that poses as the whole which look at no other position: they run on this rank's rows as they are.
 
-A unit whose code counts positions runs with its rows posing as the whole sequence (`Stretch`), and so does all that is in
+A unit whose code counts positions runs with its rows posing as the whole sequence (`SequenceShard`), and so does all that is in
 it. A mixture of experts cannot: which rows go to an expert is a question of numbers. Where a module stops because it needs
 all rows, and no attention is called in it, it is left out: it is given plain rows, and what it returns poses again.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.parallel.context.sequence_shard import Stretch
+from plait.parallel.context.sequence_shard import SequenceShard
 from plait.tensors.torch_private import leaves, tree_map
 
 
@@ -32,16 +32,16 @@ def _of_its_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _plainly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    known = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Stretch)]
+    known = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, SequenceShard)]
     if not known:
         return forward(*args, **kwargs)
     x = max(known, key=lambda t: t.local.dim())
 
     def whole(leaf: Any) -> Any:
         same = getattr(leaf, "shape", ())[: x.cut + 1] == x.local.shape[: x.cut + 1]
-        return x.like(leaf) if same and not isinstance(leaf, Stretch) else leaf
+        return x.like(leaf) if same and not isinstance(leaf, SequenceShard) else leaf
 
-    args, kwargs = tree_map(lambda leaf: leaf.local if isinstance(leaf, Stretch) else leaf, (args, kwargs))
+    args, kwargs = tree_map(lambda leaf: leaf.local if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
     return tree_map(whole, forward(*args, **kwargs))
 
 

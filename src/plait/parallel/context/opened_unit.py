@@ -2,7 +2,7 @@
 
 Attention written out, a convolution, a recurrence or a norm over positions: the unit's own code does it, and on a rank's rows
 alone it would be wrong. So modules of the unit that compute every position by itself run on this rank's rows as they are, and
-the code around them runs with its rows posing as the whole sequence (`Stretch`): what is done to every position alone is done
+the code around them runs with its rows posing as the whole sequence (`SequenceShard`): what is done to every position alone is done
 to these rows, and whatever needs others gathers them. Of attention written out that is its keys and values, so a rank computes
 the scores of its own queries only, under masks and biases that its code makes for the whole sequence. A module whose code
 cannot be given such a tensor (compiled by `torch.jit`, a `torch.autograd.Function`) runs on the whole sequence, on every rank.
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from plait.model.sketch import Sketch
-from plait.parallel.context.attention import Asked, Attending, Whole, apart, plainly
+from plait.parallel.context.attention import AttentionCall, ShardedAttention, WholeAttention, apart, plainly
 from plait.parallel.context.left_out import Running, leave_out, own
-from plait.parallel.context.sequence_shard import Held, Stretch
-from plait.parallel.context.sequences import Call, Course, refused
+from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
+from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused
 from plait.parallel.context.unit_in_rows import (
     Besides,
     copied,
@@ -56,11 +56,11 @@ def on_wholes(module: nn.Module) -> None:
 
 
 def _wholly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    known = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Stretch)]
+    known = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, SequenceShard)]
     if not known:
         return forward(*args, **kwargs)
     x = max(known, key=lambda t: t.dim())
-    args, kwargs = tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Stretch) else leaf, (args, kwargs))
+    args, kwargs = tree_map(lambda leaf: leaf.whole() if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
     return tree_map(x.held_again, forward(*args, **kwargs))
 
 
@@ -75,7 +75,7 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class All(Held):
+class All(SequenceLayout):
     """All rows of a sequence: notes what is gathered."""
 
     told: Gathered = field(default_factory=Gathered)
@@ -88,7 +88,7 @@ class All(Held):
 
 
 @dataclass(frozen=True)
-class Some(Held):
+class Some(SequenceLayout):
     """A rank's rows of a sequence: what the others would tell it was noted."""
 
     told: Gathered = field(default_factory=Gathered)
@@ -109,7 +109,7 @@ class Some(Held):
     fetch = gather
 
 
-def opened(module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int]) -> Call | None:
+def opened(module: nn.Module, made: UnitPlan, given: Any, layout: tuple[Layout, int]) -> UnitPlan | None:
     """The call of a unit, opened up; None when that is not possible.
 
     `given`: to the unit, of one sample. `layout`: how a sequence is cut over how many ranks.
@@ -144,28 +144,28 @@ def opened(module: nn.Module, made: Call, given: Any, layout: tuple[Layout, int]
 class _Trial:
     """Runs of a unit: on the whole, and on the rows of each rank."""
 
-    def __init__(self, unit: nn.Module, given: Any, call: Call, cuts: Mapping[int, Rows]):
+    def __init__(self, unit: nn.Module, given: Any, call: UnitPlan, cuts: Mapping[int, Rows]):
         self.unit, self.given, self.call, self.cuts, self.running = unit, given, call, cuts, Running(unit)
         self.ranks = len(next(iter(cuts.values())).ranks)
-        self.whole, self.part = Whole([]), 1.0
+        self.whole, self.part = WholeAttention([]), 1.0
         inner = {name: m for name, m in unit.named_modules() if name}
         with _calls_of(inner) as self.inner, self._sees(self._held(None), self._noted), Counted() as counted:
             args, kwargs = copied(given)
             self.expected = named_leaves(unit(*args, **kwargs))[0]
         self.flops = counted.get_total_flops()
 
-    def _noted(self, asked: Asked, *_: Held) -> Tensor:
+    def _noted(self, asked: AttentionCall, *_: SequenceLayout) -> Tensor:
         self.whole.note(asked)
         return plainly(asked)
 
-    def _held(self, rank: int | None, told: Gathered | None = None) -> dict[int, Held]:
+    def _held(self, rank: int | None, told: Gathered | None = None) -> dict[int, SequenceLayout]:
         """The rows of a rank; None: all."""
         if rank is None:
             return {n: All(AndAll.beside(c), None, len(c.ranks), told or Gathered()) for n, c in self.cuts.items()}
         return {n: Some(c, None, rank, told or Gathered()) for n, c in self.cuts.items()}
 
-    def _sees(self, held: Mapping[int, Held], answer: Any) -> Attending:
-        return Attending(held, self.call.attends, answer)
+    def _sees(self, held: Mapping[int, SequenceLayout], answer: Any) -> ShardedAttention:
+        return ShardedAttention(held, self.call.attends, answer)
 
     def leave_out(self) -> None:
         """Modules that compute every position alone run on rows as they are: the outermost that do."""
@@ -201,8 +201,8 @@ class _Trial:
         found = list[str]()
 
         def hook(name: str, output: Any) -> None:
-            made = [t.local if isinstance(t, Stretch) else t for t in leaves(output) if isinstance(t, Tensor)]
-            if not found and any(isinstance(getattr(node, "variable", None), Stretch) for node in reached(made)):
+            made = [t.local if isinstance(t, SequenceShard) else t for t in leaves(output) if isinstance(t, Tensor)]
+            if not found and any(isinstance(getattr(node, "variable", None), SequenceShard) for node in reached(made)):
                 found.append(name)
 
         hooks = [
@@ -227,7 +227,7 @@ class _Trial:
         """After an exception: the modules that it passed through, the innermost last, that may run on wholes yet."""
         return [name for name in self.running.now if name not in self.call.together]
 
-    def _run(self, held: Mapping[int, Held], told: Gathered) -> int:
+    def _run(self, held: Mapping[int, SequenceLayout], told: Gathered) -> int:
         """The floating-point operations of a run on some rows. Raises when its output is not these rows of the whole's."""
         told.number = self.whole.number = 0
         self.whole.worst = 0.0
@@ -321,7 +321,7 @@ def _first(cut: Rows, rank: int, t: Tensor) -> Tensor:
     return t if dim is None else cut.take(t, dim, rank)
 
 
-def worth(course: Course, sketch: Sketch) -> None:
+def worth(course: SequencePlan, sketch: Sketch) -> None:
     """P040 when every rank would compute about all that one device computes."""
     flops = [call.flops.of(1) for call in sketch.calls]
     spared = sum(n * (1 - made.part) for n, made in zip(flops, course.calls) if made.stretched)

@@ -2,7 +2,7 @@
 
 Code before the first attention runs on the whole sequence, so positions, masks and embeddings are what they are. From
 there on a unit gets this rank's rows of whatever has a dim of the sequence, and what it returns is known to the code
-around it as a `Stretch`. A unit that cannot run on a stretch gets the whole. What the loss gets is whole again.
+around it as a `SequenceShard`. A unit that cannot run on a stretch gets the whole. What the loss gets is whole again.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,30 +13,30 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.losses.global_batch import STRETCHES
-from plait.parallel.context.attention import Answer, Attending
+from plait.parallel.context.attention import Answer, ShardedAttention
 from plait.parallel.context.left_out import leave_out
 from plait.parallel.context.opened_unit import on_wholes
-from plait.parallel.context.sequence_shard import Held, Stretch, for_loss
-from plait.parallel.context.sequences import At, Call, Course, refused, too_short
+from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard, for_loss
+from plait.parallel.context.sequences import At, SequencePlan, UnitPlan, refused, too_short
 from plait.parallel.context.unit_in_rows import Besides, posed, show
 from plait.tensors.torch_private import checkpoint_frame, is_unknown, leaves, named_leaves, tree_map, tree_unflatten
 
 
-class Stretching:
+class ContextParallelUnits:
     """The units of a model on one of `ranks` ranks."""
 
-    hold: Callable[[int], Held]
+    hold: Callable[[int], SequenceLayout]
     """Which rows it has of a sequence of some length."""
     answer: Answer
     """How its attentions see the other ranks' rows."""
 
-    def __init__(self, model: nn.Module, course: Course, ranks: int):
+    def __init__(self, model: nn.Module, course: SequencePlan, ranks: int):
         self.model, self.course, self.ranks = model, course, ranks
         self.unit = ""
         """That runs now."""
         self.frame: Any = None
         """The model's own checkpoint in which it was called."""
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, SequenceLayout] = {}
         """Which rows of each sequence."""
         self.turns: dict[str, int] = {}
         self.besides: Besides = {}
@@ -44,7 +44,7 @@ class Stretching:
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
         """What units handed on past what they return: by its id, it and the whole."""
         self.running = False
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[UnitPlan]] = {}
         for call in course.calls:
             self.calls.setdefault(call.unit, []).append(call)
 
@@ -100,7 +100,7 @@ class Stretching:
         self.known = {id(t): (t, whole) for t, whole in zip(rows, found)}
         return found
 
-    def call(self, unit: str) -> Call:
+    def call(self, unit: str) -> UnitPlan:
         """How the call of a unit that begins now runs. In a recomputation by the model's own code it is the first again."""
         calls = self.calls[unit]
         if not self.running:
@@ -112,7 +112,7 @@ class Stretching:
             raise PlaitError(Problem("P043", what, why="the model's course depends on its input", fix=("cp=1",)))
         return calls[turn]
 
-    def rows(self, call: Call, leaves: list[tuple[str, Any]]) -> dict[int, Held]:
+    def rows(self, call: UnitPlan, leaves: list[tuple[str, Any]]) -> dict[int, SequenceLayout]:
         """Which rows this rank holds: decided by the first unit on stretches of a sequence, from what it is given.
 
         Sequences of one length are cut alike, so that they can be added.
@@ -128,7 +128,7 @@ class Stretching:
             self.held[number] = next(alike, None) or self.hold(length)
         return self.held
 
-    def sketched(self, held: Held) -> int:
+    def sketched(self, held: SequenceLayout) -> int:
         """The length, in the course, of the sequence of which these are the rows."""
         return next(self.course.lengths[number] for number, other in self.held.items() if other is held)
 
@@ -136,38 +136,38 @@ class Stretching:
 class _Border:
     """What stands before and after a unit."""
 
-    def __init__(self, stretching: Stretching, name: str):
-        self.stretching, self.name = stretching, name
-        self.now: Call | None = None
+    def __init__(self, parallel_units: ContextParallelUnits, name: str):
+        self.parallel_units, self.name = parallel_units, name
+        self.now: UnitPlan | None = None
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = self.now = self.stretching.call(self.name)
+        call = self.now = self.parallel_units.call(self.name)
         given = self._given(call, args, kwargs)
-        self.stretching.unit = self.name
+        self.parallel_units.unit = self.name
         return given
 
-    def _given(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def _given(self, call: UnitPlan, args: Any, kwargs: Any) -> Any:
         flat, spec = named_leaves((args, kwargs))
         if not call.stretched:
-            if not any(isinstance(leaf, Stretch) for _, leaf in flat):
+            if not any(isinstance(leaf, SequenceShard) for _, leaf in flat):
                 return None
-            return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Stretch) else leaf, (args, kwargs))
-        held = self.stretching.rows(call, flat)
+            return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
+        held = self.parallel_units.rows(call, flat)
         return tree_unflatten([_mine(path, leaf, call, held) for path, leaf in flat], spec)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         call, self.now = self.now, None
-        self.stretching.unit = ""
-        if call is None or not call.stretched or not self.stretching.running:
+        self.parallel_units.unit = ""
+        if call is None or not call.stretched or not self.parallel_units.running:
             return output
         flat, spec = named_leaves(output)
-        besides, self.stretching.besides = self.stretching.besides, {}
+        besides, self.parallel_units.besides = self.parallel_units.besides, {}
         found = [(leaf, besides.get(path) or self._at(call.returned.get(path))) for path, leaf in flat]
-        return tree_unflatten([Stretch.of(leaf, *at) if at and known(leaf) else leaf for leaf, at in found], spec)
+        return tree_unflatten([SequenceShard.of(leaf, *at) if at and known(leaf) else leaf for leaf, at in found], spec)
 
-    def _at(self, at: At | None) -> tuple[int, Held] | None:
+    def _at(self, at: At | None) -> tuple[int, SequenceLayout] | None:
         """The dim and the rows of something returned, as code between units sees it."""
-        held = None if at is None else self.stretching.held.get(at[1])
+        held = None if at is None else self.parallel_units.held.get(at[1])
         return None if at is None or held is None else (at[0], held)
 
 
@@ -176,7 +176,7 @@ def known(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not is_unknown(leaf)
 
 
-def _mine(path: str, leaf: Any, call: Call, rows: dict[int, Held]) -> Any:
+def _mine(path: str, leaf: Any, call: UnitPlan, rows: dict[int, SequenceLayout]) -> Any:
     """An argument as the unit gets it."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -186,7 +186,7 @@ def _mine(path: str, leaf: Any, call: Call, rows: dict[int, Held]) -> Any:
         like = [(d, i) for i, held in rows.items() for d, n in enumerate(leaf.shape) if n == held.cut.length]
         at = like[0] if len(like) == 1 and leaf.is_floating_point() else None
     held = None if at is None else rows.get(at[1])
-    if isinstance(leaf, Stretch):
+    if isinstance(leaf, SequenceShard):
         if at is not None and at[0] - leaf.dim() == leaf.along and leaf.held == held:  # in backward, of a later pass
             return leaf.local
         leaf = leaf.whole()
@@ -196,17 +196,17 @@ def _mine(path: str, leaf: Any, call: Call, rows: dict[int, Held]) -> Any:
 class _Inside:
     """A unit's own forward, its attentions seeing all stretches; also when it runs again in backward."""
 
-    def __init__(self, stretching: Stretching, call: Call, module: nn.Module):
-        self.stretching, self.how, self.module = stretching, call, module
+    def __init__(self, parallel_units: ContextParallelUnits, call: UnitPlan, module: nn.Module):
+        self.parallel_units, self.how, self.module = parallel_units, call, module
         self.replaced = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        held = self.stretching.held
+        held = self.parallel_units.held
         if not held:
             return self.own(*args, **kwargs)
-        self.stretching.frame = checkpoint_frame()
-        besides = self.stretching.besides = {}
-        with Attending(held, self.how.attends, self.stretching.answer):
+        self.parallel_units.frame = checkpoint_frame()
+        besides = self.parallel_units.besides = {}
+        with ShardedAttention(held, self.how.attends, self.parallel_units.answer):
             return posed(self.own, args, kwargs, self.how, held, besides)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:

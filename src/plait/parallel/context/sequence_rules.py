@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensors import sharded_views as spreadviews
+from plait.tensors import sharded_views
 from plait.tensors.torch_private import tree_leaves, tree_map
 
 
@@ -174,6 +174,6 @@ RULES = {
     "expand": expanded,
     "repeat_interleave": repeated,
     "unbind": unbound,
-    **spreadviews.RULES,
+    **sharded_views.RULES,
 }  # fmt: skip
 """Name of a function -> its rule."""

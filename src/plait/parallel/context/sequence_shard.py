@@ -1,6 +1,6 @@
 """A sequence of which each rank holds a stretch, as the model's code between units sees it: one tensor, whole.
 
-Units run on stretches; the code around them was written for sequences. A `Stretch` has the shape of the whole sequence
+Units run on stretches; the code around them was written for sequences. A `SequenceShard` has the shape of the whole sequence
 and the rows of this rank. What is done to every element alone is done to those rows; what only looks at its shape gets
 that of the whole; anything else (the first token for a classifier, a mean over the sequence) first gathers the whole,
 which is right, and is communication.
@@ -20,11 +20,11 @@ from plait.config.errors import PlaitError, Problem
 from plait.parallel.context.sequence_products import PRODUCTS
 from plait.parallel.context.sequence_rules import RULES, Elsewhere, joined
 from plait.randomness.sub_block import Axis
-from plait.tensors import collectives as regions
+from plait.tensors import collectives
 from plait.tensors.rows import Rows
-from plait.tensors.sharded_tensor import ELEMENTWISE, Spread
+from plait.tensors.sharded_tensor import ELEMENTWISE, ShardedTensor
 from plait.tensors.torch_private import (
-    Facade,
+    WrapperTensor,
     checkpoint_frame,
     leaves,
     plainly,
@@ -46,7 +46,7 @@ SHAPE = frozenset((
 
 
 @dataclass(frozen=True)
-class Held:
+class SequenceLayout:
     """Which rows of the sequence the ranks of a group hold."""
 
     cut: Rows
@@ -69,20 +69,20 @@ class Held:
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """The whole; gradients of the ranks are summed."""
-        return regions.gather_partial(local, dim, self.cut, self.group)
+        return collectives.gather_partial(local, dim, self.cut, self.group)
 
     def fetch(self, local: Tensor, dim: int) -> Tensor:
         """The whole of something without gradients."""
-        return regions.gathered(local, dim % local.dim(), self.cut, self.group)
+        return collectives.gathered(local, dim % local.dim(), self.cut, self.group)
 
     def finish(self, local: Tensor, dim: int) -> Tensor:
         """What stands for the whole in a loss; where nothing is learned, the whole."""
         if not torch.is_grad_enabled():
-            return regions.gathered(local, dim, self.cut, self.group)
-        return Spread(local, dim, self.cut, self.group)
+            return collectives.gathered(local, dim, self.cut, self.group)
+        return ShardedTensor(local, dim, self.cut, self.group)
 
 
-class Stretch(Facade):
+class SequenceShard(WrapperTensor):
     """`local`: this rank's rows of dim `along` (counted from the end) of a sequence.
 
     `inside`: in a unit, where random numbers are drawn for this rank's rows alone.
@@ -90,33 +90,33 @@ class Stretch(Facade):
 
     local: Tensor
     along: int
-    held: Held
+    held: SequenceLayout
     times: int
     """Inside a unit: how often the dim has the sequence, one after the other, where the batch's dim is in it too."""
     known: tuple[Any, Tensor] | None
     """Inside a unit: the whole, once it was gathered, and what must not have changed since."""
 
     @staticmethod
-    def of(local: Tensor, dim: int, held: Held, inside: bool = False, times: int = 1) -> "Stretch":
+    def of(local: Tensor, dim: int, held: SequenceLayout, inside: bool = False, times: int = 1) -> "SequenceShard":
         """The sequence whose rows of dim `dim` on this rank are `local`."""
         along = dim - local.dim() if dim >= 0 else dim
         shape = list(local.shape)
         shape[along] = times * held.cut.length
-        made = Facade.made(Stretch, local, shape)
+        made = WrapperTensor.made(SequenceShard, local, shape)
         if inside and local.requires_grad:
             with plainly():
                 made.register_hook(_lost)
         made.local, made.along, made.held, made.inside, made.times, made.known = local, along, held, inside, times, None
         return made
 
-    def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "Stretch":
+    def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "SequenceShard":
         """Another tensor whose rows are `local`: of the same dim counted from the front, unless said otherwise."""
         times = self.times if rows is None else rows.length // self.held.cut.length
         if rows is not None and (
             rows.merged(1, 1) != self.held.cut.merged(times, 1) or (times > 1 and not self.inside)
         ):
             raise Elsewhere
-        return Stretch.of(local, self.cut if dim is None else dim, self.held, self.inside, times)
+        return SequenceShard.of(local, self.cut if dim is None else dim, self.held, self.inside, times)
 
     @property
     def cut(self) -> int:
@@ -158,7 +158,7 @@ class Stretch(Facade):
 
     def rows_of(self, other: Tensor) -> Tensor:
         """This rank's rows of something that is broadcast against this sequence. `Elsewhere` when it does not fit."""
-        if isinstance(other, Stretch):
+        if isinstance(other, SequenceShard):
             if not self.alike(other):
                 raise Elsewhere
             return other.local
@@ -170,7 +170,7 @@ class Stretch(Facade):
 
     def held_again(self, leaf: Any) -> Any:
         """This rank's rows of a whole that has as many dims as this one, and as many rows in the dim of the sequence."""
-        alike = isinstance(leaf, Tensor) and not isinstance(leaf, Stretch) and leaf.dim() == self.dim()
+        alike = isinstance(leaf, Tensor) and not isinstance(leaf, SequenceShard) and leaf.dim() == self.dim()
         if not alike or leaf.shape[self.cut] != self.rows.length:
             return leaf
         return self.like(self.mine(leaf, self.cut))
@@ -184,12 +184,12 @@ class Stretch(Facade):
         name = getattr(func, "__name__", "")
         if name in SHAPE or name == "__get__":
             return _attribute(func, args, kwargs)
-        if name.startswith("new_") and isinstance(args[0], Stretch):  # of any shape, and without its numbers
+        if name.startswith("new_") and isinstance(args[0], SequenceShard):  # of any shape, and without its numbers
             return func(args[0].local, *args[1:], **kwargs)
         try:
             return _alone(func, name, args, kwargs)
         except Elsewhere:
-            if _inplace(name) and isinstance(args[0], Stretch):
+            if _inplace(name) and isinstance(args[0], SequenceShard):
                 raise _writes(name) from None
         found = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
         return _cut_again(found, args, kwargs)
@@ -197,7 +197,7 @@ class Stretch(Facade):
 
 def _cut_again(found: Any, args: Any, kwargs: Any) -> Any:
     """Inside a unit, what was made of wholes is held in rows again: what follows is computed for these alone."""
-    inside = [t for t in leaves((args, kwargs)) if isinstance(t, Stretch) and t.inside]
+    inside = [t for t in leaves((args, kwargs)) if isinstance(t, SequenceShard) and t.inside]
     if not inside:
         return found
     x, given = max(inside, key=lambda t: t.dim()), {id(leaf) for leaf in leaves((args, kwargs))}
@@ -208,16 +208,16 @@ def _alone(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The function on this rank's rows; Elsewhere when it needs others."""
     if (name if name.startswith("__") else name.rstrip("_")) in ELEMENTWISE or name == "dropout":
         other = "out" in kwargs or (name == "where" and len(args) < 3)
-        if other or (_inplace(name) and not isinstance(args[0], Stretch)):
+        if other or (_inplace(name) and not isinstance(args[0], SequenceShard)):
             raise Elsewhere
         x, given = _aligned(args, kwargs)
         result = func(*given[0], **given[1])
         return args[0] if result is getattr(args[0], "local", None) else x.like(result, x.along + result.dim())
     if name in PRODUCTS:
-        return PRODUCTS[name](func, Stretch, args, kwargs)
+        return PRODUCTS[name](func, SequenceShard, args, kwargs)
     if name in ("cat", "concat", "stack"):
         return joined(func, args[0] if args else kwargs.pop("tensors"), args[1:], kwargs)
-    if name not in RULES or not args or not isinstance(args[0], Stretch):
+    if name not in RULES or not args or not isinstance(args[0], SequenceShard):
         raise Elsewhere
     result = RULES[name](func, args[0], args[1:], kwargs)
     if result is NotImplemented:
@@ -231,22 +231,22 @@ def _inplace(name: str) -> bool:
 
 def _attribute(func: Any, args: Any, kwargs: Any) -> Any:
     x, name = args[0], getattr(getattr(func, "__self__", None), "__name__", "")
-    if name in ("T", "mT", "H", "mH") and isinstance(x, Stretch):
+    if name in ("T", "mT", "H", "mH") and isinstance(x, SequenceShard):
         return RULES["transpose"](torch.transpose, x, (-2, -1), {})
-    if name in ("real", "imag") and isinstance(x, Stretch):
+    if name in ("real", "imag") and isinstance(x, SequenceShard):
         return x.like(getattr(x.local, name))
     with plainly():
         return func(*args, **kwargs)
 
 
 def _gathered(leaf: Any) -> Any:
-    return leaf.whole() if isinstance(leaf, Stretch) else leaf
+    return leaf.whole() if isinstance(leaf, SequenceShard) else leaf
 
 
-def _aligned(args: Any, kwargs: Any) -> tuple[Stretch, Any]:
+def _aligned(args: Any, kwargs: Any) -> tuple[SequenceShard, Any]:
     """(one of the stretches, arguments as this rank's rows) of a function of single elements."""
     flat, spec = tree_flatten((args, kwargs))
-    stretches = [leaf for leaf in flat if isinstance(leaf, Stretch)]
+    stretches = [leaf for leaf in flat if isinstance(leaf, SequenceShard)]
     x = max(stretches, key=lambda s: s.local.dim())
     return x, tree_unflatten([x.rows_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
 
@@ -283,7 +283,7 @@ def for_loss(outputs: Any, ranks: int) -> Any:
     """A model's outputs for a loss that each of so many ranks computes whole."""
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, Stretch):
+        if isinstance(leaf, SequenceShard):
             return leaf.held.finish(leaf.local, leaf.along + leaf.local.dim())
         needs = isinstance(leaf, Tensor) and leaf.requires_grad
         return shared(leaf, ranks) if needs else leaf

@@ -28,7 +28,7 @@ Pair = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
-class Call:
+class UnitPlan:
     """How a call of a unit runs: on a rank's stretches, or on whole sequences."""
 
     unit: str
@@ -62,10 +62,10 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Course:
+class SequencePlan:
     """The calls of a forward pass, in order."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[UnitPlan, ...]
     draws: dict[tuple[str, int], int]
     """(place, dim) of random tensors that are drawn on stretches -> sequence."""
     lengths: tuple[int, ...]
@@ -116,7 +116,7 @@ def shortened(inputs: Any, lengths: Sequence[int], to: Sequence[int]) -> Any:
     return tree_map_only(Tensor, one, inputs)
 
 
-def short(course: Course, inputs: Any, ranks: int) -> Any:
+def short(course: SequencePlan, inputs: Any, ranks: int) -> Any:
     """The inputs with lengths that are as good as any for a look at the model: unlike stretches for all ranks."""
     return shortened(inputs, course.lengths, [min(n, 4 * ranks + 1) for n in course.lengths])
 
@@ -126,7 +126,7 @@ def as_held(sketch: Sketch, sizes: Sequence[int]) -> Sketch:
     return replace(sketch, calls=tuple(_held(c, made, sizes) for c, made in zip(sketch.calls, sketch.course.calls)))
 
 
-def _held(call: UnitCall, made: Call, sizes: Sequence[int]) -> UnitCall:
+def _held(call: UnitCall, made: UnitPlan, sizes: Sequence[int]) -> UnitCall:
     form = call.template
     if not made.stretched or form is NOTHING:
         return call

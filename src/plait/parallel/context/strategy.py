@@ -57,17 +57,17 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.make import call
 from plait.model.sketch import Sketch
-from plait.parallel.context.attention import around, check_heads, exchanged
-from plait.parallel.context.check import proved, restored
+from plait.parallel.context.attention import by_ring, by_ulysses, check_heads
+from plait.parallel.context.check import checked_units, restored
 from plait.parallel.context.communication import Communication, communication
 from plait.parallel.context.find import find
 from plait.parallel.context.opened_unit import Layout, worth
-from plait.parallel.context.runtime import Stretching
-from plait.parallel.context.sequence_shard import Held, Stretch
-from plait.parallel.context.sequences import SAMPLES, Course
+from plait.parallel.context.runtime import ContextParallelUnits
+from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
+from plait.parallel.context.sequences import SAMPLES, SequencePlan
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor.wiring import wire
-from plait.randomness.sub_block import Axis, Share
+from plait.randomness.sub_block import Axis, HeldRows
 from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
 
@@ -107,7 +107,7 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
             return call(model, given)
 
     course = find(built.model, batch(SAMPLES)[0], run, sketch)
-    course = proved(built.model, batch(1)[0], run, course, (layout(plan), plan.cp), plan.context == "ulysses")
+    course = checked_units(built.model, batch(1)[0], run, course, (layout(plan), plan.cp), plan.context == "ulysses")
     if not any(made.sees for made in course.calls):
         worth(course, sketch)
     with ExitStack() as stack:
@@ -116,9 +116,9 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
             model = copy.deepcopy(model)
             wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
         stack.enter_context(restored(model))
-        stretching = Stretching(model, course, plan.cp)
-        stretching.wrap()
-        found = communication(model, batch(SAMPLES)[0], run, stretching, layout(plan))
+        parallel_units = ContextParallelUnits(model, course, plan.cp)
+        parallel_units.wrap()
+        found = communication(model, batch(SAMPLES)[0], run, parallel_units, layout(plan))
     for heads in found.heads if plan.context == "ulysses" else ():
         check_heads(heads, plan.cp, plan.tp)
     if plan.pp > 1:
@@ -126,7 +126,7 @@ def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
     return replace(sketch, course=course)
 
 
-def _check_stages(plan: Plan, sketch: Sketch, course: Course, found: Communication) -> None:
+def _check_stages(plan: Plan, sketch: Sketch, course: SequencePlan, found: Communication) -> None:
     """P041 when it is not one stage alone that communicates something."""
     times = Counter(call.unit for call in sketch.calls)
     why = ""
@@ -142,23 +142,23 @@ def _check_stages(plan: Plan, sketch: Sketch, course: Course, found: Communicati
 
 def apply(built: Any) -> None:
     plan, group, course = built.plan, built.groups["cp"], built.sketch.course
-    stretching = Stretching(built.model, course, plan.cp)
-    stretching.answer = (around if plan.context == "ring" else exchanged)(lambda: built.randomness)
-    stretching.hold = lambda length: Held(layout(plan)(length, plan.cp), group, group.rank())
-    stretching.wrap()
+    parallel_units = ContextParallelUnits(built.model, course, plan.cp)
+    parallel_units.answer = (by_ring if plan.context == "ring" else by_ulysses)(lambda: built.randomness)
+    parallel_units.hold = lambda length: SequenceLayout(layout(plan)(length, plan.cp), group, group.rank())
+    parallel_units.wrap()
     drawn = frozenset(course.draws)
 
     def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
         x, number = built.randomness.whose, course.draws.get((place, dim), -1)
-        if isinstance(x, Stretch):
+        if isinstance(x, SequenceShard):
             return x.held.axis(local) if dim == x.cut else None
-        now = stretching.held.get(number)
+        now = parallel_units.held.get(number)
         if now is None or (whole and local * course.lengths[number] == whole * now.cut.length):  # drawn for all rows
             return None
-        return Share(now.cut, now.rank, drawn)(place, dim, whole, local)
+        return HeldRows(now.cut, now.rank, drawn)(place, dim, whole, local)
 
     built.rules.insert(0, held)  # before those who cut what has the length of a stretch by chance
-    built.prepared.append(lambda _: stretching.install())
+    built.prepared.append(lambda _: parallel_units.install())
 
 
 def layout(plan: Plan) -> Layout:

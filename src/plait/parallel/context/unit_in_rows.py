@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.parallel.context.sequence_shard import Held, Stretch
-from plait.parallel.context.sequences import At, Call, seeds
+from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
+from plait.parallel.context.sequences import At, UnitPlan, seeds
 from plait.tensors import multihead
 from plait.tensors.torch_private import BatchNormBase, named_leaves, tree_map_only, tree_unflatten
 
@@ -32,13 +32,18 @@ def show(module: nn.Module) -> None:
             inner.forward = partial(multihead.forward, inner)  # pyrefly: ignore
 
 
-Besides = dict[str, tuple[int, Held]]
+Besides = dict[str, tuple[int, SequenceLayout]]
 """Of what a unit returns in rows though no run of the model showed that it has one dim of a sequence (weights of attention
 have two): by its path, the dim and the rows."""
 
 
 def posed(
-    forward: Callable[..., Any], args: Any, kwargs: Any, call: Call, held: Mapping[int, Held], besides: Besides
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    call: UnitPlan,
+    held: Mapping[int, SequenceLayout],
+    besides: Besides,
 ) -> Any:
     """What a unit returns, run on this rank's rows: as they are, or under the shape of the whole."""
     if not call.poses:
@@ -47,11 +52,11 @@ def posed(
     def whole(path: str, leaf: Any) -> Any:
         dim, number = (0, None) if path in call.left else call.given.get(path, (0, None))
         mine = None if number is None or not isinstance(leaf, Tensor) else held.get(number)
-        return Stretch.of(leaf, dim, mine, True) if mine is not None and leaf.shape[dim] == mine.size else leaf
+        return SequenceShard.of(leaf, dim, mine, True) if mine is not None and leaf.shape[dim] == mine.size else leaf
 
     def rows(path: str, leaf: Any) -> Any:
         at = call.returned.get(path)
-        if not isinstance(leaf, Stretch):
+        if not isinstance(leaf, SequenceShard):
             return rows_of(leaf, at, held) if isinstance(leaf, Tensor) else leaf
         if at is None and leaf.times == 1:
             besides[path] = leaf.cut, leaf.held
@@ -68,12 +73,12 @@ def each(make: Callable[[str, Any], Any], tree: Any) -> Any:
     return tree_unflatten([make(path, leaf) for path, leaf in flat], spec)
 
 
-def rows_of(whole: Tensor, at: At | None, held: Mapping[int, Held]) -> Tensor:
+def rows_of(whole: Tensor, at: At | None, held: Mapping[int, SequenceLayout]) -> Tensor:
     """The rows that are held of the sequence that a dim is."""
     return whole if at is None or at[1] not in held else held[at[1]].take(whole, at[0])
 
 
-def taken_of(whole: Tensor, path: str, call: Call, held: Mapping[int, Held], besides: Besides) -> Tensor:
+def taken_of(whole: Tensor, path: str, call: UnitPlan, held: Mapping[int, SequenceLayout], besides: Besides) -> Tensor:
     """Of something that a unit returns on all rows, what it returns on some."""
     if path in besides:
         dim, mine = besides[path]
@@ -81,7 +86,7 @@ def taken_of(whole: Tensor, path: str, call: Call, held: Mapping[int, Held], bes
     return rows_of(whole, call.returned.get(path), held)
 
 
-def cut_arguments(given: Any, call: Call, held: Mapping[int, Held]) -> Any:
+def cut_arguments(given: Any, call: UnitPlan, held: Mapping[int, SequenceLayout]) -> Any:
     """(args, kwargs) with this rank's rows of what is cut."""
 
     def one(path: str, leaf: Any) -> Any:
@@ -91,7 +96,7 @@ def cut_arguments(given: Any, call: Call, held: Mapping[int, Held]) -> Any:
     return each(one, given)
 
 
-def lengths_of(made: Call, given: Any) -> dict[int, int]:
+def lengths_of(made: UnitPlan, given: Any) -> dict[int, int]:
     """Sequence -> its length, of all that a unit is given something of."""
     named = {path: leaf for path, leaf in named_leaves(given)[0] if isinstance(leaf, Tensor)}
     return {number: named[path].shape[dim] for path, (dim, number) in made.given.items() if path in named}

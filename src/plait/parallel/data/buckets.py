@@ -37,10 +37,10 @@ def fill(specs: list[Spec], apart: Container[int] = ()) -> list[list[int]]:
     return buckets
 
 
-def tail_of(specs: list[Spec], rider: int, apart: Container[int] = ()) -> int:
-    """Elements the rider takes in the last bucket: 0 when its format cannot hold it, or there is none."""
+def tail_of(specs: list[Spec], step_row: int, apart: Container[int] = ()) -> int:
+    """Elements the row of the step takes in the last bucket: 0 when its format cannot hold it, or there is none."""
     last = specs[fill(specs, apart)[-1][0]][1] if specs else None
-    return rider if last in (torch.float32, torch.float64) else 0
+    return step_row if last in (torch.float32, torch.float64) else 0
 
 
 def numel(shape: Iterable[int]) -> int:
@@ -75,20 +75,20 @@ class _Bucket:
 class Reducer:
     """Sums the gradients of all ranks of `group` inside the backward that follows `arm`, and a row of numbers with them.
 
-    The row (the "rider") travels in the tail of the last bucket: a collective of its own would cost as much as a small
+    The row (the "step_row") travels in the tail of the last bucket: a collective of its own would cost as much as a small
     model's gradients. A bucket of 16-bit parameters cannot hold it; there it goes alone.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Any, rider: int, apart: Container[int] = ()):
+    def __init__(self, parameters: list[nn.Parameter], group: Any, step_row: int, apart: Container[int] = ()):
         self.group = group
         specs = [(tuple(p.shape), p.dtype) for p in parameters]
-        order, tail = fill(specs, apart), tail_of(specs, rider, apart)
+        order, tail = fill(specs, apart), tail_of(specs, step_row, apart)
         self.idle = False
         """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.buckets = [_Bucket([parameters[i] for i in b], tail * (k == len(order) - 1)) for k, b in enumerate(order)]
         self.armed = False
         self.next = 0
-        self.rider: Tensor = torch.zeros(0)
+        self.step_row: Tensor = torch.zeros(0)
         self.alone: Any = None
         for bucket in self.buckets:
             for i, parameter in enumerate(bucket.parameters):
@@ -110,7 +110,7 @@ class Reducer:
         return ready
 
     def settle(self) -> None:
-        """Sum what the gradients are now, without a rider: when several backward passes end a step."""
+        """Sum what the gradients are now, without a row of the step: when several backward passes end a step."""
         for bucket in self.buckets:
             bucket.waiting = len(bucket.parameters)
             for view, parameter in zip(bucket.views, bucket.parameters):
@@ -130,17 +130,17 @@ class Reducer:
         """The norm of the summed gradients, which every rank holds whole."""
         return torch.nn.utils.get_total_norm(gradients)
 
-    def arm(self, rider: Tensor | None) -> None:
-        """The next backward is the last of the step: start each bucket's sum as soon as it is full. None: no rider."""
+    def arm(self, step_row: Tensor | None) -> None:
+        """The next backward is the last of the step: start each bucket's sum as soon as it is full. None: no such row."""
         self.armed, self.next, self.alone = True, 0, None
-        self.rider = torch.zeros(0) if rider is None else rider
+        self.step_row = torch.zeros(0) if step_row is None else step_row
         for bucket in self.buckets:
             bucket.waiting = len(bucket.parameters)
         tail = self.buckets[-1].tail
-        if tail.numel() and rider is not None:
-            tail.copy_(rider)
-        elif rider is not None:
-            self.alone = dist.all_reduce(rider, group=self.group, async_op=True)
+        if tail.numel() and step_row is not None:
+            tail.copy_(step_row)
+        elif step_row is not None:
+            self.alone = dist.all_reduce(step_row, group=self.group, async_op=True)
 
     def _launch(self, complete: bool) -> None:
         while self.next < len(self.buckets):
@@ -161,14 +161,14 @@ class Reducer:
                 bucket.flags[i] = 0.0
 
     def finish(self) -> Tensor:
-        """Start what is left, wait for all sums, give every parameter used anywhere its gradient; the summed rider."""
+        """Start what is left, wait for all sums, give every parameter used anywhere its gradient; the summed row of the step."""
         self.armed = False
         self._launch(complete=True)
         self._wait()
         tail = self.buckets[-1].tail
         if self.alone is not None:
             self.alone.wait()
-            return self.rider
+            return self.step_row
         return tail.double()
 
     def _wait(self) -> None:

@@ -39,7 +39,7 @@ from typing import Any
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.data import batch_norm as batchnorm
+from plait.parallel.data import batch_norm
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.mutations import apart
 
@@ -68,11 +68,11 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Any) -> None:
-    batchnorm.synchronise(built.model, built.sketch.batch_norms, built.peers)
+    batch_norm.synchronise(built.model, built.sketch.batch_norms, built.peers)
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting or built.sketch.rewritten else ""
-    rider = 0 if built.plan.across else rider_of(built.plan)
+    step_row = 0 if built.plan.across else numbers_of_step_row(built.plan)
     own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
-    built.reducer = Reducer(list(own.values()), built.copies, rider, _apart(own, built.sketch))
+    built.reducer = Reducer(list(own.values()), built.copies, step_row, _apart(own, built.sketch))
 
 
 def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
@@ -81,7 +81,7 @@ def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
     return {i for i, name in enumerate(names) if name in uneven}
 
 
-def rider_of(plan: Plan) -> int:
+def numbers_of_step_row(plan: Plan) -> int:
     """Numbers all ranks must know after a step: loss, wish to stop, how a save goes, samples and busy time of each share
     of the batch, each rank's time waiting for data."""
     return 3 + 2 * plan.ranks + plan.world

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.losses.global_batch import Sharers
-from plait.model.experts import Mixture, cut_stacked
-from plait.parallel.expert.layers import Listed, Stacked, at_home, roles, spelled
+from plait.losses.global_batch import BatchPeers
+from plait.model.experts import MoELayer, cut_stacked
+from plait.parallel.expert.layers import ListedExperts, StackedExperts, at_home, roles, spelled
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import DropoutBase, leaves, tree_leaves, tree_map_only
@@ -68,10 +68,10 @@ def _near(a: Any, b: Any) -> bool:
     )
 
 
-def check_stacked(module: nn.Module, mixture: Mixture, met: Met) -> tuple[Mixture | None, str]:
+def check_stacked(module: nn.Module, mixture: MoELayer, met: Met) -> tuple[MoELayer | None, str]:
     """By the module's own forward with some of the experts at a time, one choice per row, the weights applied after."""
     try:
-        given = dict(zip(Stacked(module, 0, at_home, Sharers()).names, met.args)) | met.kwargs
+        given = dict(zip(StackedExperts(module, 0, at_home, BatchPeers()).names, met.args)) | met.kwargs
         hidden, index, _ = roles(given)
     except KeyError:
         return None, ""
@@ -93,7 +93,7 @@ def check_stacked(module: nn.Module, mixture: Mixture, met: Met) -> tuple[Mixtur
     return None, why
 
 
-def _adds_up(module: nn.Module, mixture: Mixture, how: tuple[dict[str, Any], str, int]) -> int:
+def _adds_up(module: nn.Module, mixture: MoELayer, how: tuple[dict[str, Any], str, int]) -> int:
     """The width of a result when the parts of two ranks make the whole on all examples, else 0. `how`: arguments, which of them
     says the experts, how many are given by place."""
     (given, index, places), generator = how, torch.Generator().manual_seed(1)
@@ -121,14 +121,14 @@ def _adds_up(module: nn.Module, mixture: Mixture, how: tuple[dict[str, Any], str
                 at += count
             return torch.cat(found)
 
-        worker = Stacked(module, mixture.experts, through, Sharers())
+        worker = StackedExperts(module, mixture.experts, through, BatchPeers())
         if not _near(expected, spelled(worker, here, places)):
             return 0
         width = expected.shape[-1]
     return width
 
 
-def check_listed(layer: nn.Module, mixture: Mixture, met: Met) -> tuple[Mixture | None, str]:
+def check_listed(layer: nn.Module, mixture: MoELayer, met: Met) -> tuple[MoELayer | None, str]:
     """By the layer's own code run twice, with what the experts return in between."""
     names = [n[len(mixture.name) + 1 :] if mixture.name else n for n in mixture.modules]
     first, why = next(t for t in tree_leaves((met.args, met.kwargs)) if isinstance(t, Tensor)), ""
@@ -141,8 +141,8 @@ def check_listed(layer: nn.Module, mixture: Mixture, met: Met) -> tuple[Mixture 
                 expected = _silent(whole, args, kwargs)
                 drawn = drawn or not torch.equal(torch.get_rng_state(), state[2])
                 restore_host(state)
-                twin = Listed(
-                    twice, [twice.get_submodule(n) for n in names], range(mixture.experts), at_home, Sharers()
+                twin = ListedExperts(
+                    twice, [twice.get_submodule(n) for n in names], range(mixture.experts), at_home, BatchPeers()
                 )
                 twin.width = width
                 twin.again = partial(partial, restore_host, state)

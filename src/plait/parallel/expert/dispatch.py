@@ -26,7 +26,7 @@ Serve = Callable[[Tensor, list[int | None]], Tensor]
 
 
 @dataclass(frozen=True)
-class Way:
+class ExpertPlacement:
     """How the experts of one layer lie on the ranks of a group: rank after rank, sizes differ by at most one."""
 
     group: Any
@@ -44,7 +44,7 @@ class Way:
         return range(first, first + length)
 
 
-def through(rows: Tensor, counts: list[int | None], way: Way, serve: Serve) -> Tensor:
+def through(rows: Tensor, counts: list[int | None], way: ExpertPlacement, serve: Serve) -> Tensor:
     """A result for each row, from the rank that has the row's expert; in the order of the rows.
 
     rows [n, …], sorted by expert; `counts`: how many belong to each expert of the layer, None where there was no call.
@@ -69,7 +69,7 @@ def _parts(counts: list[int | None], sizes: tuple[int, ...]) -> list[list[int | 
     return [counts[first : first + size] for first, size in zip(firsts, sizes)]
 
 
-def _counts(counts: list[int | None], way: Way, device: torch.device) -> list[list[int]]:
+def _counts(counts: list[int | None], way: ExpertPlacement, device: torch.device) -> list[list[int]]:
     """Of each rank: how many rows it has for each expert of this rank; −1 where it did not call it."""
     sizes, mine = list(way.rows.sizes), len(way.mine)
     sent = torch.tensor([-1 if n is None else n for n in counts], dtype=torch.int64, device=device)

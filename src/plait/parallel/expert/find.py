@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.model.experts import Format, Mixture
+from plait.model.experts import Format, MoELayer
 from plait.model.units import has_forward
 from plait.parallel.expert.check import Met, check_listed, check_stacked
 from plait.randomness.keyed import host_state, restore_host
@@ -24,7 +24,7 @@ from plait.tensors.torch_private import tree_leaves, tree_map_only
 SAMPLES = 3
 
 
-def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any]) -> tuple[list[Mixture], list[str]]:
+def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any]) -> tuple[list[MoELayer], list[str]]:
     """The mixtures of experts of a model, and of layers that look like one and cannot be split: why. Leaves it as it is."""
     proposed = [*_stacked(model), *_listed(model)]
     if not proposed:
@@ -53,16 +53,16 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
     return found, whole
 
 
-def _stacked(model: nn.Module) -> Iterator[Mixture]:
+def _stacked(model: nn.Module) -> Iterator[MoELayer]:
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         sizes = {p.shape[0] if p.dim() > 1 else 0 for p in own.values()}
         alone = len(own) == len(list(module.parameters()))
         if own and alone and len(sizes) == 1 and min(sizes) > 1 and any(p.dim() > 2 for p in own.values()):
-            yield Mixture(name, sizes.pop(), (_formats(name, module),))
+            yield MoELayer(name, sizes.pop(), (_formats(name, module),))
 
 
-def _listed(model: nn.Module) -> Iterator[Mixture]:
+def _listed(model: nn.Module) -> Iterator[MoELayer]:
     modules = dict(model.named_modules())
     for name, module in modules.items():
         kids = list(module.children()) if isinstance(module, nn.ModuleList) else []
@@ -73,14 +73,14 @@ def _listed(model: nn.Module) -> Iterator[Mixture]:
         while layer and not has_forward(modules[layer]):
             layer = layer.rpartition(".")[0]
         names = tuple(f"{name}.{n}" for n, _ in module.named_children())
-        yield Mixture(layer, len(kids), tuple(_formats(n, modules[n]) for n in names), names)
+        yield MoELayer(layer, len(kids), tuple(_formats(n, modules[n]) for n in names), names)
 
 
 def _formats(name: str, module: nn.Module) -> tuple[Format, ...]:
     return tuple((f"{name}.{n}".lstrip("."), tuple(p.shape), p.dtype) for n, p in module.named_parameters())
 
 
-def _used_elsewhere(model: nn.Module, mixture: Mixture) -> bool:
+def _used_elsewhere(model: nn.Module, mixture: MoELayer) -> bool:
     """Whether a parameter of an expert has another name too: other code uses it as a whole."""
     every = dict(model.named_parameters(remove_duplicate=False))
     mine = {id(every[name]) for name in mixture.names}
@@ -88,7 +88,7 @@ def _used_elsewhere(model: nn.Module, mixture: Mixture) -> bool:
 
 
 def _run(
-    model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any], proposed: list[Mixture]
+    model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any], proposed: list[MoELayer]
 ) -> dict[str, Met]:
     """What a run on a few samples gives each proposed module, and each expert of a list."""
     model, met = copy.deepcopy(model), {}
@@ -111,7 +111,7 @@ def _run(
     return met
 
 
-def _mixes(model: nn.Module, mixture: Mixture, met: dict[str, Met]) -> bool:
+def _mixes(model: nn.Module, mixture: MoELayer, met: dict[str, Met]) -> bool:
     """Whether the members of a list get a part of the rows each; or all of them the same, and they are most of the layer.
 
     Others are layers one after another, or some heads on top of a model, whose code is not worth running twice.
@@ -125,7 +125,7 @@ def _mixes(model: nn.Module, mixture: Mixture, met: dict[str, Met]) -> bool:
     return len(called) == mixture.experts and alike and 2 * sizes[0] * mixture.experts >= sizes[1]
 
 
-def _rows(mixture: Mixture, met: dict[str, Met]) -> int:
+def _rows(mixture: MoELayer, met: dict[str, Met]) -> int:
     if mixture.modules:
         return sum(met[name].rows for name in mixture.modules if name in met)
     given = tree_leaves((met[mixture.name].args, met[mixture.name].kwargs))

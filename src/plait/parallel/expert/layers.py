@@ -1,9 +1,9 @@
 """Layers whose experts are elsewhere: what runs instead of their own forward (see `parallel/expert/strategy.py`).
 
-`Stacked`: a module that holds its experts in parameters [experts, …] and is told for each token which it goes to. The
+`StackedExperts`: a module that holds its experts in parameters [experts, …] and is told for each token which it goes to. The
 rows of tokens travel; the owner runs the module's own forward with its share of the experts.
 
-`Listed`: a layer that holds a list of expert modules and calls them in code of its own, whatever that is. The code is
+`ListedExperts`: a layer that holds a list of expert modules and calls them in code of its own, whatever that is. The code is
 run twice. The first time each expert only notes what it is given and returns zeros; what was noted travels to the
 experts and comes back; the second time each call returns the expert's result. This is the same function as long as what
 an expert is given does not depend on what another returns, and rows do not depend on each other inside an expert; both
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
-from plait.losses.global_batch import Sharers
-from plait.parallel.expert.dispatch import Serve, Way, through, tied
+from plait.losses.global_batch import BatchPeers
+from plait.parallel.expert.dispatch import ExpertPlacement, Serve, through, tied
 from plait.tensors.torch_private import leaves, own_buffers, tree_leaves, tree_map_only
 
 Through = Callable[[Tensor, list[int | None], Serve], Tensor]
 """What takes rows to the experts and back: `travelling`, or `at_home` where all experts are here."""
 
 
-def travelling(way: Way) -> Through:
+def travelling(way: ExpertPlacement) -> Through:
     """Rows travel to the ranks of the group."""
     return lambda rows, counts, serve: through(rows, counts, way, serve)
 
@@ -43,10 +43,10 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     return replaced if replaced is not None else type(module).forward.__get__(module)
 
 
-class Stacked:
+class StackedExperts:
     """The forward of a module with stacked experts, of which this rank has `mine`."""
 
-    def __init__(self, module: nn.Module, experts: int, through: Through, sharers: Sharers):
+    def __init__(self, module: nn.Module, experts: int, through: Through, sharers: BatchPeers):
         self.own, self.experts, self.through, self.sharers = own_forward(module), experts, through, sharers
         self.names = [n for n in inspect.signature(type(module).forward).parameters if n != "self"]
 
@@ -127,10 +127,10 @@ class Expert:
         return result.reshape(*rows[0].shape[:-1], *result.shape[1:])
 
 
-class Listed:
+class ListedExperts:
     """The forward of a layer with a list of experts, of which this rank has `mine`."""
 
-    def __init__(self, layer: nn.Module, experts: list[nn.Module], mine: range, through: Through, sharers: Sharers):
+    def __init__(self, layer: nn.Module, experts: list[nn.Module], mine: range, through: Through, sharers: BatchPeers):
         self.layer, self.own, self.modules, self.mine = layer, own_forward(layer), experts, mine
         self.through, self.sharers = through, sharers
         self.experts = [Expert(module, number) for number, module in enumerate(experts)]

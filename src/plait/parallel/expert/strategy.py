@@ -53,11 +53,11 @@ from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
-from plait.model.experts import Mixture, cut_stacked
+from plait.model.experts import MoELayer, cut_stacked
 from plait.model.sketch import Sketch
-from plait.parallel.expert.dispatch import Way
-from plait.parallel.expert.layers import Listed, Stacked, travelling
-from plait.parallel.fsdp import expert_shards as expertshards
+from plait.parallel.expert.dispatch import ExpertPlacement
+from plait.parallel.expert.layers import ListedExperts, StackedExperts, travelling
+from plait.parallel.fsdp import expert_shards
 from plait.parallel.mesh import experts_of
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.fake import hollow
@@ -88,7 +88,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
         why = f"dp={plan.dp} × fsdp={plan.fsdp} = {plan.shares}: a group of {plan.ep} neighbours would be incomplete"
         yield Problem("P050", what, why=why, fix=(f'--plan "ep={plan.shares}"', f'--plan "dp={plan.ep} ep={plan.ep}"'))
-    elif plan.expert_shards > 1 and not expertshards.known():
+    elif plan.expert_shards > 1 and not expert_shards.known():
         what = f"fsdp={plan.fsdp} ep={plan.ep} needs a torch newer than 2.11"
         why = f"{plan.expert_shards} ranks of an fsdp group would share experts, on a mesh of their own: torch 2.11 has one mesh"
         fix = ("pip install 'torch>=2.13'", f'--plan "dp={plan.dp * plan.fsdp} ep={plan.ep}"')
@@ -109,7 +109,7 @@ def apply(built: Any) -> None:
     for mixture in here:
         mine = mixture.mine(plan.ep, holders.sharing.rank())
         shapes = {name: shape for rows in mixture.parameters for name, shape, _ in rows}
-        (_stacked if mixture.stacked else _listed)(built, mixture, Way(holders.sharing, mixture.experts))
+        (_stacked if mixture.stacked else _listed)(built, mixture, ExpertPlacement(holders.sharing, mixture.experts))
         held = {name for name, _, _ in mixture.held(mine)}
         for name in mixture.names:
             built.own.pop(name)
@@ -119,7 +119,9 @@ def apply(built: Any) -> None:
             built.cuts |= {n: (shapes[n], (rows, *everything(shapes[n][1:]))) for n in held}
         built.experts |= held
     whole = [
-        n for n, p in built.own.items() if n in built.experts - frozen and not expertshards.parted(plan, tuple(p.shape))
+        n
+        for n, p in built.own.items()
+        if n in built.experts - frozen and not expert_shards.parted(plan, tuple(p.shape))
     ]
     if holders.holding.size() > 1 and whole:
         built.partial.append((tuple(whole), holders.holding))
@@ -129,18 +131,18 @@ def apply(built: Any) -> None:
     built.prepared.append(lambda _: setattr(built, "lockstep", built.lockstep or "sample"))
 
 
-def _stacked(built: Any, mixture: Mixture, way: Way) -> None:
+def _stacked(built: Any, mixture: MoELayer, way: ExpertPlacement) -> None:
     module = cut_stacked(built.model.get_submodule(mixture.name), mixture, way.mine)
-    module.forward = Stacked(module, mixture.experts, travelling(way), built.sharers)
+    module.forward = StackedExperts(module, mixture.experts, travelling(way), built.sharers)
 
 
-def _listed(built: Any, mixture: Mixture, way: Way) -> None:
+def _listed(built: Any, mixture: MoELayer, way: ExpertPlacement) -> None:
     modules = [built.model.get_submodule(name) for name in mixture.modules]
     gone = [number for number in range(mixture.experts) if number not in way.mine]
     hollow(built.model, {name for number in gone for name, _, _ in mixture.parameters[number]}, built.device)
     built.elsewhere += tuple(mixture.modules[number] for number in gone)
     layer = built.model.get_submodule(mixture.name)
-    layer.forward = Listed(layer, modules, way.mine, travelling(way), built.sharers)
+    layer.forward = ListedExperts(layer, modules, way.mine, travelling(way), built.sharers)
     layer.forward.width = mixture.width[0]
     inside = any(place.startswith(f"{mixture.name}.".lstrip(".")) for place in built.sketch.places)
     layer.forward.again = partial(_again, built, inside)
@@ -159,7 +161,7 @@ def _again(built: Any, draws: bool) -> Any:
     return both
 
 
-def found(mixtures: list[Mixture], whole: list[str], plan: Plan) -> tuple[Mixture, ...]:
+def found(mixtures: list[MoELayer], whole: list[str], plan: Plan) -> tuple[MoELayer, ...]:
     """The mixtures of a model for this plan. P051 when there are none, or not enough experts."""
     few = [m for m in mixtures if m.experts < plan.ep]
     if not mixtures:

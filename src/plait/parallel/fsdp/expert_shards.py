@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from plait.config.plan import Plan
-from plait.parallel.fsdp.runtime import Where, along, divides
+from plait.parallel.fsdp.runtime import ShardGroup, along, divides
 from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
 
 
@@ -29,15 +29,15 @@ def known() -> bool:
     return ShardPlacementResult is not None
 
 
-def lying(built: Any) -> dict[str, Where]:
+def lying(built: Any) -> dict[str, ShardGroup]:
     """Which ranks hold the parts of each parameter of this rank's experts that is cut, and along which dim."""
     if built.apart is None:
         return {}
     shapes = {n: tuple(built.own[n].shape) for n in built.own if n in built.experts and divides(built.own[n].shape)}
-    return {n: Where(built.apart, built.alike, along(s, built.apart.size())) for n, s in shapes.items()}
+    return {n: ShardGroup(built.apart, built.alike, along(s, built.apart.size())) for n, s in shapes.items()}
 
 
-def placement(built: Any, where: dict[str, Where], device: torch.device) -> Callable[[nn.Parameter], Any] | None:
+def placement(built: Any, where: dict[str, ShardGroup], device: torch.device) -> Callable[[nn.Parameter], Any] | None:
     """What tells `fully_shard` the ranks and the dim of each of these parameters. None: there are none."""
     if not where:
         return None

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from plait.config.errors import PlaitError, Problem
-from plait.model.experts import Mixture
+from plait.model.experts import MoELayer
 from plait.model.meter import OUTPUT
 from plait.model.sketch import Sketch
 
@@ -62,7 +62,7 @@ def differentiated(sketch: Sketch) -> set[str]:
     return {call.unit for i, call in enumerate(sketch.calls) if i in reached and call.backward}
 
 
-def check_formats(sketch: Sketch, mixtures: Iterable[Mixture] = ()) -> None:
+def check_formats(sketch: Sketch, mixtures: Iterable[MoELayer] = ()) -> None:
     """P029 when one group would sum gradients of several number formats in one collective. `mixtures`: those kept as parts."""
     formats = {name: dtype for name, _, dtype in sketch.parameters}
     together = [(group, {formats[n] for n in names if n in formats}) for group, names in members(sketch).items()]
@@ -85,10 +85,10 @@ def members(sketch: Sketch) -> dict[str, list[str]]:
     return found | {"": [name for name in everything if name not in taken]}
 
 
-def homes(sketch: Sketch, mixtures: Iterable[Mixture]) -> dict[str, list[Mixture]]:
+def homes(sketch: Sketch, mixtures: Iterable[MoELayer]) -> dict[str, list[MoELayer]]:
     """With which group the experts of each mixture are gathered, as `members` has it: that of the unit around them."""
     first = {name: names[0] for names in groups(sketch) for name in names}
-    found: dict[str, list[Mixture]] = {}
+    found: dict[str, list[MoELayer]] = {}
     for mixture in mixtures:
         around = (group for unit, group in first.items() if f"{mixture.name}.".startswith(f"{unit}."))
         found.setdefault(next(around, ""), []).append(mixture)

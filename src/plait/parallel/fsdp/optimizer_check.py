@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.model.experts import Mixture
+from plait.model.experts import MoELayer
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp.runtime import divides
 from plait.randomness.keyed import host_state, restore_host
@@ -57,7 +57,7 @@ def trained(sketch: Sketch) -> dict[str, tuple[int, ...]]:
 
 
 def lots_of(
-    plan: Plan, sketch: Sketch, cuts: Mapping[str, int], mixtures: Iterable[Mixture]
+    plan: Plan, sketch: Sketch, cuts: Mapping[str, int], mixtures: Iterable[MoELayer]
 ) -> dict[str, dict[str, Lot]]:
     """What ranks have of the parameters, by each axis that shares them out; those that are not named are whole.
 

@@ -50,7 +50,7 @@ def stretch(length: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Where:
+class ShardGroup:
     """Where the parts of a parameter are: the group of ranks that hold them, of those that hold the same, which dim is cut."""
 
     group: Any
@@ -59,17 +59,17 @@ class Where:
     dim: int = 0
 
 
-class Shards:
+class FsdpRuntime:
     """The sharded model of one rank: what the engine calls around backward, and the tensors the optimizer updates.
 
     `own` are this rank's parts as plain parameters that share storage with FSDP2's: element-wise optimizers need no
     more, and pay nothing for DTensor's dispatch. Scalars cannot be sharded: they stay whole, and their gradients travel
-    with the rider.
+    with the step_row.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, group: Any, copies: Any, scatter: Scatter, names: set[str]):
-        self.model, self.zero, self.usual, self.scatter = model, plan.zero, Where(group, copies), scatter
-        self.apart: dict[str, Where] = {}
+        self.model, self.zero, self.usual, self.scatter = model, plan.zero, ShardGroup(group, copies), scatter
+        self.apart: dict[str, ShardGroup] = {}
         """Of parameters that other ranks share than the rest: experts."""
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -87,7 +87,7 @@ class Shards:
         self.cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = {}
         """Parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
         self.squares = 0.0
-        self.rider = torch.empty(0)
+        self.step_row = torch.empty(0)
         for module in self.modules:
             module.register_forward_pre_hook(watch)
 
@@ -111,7 +111,7 @@ class Shards:
         if not self.idle or name in self.apart:  # an expert computes for others too
             self.used.add(name)
 
-    def where(self, name: str) -> Where:
+    def where(self, name: str) -> ShardGroup:
         """Where the parts of a parameter are."""
         return self.apart.get(name, self.usual)
 
@@ -148,22 +148,26 @@ class Shards:
                 else:
                     self.partial[name] = gradient
 
-    def arm(self, rider: Tensor) -> None:
-        """The next backward is the last of the step; `rider` is a row of numbers to sum over all ranks."""
-        self.rider = rider
+    def arm(self, step_row: Tensor) -> None:
+        """The next backward is the last of the step; `step_row` is a row of numbers to sum over all ranks."""
+        self.step_row = step_row
 
     def finish(self) -> Tensor:
-        """Give every part its summed gradient; the summed rider. One small sum over all ranks carries the rest."""
+        """Give every part its summed gradient; the summed row of the step. One small sum over all ranks carries the rest."""
         self.scatter.finish()
         self._give()
         parts = [self.own[n].grad for n in self.trained]
         squares = square(float(torch.nn.utils.get_total_norm([g for g in parts if g is not None])))
         flags = [float(n in self.used) for n in self.trained] + [float(p.grad is not None) for p in self.scalars]
         scalars = [0.0 if p.grad is None else float(p.grad.sum()) for p in self.scalars]
-        row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.rider.device)
-        row = torch.cat([self.rider, row])
+        row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.step_row.device)
+        row = torch.cat([self.step_row, row])
         dist.all_reduce(row)
-        rider, squares, rest = row[: len(self.rider)], float(row[len(self.rider)]), row[len(self.rider) + 1 :].tolist()
+        step_row, squares, rest = (
+            row[: len(self.step_row)],
+            float(row[len(self.step_row)]),
+            row[len(self.step_row) + 1 :].tolist(),
+        )
         self.squares = squares / (dist.get_world_size() // self.usual.group.size())
         used, scalars = rest[: len(flags)], rest[len(flags) :]
         for name, times in zip(self.trained, used):
@@ -173,7 +177,7 @@ class Shards:
             parameter.grad = torch.full_like(parameter, value) if times else None
             self.squares += square(value) if times else 0.0
         self.used.clear()
-        return rider
+        return step_row
 
     def hold(self, on: bool) -> None:
         """Between the first forward and the last backward of a pipelined step, gradients stay whole (`on`); then not."""
@@ -186,7 +190,7 @@ class Shards:
             end_backward(root)
 
     def settle(self, peers: Any) -> None:
-        """Give every part its summed gradient, without a rider."""
+        """Give every part its summed gradient, without a row of the step."""
         self.scatter.finish()
         self._give()
         for parameter in self.scalars:

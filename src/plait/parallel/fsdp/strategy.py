@@ -44,12 +44,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from plait.config.errors import Problem
 from plait.config.plan import AXES, Plan
 from plait.model.sketch import Sketch
-from plait.parallel.data import batch_norm as batchnorm
-from plait.parallel.fsdp import expert_shards as expertshards
+from plait.parallel.data import batch_norm
+from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
 from plait.parallel.fsdp.hooks import keep_one, without_views
-from plait.parallel.fsdp.runtime import Shards, divides, stretch
+from plait.parallel.fsdp.runtime import FsdpRuntime, divides, stretch
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.tensors.exchange import directly
@@ -81,9 +81,9 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Any) -> None:
     plan, model, device = built.plan, built.model, built.device
-    where = expertshards.lying(built)
+    where = expert_shards.lying(built)
     check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
-    batchnorm.synchronise(model, built.sketch.batch_norms, built.peers)
+    batch_norm.synchronise(model, built.sketch.batch_norms, built.peers)
     built.place.alone(device)
     mesh = init_device_mesh(device.type, tuple(getattr(plan, axis) for axis in AXES), mesh_dim_names=AXES)
     for parameter in built.own.values():
@@ -93,7 +93,7 @@ def apply(built: Any) -> None:
     options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
         "ignored_params": {p for n, p in model.named_parameters() if not divides(p.shape) or n not in mine},
-        "shard_placement_fn": expertshards.placement(built, where, device),
+        "shard_placement_fn": expert_shards.placement(built, where, device),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if plan.offload == "all" else OffloadPolicy(),
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
@@ -114,7 +114,7 @@ def apply(built: Any) -> None:
         exchange_by(module, scatter, Gather() if directly(device) else None)
     if built.shares:
         materialise(model, device)
-    built.reducer = Shards(model, plan, mesh["fsdp"].get_group(), copies, scatter, mine)
+    built.reducer = FsdpRuntime(model, plan, mesh["fsdp"].get_group(), copies, scatter, mine)
     scatter.others = {one.group.group_name: one.copies for one in where.values()}
     built.reducer.cuts, built.reducer.apart = built.cuts, where
     built.own = built.reducer.own | {n: p for n, p in built.own.items() if n not in mine}

@@ -10,7 +10,7 @@ must first ask for it and be answered. At most `AHEAD` of a sender wait for thei
 
 Not on NCCL: there a pair of ranks, or a whole group, runs messages of both directions one after another, in the order in
 which each end asked for them, and a send may wait for its receive. Two ranks that both send first, as neighbours do under
-1f1b, would wait for each other. So all ranks ask in one order, in which the table can be played (`Route.turns`): before a
+1f1b, would wait for each other. So all ranks ask in one order, in which the table can be played (`MessageOrder.turns`): before a
 rank asks for a message, it asks for the earlier ones that it is sent, which may be a little before it needs them.
 
 A sent tensor is kept until its receiver has it. Nobody asks: each message that comes back says, by its place in the
@@ -31,7 +31,7 @@ AHEAD = 2
 """Receives posted beyond the one that is waited for, of each sender."""
 
 
-class Letter(NamedTuple):
+class StageMessage(NamedTuple):
     """A message to `stage` about a micro-batch: outputs of the stage before, or gradients from the one behind."""
 
     forward: bool
@@ -39,25 +39,25 @@ class Letter(NamedTuple):
     micro: int
 
 
-class Route(NamedTuple):
+class MessageOrder(NamedTuple):
     """All messages from one rank to another, in order."""
 
-    letters: tuple[Letter, ...]
+    letters: tuple[StageMessage, ...]
     taken: tuple[int, ...]
     """For each: how many of the messages the other way, from the first on, its sender has taken before it sends."""
     turns: tuple[int, ...]
     """For each: its place among all messages of the step, in the order in which they are made when stages are equal."""
 
 
-Routes = dict[tuple[int, int], Route]
+Routes = dict[tuple[int, int], MessageOrder]
 """By (sender, receiver)."""
 
 
-def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Callable[[Letter], bool]) -> Routes:
+def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Callable[[StageMessage], bool]) -> Routes:
     """What these rows send. `crosses` says whether there is anything in a message."""
     played: list[Row] = [tuple(row) for row in rows]
-    order: dict[tuple[int, int], list[Letter]] = {}
-    needs: list[list[tuple[Letter | None, tuple[int, Letter] | None]]] = []
+    order: dict[tuple[int, int], list[StageMessage]] = {}
+    needs: list[list[tuple[StageMessage | None, tuple[int, StageMessage] | None]]] = []
     for rank, row in enumerate(played):
         needs.append([])
         for action in row:
@@ -69,7 +69,7 @@ def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Ca
     found: Routes = {}
     turns = _turns(played, owner)
     for (rank, to), letters in order.items():
-        back, had, first, taken = order.get((to, rank), []), set[Letter](), 0, list[int]()
+        back, had, first, taken = order.get((to, rank), []), set[StageMessage](), 0, list[int]()
         for need, gives in needs[rank]:
             if need is not None:
                 had.add(need)
@@ -77,11 +77,11 @@ def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Ca
                 first += 1
             if gives and gives[0] == to:
                 taken.append(first)
-        found[rank, to] = Route(tuple(letters), tuple(taken), tuple(turns[letter] for letter in letters))
+        found[rank, to] = MessageOrder(tuple(letters), tuple(taken), tuple(turns[letter] for letter in letters))
     return found
 
 
-def _turns(rows: list[Row], owner: tuple[int, ...]) -> dict[Letter, int]:
+def _turns(rows: list[Row], owner: tuple[int, ...]) -> dict[StageMessage, int]:
     """The order in which messages are made when all actions take the same time and messages none: as every action takes
     time, whatever a rank sends comes after what it needed for it."""
     ones = [1.0] * len(owner)
@@ -91,23 +91,23 @@ def _turns(rows: list[Row], owner: tuple[int, ...]) -> dict[Letter, int]:
     return {letter: turn for turn, (_, letter) in enumerate(order)}
 
 
-def _ends(action: Action, owner: tuple[int, ...]) -> tuple[Letter | None, tuple[int, Letter] | None]:
+def _ends(action: Action, owner: tuple[int, ...]) -> tuple[StageMessage | None, tuple[int, StageMessage] | None]:
     """(what an action waits for, (rank, what it sends there)), also where that is the same rank."""
     forward, stage = action.kind == "F", action.stage
     if action.kind == "W":
         return None, None
     to = stage + 1 if forward else stage - 1
-    gives = (owner[to], Letter(forward, to, action.micro)) if 0 <= to < len(owner) else None
-    return Letter(forward, stage, action.micro), gives
+    gives = (owner[to], StageMessage(forward, to, action.micro)) if 0 <= to < len(owner) else None
+    return StageMessage(forward, stage, action.micro), gives
 
 
-class Post:
+class PointToPoint:
     """One step's messages of this rank. `make` gives the empty tensors that a message is received into.
 
     `ahead`: receives posted before they are waited for, of each sender; 0 where messages run in the order of asking.
     """
 
-    def __init__(self, group: Any, routes: Routes, make: Callable[[Letter], list[Tensor]], ahead: int = AHEAD):
+    def __init__(self, group: Any, routes: Routes, make: Callable[[StageMessage], list[Tensor]], ahead: int = AHEAD):
         self.group, self.routes, self.make, self.ahead = group, routes, make, ahead
         self.rank = rank = group.rank()
         self.places = {
@@ -119,7 +119,7 @@ class Post:
         self.turns = {letter: turn for route in mine for letter, turn in zip(route.letters, route.turns)}
         self.coming = deque(sorted(self.turns.keys() & self.places, key=self.turns.__getitem__))
         """What no receive is posted for, in the order of the step."""
-        self.waiting: dict[Letter, tuple[list[Tensor], list[Any]]] = {}
+        self.waiting: dict[StageMessage, tuple[list[Tensor], list[Any]]] = {}
         self.taken = dict.fromkeys(self.senders, 0)
         self.sent: dict[int, deque[tuple[list[Any], list[Tensor]]]] = {b: deque() for a, b in routes if a == rank}
         self.gone = dict.fromkeys(self.sent, 0)
@@ -127,7 +127,7 @@ class Post:
         for sender in self.senders:
             self._post(sender, ahead)
 
-    def send(self, letter: Letter, to: int, values: list[Tensor]) -> None:
+    def send(self, letter: StageMessage, to: int, values: list[Tensor]) -> None:
         """Hand a message over, without waiting."""
         if not self.ahead:
             self._post_before(self.turns[letter])
@@ -135,7 +135,7 @@ class Post:
         works = [dist.isend(t, group=self.group, group_dst=to, tag=_tag(letter) + k) for k, t in enumerate(values)]
         self.sent[to].append((works, values))
 
-    def receive(self, letter: Letter) -> list[Tensor]:
+    def receive(self, letter: StageMessage) -> list[Tensor]:
         """Wait for a message."""
         sender, place = self.places[letter]
         if self.ahead:
@@ -167,7 +167,7 @@ class Post:
             letter = self.coming.popleft()
             self._ask(letter, self.places[letter][0])
 
-    def _ask(self, letter: Letter, sender: int) -> None:
+    def _ask(self, letter: StageMessage, sender: int) -> None:
         tensors = self.make(letter)
         works = [dist.irecv(t, group=self.group, group_src=sender, tag=_tag(letter) + k) for k, t in enumerate(tensors)]
         self.waiting[letter] = tensors, works
@@ -180,6 +180,6 @@ class Post:
             self.gone[to] += 1
 
 
-def _tag(letter: Letter) -> int:
+def _tag(letter: StageMessage) -> int:
     """The first of up to 4,096 tags of a message."""
     return ((letter.micro * 64 + letter.stage % 64) * 2 + letter.forward) * 4096 + 32768

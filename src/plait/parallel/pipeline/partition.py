@@ -23,7 +23,7 @@ SLACK = 1.1
 
 
 @dataclass(frozen=True)
-class Cut:
+class StagePartition:
     """The stage of every unit call, and the calls whose outputs cross into each stage from the one before it."""
 
     stages: int
@@ -36,7 +36,7 @@ class Cut:
         return {unit for unit, stages in homes(sketch, self).items() if stage in stages}
 
 
-def homes(sketch: Sketch, made: Cut) -> dict[str, list[int]]:
+def homes(sketch: Sketch, made: StagePartition) -> dict[str, list[int]]:
     """The stages of the calls of each unit. A unit that these runs of the sketch left out goes with the one before it."""
     found: dict[str, list[int]] = {}
     for call, stage in zip(sketch.calls, made.owner):
@@ -48,11 +48,11 @@ def homes(sketch: Sketch, made: Cut) -> dict[str, list[int]]:
 
 
 @dataclass(frozen=True)
-class Course:
+class ForwardPath:
     """The calls of a forward pass, their stages, and what crosses. `samples` is the batch size templates are asked for."""
 
     calls: tuple[UnitCall, ...]
-    cut: Cut
+    cut: StagePartition
     after: tuple[Any, ...] = ()
     """Where Python's and numpy's generators are after each call; empty when the model does not draw from them."""
     unknowns: dict[tuple[int, int], list[tuple[Tensor, int]]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Course:
         return [slot for call in self.cut.crossing[stage] for slot in self.calls[call].template.slots]
 
 
-def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> Cut:
+def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> StagePartition:
     """Cut into `stages`. `first`: the first unit of each stage but stage 0, when the user chose.
 
     P023 when the model has fewer unit calls than stages, or nothing is known of its units.
@@ -88,10 +88,10 @@ def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> Cu
     starts = _given(sketch, stages, first) if first is not None else _balanced(sketch, stages)
     bounds = [0, *starts, len(calls)]
     owner = tuple(s for s in range(stages) for _ in range(bounds[s], bounds[s + 1]))
-    return Cut(stages, owner, crossings(calls, sketch.needs, owner, stages))
+    return StagePartition(stages, owner, crossings(calls, sketch.needs, owner, stages))
 
 
-def check(sketch: Sketch, made: Cut, looped: bool, shared: bool = False) -> None:
+def check(sketch: Sketch, made: StagePartition, looped: bool, shared: bool = False) -> None:
     """P024 when a value goes from a unit to another stage by a way that is not what the unit returns.
 
     `looped`: a rank has several stages, and so runs the code between units several times. `shared`: ranks compute units together.
@@ -112,7 +112,7 @@ def check(sketch: Sketch, made: Cut, looped: bool, shared: bool = False) -> None
     if sketch.differentiates:
         _refuse("the model takes derivatives in its forward pass", "they go back through units of other stages")
     check_calls(sketch.calls, made.owner)
-    beside = min(Course(sketch.calls, made).aside, default=None) if shared else None
+    beside = min(ForwardPath(sketch.calls, made).aside, default=None) if shared else None
     if beside is not None:
         why = "other stages would run it to know what it leaves in objects, and beside tp, cp or ep its ranks compute it together"
         _refuse(f"unit {sketch.calls[beside].unit} hands on a value besides what it returns", why)

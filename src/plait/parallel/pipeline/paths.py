@@ -18,9 +18,9 @@ from plait.config.errors import PlaitError, Problem
 from plait.model.costs import UnitCall
 from plait.model.meter import KNOWN, OUTPUT
 from plait.model.sketch import PROBES, Sketch, single
-from plait.model.trace import Call, Keys, watch
-from plait.parallel.pipeline.partition import Course, Cut, check_calls, crossings, homes
-from plait.randomness import keyed as randomness
+from plait.model.trace import Call, Keys, trace_run
+from plait.parallel.pipeline.partition import ForwardPath, StagePartition, check_calls, crossings, homes
+from plait.randomness import keyed
 from plait.tensors.output_form import Slot, Template, taken, template
 from plait.tensors.torch_private import Unknowns, emptied, own_buffers
 
@@ -38,12 +38,12 @@ class Forward:
     step: int = -1
 
 
-class Courses:
+class ForwardPaths:
     """The courses of a model under a cut. `call` runs the model in the format of training."""
 
-    def __init__(self, model: nn.Module, sketch: Sketch, cut: Cut, call: Call, inputs: Callable[[int], Any]):
+    def __init__(self, model: nn.Module, sketch: Sketch, cut: StagePartition, call: Call, inputs: Callable[[int], Any]):
         self.model, self.sketch, self.call = model, sketch, call
-        self.first = Course(sketch.calls, cut)
+        self.first = ForwardPath(sketch.calls, cut)
         self.seed: Any = None
         """The job's, which the host generators start from."""
         self.fixed = False
@@ -52,14 +52,14 @@ class Courses:
         self.form: Template = template(taken(inputs(PROBES[0])), taken(inputs(PROBES[1])), PROBES)
         """Of the inputs that the sketch has seen."""
         self.random = sketch.host_random or sketch.decides
-        self.known: OrderedDict[Any, Course] = OrderedDict()
+        self.known: OrderedDict[Any, ForwardPath] = OrderedDict()
         self.owner = homes(sketch, cut)
         try:
             self.hollow: nn.Module | None = emptied(model, self.fakes)
         except Exception:  # a model that cannot be copied has the first course only
             self.hollow = None
 
-    def of(self, forward: Forward) -> Course:
+    def of(self, forward: Forward) -> ForwardPath:
         """The course of a forward pass. P025 when it cannot be found, P024 when stages cannot follow it."""
         if self.fixed:
             return self.first
@@ -79,25 +79,25 @@ class Courses:
         rows = (_row((r.shape(samples), r.dtype, r.grad)) if isinstance(r, Slot) else _row(r) for r in self.form.leaves)
         return repr(self.form.spec), tuple(rows)
 
-    def _run(self, forward: Forward) -> Course:
+    def _run(self, forward: Forward) -> ForwardPath:
         if self.hollow is None:
             raise self._unknown("the model cannot be copied")
         for module, other in zip(self.hollow.modules(), self.model.modules()):
             module.training = other.training
-        state = randomness.host_state()
+        state = keyed.host_state()
         if forward.step >= 0:
-            randomness.seed_host(self.seed, "forward", forward.step)
+            keyed.seed_host(self.seed, "forward", forward.step)
         keys = Keys((self.seed, forward.step, forward.first, forward.samples), self.sketch.places, self.random)
         units = [unit.name for unit in self.sketch.units]
         held = [(m, dict(vars(m))) for m in self.model.modules()]  # a function kept in one may know it and not its copy
         for module, other in zip(self.hollow.modules(), self.model.modules()):
             vars(other).update(_parameters=module._parameters, _buffers=own_buffers(module))
         try:
-            seen = watch(self.hollow, forward.inputs, self.call, True, units, keys)
+            seen = trace_run(self.hollow, forward.inputs, self.call, True, units, keys)
         except Exception as error:
             raise self._unknown(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         finally:
-            randomness.restore_host(state)
+            keyed.restore_host(state)
             for module, attributes in held:
                 vars(module).clear()
                 vars(module).update(attributes)
@@ -105,8 +105,8 @@ class Courses:
         owner = self._owned(calls)
         check_calls(calls, owner)
         stages = self.first.cut.stages
-        cut = Cut(stages, owner, crossings(calls, seen.metered.needs, owner, stages))
-        return Course(calls, cut, tuple(keys.after) if self.sketch.host_random else ())
+        cut = StagePartition(stages, owner, crossings(calls, seen.metered.needs, owner, stages))
+        return ForwardPath(calls, cut, tuple(keys.after) if self.sketch.host_random else ())
 
     def _judged(self, call: UnitCall) -> UnitCall:
         """The call, without leaks to a loss that the sketch has seen depend on nothing of the kind."""

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.parallel.pipeline import boundary
-from plait.parallel.pipeline.p2p import AHEAD, Letter, Post, Routes, routes
-from plait.parallel.pipeline.partition import Course
+from plait.parallel.pipeline.p2p import AHEAD, PointToPoint, Routes, StageMessage, routes
+from plait.parallel.pipeline.partition import ForwardPath
 from plait.parallel.pipeline.paths import Forward
 from plait.parallel.pipeline.split_backward import halves
-from plait.parallel.pipeline.stage import Run, Stages
+from plait.parallel.pipeline.stage import PipelineStages, StageForward
 from plait.parallel.pipeline.table import Action, Table
 from plait.tensors.output_form import Slot, tensors
 
 
 @dataclass
-class Piece:
+class MicroBatch:
     """One micro-batch of this rank's share: what the stages run on, and how much it weighs."""
 
     inputs: Any
@@ -55,7 +55,7 @@ class _Open:
     outputs: list[Tensor]
     """Tensors that gradients will come back for."""
     loss: Tensor | None
-    run: Run
+    run: StageForward
     weights: Callable[[], None] = lambda: None
     """The second half of a split backward."""
 
@@ -93,10 +93,10 @@ class Clock:
             self.open = False
 
 
-class Pipe:
+class PipelineRuntime:
     """This rank's stages, its neighbours and its row of the table."""
 
-    def __init__(self, stages: Stages, group: Any, table: Callable[[int], Table]):
+    def __init__(self, stages: PipelineStages, group: Any, table: Callable[[int], Table]):
         self.stages, self.group, self.table = stages, group, table
         self.rank = group.rank()
         self.ahead = AHEAD if stages.device.type == "cpu" else 0
@@ -110,7 +110,7 @@ class Pipe:
         """Number of the micro-batch of the action that runs."""
 
     def step(
-        self, pieces: list[Piece], forward: Callable[[Piece], Any], loss: Callable[[Any, Piece], Tensor]
+        self, pieces: list[MicroBatch], forward: Callable[[MicroBatch], Any], loss: Callable[[Any, MicroBatch], Tensor]
     ) -> list[Tensor]:
         """Forward and backward of all pieces by the table; the losses, on the rank of the last stage."""
         self.clock.spans, self.given = [], dict[tuple[int, int], dict[int, Any]]()
@@ -126,7 +126,7 @@ class Pipe:
         self.owner = table.owner
         sizes = [piece.samples for piece in pieces]
         empty = lambda letter: self._empty(letter, sizes[letter.micro])  # noqa: E731
-        self.post = Post(self.group, self.routes(len(pieces), _messages(self.courses)), empty, self.ahead)
+        self.post = PointToPoint(self.group, self.routes(len(pieces), _messages(self.courses)), empty, self.ahead)
         for action in table.rows[self.rank]:
             self.clock.begin(action)
             piece = pieces[action.micro]
@@ -149,7 +149,7 @@ class Pipe:
         self.given, self.owner, output = {}, self.table(1).owner, None
         self.clock.spans, self.courses = [], [self.stages.courses.of(Forward(inputs, samples))]
         empty = lambda letter: self._empty(letter, samples)  # noqa: E731
-        self.post = Post(self.group, self.routes(0, _messages(self.courses)), empty, self.ahead)
+        self.post = PointToPoint(self.group, self.routes(0, _messages(self.courses)), empty, self.ahead)
         for stage in range(self.stages.cut.stages):
             if self.owner[stage] == self.rank:
                 received, _ = self._received(stage, 0, grad=False)
@@ -161,7 +161,11 @@ class Pipe:
     # — one action —
 
     def _forward(
-        self, action: Action, piece: Piece, forward: Callable[[Piece], Any], loss_of: Callable[[Any, Piece], Tensor]
+        self,
+        action: Action,
+        piece: MicroBatch,
+        forward: Callable[[MicroBatch], Any],
+        loss_of: Callable[[Any, MicroBatch], Tensor],
     ) -> None:
         stage, micro = action.stage, action.micro
         received, leaves = self._received(stage, micro, grad=True)
@@ -177,7 +181,7 @@ class Pipe:
         outputs = self._pass_on(stage, micro, run.kept)
         self.open[stage, micro] = _Open(leaves, outputs, None if loss is None else loss * piece.scale, run)
 
-    def _backward(self, action: Action, piece: Piece) -> None:
+    def _backward(self, action: Action, piece: MicroBatch) -> None:
         stage, micro = action.stage, action.micro
         was = self.open[stage, micro]
         self.stages.again = was.run
@@ -214,7 +218,7 @@ class Pipe:
         if self.owner[stage - 1] == self.rank:
             self.back[stage - 1, micro] = back
         elif back:
-            self._send(Letter(False, stage - 1, micro), self.owner[stage - 1], boundary.packed(was.leaves, back))
+            self._send(StageMessage(False, stage - 1, micro), self.owner[stage - 1], boundary.packed(was.leaves, back))
 
     # — what crosses —
 
@@ -226,12 +230,12 @@ class Pipe:
             rows = [[Action("F", s, 0) for s, r in enumerate(table.owner) if r == rank] for rank in range(table.ranks)]
         return routes(rows, table.owner, lambda letter: bool(self._slots(letter)))
 
-    def _slots(self, letter: Letter) -> list[Slot]:
+    def _slots(self, letter: StageMessage) -> list[Slot]:
         """The tensors of a message; for gradients, those of their tensors."""
         slots = self.courses[letter.micro].slots(letter.stage + (not letter.forward))
         return [s for s in slots if s.grad or letter.forward]
 
-    def _empty(self, letter: Letter, samples: int) -> list[Tensor]:
+    def _empty(self, letter: StageMessage, samples: int) -> list[Tensor]:
         """What a message is received into."""
         forms = (boundary.there if letter.forward else boundary.back)(self._slots(letter), samples)
         return [torch.empty(shape, dtype=dtype, device=self.stages.device) for shape, dtype in forms]
@@ -242,7 +246,7 @@ class Pipe:
         calls = course.cut.crossing[stage]
         if not calls:
             return {}, []
-        letter = Letter(True, stage, micro)
+        letter = StageMessage(True, stage, micro)
         slots = self._slots(letter)
         if self.owner[stage - 1] == self.rank:
             values = self.given.pop((stage, micro))
@@ -258,7 +262,7 @@ class Pipe:
         """Send what crosses out of a stage; the tensors that gradients will come back for."""
         if stage + 1 == self.stages.cut.stages:
             return []
-        letter, to = Letter(True, stage + 1, micro), self.owner[stage + 1]
+        letter, to = StageMessage(True, stage + 1, micro), self.owner[stage + 1]
         found = [t for call in self.courses[micro].cut.crossing[stage + 1] for t in tensors(kept[call])]
         if to == self.rank:
             self.given[stage + 1, micro] = kept
@@ -269,23 +273,23 @@ class Pipe:
     def _gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> list[Tensor | None]:
         if self.owner[stage + 1] == self.rank:
             return self.back.pop((stage, micro))
-        letter = Letter(False, stage, micro)
+        letter = StageMessage(False, stage, micro)
         if not self._slots(letter):
             return []
         return boundary.unpacked(self._receive(letter), outputs)
 
-    def _send(self, letter: Letter, to: int, values: list[Tensor]) -> None:
+    def _send(self, letter: StageMessage, to: int, values: list[Tensor]) -> None:
         self.clock.computed()
         self.post.send(letter, to, values)
         self.clock.lap("send ")
 
-    def _receive(self, letter: Letter) -> list[Tensor]:
+    def _receive(self, letter: StageMessage) -> list[Tensor]:
         found = self.post.receive(letter)
         self.clock.lap("receive ")
         return found
 
 
-def _messages(courses: list[Course]) -> tuple[Any, ...]:
+def _messages(courses: list[ForwardPath]) -> tuple[Any, ...]:
     """For each micro-batch and stage whether tensors cross into it, and gradients back."""
     crossing = [[course.slots(stage) for stage in range(course.cut.stages)] for course in courses]
     return tuple(tuple((bool(slots), any(s.grad for s in slots)) for slots in row) for row in crossing)

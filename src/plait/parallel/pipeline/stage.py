@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from plait.config.errors import PlaitError, Problem
 from plait.model.meter import tensors_in
-from plait.parallel.pipeline.partition import Course
-from plait.parallel.pipeline.paths import Courses
+from plait.parallel.pipeline.partition import ForwardPath
+from plait.parallel.pipeline.paths import ForwardPaths
 from plait.tensors.fake import hollow
 from plait.tensors.output_form import arguments, known
 from plait.tensors.torch_private import (
-    Facade,
     FakeTensor,
+    WrapperTensor,
     is_unknown,
     leaves,
     own_buffers,
@@ -34,12 +34,12 @@ from plait.tensors.trees import refill
 
 
 @dataclass
-class Run:
+class StageForward:
     """One forward pass of one stage on one micro-batch."""
 
     stage: int
     samples: int
-    course: Course
+    course: ForwardPath
     received: dict[int, Any]
     kept: dict[int, Any]
     wanted: frozenset[int]
@@ -49,10 +49,10 @@ class Run:
     """By storage: tensors that were to be written with an unknown, and so are unknown themselves."""
 
 
-class Stages:
+class PipelineStages:
     """The units of a model on this rank. `run` is the forward pass that is going on."""
 
-    def __init__(self, model: nn.Module, courses: Courses, device: torch.device):
+    def __init__(self, model: nn.Module, courses: ForwardPaths, device: torch.device):
         self.model, self.courses, self.device = model, courses, device
         self.sketch, self.cut, self.fakes = courses.sketch, courses.first.cut, courses.fakes
         self.whole = courses.sketch
@@ -61,8 +61,8 @@ class Stages:
         self.inside = 0
         self.elsewhere = ""
         """The unit of another stage that runs on unknowns."""
-        self.current: Run | None = None
-        self.again: Run | None = None
+        self.current: StageForward | None = None
+        self.again: StageForward | None = None
         """During a backward pass: the forward pass it belongs to."""
         self.between: list[nn.Module] = []
         """Modules with buffers that lie in no unit."""
@@ -84,12 +84,12 @@ class Stages:
             module.register_forward_hook(unit.keep)
 
     def forward(
-        self, stage: int, samples: int, course: Course, received: dict[int, Any], call: Callable[[], Any]
-    ) -> tuple[Any, Run]:
+        self, stage: int, samples: int, course: ForwardPath, received: dict[int, Any], call: Callable[[], Any]
+    ) -> tuple[Any, StageForward]:
         """(the model's output, the run: its `kept` are outputs of calls that later stages need) of one stage."""
         later = course.cut.crossing[stage + 1] if stage + 1 < self.cut.stages else ()
         kept = {i: received[i] for i in later if i in received}
-        self.current = Run(stage, samples, course, received, kept, frozenset(later))
+        self.current = StageForward(stage, samples, course, received, kept, frozenset(later))
         try:
             with self.unknown:
                 output = call()
@@ -102,7 +102,7 @@ class Stages:
         self._checked(output if stage + 1 == self.cut.stages else None, course)
         return output, run
 
-    def _checked(self, output: Any, course: Course) -> None:
+    def _checked(self, output: Any, course: ForwardPath) -> None:
         """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
         what = "the model's output depends on a value that only another stage has"
         if course.aside or not any(map(is_unknown, leaves(output))):  # what nobody looks at may be unknown
@@ -133,7 +133,7 @@ class Stages:
         if run is not None:
             run.lost[key] = tensor
 
-    def outputs_of(self, run: Run, call: int) -> Any:
+    def outputs_of(self, run: StageForward, call: int) -> Any:
         """Unknowns in the shape of what a call returns: those of last time, unless the model's code wrote to them."""
         calls = self.whole.calls if run.course is self.courses.first else run.course.calls
         template, samples, unknowns = calls[call].template, run.samples, run.course.unknowns
@@ -153,7 +153,7 @@ def copied(tree: Any) -> Any:
 class _Unit:
     """A unit's forward on a stage."""
 
-    def __init__(self, stages: Stages, name: str, module: nn.Module):
+    def __init__(self, stages: PipelineStages, name: str, module: nn.Module):
         self.stages, self.name, self.module = stages, name, module
         self.replaced = module.__dict__.get("forward")
         self.number: int | None = None
@@ -205,7 +205,7 @@ class _Unit:
         finally:
             self.stages.elsewhere = ""
 
-    def check(self, run: Run, found: Iterable[Any]) -> None:
+    def check(self, run: StageForward, found: Iterable[Any]) -> None:
         """P024 when an unknown is among what the unit is given, or returns."""
         if any(map(is_unknown, found)):
             what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
@@ -253,7 +253,7 @@ class _Unit:
 class _Unknown(TorchFunctionMode):
     """An operation that meets an unknown gives an unknown. Inside units of this stage nothing is unknown."""
 
-    def __init__(self, stages: Stages):
+    def __init__(self, stages: PipelineStages):
         super().__init__()
         self.stages = stages
 
@@ -266,7 +266,7 @@ class _Unknown(TorchFunctionMode):
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or is_unknown(leaf):
                 return leaf
-            hollow = isinstance(leaf, (Facade, FakeTensor))
+            hollow = isinstance(leaf, (WrapperTensor, FakeTensor))
             made = self._like(leaf) if hollow else self.stages.fakes.from_tensor(leaf.detach())
             known.append((leaf, made, version(made)))
             return made

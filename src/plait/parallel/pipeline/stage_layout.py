@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.parallel.pipeline.partition import Cut, cut, homes
+from plait.parallel.pipeline.partition import StagePartition, cut, homes
 from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.table import Table
 
@@ -15,7 +15,7 @@ class StageLayout:
 
     sketch: Sketch
     """Of the whole model."""
-    cut: Cut
+    cut: StagePartition
     owner: tuple[int, ...]
     """The rank of each stage."""
     homes: dict[str, tuple[int, ...]]
@@ -71,7 +71,7 @@ def table_of(plan: Plan, microbatches: int) -> Table:
     return table(plan.schedule, plan.pp, microbatches, plan.stages_per_rank)
 
 
-def _homes(sketch: Sketch, made: Cut, owner: tuple[int, ...], ranks: int) -> dict[str, tuple[int, ...]]:
+def _homes(sketch: Sketch, made: StagePartition, owner: tuple[int, ...], ranks: int) -> dict[str, tuple[int, ...]]:
     """The ranks of a pipeline that hold each parameter: those with a unit that has it; all, when code between units may."""
     found: dict[str, set[int]] = {name: set() for name, _, _ in (*sketch.parameters, *sketch.frozen)}
     stages = homes(sketch, made)

@@ -45,12 +45,12 @@ from plait.parallel.context import strategy as context
 from plait.parallel.context.sequences import as_held
 from plait.parallel.mesh import group_of
 from plait.parallel.pipeline.partition import check
-from plait.parallel.pipeline.paths import Courses
-from plait.parallel.pipeline.runtime import Pipe
+from plait.parallel.pipeline.paths import ForwardPaths
+from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.schedules import SPLIT, problems
-from plait.parallel.pipeline.stage import Stages
+from plait.parallel.pipeline.stage import PipelineStages
 from plait.parallel.pipeline.stage_layout import StageLayout, table_of
-from plait.randomness.keyed import Region
+from plait.randomness.keyed import RepeatableForward
 from plait.tensors.torch_private import recompute_once
 
 AXIS = "pp"
@@ -95,16 +95,16 @@ def apply(built: Any) -> None:
     index, homes = built.at["pp"], layout.homes
     if plan.schedule in SPLIT:
         recompute_once()
-    courses = Courses(built.model, sketch, layout.cut, *built.probe)
+    courses = ForwardPaths(built.model, sketch, layout.cut, *built.probe)
     courses.seed, courses.fixed = built.job.seed, plan.cp > 1
     if courses.fixed and courses.random:
         why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
         raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("cp=1", "pp=1")))
-    stages = Stages(built.model, courses, built.device)
+    stages = PipelineStages(built.model, courses, built.device)
     stages.whole = built.sketch
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
     built.own = {n: p for n, p in built.own.items() if index in homes[n]}
-    built.pipe = Pipe(stages, built.groups["pp"], lru_cache(partial(table_of, plan)))
+    built.pipe = PipelineRuntime(stages, built.groups["pp"], lru_cache(partial(table_of, plan)))
     mine = layout.units(index)
     built.sketch = layout.part(index)
     built.holders = {name: len(homes[name]) for name in built.own}
@@ -130,7 +130,7 @@ def _passed(built: Any, sketch: Sketch) -> Callable[[str], None]:
         module, number, _ = place.split("#")
         most[module] = max(most.get(module, 0), int(number or 0))
     again = {
-        u for u in times if isinstance(vars(built.model.get_submodule(u)).get("forward"), Region)
+        u for u in times if isinstance(vars(built.model.get_submodule(u)).get("forward"), RepeatableForward)
     }  # notes itself inside
     inside = {
         u: {m: n // times[u] for m, n in most.items() if m.startswith(u + ".") or (m == u and u in again)}

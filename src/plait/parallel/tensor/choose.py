@@ -18,7 +18,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.meter import OUTPUT
 from plait.model.sketch import Sketch
-from plait.model.slices import Group, Slices
+from plait.model.slices import ColumnRowPair, Slices
 from plait.parallel.expert import find as experts
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.find.finder import find
@@ -67,7 +67,7 @@ def _routed(sketch: Sketch, model: Any, inputs: Any, call: Any) -> set[str]:
     return {name for mixture in experts.find(model, inputs, call)[0] if not mixture.stacked for name in mixture.names}
 
 
-def _whole(group: Group, sketch: Sketch, plan: Plan, routed: set[str]) -> str:
+def _whole(group: ColumnRowPair, sketch: Sketch, plan: Plan, routed: set[str]) -> str:
     """Why a group of slices stays whole under a plan, or nothing."""
     if not sketch.has(group.container):
         if plan.pp > 1:  # what crosses between stages is whole

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.model.sketch import PROBES, Sketch
-from plait.model.slices import Border, Slices
-from plait.model.trace import watch
-from plait.parallel.tensor.sequence.runtime import Handing, put
+from plait.model.slices import RegionBorder, Slices
+from plait.model.trace import trace_run
+from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
 from plait.parallel.tensor.vocabulary import heads, rows
 from plait.randomness.sub_block import differing
 from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
-from plait.tensors.sharded_tensor import Spread
+from plait.tensors.sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
     try:
         alone.wrap()
         handles += alone.install(units, heads(model, slices))
-        watched = watch(model, way.batches(PROBES[0]), way.run, way.fake)
+        watched = trace_run(model, way.batches(PROBES[0]), way.run, way.fake)
     finally:
         alone.unwrap()
         for handle in handles:
@@ -58,20 +58,20 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
     return differing(whole, local), tuple(sorted(alone.lengths))
 
 
-def _spread(output: Tensor, absent: Absent) -> Spread:
+def _spread(output: Tensor, absent: Absent) -> ShardedTensor:
     """A head's logits, of which other ranks would have the other words."""
     cut = rows(output.shape[-1], absent.ranks)
-    return Spread(output.narrow(-1, *cut[0][0]), output.dim() - 1, Rows(cut), absent)
+    return ShardedTensor(output.narrow(-1, *cut[0][0]), output.dim() - 1, Rows(cut), absent)
 
 
-class _AloneUnits(Handing):
+class _AloneUnits(SequenceParallelUnits):
     """Units on the stretches of a rank whose group is not there: what would be received is empty."""
 
     def __init__(self, model: nn.Module, slices: Slices, group: Any):
         super().__init__(model, slices, group)
         self.lengths: set[int] = set()
 
-    def border(self, border: Border, slices: Slices) -> list[Any]:
+    def border(self, border: RegionBorder, slices: Slices) -> list[Any]:
         """Hooks that gather where the region of a row begins, and take a rank's rows where it ends."""
         gathered: dict[int, tuple[Tensor, Tensor]] = {}
 

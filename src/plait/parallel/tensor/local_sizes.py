@@ -2,7 +2,7 @@
 
 Many models compute sizes from what their *input* has: `y.view(B, T, C)` with C the width of the residual stream, after
 an attention over the rank's own heads, has n times fewer numbers than it asks for. No attribute can be divided there.
-`Resized(n)` runs the block's own code and corrects such requests when they cannot be meant:
+`LocalSizes(n)` runs the block's own code and corrects such requests when they cannot be meant:
 
 - `view`, `reshape`, `unflatten` to n times as many numbers as there are: one dim is divided, the one where the
   requested shape and the tensor's own part ways;
@@ -22,7 +22,7 @@ _SHAPING = (Tensor.view, Tensor.reshape, torch.reshape)
 _SPLITS = (Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes)
 
 
-class Resized(TorchFunctionMode):
+class LocalSizes(TorchFunctionMode):
     """Active while the code of a sliced block runs on one of n ranks."""
 
     def __init__(self, n: int):

@@ -58,11 +58,11 @@ import torch
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-from plait.model.slices import Cut, holding_alike
+from plait.model.slices import ParameterSlice, holding_alike
 from plait.parallel.mesh import group_of
 from plait.parallel.tensor import vocabulary
-from plait.parallel.tensor.sequence.runtime import Handing
-from plait.parallel.tensor.wiring import Drawn, layout_of, wire
+from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
+from plait.parallel.tensor.wiring import SlicedDraws, layout_of, wire
 
 AXIS = "tp"
 EXACT = True
@@ -98,9 +98,9 @@ def apply(built: Any) -> None:
     slices = replace(slices, stretches=tuple(on), owed=tuple(owed))
     tables = vocabulary.heads(model, slices)
     heads = [n for n in tables if all(id(p) in mine for p in model.get_submodule(n).parameters())]
-    handing = Handing(model, slices, built.groups["tp"])
-    regions, own = wire(model, built.sketch, built.own, built.groups["tp"], handing)
-    handing.wrap()
+    parallel_units = SequenceParallelUnits(model, slices, built.groups["tp"])
+    regions, own = wire(model, built.sketch, built.own, built.groups["tp"], parallel_units)
+    parallel_units.wrap()
     built.own |= own
     for name in built.own:
         cut = cuts.get(name)
@@ -109,13 +109,13 @@ def apply(built: Any) -> None:
         if cut is not None:
             built.cuts[name] = layout_of(shapes[name], cut, rank)
     _sums(built, cuts)
-    built.rules.append(handing)
-    built.prepared.append(lambda _: handing.install(units, heads))
-    built.rules.append(Drawn(regions, rank, built.plan.tp))
+    built.rules.append(parallel_units)
+    built.prepared.append(lambda _: parallel_units.install(units, heads))
+    built.rules.append(SlicedDraws(regions, rank, built.plan.tp))
     built.sketch = built.sketch.local(rank)
 
 
-def _sums(built: Any, cuts: dict[str, Cut]) -> None:
+def _sums(built: Any, cuts: dict[str, ParameterSlice]) -> None:
     """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
     rank = built.at["tp"]
     built.partial.append((tuple(n for n in built.sketch.shares if n in built.own), built.groups["tp"]))

@@ -2,7 +2,7 @@
 
 An embedding's rank looks up the tokens whose rows it has and gives zeros for the others; the sum over the ranks is the
 whole. It is made at once, or when it is asked for (`parallel/tensor/sequence/partial_sum.py`). A head's rank computes
-the logits of its rows; they stand for the whole in a `Spread`, which knows how to take a cross-entropy without ever
+the logits of its rows; they stand for the whole in a `ShardedTensor`, which knows how to take a cross-entropy without ever
 gathering them. Rows need not divide by the ranks.
 """
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.model.slices import Cut, Slices
+from plait.model.slices import ParameterSlice, Slices
 from plait.parallel.fsdp.runtime import stretch
 from plait.tensors.collectives import enter, total
 from plait.tensors.rows import Rows
-from plait.tensors.sharded_tensor import Spread
+from plait.tensors.sharded_tensor import ShardedTensor
 
 
 def rows(length: int, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -25,13 +25,13 @@ def rows(length: int, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(((first, end - first),) for first, end in ends)
 
 
-def cuts(model: nn.Module, slices: Slices, ranks: int) -> tuple[Cut, ...]:
+def cuts(model: nn.Module, slices: Slices, ranks: int) -> tuple[ParameterSlice, ...]:
     """How every parameter is cut, those of embeddings and heads too; tied ones once, by the model's first name."""
     named, found = {id(p): n for n, p in model.named_parameters()}, {}
     for name in slices.vocabulary:
         for parameter in model.get_submodule(name).parameters(recurse=False):
             key = named[id(parameter)]
-            found[key] = Cut(key, 0, rows(parameter.shape[0], ranks))
+            found[key] = ParameterSlice(key, 0, rows(parameter.shape[0], ranks))
     return (*(c for group in slices.groups for c in group.cuts), *found.values())
 
 
@@ -87,4 +87,4 @@ class _Head(nn.Linear):
         if not self.__dict__.get("_gathered"):  # by `parallel/tensor/sequence/runtime.py`, from stretches
             input = enter(input, self._ranks)
         logits = F.linear(input, self.weight, self.bias)
-        return Spread(logits, logits.dim() - 1, self._rows, self._ranks)
+        return ShardedTensor(logits, logits.dim() - 1, self._rows, self._ranks)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.model.sketch import Sketch
-from plait.model.slices import Argument, Border, Cut, Group, Integer
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, RegionArgument, RegionBorder
 from plait.parallel.tensor import vocabulary
-from plait.parallel.tensor.local_sizes import Resized
-from plait.parallel.tensor.sequence.runtime import Handing
+from plait.parallel.tensor.local_sizes import LocalSizes
+from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 from plait.randomness.sub_block import Axis
 from plait.tensors import multihead
 from plait.tensors.collectives import enter, part, total
@@ -26,8 +26,12 @@ from plait.tensors.torch_private import tree_map_only
 
 
 def wire(
-    model: nn.Module, sketch: Sketch, own: Mapping[str, nn.Parameter], ranks: Any, handing: Handing | None = None
-) -> tuple[list[Group], dict[str, nn.Parameter]]:
+    model: nn.Module,
+    sketch: Sketch,
+    own: Mapping[str, nn.Parameter],
+    ranks: Any,
+    parallel_units: SequenceParallelUnits | None = None,
+) -> tuple[list[ColumnRowPair], dict[str, nn.Parameter]]:
     """Cut what of a model is its `own` (not another stage's): the regions that are cut, and a rank's slices by name."""
     regions = [g for g in sketch.slices.groups if all(c.parameter in own for c in g.cuts)]
     mine = {id(p) for p in own.values()}
@@ -37,14 +41,14 @@ def wire(
     for region in regions:
         for integer in region.integers:
             set_integer(model, integer)
-        Region(model, region, ranks, None if handing is None else handing.borders.get(region.row))
-    owed = () if handing is None else handing.slices.owed
+        SlicedRegion(model, region, ranks, None if parallel_units is None else parallel_units.borders.get(region.row))
+    owed = () if parallel_units is None else parallel_units.slices.owed
     for name in tables:
         vocabulary.wire(model.get_submodule(name), lengths[name], ranks, name in owed)
     return regions, found
 
 
-def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> dict[str, nn.Parameter]:
+def cut_parameters(model: nn.Module, cuts: Mapping[str, ParameterSlice], rank: int) -> dict[str, nn.Parameter]:
     """Put this rank's slices in the place of parameters, everywhere they are used; the new ones by name."""
     named = dict(model.named_parameters())
     new = {
@@ -59,20 +63,20 @@ def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> dict
     return found
 
 
-def taken(whole: Tensor, cut: Cut, rank: int) -> Tensor:
+def taken(whole: Tensor, cut: ParameterSlice, rank: int) -> Tensor:
     """A rank's slice of a tensor, in storage of its own."""
     pieces = [whole.detach().narrow(cut.dim, first, length) for first, length in cut.ranges[rank]]
     return torch.cat(pieces, cut.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
-def layout_of(shape: tuple[int, ...], cut: Cut, rank: int) -> tuple[tuple[int, ...], tuple[Ranges, ...]]:
+def layout_of(shape: tuple[int, ...], cut: ParameterSlice, rank: int) -> tuple[tuple[int, ...], tuple[Ranges, ...]]:
     """The shape of the whole and this rank's ranges of it, as `Part` has them."""
     ranges = list(everything(shape))
     ranges[cut.dim] = cut.ranges[rank]
     return shape, tuple(ranges)
 
 
-def set_integer(model: nn.Module, integer: Integer) -> None:
+def set_integer(model: nn.Module, integer: DividedNumber) -> None:
     """Divide a number that a module's code has fixed. An object that holds it is copied for this module first."""
     holder: Any = model.get_submodule(integer.module)
     *path, name = integer.path.split(".")
@@ -83,10 +87,16 @@ def set_integer(model: nn.Module, integer: Integer) -> None:
     vars(holder)[name] //= integer.divisor
 
 
-class Region:
+class SlicedRegion:
     """One group of slices in the model of one rank."""
 
-    def __init__(self, model: nn.Module, group: Group, ranks: Any, on: tuple[Border, Handing] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ColumnRowPair,
+        ranks: Any,
+        on: tuple[RegionBorder, SequenceParallelUnits] | None = None,
+    ):
         """`on`: where it begins and ends in a unit that runs on stretches of the sequence."""
         self.ranks, self.on = ranks, on
         self.entered: dict[int, tuple[Tensor, Tensor]] = {}
@@ -125,21 +135,21 @@ class Region:
         self.entered.clear()
         self.gathered.clear()
         if self.on is not None:
-            border, handing = self.on
-            return handing.end(output, border.dim, border.row)
+            border, parallel_units = self.on
+            return parallel_units.end(output, border.dim, border.row)
         return total(output, self.ranks)
 
     def _gathered(self, value: Tensor, dim: int) -> Tensor:
         """All rows of what a unit on stretches gives the region; its gradient needs no other sum."""
         assert self.on is not None
-        border, handing = self.on
+        border, parallel_units = self.on
         if id(value) not in self.gathered:
-            whole = handing.begin(value, dim, border.row)
+            whole = parallel_units.begin(value, dim, border.row)
             self.gathered[id(value)] = value, whole
             self.entered[id(whole)] = whole, whole
         return self.gathered[id(value)][1]
 
-    def _wrap(self, module: nn.Module, argument: Argument, make: Callable[[Tensor, Any], Tensor]) -> None:
+    def _wrap(self, module: nn.Module, argument: RegionArgument, make: Callable[[Tensor, Any], Tensor]) -> None:
         replaced: list[tuple[Tensor, Tensor]] = []
 
         def wrap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -171,10 +181,10 @@ class Region:
         return value if rows == 1 else part(value, dim, Rows.even(rows, self.ranks.size()), self.ranks)
 
 
-class Drawn:
+class SlicedDraws:
     """Which numbers of a drawn tensor a rank holds: a rule for `randomness/sub_block.py`. In a region one dim is cut, the same always."""
 
-    def __init__(self, groups: list[Group], rank: int, ranks: int):
+    def __init__(self, groups: list[ColumnRowPair], rank: int, ranks: int):
         self.groups, self.rank, self.ranks = groups, rank, ranks
         self.found: dict[str, int] = {}
 
@@ -229,7 +239,7 @@ def resize(container: nn.Module, ranks: int) -> None:
     forward = container.__dict__.get("forward")
 
     def resized(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Resized(ranks):
+        with LocalSizes(ranks):
             return kind.forward(self, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
     if forward is None:

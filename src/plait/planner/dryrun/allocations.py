@@ -49,7 +49,7 @@ class Peak:
 
 
 @dataclass
-class Tape:
+class MemoryTape:
     """What was allocated and freed, in order, with named moments between."""
 
     changes: list[Change] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tape = Tape()
+        self.tape = MemoryTape()
         self.sizes: dict[int, int] = {}
         self.numbers: dict[int, int] = {}
         """By the id of the storage's Python object, which lives as long as the storage."""

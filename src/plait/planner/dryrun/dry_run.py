@@ -26,23 +26,23 @@ from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch
 from plait.data.iterable_shares import whole
-from plait.engine.build import begun, build, check_plan, understood
+from plait.engine.build import analyse, build, check_plan, start_build
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic, agree
 from plait.launch.place import Place
 from plait.model.fake_model import HOLDS, sketched
-from plait.model.make import Made, make, make_model
+from plait.model.make import BuiltModel, make, make_model
 from plait.model.sketch import Sketch
 from plait.model.table import size
 from plait.parallel.built import Built
-from plait.parallel.fsdp import optimizer_check as elementwise
-from plait.parallel.gradient_sums import Across
+from plait.parallel.fsdp import optimizer_check
+from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.offload import on_host
 from plait.planner.dryrun.allocations import Peak
 from plait.planner.dryrun.measure import measure, measure_evaluation
 from plait.planner.dryrun.optimizer_step import read
 from plait.planner.dryrun.pretend import Pretending, faked, process_group
-from plait.planner.dryrun.rank_kinds import Kinds
+from plait.planner.dryrun.rank_kinds import RankKinds
 from plait.tensors.fake import PartlyFake
 from plait.tensors.torch_private import FakeTensorMode, fake_failures, tree_map_only
 
@@ -53,7 +53,7 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Kind:
+class RankKind:
     """A rank that ran, and how many it stands for."""
 
     rank: int
@@ -76,11 +76,11 @@ class DryRun:
 
     plan: str
     world: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[RankKind, ...]
     seconds: float
 
     @property
-    def fullest(self) -> Kind:
+    def fullest(self) -> RankKind:
         """The kind of rank that needs most memory."""
         return max(self.kinds, key=lambda kind: kind.peak.total)
 
@@ -133,10 +133,10 @@ def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
                                  fix=(f"leave out {key}",)))  # fmt: skip
     began, job = time.perf_counter(), replace(job, steps=max(job.steps, steps + 1))
     sketch, weights = known(job, plan)
-    elementwise.check(job, plan, sketch)
-    kinds = Kinds.of(plan, sketch, job.batch)
+    optimizer_check.check(job, plan, sketch)
+    kinds = RankKinds.of(plan, sketch, job.batch)
 
-    def measured(rank: int, real: bool) -> tuple[Kind, Traffic]:
+    def measured(rank: int, real: bool) -> tuple[RankKind, Traffic]:
         traffic = Traffic(rank, plan)
         with alone(job, traffic, (sketch, real)) as (engine, given):
             peak = measure(engine, steps, given, partial(on_host, plan))
@@ -144,7 +144,7 @@ def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
                 other = measure_evaluation(engine, engine.ready, partial(on_host, plan))
                 peak = replace(other, host=peak.host) if other.total > peak.total else peak
             samples = max(n for _, n in engine.share.parts(job.batch))
-        return Kind(
+        return RankKind(
             rank, kinds.counts()[rank], plan.at(rank), samples, peak, traffic.by_axes(), traffic.totals()
         ), traffic
 
@@ -166,9 +166,9 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
     """What every rank of a plan sends in the job's first step, with tensors and weights in `cast`. Errors as `dry_run`."""
     plan = replace(plan, compile=False)  # a graph sends the same
     made = make(job, CPU, cast, None, None)
-    built = begun(job, plan, Place(0, plan.world), (CPU, cast), made)
-    sketch = understood(built, made)
-    kinds = Kinds.of(plan, sketch, job.batch)
+    built = start_build(job, plan, Place(0, plan.world), (CPU, cast), made)
+    sketch = analyse(built, made)
+    kinds = RankKinds.of(plan, sketch, job.batch)
 
     def sent(rank: int, real: bool) -> Sent:
         traffic = Traffic(rank, plan)
@@ -182,7 +182,7 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
     return [each[kinds.like(rank)] for rank in range(plan.world)]
 
 
-def _each(kinds: Kinds, one: Callable[[int, bool], Found], real: bool, weights: int) -> list[Found]:
+def _each(kinds: RankKinds, one: Callable[[int, bool], Found], real: bool, weights: int) -> list[Found]:
     """`one` of each kind of rank: on tensors without numbers, unless the model needs them; else on `real` ones."""
     try:
         return [one(rank, real) for rank in kinds.counts()]
@@ -207,9 +207,9 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
                 Problem("D002", f"{plan} cannot run dry", why=why, fix=("a smaller model of the same kind",))
             )
         model = make_model(job)
-    made, again = Made(model, model), plan.pp > 1 and plan.precision != "fp32"
-    built = begun(job, plan, Place(0, plan.world), (CPU, None), made)
-    return understood(built, made, None if again else sketch), weights
+    made, again = BuiltModel(model, model), plan.pp > 1 and plan.precision != "fp32"
+    built = start_build(job, plan, Place(0, plan.world), (CPU, None), made)
+    return analyse(built, made, None if again else sketch), weights
 
 
 @contextmanager
@@ -230,8 +230,10 @@ def alone(
         warnings.filterwarnings(
             "ignore", "The .grad attribute"
         )  # torch looks at it when a real tensor becomes a fake one
-        engine = _Alone(job, plan, Place(rank, plan.world), (Made(model, model), sketch), cast)
-        if isinstance(engine.built.reducer, Across):  # another rank may have the gradient of a parameter they share
+        engine = _Alone(job, plan, Place(rank, plan.world), (BuiltModel(model, model), sketch), cast)
+        if isinstance(
+            engine.built.reducer, CrossGroupSums
+        ):  # another rank may have the gradient of a parameter they share
             engine.built.reducer.told = lambda flags: [1.0] * len(flags)
 
         _followed(engine, pretending)
@@ -272,7 +274,9 @@ def _followed(engine: Engine, pretending: Pretending) -> None:
 class _Alone(Engine):
     """An engine that is given its model, and what is known of it."""
 
-    def __init__(self, job: Job, plan: Plan, place: Place, known: tuple[Made, Sketch], cast: torch.dtype | None = None):
+    def __init__(
+        self, job: Job, plan: Plan, place: Place, known: tuple[BuiltModel, Sketch], cast: torch.dtype | None = None
+    ):
         self.known = known
         self.ready: Callable[[Any], Any] = lambda pair: pair
         """Makes of samples what its model can be given."""

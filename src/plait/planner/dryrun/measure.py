@@ -16,7 +16,7 @@ from plait.parallel.data.buckets import Reducer
 from plait.parallel.pipeline.runtime import Clock
 from plait.parallel.pipeline.table import Action
 from plait.planner.dryrun.allocations import Allocations, Peak
-from plait.tensors.torch_private import Facade, tree_leaves
+from plait.tensors.torch_private import WrapperTensor, tree_leaves
 
 
 def measure(
@@ -39,12 +39,12 @@ def measure(
         hold(meter, engine, batch)
         mark(meter, engine)
         meter.moment("forward")
-        rider = engine.backward(batch)
+        step_row = engine.backward(batch)
         for parameter in engine.built.own.values():
             if parameter.grad is not None:
                 meter.label("gradients", parameter.grad)
         meter.moment("optimizer")
-        engine.update(batch, rider)
+        engine.update(batch, step_row)
     meter.tape.keep()
     return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
 
@@ -98,7 +98,7 @@ def mark(meter: Allocations, engine: Engine) -> None:
 
 def _behind(meter: Allocations, name: str, output: Any) -> None:
     """A hook on what stands for a whole sequence would gather it: it goes on the part that this rank holds."""
-    parts = (tensor.local if isinstance(tensor, Facade) else tensor for tensor in tensors_in(output))
+    parts = (tensor.local if isinstance(tensor, WrapperTensor) else tensor for tensor in tensors_in(output))
     for tensor in parts:
         if torch.is_grad_enabled() and tensor.requires_grad:
             tensor.register_hook(lambda _: meter.moment(f"backward {name}"))

@@ -20,7 +20,7 @@ from plait.model.make import make_optimizer
 from plait.model.sketch import Sketch
 from plait.model.table import size
 from plait.parallel.fsdp.optimizer_check import small
-from plait.planner.dryrun.allocations import Allocations, Tape
+from plait.planner.dryrun.allocations import Allocations, MemoryTape
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.fake import PartlyFake, given_to
 from plait.tensors.torch_private import (
@@ -124,7 +124,7 @@ def _read(job: Job, trained: Mapping[str, Tensor], given: set[str]) -> list[list
     return found
 
 
-def stepped(job: Job, parts: Formats) -> tuple[torch.optim.Optimizer, Tape]:
+def stepped(job: Job, parts: Formats) -> tuple[torch.optim.Optimizer, MemoryTape]:
     """The job's optimizer after its steps on fake parts, and the tape of the last. M015 when it can be followed on real ones only."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -151,7 +151,7 @@ def stepped(job: Job, parts: Formats) -> tuple[torch.optim.Optimizer, Tape]:
 
 def _taken(
     job: Job, own: dict[str, nn.Parameter], mode: AbstractContextManager[Any], telling: AbstractContextManager[Any]
-) -> tuple[torch.optim.Optimizer, Tape]:
+) -> tuple[torch.optim.Optimizer, MemoryTape]:
     optimizer, meter = make_optimizer(job, own)[0], Allocations()
     for _ in range(STEPS):
         meter = Allocations()

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from plait.config.plan import AXES, Plan
-from plait.data.batch import Share
+from plait.data.batch import BatchShare
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
 from plait.parallel.fsdp.runtime import along, divides, stretch
@@ -15,7 +15,7 @@ from plait.tensors.rows import Rows
 
 
 @dataclass(frozen=True)
-class Kinds:
+class RankKinds:
     """For each place on a set of axes, the first place that is like it. Stages are all unlike."""
 
     plan: Plan
@@ -25,9 +25,9 @@ class Kinds:
     slices: tuple[int, ...]
 
     @staticmethod
-    def of(plan: Plan, sketch: Sketch, batch: int) -> "Kinds":
+    def of(plan: Plan, sketch: Sketch, batch: int) -> "RankKinds":
         """The kinds of a plan's ranks, with the sketch of the whole model."""
-        return Kinds(
+        return RankKinds(
             plan, _firsts(_share(plan, sketch, batch)), _firsts(_stretch(plan, sketch)), _firsts(_slice(plan, sketch))
         )
 
@@ -67,7 +67,7 @@ def _share(plan: Plan, sketch: Sketch, batch: int) -> Iterable[Any]:
     shards, places = plan.expert_shards, range(plan.shares)
     pieces = [_pieces(sketch, plan, i % plan.ep, i // plan.ep % shards) if plan.ep > 1 else () for i in places]
     for share in range(plan.shares):
-        samples = tuple(n for _, n in Share(share, plan.ranks, plan.microbatches).parts(batch))
+        samples = tuple(n for _, n in BatchShare(share, plan.ranks, plan.microbatches).parts(batch))
         yield samples, parts[share % plan.fsdp], experts[share % plan.ep], pieces[share]
 
 

@@ -19,7 +19,7 @@ from plait.engine.build import move
 from plait.launch.place import Place
 from plait.model.make import call
 from plait.parallel.precision import forward_format
-from plait.tensors import higher_order as higher
+from plait.tensors import higher_order
 from plait.tensors.torch_private import TorchDispatchMode, leaves
 from plait.verify.job.look import parts_of_point, rows_apart
 from plait.verify.job.trial import WIDE, Known, Point, Rehearsed, read
@@ -71,7 +71,7 @@ class _Runs:
         built, choices = self.engine.built, _Choices()
         inputs = move(micro.inputs, built.device, WIDE)
         keyed, wide = built.randomness.at(self.step, micro.first, micro.count), forward_format(Plan(), WIDE, "cpu")
-        with torch.no_grad(), wide, higher.apart(), keyed, choices:
+        with torch.no_grad(), wide, higher_order.apart(), keyed, choices:
             outputs: Any = call(built.model, inputs)
         return [t for t in leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()], choices.read
 

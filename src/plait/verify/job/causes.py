@@ -8,7 +8,7 @@ from plait.config.job import LIBRARIES, Job
 from plait.config.plan import Plan
 from plait.data.batch import is_map, opened
 from plait.engine.try_metrics import line_of
-from plait.launch import fork as here
+from plait.launch import fork
 from plait.launch.supervise import Listener
 from plait.verify.job import branches
 from plait.verify.job.look import look, read_again, read_as
@@ -48,7 +48,7 @@ def problems_of(
         return [], told
     point = points[0] if apart is None else apart[0]
     try:
-        (seen,) = here.run(lambda place: look(job, cut, known, point, place), 1, Listener(note=lambda text: None))
+        (seen,) = fork.run(lambda place: look(job, cut, known, point, place), 1, Listener(note=lambda text: None))
     except PlaitError as error:
         seen = {"failed": error.problems[0].what}
     found = [] if named else [*_of_model(job, cut, seen, point)]
@@ -110,7 +110,7 @@ def unlike_readers(job: Job, count: int, staged: bool) -> tuple[list[Problem], l
     `staged`: the ranks are stages, of which only the first needs the inputs and the last the targets.
     """
     try:
-        rows = here.run(lambda place: read_as(job, count, place), 2, Listener(note=lambda text: None))
+        rows = fork.run(lambda place: read_as(job, count, place), 2, Listener(note=lambda text: None))
     except PlaitError as error:
         return [], [f"samples were not read by two ranks: {error.problems[0].what}"]
     for first, second in zip(rows[0]["read"], rows[1]["read"]):
@@ -126,7 +126,7 @@ def unlike_readers(job: Job, count: int, staged: bool) -> tuple[list[Problem], l
 
 def _of_sample(job: Job, i: int, told: str) -> Problem:
     try:
-        (seen,) = here.run(lambda place: read_again(job, i), 1, Listener(note=lambda text: None))
+        (seen,) = fork.run(lambda place: read_again(job, i), 1, Listener(note=lambda text: None))
     except PlaitError:
         seen = {"again": False, "source": ""}
     what = f"sample {i} of the data is not the same in every process"
@@ -170,7 +170,7 @@ def _of_model(job: Job, cut: Plan, seen: Found, point: Point) -> list[Problem]:
 def _of_branches(job: Job, cut: Plan, known: Known, point: Point) -> list[Problem]:
     try:
         aside = lambda place: branches.look(job, cut, known, point, (SECONDS, place))  # noqa: E731
-        (seen,) = here.run(aside, 1, Listener(note=lambda text: None))
+        (seen,) = fork.run(aside, 1, Listener(note=lambda text: None))
     except PlaitError:
         return []
     if seen["found"] is None:

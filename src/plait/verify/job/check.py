@@ -30,14 +30,14 @@ from plait.config.job import LIBRARIES, Job
 from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.data.batch import is_map, opened
-from plait.engine.build import begun, inexact, move, understood
-from plait.launch import fork as here
+from plait.engine.build import analyse, inexact, move, start_build
+from plait.launch import fork
 from plait.launch.place import Place, cores, pose
 from plait.launch.supervise import Listener
 from plait.model.make import call, make
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import host_state, restore_host
-from plait.tensors import higher_order as higher
+from plait.tensors import higher_order
 from plait.verify.job.causes import problems_of, unlike_readers
 from plait.verify.job.trial import WIDE, Known, Point, measure, noted, one_device
 
@@ -114,7 +114,7 @@ def check(
     )
     silent = Listener(note=lambda text: None)
     try:
-        (told,) = here.run(lambda place: _side(job, plan, (level, workers > 0), (words, before), place), 1, silent)
+        (told,) = fork.run(lambda place: _side(job, plan, (level, workers > 0), (words, before), place), 1, silent)
     except PlaitError as error:
         first = error.problems[0]
         return Checked(level, unchecked=(f"nothing was compared: {first.what}",), seconds=time.perf_counter() - began)
@@ -234,8 +234,8 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: P
 def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, Plan, tuple[str, ...]]:
     """The model in float64 and what is known of it, the plan to compare, and what of the cut is named as inexact anyway."""
     made = make(job, CPU, WIDE, None, None)
-    built = begun(job, Plan(), place, (CPU, WIDE), made)
-    built.sketch = built.whole = understood(built, made)
+    built = start_build(job, Plan(), place, (CPU, WIDE), made)
+    built.sketch = built.whole = analyse(built, made)
     sketch = built.whole
     built.plan = cut
     if sketch.batch_norms and (cut.microbatches > 1 or cut.processes == "one"):
@@ -254,7 +254,7 @@ def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, flo
 
     inputs = move(first_samples(example(job.data, data), pair)[0], CPU, WIDE)
     seconds = 0.0
-    with torch.no_grad(), forward_format(cut, WIDE, "cpu"), higher.apart():
+    with torch.no_grad(), forward_format(cut, WIDE, "cpu"), higher_order.apart():
         for _ in range(2):
             began = time.process_time()
             call(model, inputs)
@@ -297,4 +297,4 @@ def _sides(
             return one_device(job, known, points, (cut, *loss), replace(place, rank=0, world=1, store=None))
         return measure(job, cut, known, points, replace(place, world=cut.world))
 
-    return here.run(side, cut.world + 1, Listener(note=lambda text: None))
+    return fork.run(side, cut.world + 1, Listener(note=lambda text: None))

@@ -21,9 +21,9 @@ from plait.launch.place import Place, pose
 from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import permutation, seed_host
-from plait.tensors import higher_order as higher
+from plait.tensors import higher_order
 from plait.tensors.torch_private import leaves, tree_flatten, tree_leaves, tree_map_only
-from plait.verify.job.trial import WIDE, Known, Noted, Point, Rehearsed, digests, move_weights, read
+from plait.verify.job.trial import WIDE, Known, NotedData, Point, Rehearsed, digests, move_weights, read
 
 TOLERANCE = 1e-9
 Seen = dict[tuple[str, int], list[Tensor]]
@@ -79,7 +79,7 @@ def _forward(engine: Rehearsed, micro: Micro, step: int) -> tuple[Any, Seen]:
     handles = [module.register_forward_hook(note(name)) for name, module in built.model.named_modules()]
     inputs = move(micro.inputs, built.device, WIDE)
     keyed, wide = built.randomness.at(step, micro.first, micro.count), forward_format(engine.plan, WIDE, "cpu")
-    with torch.no_grad(), wide, higher.apart(), keyed:
+    with torch.no_grad(), wide, higher_order.apart(), keyed:
         outputs = call(built.model, inputs)
     for handle in handles:
         handle.remove()
@@ -223,7 +223,7 @@ class _Digests(Dataset):
 def read_again(job: Job, i: int) -> dict[str, Any]:
     """Whether a sample differs when it is read twice in a row, and what in the data set may be why."""
     data = opened(job.data)
-    data = data.data if isinstance(data, Noted) else data
+    data = data.data if isinstance(data, NotedData) else data
     if not is_map(data):
         return {"again": False, "source": ""}
     rows, before = list[list[int]](), _simple(data)

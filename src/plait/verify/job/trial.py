@@ -17,12 +17,12 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Batch, Position, Share, is_map
+from plait.data.batch import Batch, BatchShare, Position, is_map
 from plait.engine.build import build, move
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.losses import separable
-from plait.model.make import Made, call
+from plait.model.make import BuiltModel, call
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
@@ -31,7 +31,7 @@ from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
 
 WIDE = torch.float64
 BLOCK = 4096
-Known = tuple[Made, Sketch]
+Known = tuple[BuiltModel, Sketch]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rehearsed(Engine):
         return build(job, plan, self.place, device, cast, self.known)
 
 
-class Noted:
+class NotedData:
     """A data set read by index; digests of each sample's parts are noted as it is read."""
 
     def __init__(self, data: Any):
@@ -89,7 +89,7 @@ class NotedStream:
 
 def noted(data: Any) -> Any:
     """The data set, with what is read of it noted."""
-    return Noted(data) if is_map(data) else NotedStream(data)
+    return NotedData(data) if is_map(data) else NotedStream(data)
 
 
 def digests(sample: Any) -> list[int]:
@@ -149,7 +149,7 @@ def one_device(
 
 def parts_of(cut: Plan, size: int) -> list[tuple[int, int]]:
     """(first, count) of each part of a batch of `size`, in order."""
-    shares = [Share(rank, cut.shares, cut.microbatches) for rank in range(cut.shares)]
+    shares = [BatchShare(rank, cut.shares, cut.microbatches) for rank in range(cut.shares)]
     return [part for share in shares for part in share.parts(size) if part[1]]
 
 
@@ -178,8 +178,8 @@ def _measured(engine: Engine, points: list[Point]) -> dict[str, Any]:
         began = time.process_time()
         if point.moved:
             move_weights(engine)
-        rider = engine.backward(batch)
-        norm, told = engine.norm(rider)
+        step_row = engine.backward(batch)
+        norm, told = engine.norm(step_row)
         gradients = {n: told_by(n, p.grad) for n, p in engine.built.own.items() if p.grad is not None}
         for parameter in engine.built.own.values():
             parameter.grad = None

@@ -13,15 +13,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.model.slices import Group, Integer
-from plait.parallel.tensor.find.check import Container, Values, check
+from plait.model.slices import ColumnRowPair, DividedNumber
+from plait.parallel.tensor.find.check import ReplayedModule, Values, check
 
 TRIES = 200
 """Combinations to try, with sizes corrected and without."""
 _NO_OBJECT = (Tensor, nn.Module, int, float, complex, str, bytes, list, tuple, dict, set, type(None), type)
 
 
-def adapted(container: Container, group: Group, before: tuple[Group, ...]) -> tuple[Group | None, str]:
+def adapted(
+    container: ReplayedModule, group: ColumnRowPair, before: tuple[ColumnRowPair, ...]
+) -> tuple[ColumnRowPair | None, str]:
     """The group with what else it needs, or None and why nothing passes. `before`: groups found in the same code."""
     wrong = check([container], (*before, group))
     if not wrong:
@@ -37,14 +39,16 @@ def adapted(container: Container, group: Group, before: tuple[Group, ...]) -> tu
     return None, wrong
 
 
-def _combinations(choices: list[tuple[Integer, ...]]) -> Iterator[tuple[Integer, ...]]:
+def _combinations(choices: list[tuple[DividedNumber, ...]]) -> Iterator[tuple[DividedNumber, ...]]:
     """Some of the numbers, each divided in one of its ways, the fewest first."""
     for count in range(len(choices) + 1):
         for some in itertools.combinations(choices, count):
             yield from itertools.product(*some)
 
 
-def _choices(container: Container, group: Group, before: tuple[Group, ...]) -> list[tuple[Integer, ...]]:
+def _choices(
+    container: ReplayedModule, group: ColumnRowPair, before: tuple[ColumnRowPair, ...]
+) -> list[tuple[DividedNumber, ...]]:
     """For each number that makes a difference, the ways to divide it."""
     n = len(group.cuts[0].ranges)
     sizes = {sum(length for _, length in cut.ranges[0]) for cut in group.cuts}
@@ -54,16 +58,16 @@ def _choices(container: Container, group: Group, before: tuple[Group, ...]) -> l
     values = container.values(2)
     found = []
     for module, path, value in _numbers(container, group):
-        ways = tuple(Integer(module, path, d) for d in divisors if value % d == 0)
+        ways = tuple(DividedNumber(module, path, d) for d in divisors if value % d == 0)
         if ways and (module, path) not in fixed and _matters(container, ways[0], values):
             found.append(ways)
     return found
 
 
-def _matters(container: Container, integer: Integer, values: Values) -> bool:
+def _matters(container: ReplayedModule, integer: DividedNumber, values: Values) -> bool:
     """Whether the whole computes something else, or nothing at all, with this number divided."""
     whole = container.run(values)
-    alone = Group(container.name, (), "", (), (integer,))
+    alone = ColumnRowPair(container.name, (), "", (), (integer,))
     try:
         part = container.run(values, (alone,))
     except Exception:
@@ -71,7 +75,7 @@ def _matters(container: Container, integer: Integer, values: Values) -> bool:
     return bool(container.differs(whole, part, (), 0))
 
 
-def _numbers(container: Container, group: Group) -> Iterator[tuple[str, str, int]]:
+def _numbers(container: ReplayedModule, group: ColumnRowPair) -> Iterator[tuple[str, str, int]]:
     """(module, path, value) of whole numbers that the code between columns and row may use."""
     for name, module in _modules(container, group).items():
         for key, value in vars(module).items():
@@ -83,7 +87,7 @@ def _numbers(container: Container, group: Group) -> Iterator[tuple[str, str, int
                         yield name, f"{key}.{inner}", number
 
 
-def _modules(container: Container, group: Group) -> dict[str, nn.Module]:
+def _modules(container: ReplayedModule, group: ColumnRowPair) -> dict[str, nn.Module]:
     """The container, the modules around columns and row in it, and those called between them."""
     bits = sum(1 << made.bit for made in container.inside if made.name in group.columns)
     found: dict[str, Any] = {}

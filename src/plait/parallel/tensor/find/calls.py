@@ -12,14 +12,14 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from plait.model.meter import tensors_in
-from plait.randomness import keyed as randomness
+from plait.randomness import keyed
 from plait.tensors.torch_private import tree_map, tree_map_only
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)
 
 
 @dataclass
-class Frame:
+class ModuleCall:
     """One call of a module that is no map."""
 
     name: str
@@ -62,7 +62,7 @@ class Still(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in randomness.PLAIN_DROPOUTS or func in randomness.FEATURE_DROPOUTS:
+        if func in keyed.PLAIN_DROPOUTS or func in keyed.FEATURE_DROPOUTS:
             return _kept(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
             keys = (*args[1:3], *(kwargs[name] for name in ("key", "value") if name in kwargs))

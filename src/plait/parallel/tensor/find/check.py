@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from plait.model.slices import Cut, Group, Ranges
-from plait.parallel.tensor.find.calls import Frame, MapCall, Still, patched, snapshot
+from plait.model.slices import ColumnRowPair, ParameterSlice, Ranges
+from plait.parallel.tensor.find.calls import MapCall, ModuleCall, Still, patched, snapshot
 from plait.parallel.tensor.find.linear_maps import Map
-from plait.parallel.tensor.find.trace import Follow
-from plait.parallel.tensor.local_sizes import Resized
+from plait.parallel.tensor.find.trace import DataflowTrace
+from plait.parallel.tensor.local_sizes import LocalSizes
 from plait.parallel.tensor.wiring import set_integer
-from plait.randomness import keyed as randomness
+from plait.randomness import keyed
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import leaves, own_buffers, tree_map_only
 
@@ -34,12 +34,12 @@ Values = dict[tuple[str, int], Any]
 """What each call of each map in a container returns, by name and number of the call."""
 
 
-class Strayed(Exception):
+class OtherCode(Exception):
     """The code did something else than in the whole."""
 
 
 @dataclass
-class Seen:
+class ReplayedRun:
     """What a run of a container showed."""
 
     given: list[tuple[str, int, Tensor]] = field(default_factory=list)
@@ -50,14 +50,14 @@ class Seen:
     """The tensors it was given directly."""
 
 
-class Container:
+class ReplayedModule:
     """One call of a module, which can be repeated with other values and on a rank's slice."""
 
-    def __init__(self, follow: Follow, number: int, maps: Mapping[str, Map]):
+    def __init__(self, follow: DataflowTrace, number: int, maps: Mapping[str, Map]):
         self.follow, self.frame, self.maps = follow, follow.frames[number], maps
         self.name, self.module = self.frame.name, self.frame.module
         self.inside: list[MapCall] = [c for c in follow.calls if number in c.parents]
-        self.frames: list[Frame] = [f for f in follow.frames if number in f.parents]
+        self.frames: list[ModuleCall] = [f for f in follow.frames if number in f.parents]
         kept = {name for name in follow.opaque if name.startswith(f"{self.name}.") or not self.name}
         hidden = {id(p) for name in kept for p in follow.opaque[name].parameters()}
         self.parameters = {
@@ -78,10 +78,14 @@ class Container:
         return found
 
     def run(
-        self, values: Values, groups: Iterable[Group] = (), rank: int = 0, leaf: Mapping[str, Tensor] | None = None
-    ) -> Seen:
+        self,
+        values: Values,
+        groups: Iterable[ColumnRowPair] = (),
+        rank: int = 0,
+        leaf: Mapping[str, Tensor] | None = None,
+    ) -> ReplayedRun:
         """Run it whole, or as `rank` of the groups does. `leaf`: parameters to use instead of its own."""
-        seen, groups = Seen(), tuple(groups)
+        seen, groups = ReplayedRun(), tuple(groups)
         cuts = {cut.parameter: cut for group in groups for cut in group.cuts}
         replaced = dict(leaf or {})
         replaced |= {n: taken(p, cuts[n].dim, cuts[n].ranges[rank]) for n, p in self.parameters.items() if n in cuts}
@@ -95,8 +99,8 @@ class Container:
                 stack.enter_context(mode)
             stack.enter_context(torch.enable_grad())
             for n in {len(group.cuts[0].ranges) for group in groups if group.resize}:
-                stack.enter_context(Resized(n))
-            randomness.restore_host(self.frame.state)
+                stack.enter_context(LocalSizes(n))
+            keyed.restore_host(self.frame.state)
             own = {name[len(self.name) + bool(self.name) :]: p for name, p in replaced.items()}
             output = functional_call(self.module, own, args, kwargs) if own else self.module(*args, **kwargs)
         handed = {id(t): key for key, t in seen.arguments.items()}
@@ -106,7 +110,7 @@ class Container:
     def _opaque(self) -> dict[str, nn.Module]:
         return {made.name: self.follow.opaque[made.name] for made in self.inside}
 
-    def _returning(self, seen: Seen, values: Values, cuts: Mapping[str, Cut], rank: int) -> Any:
+    def _returning(self, seen: ReplayedRun, values: Values, cuts: Mapping[str, ParameterSlice], rank: int) -> Any:
         counts: dict[str, int] = {}
 
         def make(name: str, module: nn.Module, forward: Any) -> Any:
@@ -116,7 +120,7 @@ class Container:
             def call(*args: Any, **kwargs: Any) -> Any:
                 number = counts[name] = counts.get(name, -1) + 1
                 if (name, number) not in values:
-                    raise Strayed(f"{name} is called more often than in the whole")
+                    raise OtherCode(f"{name} is called more often than in the whole")
                 seen.given.append((name, number, next(iter((*args, *kwargs.values())), torch.zeros(()))))
                 made = values[name, number]
                 if column and cut is not None:
@@ -127,7 +131,7 @@ class Container:
 
         return make
 
-    def _arguments(self, seen: Seen, groups: tuple[Group, ...], rank: int) -> tuple[Any, Any]:
+    def _arguments(self, seen: ReplayedRun, groups: tuple[ColumnRowPair, ...], rank: int) -> tuple[Any, Any]:
         """What it is given, its own tensors fresh, those that are cut with this rank's part."""
         part = {a.key: a.dim for group in groups for a in group.arguments if a.module == self.name}
 
@@ -144,7 +148,7 @@ class Container:
         args, kwargs = snapshot(self.frame.args), snapshot(self.frame.kwargs)
         return tuple(given(i, a) for i, a in enumerate(args)), {k: given(k, a) for k, a in kwargs.items()}
 
-    def differs(self, whole: Seen, part: Seen, groups: Iterable[Group], rank: int) -> str:
+    def differs(self, whole: ReplayedRun, part: ReplayedRun, groups: Iterable[ColumnRowPair], rank: int) -> str:
         """What is wrong with a rank's run, or nothing."""
         rows = {group.row: next(c for c in group.cuts if c.parameter == f"{group.row}.weight") for group in groups}
         if [x[:2] for x in whole.given] != [x[:2] for x in part.given]:
@@ -162,7 +166,7 @@ class Container:
         return ""
 
 
-def check(containers: Iterable[Container], groups: tuple[Group, ...], seed: int = 1) -> str:
+def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...], seed: int = 1) -> str:
     """Why some rank would compute something else than its slice of the whole in one of the calls, or nothing."""
     for container in containers:
         values = container.values(seed)

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.meter import tensors_in
-from plait.model.slices import Group, Slices
+from plait.model.slices import ColumnRowPair, Slices
 from plait.model.trace import Call
 from plait.parallel.tensor.find.adapt import adapted
 from plait.parallel.tensor.find.calls import MapCall, Still
-from plait.parallel.tensor.find.check import Container, check, kept
+from plait.parallel.tensor.find.check import ReplayedModule, check, kept
 from plait.parallel.tensor.find.linear_maps import find_maps, packed_attentions
 from plait.parallel.tensor.find.propose import Refused, proposals
 from plait.parallel.tensor.find.random_weights import LARGE_MODEL, random_weights, tries
 from plait.parallel.tensor.find.repeated_blocks import renamed, signature
 from plait.parallel.tensor.find.torch_layers import attention, vocabulary
-from plait.parallel.tensor.find.trace import Follow
+from plait.parallel.tensor.find.trace import DataflowTrace
 from plait.parallel.tensor.sequence.check import stretched
-from plait.randomness import keyed as randomness
+from plait.randomness import keyed
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import tree_map_only
 
@@ -59,7 +59,7 @@ def find(
     of them run on stretches between their regions is found too; name -> why it cannot, or nothing. `given`: the calls of
     units in a run on whole rows; on the few words of a row that the model is followed on it must make the same ones.
     """
-    state, threads = randomness.host_state(), torch.get_num_threads()
+    state, threads = keyed.host_state(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
         with kept(model), random_weights(model):
@@ -68,10 +68,10 @@ def find(
             return stretched(finder.follow, finder.maps, found, units, n, SAMPLES) if units else found
     finally:
         torch.set_num_threads(threads)
-        randomness.restore_host(state)
+        keyed.restore_host(state)
 
 
-def _units(follow: Follow, given: Calls) -> Calls:
+def _units(follow: DataflowTrace, given: Calls) -> Calls:
     """The calls of units in what was followed, as `given` has them."""
     names = {name for name, _ in given}
     return tuple((f.name, len(list(tensors_in((f.args, f.kwargs))))) for f in follow.frames if f.name in names)
@@ -92,31 +92,31 @@ class _Finder:
         for name, module in model.named_modules():
             for p in module.parameters(recurse=False):
                 self.holders.setdefault(id(p), []).append(name)
-        self.groups: list[Group] = []
+        self.groups: list[ColumnRowPair] = []
         self.reasons: dict[str, str] = {}
-        self.known: dict[Any, Group] = {}
-        self.last: dict[Any, tuple[list[Container], tuple[Group, ...]]] = {}
+        self.known: dict[Any, ColumnRowPair] = {}
+        self.last: dict[Any, tuple[list[ReplayedModule], tuple[ColumnRowPair, ...]]] = {}
         self.large = sum(p.numel() for p in model.parameters()) > LARGE_MODEL
 
-    def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call, given: Calls) -> Follow:
+    def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call, given: Calls) -> DataflowTrace:
         """One run, or several of a model that decides at random; short if it can be, and without the maps' numbers.
 
         Longer where a few words take another course than whole rows do: a mask that only a long row needs.
         """
-        first: Follow | None = None
+        first: DataflowTrace | None = None
         given = tuple(pair for pair in given if pair[0] not in opaque)
         for inputs, numbers in tries(example):
             if first is not None and (numbers or inputs is example):
                 break
-            follow = Follow(self.model, opaque, numbers)
+            follow = DataflowTrace(self.model, opaque, numbers)
             try:
                 with kept(self.model), Wide(), Still():
                     for number in range(ROUNDS):
-                        randomness.seed_host("slices", number)
-                        before = randomness.first_draws()
-                        randomness.seed_host("slices", number)
+                        keyed.seed_host("slices", number)
+                        before = keyed.first_draws()
+                        keyed.seed_host("slices", number)
                         follow.run(lambda follow=follow, inputs=inputs: call(self.model, inputs))
-                        if before[:2] == randomness.first_draws()[:2]:  # it takes the same way every time
+                        if before[:2] == keyed.first_draws()[:2]:  # it takes the same way every time
                             break
             except Exception:
                 if numbers:
@@ -181,7 +181,7 @@ class _Finder:
             raise Refused(reason)
         return names
 
-    def _group(self, row: str, columns: list[str], tables: set[str]) -> Group:
+    def _group(self, row: str, columns: list[str], tables: set[str]) -> ColumnRowPair:
         for name in (*columns, row):
             self._whole_by_wish(name)
             if name in tables:
@@ -202,7 +202,9 @@ class _Finder:
         self.known[alike] = self._searched(containers, columns, row, before)
         return self.known[alike]
 
-    def _searched(self, containers: list[Container], columns: list[str], row: str, before: tuple[Group, ...]) -> Group:
+    def _searched(
+        self, containers: list[ReplayedModule], columns: list[str], row: str, before: tuple[ColumnRowPair, ...]
+    ) -> ColumnRowPair:
         try:
             for container in containers:
                 container.run(container.values(0))
@@ -219,7 +221,7 @@ class _Finder:
             reasons.append(wrong)
         raise Refused(reasons[0])
 
-    def _alone(self, group: Group) -> None:
+    def _alone(self, group: ColumnRowPair) -> None:
         """Refuse a group with a parameter that something else uses too."""
         named = dict(self.model.named_parameters())
         layers = {*group.columns, group.row}
@@ -232,7 +234,7 @@ class _Finder:
             if holders[0] not in layers and (readers or self.follow.output & bit):
                 raise Refused(f"{name} is used between the layers and beside them")
 
-    def _containers(self, calls: list[MapCall]) -> list[Container]:
+    def _containers(self, calls: list[MapCall]) -> list[ReplayedModule]:
         """The innermost calls of modules in which the columns and the row are called."""
         numbers = []
         for call in calls:
@@ -243,7 +245,7 @@ class _Finder:
         names = {self.follow.frames[i].name for i in numbers}
         if len(names) > 1:
             raise Refused(f"{calls[0].name} is called in {' and '.join(sorted(names))}")
-        return [Container(self.follow, i, self.maps) for i in dict.fromkeys(numbers)]
+        return [ReplayedModule(self.follow, i, self.maps) for i in dict.fromkeys(numbers)]
 
     # — what the job says —
 

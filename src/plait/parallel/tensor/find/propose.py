@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.model.slices import Argument, Cut, Group, Integer, Ranges
-from plait.parallel.tensor.find.check import Container, Seen
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, RegionArgument
+from plait.parallel.tensor.find.check import ReplayedModule, ReplayedRun
 from plait.parallel.tensor.find.linear_maps import Map
 
 ROUNDS = (2, 24)
@@ -40,7 +40,7 @@ class Needs:
     """Parameters and arguments that something else in the container depends on too."""
 
 
-def proposals(container: Container, columns: list[Map], row: Map, n: int) -> Iterator[Group]:
+def proposals(container: ReplayedModule, columns: list[Map], row: Map, n: int) -> Iterator[ColumnRowPair]:
     """Groups in which every rank has what it needs; integers are not divided yet. Raises `Refused`."""
     size = row.weight.shape[row.into]
     if size % n:
@@ -65,22 +65,22 @@ def _partitions(size: int, n: int) -> Iterator[tuple[Ranges, ...]]:
         yield tuple(tuple((i, 1) for i in range(r, size, n)) for r in range(n))
 
 
-def _proposal(container: Container, columns: list[Map], row: Map, rows: tuple[Ranges, ...]) -> Group:
+def _proposal(container: ReplayedModule, columns: list[Map], row: Map, rows: tuple[Ranges, ...]) -> ColumnRowPair:
     needs = _needs(container, columns, row, rows)
     n = len(rows)
-    cuts: list[Cut] = []
-    integers: list[Integer] = []
+    cuts: list[ParameterSlice] = []
+    integers: list[DividedNumber] = []
     for column in columns:
         ranges, divisor = _column(column, needs.columns[column.name])
-        cuts += [Cut(f"{column.name}.weight", column.out, ranges)]
-        cuts += [Cut(f"{column.name}.bias", 0, ranges)] if column.bias is not None else []
+        cuts += [ParameterSlice(f"{column.name}.weight", column.out, ranges)]
+        cuts += [ParameterSlice(f"{column.name}.bias", 0, ranges)] if column.bias is not None else []
         integers += _own(column, "out", divisor)
     if all(
         cut.ranges[0] == ((0, _features(c)),) for c in columns for cut in cuts if cut.parameter == f"{c.name}.weight"
     ):
         names = " and ".join(c.name for c in columns)
         raise Refused(f"every part of what {row.name} is given depends on all features of {names}")
-    cuts.append(Cut(f"{row.name}.weight", row.into, rows))
+    cuts.append(ParameterSlice(f"{row.name}.weight", row.into, rows))
     integers += _own(row, "into", n)
     partial = []
     for name, masks in needs.parameters.items():
@@ -89,20 +89,20 @@ def _proposal(container: Container, columns: list[Map], row: Map, rows: tuple[Ra
         if name in needs.elsewhere:
             raise Refused(f"{name} is used between the layers and beside them")
         cut = _divided(masks, name)
-        cuts += [Cut(name, cut[0], cut[1])] if cut else []
+        cuts += [ParameterSlice(name, cut[0], cut[1])] if cut else []
         partial += [] if cut else [name]
     arguments = _arguments(container, needs, n)
     names = tuple(c.name for c in columns)
-    return Group(
+    return ColumnRowPair(
         container.name, names, row.name, tuple(cuts), tuple(integers), partial=tuple(partial), arguments=arguments
     )
 
 
-def _own(map_: Map, role: str, divisor: int) -> list[Integer]:
+def _own(map_: Map, role: str, divisor: int) -> list[DividedNumber]:
     names = map_.integers(role, divisor) if divisor > 1 else ()
     if names is None:
         raise Refused(f"{map_.name} cannot run with a part of its features")
-    return [Integer(map_.name, name, divisor) for name in names]
+    return [DividedNumber(map_.name, name, divisor) for name in names]
 
 
 def _features(column: Map) -> int:
@@ -163,7 +163,7 @@ def _along(masks: list[Tensor], dim: int) -> Sets:
     return [frozenset(_features_of(m, dim).nonzero().flatten().tolist()) for m in masks]
 
 
-def _arguments(container: Container, needs: Needs, n: int) -> tuple[Argument, ...]:
+def _arguments(container: ReplayedModule, needs: Needs, n: int) -> tuple[RegionArgument, ...]:
     """Tensors the container is given that the code between columns and row uses directly."""
     given = dict(enumerate(container.frame.args)) | container.frame.kwargs
     found = []
@@ -180,16 +180,16 @@ def _arguments(container: Container, needs: Needs, n: int) -> tuple[Argument, ..
             step = given[key].shape[cut[0]] // n
             if cut[1] != tuple(((r * step, step),) for r in range(n)):
                 raise Refused(f"ranks would need parts of the argument {key!r} that are no slices")
-            found.append(Argument(container.name, key, cut[0]))
+            found.append(RegionArgument(container.name, key, cut[0]))
         elif trained:
-            found.append(Argument(container.name, key, None))
+            found.append(RegionArgument(container.name, key, None))
     return tuple(found)
 
 
 # — gradients —
 
 
-def _needs(container: Container, columns: list[Map], row: Map, rows: tuple[Ranges, ...]) -> Needs:
+def _needs(container: ReplayedModule, columns: list[Map], row: Map, rows: tuple[Ranges, ...]) -> Needs:
     found: Needs | None = None
     for number in range(ROUNDS[1]):
         seen, leaf, made = _traced(container, columns, 100 + number)
@@ -202,8 +202,8 @@ def _needs(container: Container, columns: list[Map], row: Map, rows: tuple[Range
 
 
 def _traced(
-    container: Container, columns: list[Map], seed: int
-) -> tuple[Seen, dict[str, Tensor], dict[str, list[Tensor]]]:
+    container: ReplayedModule, columns: list[Map], seed: int
+) -> tuple[ReplayedRun, dict[str, Tensor], dict[str, list[Tensor]]]:
     """A whole run in which gradients of what columns return, of parameters and of arguments can be asked for."""
     values = container.values(seed)
     made: dict[str, list[Tensor]] = {c.name: [] for c in columns}
@@ -215,10 +215,10 @@ def _traced(
 
 
 def _round(
-    container: Container,
+    container: ReplayedModule,
     row: Map,
     rows: tuple[Ranges, ...],
-    traced: tuple[Seen, dict[str, Tensor], dict[str, list[Tensor]]],
+    traced: tuple[ReplayedRun, dict[str, Tensor], dict[str, list[Tensor]]],
 ) -> Needs:
     seen, leaf, made = traced
     inputs = [x for name, _, x in seen.given if name == row.name]
@@ -267,7 +267,7 @@ def _gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(t, dtype=torch.bool) if d is None else d != 0 for t, d in zip(inputs, grads)]
 
 
-def _no_strangers(inputs: list[Tensor], known: set[int], container: Container, flat: list[Tensor]) -> None:
+def _no_strangers(inputs: list[Tensor], known: set[int], container: ReplayedModule, flat: list[Tensor]) -> None:
     """Refuse when what the row is given depends on a trained tensor that came by no way we know."""
     nodes = {t.grad_fn for t in flat if t.grad_fn is not None}
     met: set[Any] = set()

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.model.slices import Group
-from plait.parallel.tensor.find.check import Container
+from plait.model.slices import ColumnRowPair
+from plait.parallel.tensor.find.check import ReplayedModule
 from plait.tensors.torch_private import leaves
 
 _COUNTS = re.compile(r"(^|_)(idx|index|id|number|layer|block|depth|i)$")
 
 
-def signature(containers: Iterable[Container], names: Iterable[str]) -> Any:
+def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> Any:
     """A value that alike containers have in common, for layers of these names in it."""
     first, *rest = containers
     modules = []
@@ -37,7 +37,7 @@ def signature(containers: Iterable[Container], names: Iterable[str]) -> Any:
     return inner, tuple(modules), tuple(given), tuple(first.frame.kwargs), len(rest)
 
 
-def renamed(group: Group, container: str) -> Group:
+def renamed(group: ColumnRowPair, container: str) -> ColumnRowPair:
     """The same group in another container."""
 
     def name(old: str) -> str:

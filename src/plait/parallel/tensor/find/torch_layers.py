@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from plait.model.slices import Cut, Group, Integer, Ranges
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges
 from plait.parallel.tensor.find.propose import Refused
-from plait.parallel.tensor.find.trace import Follow
+from plait.parallel.tensor.find.trace import DataflowTrace
 
 
-def attention(name: str, module: nn.MultiheadAttention, follow: Follow, n: int) -> Group:
+def attention(name: str, module: nn.MultiheadAttention, follow: DataflowTrace, n: int) -> ColumnRowPair:
     """The group of one `nn.MultiheadAttention`: its own call is the column, its `out_proj` the row."""
     heads, width = module.num_heads, module.embed_dim
     calls = follow.made_by(name)
@@ -29,14 +29,20 @@ def attention(name: str, module: nn.MultiheadAttention, follow: Follow, n: int) 
     one: tuple[Ranges, ...] = tuple(((r * step, step),) for r in range(n))
     three: tuple[Ranges, ...] = tuple(tuple((p * width + r * step, step) for p in range(3)) for r in range(n))
     dims = {"q_proj_weight": 0, "k_proj_weight": 0, "v_proj_weight": 0, "bias_k": 2, "bias_v": 2}
-    cuts = [Cut(f"{name}.{k}", 0, three) for k in ("in_proj_weight", "in_proj_bias") if getattr(module, k) is not None]
-    cuts += [Cut(f"{name}.{k}", dim, one) for k, dim in dims.items() if getattr(module, k) is not None]
-    cuts.append(Cut(f"{name}.out_proj.weight", 1, one))
-    integers = (Integer(name, "num_heads", n), Integer(f"{name}.out_proj", "in_features", n))
-    return Group(name, (name,), f"{name}.out_proj", tuple(cuts), integers)
+    cuts = [
+        ParameterSlice(f"{name}.{k}", 0, three)
+        for k in ("in_proj_weight", "in_proj_bias")
+        if getattr(module, k) is not None
+    ]
+    cuts += [ParameterSlice(f"{name}.{k}", dim, one) for k, dim in dims.items() if getattr(module, k) is not None]
+    cuts.append(ParameterSlice(f"{name}.out_proj.weight", 1, one))
+    integers = (DividedNumber(name, "num_heads", n), DividedNumber(f"{name}.out_proj", "in_features", n))
+    return ColumnRowPair(name, (name,), f"{name}.out_proj", tuple(cuts), integers)
 
 
-def vocabulary(model: nn.Module, follow: Follow, wanted: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
+def vocabulary(
+    model: nn.Module, follow: DataflowTrace, wanted: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Embeddings and heads that can be cut by rows, and why others cannot: those with as many rows as the largest.
 
     A matrix that several modules hold is cut only if each of them can work on rows of it.
@@ -66,7 +72,7 @@ def vocabulary(model: nn.Module, follow: Follow, wanted: Mapping[str, str]) -> t
     return tuple(found), reasons
 
 
-def _unfit(name: str, module: nn.Module, follow: Follow) -> str:
+def _unfit(name: str, module: nn.Module, follow: DataflowTrace) -> str:
     """Why a module cannot work on rows of its weight, or nothing."""
     own = {follow.parameters[id(p)] for p in module.parameters(recurse=False)}
     if own & follow.stray:

@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from plait.model.meter import flat, tensors_in
-from plait.parallel.tensor.find.calls import Frame, MapCall, hollow, patched, snapshot
-from plait.randomness import keyed as randomness
+from plait.parallel.tensor.find.calls import MapCall, ModuleCall, hollow, patched, snapshot
+from plait.randomness import keyed
 from plait.tensors.torch_private import leaves, storage_key
 
 _VALUES = {
@@ -44,13 +44,13 @@ def _never(_: Any) -> Any:
     raise RuntimeError("the model goes back through what it computed")
 
 
-class Follow(TorchFunctionMode):
+class DataflowTrace(TorchFunctionMode):
     """The mode that passes sources on; `run` does all of it. `opaque`: modules taken as maps, whatever they do."""
 
     def __init__(self, model: nn.Module, opaque: Mapping[str, nn.Module], numbers: bool = False):
         super().__init__()
         self.model, self.opaque, self.numbers = model, opaque, numbers
-        self.frames: list[Frame] = []
+        self.frames: list[ModuleCall] = []
         self.calls: list[MapCall] = []
         self.output = 0
         """Sources of what the model returns, and of what its code decides by."""
@@ -60,7 +60,7 @@ class Follow(TorchFunctionMode):
         self.parameters = {id(p): name for name, p in model.named_parameters()}
         self.hidden = {id(p) for m in opaque.values() for p in m.parameters()}
         self._next, self._time, self._off = 0, 0, 0
-        self._stack: list[Frame] = []
+        self._stack: list[ModuleCall] = []
         self._own: list[set[int]] = [set()]
         self._kept: set[str] = set()
         self._of: dict[int, int] = {}
@@ -70,7 +70,7 @@ class Follow(TorchFunctionMode):
         self._held: dict[int, Any] = {}
         self._alive: list[Any] = []
 
-    def run(self, call: Callable[[], Any]) -> "Follow":
+    def run(self, call: Callable[[], Any]) -> "DataflowTrace":
         """Follow `call()`, which runs the model. Several runs add up."""
         first, earlier = len(self.frames), len(self.calls)
         kept = nullcontext() if self.numbers else saved_tensors_hooks(lambda _: None, _never)
@@ -129,8 +129,8 @@ class Follow(TorchFunctionMode):
                 return forward(*args, **kwargs)
             given = self._sources(tensors_in((args, kwargs)))
             parents = (*self._parents(), len(self.frames))
-            state = randomness.host_state()
-            frame = Frame(name, module, parents, snapshot(args), snapshot(kwargs), given, state)
+            state = keyed.host_state()
+            frame = ModuleCall(name, module, parents, snapshot(args), snapshot(kwargs), given, state)
             self.frames.append(frame)
             self._stack.append(frame)
             self._own.append({id(p) for p in module.parameters(recurse=False)})

@@ -18,10 +18,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from plait.model.slices import Argument, Border, Group, Slices, Stretched
-from plait.parallel.tensor.find.check import Seen, Strayed
+from plait.model.slices import ColumnRowPair, PositionwiseUnit, RegionArgument, RegionBorder, Slices
+from plait.parallel.tensor.find.check import OtherCode, ReplayedRun
 from plait.parallel.tensor.find.linear_maps import Map
-from plait.parallel.tensor.find.trace import Follow
+from plait.parallel.tensor.find.trace import DataflowTrace
 from plait.parallel.tensor.sequence.check_run import OnRows, near
 from plait.parallel.tensor.sequence.lazy import rows_of
 from plait.tensors.rows import Rows
@@ -32,10 +32,10 @@ NO_SEQUENCE = "nothing that it is given has a dim of a sequence that it keeps"
 
 
 def stretched(
-    follow: Follow, maps: Mapping[str, Map], slices: Slices, units: Mapping[str, str], ranks: int, samples: int
+    follow: DataflowTrace, maps: Mapping[str, Map], slices: Slices, units: Mapping[str, str], ranks: int, samples: int
 ) -> Slices:
     """The slices with the units that run on stretches. `units`: name -> why not, or nothing, in the order of calls."""
-    found: list[Stretched] = []
+    found: list[PositionwiseUnit] = []
     reasons: list[tuple[str, str]] = []
     handed: set[int] = set()
     for unit, reason in units.items():
@@ -43,18 +43,18 @@ def stretched(
         frames = [i for i, frame in enumerate(follow.frames) if frame.name == unit]
         if not frames:
             continue
-        made: list[Stretched] = []
+        made: list[PositionwiseUnit] = []
         try:
             if reason:
-                raise Strayed(reason)
+                raise OtherCode(reason)
             if any(not _within(name, unit) for g in groups for name in g.columns):
-                raise Strayed("a region of its goes through other units too")
+                raise OtherCode("a region of its goes through other units too")
             for number in frames:
                 known = [*made[-1:], *found[-1:]]
                 made.append(_Unit(follow, number, maps, groups).found(known, ranks, samples, handed))
             if any(one != made[0] for one in made):
-                raise Strayed("its calls differ")
-        except Strayed as strayed:
+                raise OtherCode("its calls differ")
+        except OtherCode as strayed:
             reasons += [(unit, str(strayed))] if groups else []
             continue
         found.append(made[0])
@@ -72,29 +72,29 @@ def _within(name: str, unit: str) -> bool:
 class _Unit(OnRows):
     """Whether it runs on stretches, and how."""
 
-    def found(self, known: list[Stretched], ranks: int, samples: int, handed: set[int]) -> Stretched:
+    def found(self, known: list[PositionwiseUnit], ranks: int, samples: int, handed: set[int]) -> PositionwiseUnit:
         """How it runs on stretches. Strayed when it does not."""
         places = list(self._places(samples, handed))
         places.sort(key=lambda place: place not in [(one.key, one.dim) for one in known])
         if not places:
-            raise Strayed(NO_SEQUENCE)
+            raise OtherCode(NO_SEQUENCE)
         try:
             self.made = self.values(1)
             with self.listened():
                 self.base = self.run(self.made)
         except Exception as error:
-            raise Strayed(f"its code cannot be run alone ({type(error).__name__})") from error
+            raise OtherCode(f"its code cannot be run alone ({type(error).__name__})") from error
         reasons = []
         for self.posing, self.hidden in product((False, True), places):
             for levels in self._levels():
                 try:
                     return self._tried(levels, ranks)
-                except Strayed as strayed:
+                except OtherCode as strayed:
                     reasons.append(str(strayed))
                 except Exception as error:
                     lines = str(error).splitlines() or [""]
                     reasons.append(f"its code cannot run on a stretch ({type(error).__name__}: {lines[0][:120]})")
-        raise Strayed(reasons[0])
+        raise OtherCode(reasons[0])
 
     def _places(self, samples: int, handed: set[int]) -> Iterator[tuple[int | str, int]]:
         """(argument, dim) that may be hidden states and their sequence: [samples, sequence, …] or [sequence, samples, …]."""
@@ -107,7 +107,7 @@ class _Unit(OnRows):
             if batch is not None and value.shape[1 - batch] > 1:
                 yield key, 1 - batch
 
-    def _levels(self) -> Iterator[dict[str, Group]]:
+    def _levels(self) -> Iterator[dict[str, ColumnRowPair]]:
         """Modules at which regions begin."""
         choices = [[dict.fromkeys(g.columns, g)] for g in self.groups]
         for choice, group in zip(choices, self.groups):
@@ -116,7 +116,7 @@ class _Unit(OnRows):
         for some in picked:
             yield {name: group for one in some for name, group in one.items()}
 
-    def _tried(self, levels: dict[str, Group], ranks: int) -> Stretched:
+    def _tried(self, levels: dict[str, ColumnRowPair], ranks: int) -> PositionwiseUnit:
         key, dim = self.hidden
         length = self._argument(key).shape[dim]
         rows = Rows.even(length, min(ranks, length))
@@ -128,30 +128,30 @@ class _Unit(OnRows):
                 seen = self.run(self.made, leaf=leaf)
             returned = self._returned(seen)
             partial = self._shares(leaf)
-        return Stretched(self.name, key, dim, returned, self._borders(), posing=self.posing, partial=partial)
+        return PositionwiseUnit(self.name, key, dim, returned, self._borders(), posing=self.posing, partial=partial)
 
     def _argument(self, key: int | str) -> Tensor:
         return self.frame.kwargs[key] if isinstance(key, str) else self.frame.args[key]
 
-    def _returned(self, seen: Seen) -> tuple[tuple[int, int], ...]:
+    def _returned(self, seen: ReplayedRun) -> tuple[tuple[int, int], ...]:
         """(leaf, dim) of what it returns as stretches. Strayed when something else is not what it is in the whole."""
         found = []
         if len(seen.output) != len(self.base.output):
-            raise Strayed("on a stretch it returns something else")
+            raise OtherCode("on a stretch it returns something else")
         for i, (a, b) in enumerate(zip(self.base.output, map(rows_of, seen.output))):
             if not isinstance(a, Tensor) or not isinstance(b, Tensor):
                 if type(a) is not type(b) or (isinstance(a, (int, float, str)) and a != b):
-                    raise Strayed("on a stretch it returns something else")
+                    raise OtherCode("on a stretch it returns something else")
                 found += [(i, self.hidden[1])] if a == self.hidden[0] and type(a) is type(self.hidden[0]) else []
             elif a.shape != b.shape:
                 found.append((i, self.along(f"the caller of {self.name}", b, a)))
                 self.stretches.append(b)
             elif not near(a, b) and i in self.frame.live:
-                raise Strayed("on a stretch it returns something else")
+                raise OtherCode("on a stretch it returns something else")
             else:
                 self.wholes.append(b)
         if not found:
-            raise Strayed(NO_SEQUENCE)
+            raise OtherCode(NO_SEQUENCE)
         return tuple(found)
 
     def _shares(self, leaf: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -161,28 +161,28 @@ class _Unit(OnRows):
         cut = {c.parameter for g in self.groups for c in g.cuts}
         names = [n for n, p in leaf.items() if id(p) in mine]
         if any(id(t) in mine for t in self.others):
-            raise Strayed("it uses a learned argument besides its hidden states on stretches")
+            raise OtherCode("it uses a learned argument besides its hidden states on stretches")
         if any(id(t) in mine | whole for t in self.full.values()):
-            raise Strayed("it uses what a region is given outside of it too")
+            raise OtherCode("it uses what a region is given outside of it too")
         for name in names:
             if name in cut or id(leaf[name]) in whole:
-                raise Strayed(f"{name} is used on stretches and on the whole")
+                raise OtherCode(f"{name} is used on stretches and on the whole")
         for argument in (a for g in self.groups for a in g.arguments):
             hidden = argument.module == self.name and argument.key == self.hidden[0]
             if hidden or any((argument.module, argument.key) in given for given in self.entered.values()):
-                raise Strayed("a region uses its hidden states by another way than through its columns")
+                raise OtherCode("a region uses its hidden states by another way than through its columns")
         named = {id(p): n for n, p in self.follow.model.named_parameters()}
         modules = dict(self.module.named_modules(prefix=self.name))
         names += [named[id(p)] for name in sorted(self.alone) for p in modules[name].parameters()]
         return tuple(dict.fromkeys(names))
 
-    def _borders(self) -> tuple[Border, ...]:
+    def _borders(self) -> tuple[RegionBorder, ...]:
         found = []
         for group in self.groups:
             dim = self.dim_of(group)
-            given = tuple(Argument(name, key, dim) for name, key in self.entered[group.row])
+            given = tuple(RegionArgument(name, key, dim) for name, key in self.entered[group.row])
             packed = group.container in group.columns  # its `out_proj` returns [samples, sequence, features] always
-            found.append(Border(group.row, given, 1 if packed else dim))
+            found.append(RegionBorder(group.row, given, 1 if packed else dim))
         return tuple(found)
 
 

@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.model.slices import Group
+from plait.model.slices import ColumnRowPair
 from plait.parallel.tensor.find.calls import snapshot
-from plait.parallel.tensor.find.check import ABSOLUTE, RELATIVE, Container, Seen, Strayed, Values
+from plait.parallel.tensor.find.check import ABSOLUTE, RELATIVE, OtherCode, ReplayedModule, ReplayedRun, Values
 from plait.parallel.tensor.find.linear_maps import Map
-from plait.parallel.tensor.find.trace import Follow
-from plait.parallel.tensor.sequence.lazy import Posing, rows_of
+from plait.parallel.tensor.find.trace import DataflowTrace
+from plait.parallel.tensor.sequence.lazy import GlobalShape, rows_of
 from plait.parallel.tensor.sequence.runtime import put
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import tree_map_only
 
 
-class OnRows(Container):
+class OnRows(ReplayedModule):
     """One call of a unit: run whole, then on stretches."""
 
-    base: Seen
+    base: ReplayedRun
     """What the whole run showed."""
     made: Values
     """What maps return in both."""
 
-    def __init__(self, follow: Follow, number: int, maps: Mapping[str, Map], groups: list[Group]):
+    def __init__(self, follow: DataflowTrace, number: int, maps: Mapping[str, Map], groups: list[ColumnRowPair]):
         super().__init__(follow, number, maps)
         self.groups = groups
         self.column = {name: g for g in groups for name in g.columns}
@@ -39,7 +39,7 @@ class OnRows(Container):
         self.before: dict[tuple[str, int], tuple[Any, Any]] = {}
         self.cut: tuple[Rows, int] | None = None
         self.hidden: tuple[int | str, int] = (0, 0)
-        self.level: dict[str, Group] = {}
+        self.level: dict[str, ColumnRowPair] = {}
         self.posing = False
         self.fresh()
 
@@ -56,7 +56,7 @@ class OnRows(Container):
         self.alone: set[str] = set()
         """Maps that are not cut, and run on stretches."""
 
-    def _modules_around(self, group: Group) -> list[str]:
+    def _modules_around(self, group: ColumnRowPair) -> list[str]:
         """Modules inside the unit that all columns lie in, the innermost first."""
         paths = [name.split(".") for name in group.columns]
         same = [step for step, *others in zip(*(path[:-1] for path in paths)) if all(o == step for o in others)]
@@ -65,7 +65,7 @@ class OnRows(Container):
 
     # — what replaces what in a run on a stretch —
 
-    def _arguments(self, seen: Seen, groups: tuple[Group, ...], rank: int) -> tuple[Any, Any]:
+    def _arguments(self, seen: ReplayedRun, groups: tuple[ColumnRowPair, ...], rank: int) -> tuple[Any, Any]:
         known: dict[int, Tensor] = {}
         self.others: list[Tensor] = []
 
@@ -109,7 +109,7 @@ class OnRows(Container):
 
     def _begins(self, name: str, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if (name, number) not in self.before:
-            raise Strayed(f"{name} is called more often on a stretch than on the whole")
+            raise OtherCode(f"{name} is called more often on a stretch than on the whole")
         before, group = self.before[name, number], self.level[name]
         for key, value in (*enumerate(args), *kwargs.items()):
             whole = (before[1] if isinstance(key, str) else before[0])[key]
@@ -124,7 +124,7 @@ class OnRows(Container):
                 self.stretches.append(mine)
             args, kwargs = put(args, kwargs, key, self.gathered[id(value)][1])
             if self.entered.setdefault(group.row, {}).setdefault((name, key), dim) != dim:
-                raise Strayed(f"{name} is given sequences along different dims")
+                raise OtherCode(f"{name} is given sequences along different dims")
         return args, kwargs
 
     def along(self, name: str, part: Tensor, whole: Tensor) -> int:
@@ -133,12 +133,12 @@ class OnRows(Container):
         rows, rank = self.cut
         dims = [d for d, (m, n) in enumerate(zip(whole.shape, part.shape)) if m != n]
         if whole.dim() != part.dim() or len(dims) != 1 or whole.shape[dims[0]] != rows.length:
-            raise Strayed(f"on a stretch {name} is given {list(part.shape)}, on the whole {list(whole.shape)}")
+            raise OtherCode(f"on a stretch {name} is given {list(part.shape)}, on the whole {list(whole.shape)}")
         if not near(part, rows.take(whole, dims[0], rank)):
-            raise Strayed(f"on a stretch {name} is given something else than that stretch of the whole")
+            raise OtherCode(f"on a stretch {name} is given something else than that stretch of the whole")
         return dims[0]
 
-    def _returning(self, seen: Seen, values: Any, cuts: Any, rank: int) -> Callable[..., Any]:
+    def _returning(self, seen: ReplayedRun, values: Any, cuts: Any, rank: int) -> Callable[..., Any]:
         if self.cut is None:
             return super()._returning(seen, values, cuts, rank)
         before = {(name, number): x for name, number, x in self.base.given}
@@ -149,7 +149,7 @@ class OnRows(Container):
                 at = name, counts.setdefault(name, 0)
                 counts[name] += 1
                 if at not in values:
-                    raise Strayed(f"{name} is called more often on a stretch than on the whole")
+                    raise OtherCode(f"{name} is called more often on a stretch than on the whole")
                 return self._answer(name, next(iter((*args, *kwargs.values()))), before[at], values[at])
 
             return call
@@ -160,7 +160,7 @@ class OnRows(Container):
         """What a map returns: columns all rows, a row this rank's, others those that they are given."""
         given, copied = rows_of(given), tree_map_only(Tensor, torch.clone, value)
         if (name in self.column or name in self.row) and not near(given, before):
-            raise Strayed(f"on a stretch {name} is given something else")
+            raise OtherCode(f"on a stretch {name} is given something else")
         if name in self.column:
             self.wholes += [given] if id(given) not in self.full else []
             if self.column[name].container != name:
@@ -169,9 +169,9 @@ class OnRows(Container):
         if name in self.row:
             return self._mine(copied, self.dim_of(self.row[name]))
         if name not in self.maps or self.maps[name].weight.dim() != 2:
-            raise Strayed(f"{name} is not cut and may look at several positions")
+            raise OtherCode(f"{name} is not cut and may look at several positions")
         if given.shape == before.shape:
-            raise Strayed(f"{name} is computed whole, between stretches")
+            raise OtherCode(f"{name} is computed whole, between stretches")
         self.alone.add(name)
         self.stretches.append(given)
         return self._mine(copied, self.along(name, given, before))
@@ -180,12 +180,12 @@ class OnRows(Container):
         assert self.cut is not None
         rows, rank = self.cut
         mine = rows.take(whole, dim, rank)
-        return Posing.of(mine, dim, rows.length) if self.posing else mine
+        return GlobalShape.of(mine, dim, rows.length) if self.posing else mine
 
-    def dim_of(self, group: Group) -> int:
+    def dim_of(self, group: ColumnRowPair) -> int:
         dims = set(self.entered.get(group.row, {}).values())
         if len(dims) != 1:
-            raise Strayed(f"the region of {group.row} is given no stretch" if not dims else "its dims differ")
+            raise OtherCode(f"the region of {group.row} is given no stretch" if not dims else "its dims differ")
         return dims.pop()
 
 

@@ -1,10 +1,10 @@
 """A rank's rows of a sequence under the shape of the whole, inside a unit and between units.
 
 A block that is one module reads `batch, length, width = x.shape` and shapes queries and keys by it: in a region these are
-whole, outside of it x is a stretch. So x is `Posing` as the whole: it has its shape, and whatever is done to it is done
+whole, outside of it x is a stretch. So x is `GlobalShape` as the whole: it has its shape, and whatever is done to it is done
 to this rank's rows. That this is right for what the unit does is not known here: `parallel/tensor/sequence/check.py` has tried it.
 
-Between units nothing was tried. What a unit returned is `Late` there: the next unit takes its rows, and whatever else
+Between units nothing was tried. What a unit returned is `LazyGather` there: the next unit takes its rows, and whatever else
 is done with it is done with the whole, which is gathered then. What an embedding returned whose words are cut is `Owed`
 (`parallel/tensor/sequence/partial_sum.py`): a sum that is not made yet.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import Facade, plainly, tree_leaves, tree_map, version
+from plait.tensors.torch_private import WrapperTensor, plainly, tree_leaves, tree_map, version
 
 LOOKS = frozenset(("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu"))
 """Attributes that need no numbers."""
@@ -39,7 +39,7 @@ def lost(gradient: Tensor) -> None:
     )
 
 
-class Shaped(Facade):
+class Shaped(WrapperTensor):
     """Something with the shape of the whole: what asks for shape and format alone is answered by it."""
 
     @classmethod
@@ -56,7 +56,7 @@ class Shaped(Facade):
         raise NotImplementedError
 
 
-class Posing(Shaped):
+class GlobalShape(Shaped):
     """The whole, of which `local` are this rank's rows of dim `along` (counted from the end)."""
 
     local: Tensor
@@ -64,9 +64,9 @@ class Posing(Shaped):
     inside = True
 
     @staticmethod
-    def of(local: Tensor, dim: int, length: int) -> "Posing":
+    def of(local: Tensor, dim: int, length: int) -> "GlobalShape":
         """Rows of a sequence of that length, along a dim."""
-        posing = Facade.made(Posing, local, [length if d == dim else n for d, n in enumerate(local.shape)])
+        posing = WrapperTensor.made(GlobalShape, local, [length if d == dim else n for d, n in enumerate(local.shape)])
         if local.requires_grad:
             with plainly():
                 posing.register_hook(lost)
@@ -75,17 +75,17 @@ class Posing(Shaped):
 
     def like(self, local: Any) -> Any:
         """What was made of its rows, posing too where it has them."""
-        fits = isinstance(local, Tensor) and not isinstance(local, Posing) and local.dim() == self.dim()
+        fits = isinstance(local, Tensor) and not isinstance(local, GlobalShape) and local.dim() == self.dim()
         if not fits or local.shape[self.along] != self.local.shape[self.along]:
             return local
-        return Posing.of(local, self.along + local.dim(), self.shape[self.along])
+        return GlobalShape.of(local, self.along + local.dim(), self.shape[self.along])
 
     @classmethod
     def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        posing = max((t for t in tree_leaves((args, kwargs)) if isinstance(t, Posing)), key=lambda t: t.dim())
+        posing = max((t for t in tree_leaves((args, kwargs)) if isinstance(t, GlobalShape)), key=lambda t: t.dim())
         result = func(*tree_map(rows_of, args), **tree_map(rows_of, kwargs))
         first = args[0] if args else None
-        if isinstance(first, Posing) and result is first.local:  # in place
+        if isinstance(first, GlobalShape) and result is first.local:  # in place
             return first
         return tree_map(posing.like, result)
 
@@ -95,10 +95,10 @@ class Posing(Shaped):
 
 def rows_of(leaf: Any) -> Any:
     """This rank's rows, of what poses as the whole."""
-    return leaf.local if isinstance(leaf, Posing) else leaf
+    return leaf.local if isinstance(leaf, GlobalShape) else leaf
 
 
-class Waiting(Shaped):
+class Lazy(Shaped):
     """A whole that is not there yet, to code between units: it is made when something asks for more than its shape."""
 
     def whole(self) -> Tensor:
@@ -112,7 +112,7 @@ class Waiting(Shaped):
 
     @classmethod
     def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        first = next((a for a in args if isinstance(a, Waiting)), None)
+        first = next((a for a in args if isinstance(a, Lazy)), None)
         result = NotImplemented if first is None else first.waits(func, args, kwargs)
         return func(*tree_map(plain, args), **tree_map(plain, kwargs)) if result is NotImplemented else result
 
@@ -140,7 +140,7 @@ def _numbers(values: Any) -> bool:
     return all(type(v) in (int, type(None)) for v in values)
 
 
-class Late(Waiting):
+class LazyGather(Lazy):
     """The whole of which this rank has `local`, its `rows` of `dim`: gathered when something asks for more than the shape."""
 
     local: Tensor
@@ -152,10 +152,10 @@ class Late(Waiting):
     noted: int
 
     @staticmethod
-    def of(local: Tensor, dim: int, rows: Rows, by: Any, unit: str) -> "Late":
+    def of(local: Tensor, dim: int, rows: Rows, by: Any, unit: str) -> "LazyGather":
         """The whole of which this rank computed `local`, in a unit."""
         shape = [rows.length if d == dim else n for d, n in enumerate(local.shape)]
-        late = Facade.made(Late, local, shape)
+        late = WrapperTensor.made(LazyGather, local, shape)
         if local.requires_grad:
             with plainly():
                 late.register_hook(lost)
@@ -189,4 +189,4 @@ class Late(Waiting):
 
 def plain(leaf: Any) -> Any:
     """The whole, where it waits."""
-    return leaf.whole() if isinstance(leaf, Waiting) else leaf
+    return leaf.whole() if isinstance(leaf, Lazy) else leaf

@@ -2,7 +2,7 @@
 
 Every rank has looked up the words that it holds, and zeros for the others: the sum of these shares is the embedding. If
 the next unit runs on stretches of the sequence, a rank needs the sum of its rows only, which is half of what the sum of
-all rows sends. So to the code between units the embedding is `Owed`: a tensor with the shape of the whole, and this
+all rows sends. So to the code between units the embedding is `PartialSum`: a tensor with the shape of the whole, and this
 rank's share in it. What is linear is done to the shares (positions are added to the first rank's alone, a mask drawn
 for the whole is multiplied with each), a unit on stretches gets its rows of the sum, and whatever else is done with it
 is done with the sum, which is made then.
@@ -15,28 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.parallel.tensor.sequence.lazy import Late, Waiting, lost, plain
+from plait.parallel.tensor.sequence.lazy import Lazy, LazyGather, lost, plain
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import Facade, plainly
+from plait.tensors.torch_private import WrapperTensor, plainly
 
 ADDS = frozenset(("add", "__add__", "__radd__"))
 SCALES = frozenset(("mul", "multiply", "__mul__", "__rmul__"))
 DIVIDES = frozenset(("div", "divide", "true_divide", "__truediv__"))
 
 
-class Owed(Waiting):
-    """The sum of the `local` of all ranks, which `by` (`handing.Handing`) makes. `unit`: the embedding it is of."""
+class PartialSum(Lazy):
+    """The sum of the `local` of all ranks, which `by` (`SequenceParallelUnits`) makes. `unit`: the embedding it is of."""
 
     local: Tensor
     by: Any
     unit: str
     made: Any
-    """What it has become: None, the whole, or the `Late` of a stretch."""
+    """What it has become: None, the whole, or the `LazyGather` of a stretch."""
 
     @staticmethod
-    def of(local: Tensor, by: Any, unit: str) -> "Owed":
+    def of(local: Tensor, by: Any, unit: str) -> "PartialSum":
         """The sum of which this rank has the share `local`."""
-        owed = Facade.made(Owed, local, list(local.shape))
+        owed = WrapperTensor.made(PartialSum, local, list(local.shape))
         if local.requires_grad:
             with plainly():
                 owed.register_hook(lost)
@@ -48,9 +48,9 @@ class Owed(Waiting):
         """Numbers are drawn for the share, which has the shape of the whole."""
         return self.made is None
 
-    def like(self, local: Tensor) -> "Owed":
+    def like(self, local: Tensor) -> "PartialSum":
         """Another sum, of this one's shares after something linear."""
-        return Owed.of(local, self.by, self.unit)
+        return PartialSum.of(local, self.by, self.unit)
 
     def whole(self) -> Tensor:
         """The plain tensor, made once."""
@@ -59,9 +59,9 @@ class Owed(Waiting):
         return plain(self.made)
 
     def stretch(self, dim: int, rows: Rows) -> Any:
-        """For a unit on stretches: `Late`, this rank's rows of the sum, unless the whole is there already."""
+        """For a unit on stretches: `LazyGather`, this rank's rows of the sum, unless the whole is there already."""
         if self.made is None:
-            self.made = Late.of(self.by.left(self.local, dim, rows, self.unit), dim, rows, self.by, self.unit)
+            self.made = LazyGather.of(self.by.left(self.local, dim, rows, self.unit), dim, rows, self.by, self.unit)
         return self.made
 
     def waits(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -83,9 +83,9 @@ class Owed(Waiting):
         """With a tensor that every rank has, or another sum."""
         if other.dtype != self.dtype or other.device != self.device:
             return NotImplemented
-        if isinstance(other, Owed):
+        if isinstance(other, PartialSum):
             return self.like(self.local + other.local) if other.made is None else NotImplemented
-        if isinstance(other, Facade):
+        if isinstance(other, WrapperTensor):
             return NotImplemented
         return self.like(_Once.apply(self.local, other, self.by.group.rank() == 0))
 

@@ -5,9 +5,9 @@ they are gathered, where it ends a rank's rows of the sum are all it gets: toget
 the ranks sends without stretches, and what is between regions is computed and kept once, not on every rank. See
 `parallel/tensor/strategy.py` for the technique, `parallel/tensor/sequence/check.py` for which units these are.
 
-From unit to unit rows are handed on as they are. To the model's code around units they are a `Late`: a tensor with the
+From unit to unit rows are handed on as they are. To the model's code around units they are a `LazyGather`: a tensor with the
 shape of the whole, which is gathered when something asks for its numbers. What an embedding hands on that is cut by words
-is `Owed` until then: each rank's share of a sum, of which a unit on stretches gets its rows.
+is `PartialSum` until then: each rank's share of a sum, of which a unit on stretches gets its rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,16 +15,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.model.slices import Border, Slices, Stretched
-from plait.parallel.tensor.sequence.lazy import Late, Posing, Waiting, plain, rows_of
-from plait.parallel.tensor.sequence.partial_sum import Owed
-from plait.randomness.sub_block import Axis, Share
-from plait.tensors import collectives as regions
+from plait.model.slices import PositionwiseUnit, RegionBorder, Slices
+from plait.parallel.tensor.sequence.lazy import GlobalShape, Lazy, LazyGather, plain, rows_of
+from plait.parallel.tensor.sequence.partial_sum import PartialSum
+from plait.randomness.sub_block import Axis, HeldRows
+from plait.tensors import collectives
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import is_unknown, leaves, tree_flatten, tree_map, tree_unflatten
 
 
-class Handing:
+class SequenceParallelUnits:
     """The units on stretches in the model of one rank."""
 
     def __init__(self, model: nn.Module, slices: Slices, group: Any):
@@ -36,7 +36,7 @@ class Handing:
         self.posing = False
         """Whether that unit's sequences pose as wholes."""
         self.units = [_Unit(self, one) for one in slices.stretches]
-        self.borders: dict[str, tuple[Border, Handing]] = {
+        self.borders: dict[str, tuple[RegionBorder, SequenceParallelUnits]] = {
             border.row: (border, self) for one in slices.stretches for border in one.borders
         }
         """By the row of a region."""
@@ -80,13 +80,13 @@ class Handing:
 
     def _owing(self, name: str) -> Callable[..., Any]:
         """An embedding hands on a share of a sum."""
-        return lambda module, args, output: None if is_unknown(output) else Owed.of(output, self, name)
+        return lambda module, args, output: None if is_unknown(output) else PartialSum.of(output, self, name)
 
     def _head(self, name: str) -> Callable[..., Any]:
         """A head cut by words begins a region of its own, and none ends there."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            late = args[0] if args and isinstance(args[0], Late) and args[0].gathered is None else None
+            late = args[0] if args and isinstance(args[0], LazyGather) and args[0].gathered is None else None
             module.__dict__["_gathered"] = late is not None
             if late is None:
                 return _whole(module, args, kwargs)
@@ -98,7 +98,7 @@ class Handing:
         """A rule for `randomness/sub_block.py`: what a unit on stretches draws."""
         if self.rows is None or (place, dim) not in self.slices.drawn:
             return None
-        return Share(self.rows, self.group.rank(), self.slices.drawn)(place, dim, whole, local)
+        return HeldRows(self.rows, self.group.rank(), self.slices.drawn)(place, dim, whole, local)
 
     @property
     def _here(self) -> Rows:
@@ -119,60 +119,60 @@ class Handing:
         """What its unit gets of the sum."""
         rows = self._here
         mine = self.left(x, dim, rows, row)
-        return Posing.of(mine, dim, rows.length) if self.posing else mine
+        return GlobalShape.of(mine, dim, rows.length) if self.posing else mine
 
     # — what travels; `at`: the unit whose input or output it is, or the row of the region —
 
     def taken(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
         """This rank's rows of a whole that all ranks have."""
-        return regions.part(x, dim, rows, self.group)
+        return collectives.part(x, dim, rows, self.group)
 
     def gathered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
         """The whole, for code that does the same with it on all ranks."""
-        return regions.gather(x, dim, rows, self.group)
+        return collectives.gather(x, dim, rows, self.group)
 
     def entered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
         """The whole, where a region begins."""
-        return regions.gather_partial(x, dim, rows, self.group)
+        return collectives.gather_partial(x, dim, rows, self.group)
 
     def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
         """This rank's rows of the sum, where one ends."""
-        return regions.scatter_sum(x, dim, rows, self.group)
+        return collectives.scatter_sum(x, dim, rows, self.group)
 
     def summed(self, x: Tensor, at: str) -> Tensor:
         """The sum, where all ranks go on with all of it."""
-        return regions.total(x, self.group)
+        return collectives.total(x, self.group)
 
 
 def _whole(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if any(isinstance(leaf, Waiting) for leaf in leaves((args, kwargs))):
+    if any(isinstance(leaf, Lazy) for leaf in leaves((args, kwargs))):
         return tree_map(plain, (args, kwargs))
     return None
 
 
 def _ended(module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map(plain, output) if any(isinstance(leaf, Waiting) for leaf in leaves(output)) else None
+    return tree_map(plain, output) if any(isinstance(leaf, Lazy) for leaf in leaves(output)) else None
 
 
 class _Unit:
     """What stands before and after a unit on stretches."""
 
-    def __init__(self, handing: Handing, stretched: Stretched):
-        self.handing, self.on = handing, stretched
+    def __init__(self, parallel_units: SequenceParallelUnits, stretched: PositionwiseUnit):
+        self.parallel_units, self.on = parallel_units, stretched
         self.rows: Rows | None = None
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        key, dim, handing = self.on.key, self.on.dim, self.handing
+        key, dim, parallel_units = self.on.key, self.on.dim, self.parallel_units
         given = kwargs[key] if isinstance(key, str) else args[key]
-        if isinstance(given, Owed):
-            given = given.stretch(dim, handing.split(given.shape[dim]))
-        if isinstance(given, Late) and given.cut == dim:
+        if isinstance(given, PartialSum):
+            given = given.stretch(dim, parallel_units.split(given.shape[dim]))
+        if isinstance(given, LazyGather) and given.cut == dim:
             local, rows = given.mine(), given.rows
         else:
             given = plain(given)
-            rows = handing.split(given.shape[dim])
-            local = handing.taken(given, dim, rows, self.on.unit)
-        self.rows = handing.coming = rows
+            rows = parallel_units.split(given.shape[dim])
+            local = parallel_units.taken(given, dim, rows, self.on.unit)
+        self.rows = parallel_units.coming = rows
         put = lambda k, value: local if k == key else tree_map(plain, value)  # noqa: E731
         return tuple(put(i, a) for i, a in enumerate(args)), {k: put(k, a) for k, a in kwargs.items()}
 
@@ -180,14 +180,14 @@ class _Unit:
         rows, self.rows = self.rows, None
         if rows is None:
             return None
-        return self._each(output, lambda x, dim: Late.of(x, dim, rows, self.handing, self.on.unit))
+        return self._each(output, lambda x, dim: LazyGather.of(x, dim, rows, self.parallel_units, self.on.unit))
 
     def gather(self, module: nn.Module, args: Any, output: Any) -> Any:
         """What another stage gets is whole."""
         rows, self.rows = self.rows, None
         if rows is None:
             return None
-        return self._each(output, lambda x, dim: self.handing.gathered(x, dim, rows, self.on.unit))
+        return self._each(output, lambda x, dim: self.parallel_units.gathered(x, dim, rows, self.on.unit))
 
     def _each(self, output: Any, make: Callable[[Tensor, int], Tensor]) -> Any:
         leaves(output)  # makes trees of dataclasses
@@ -200,24 +200,24 @@ class _Unit:
 class _Inside:
     """A unit's own forward on stretches. What it is given remembers whose rows it is of: it may run again in backward."""
 
-    def __init__(self, handing: Handing, stretched: Stretched, module: nn.Module):
-        self.handing, self.on, self.module = handing, stretched, module
+    def __init__(self, parallel_units: SequenceParallelUnits, stretched: PositionwiseUnit, module: nn.Module):
+        self.parallel_units, self.on, self.module = parallel_units, stretched, module
         self.replaced = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        handing, on = self.handing, self.on
+        parallel_units, on = self.parallel_units, self.on
         given: Any = kwargs[on.key] if isinstance(on.key, str) else args[on.key]
         if "whose_rows" not in given.__dict__:
-            given.whose_rows = handing.coming
-        before = handing.rows, handing.posing
-        handing.rows, handing.posing = given.whose_rows, on.posing
+            given.whose_rows = parallel_units.coming
+        before = parallel_units.rows, parallel_units.posing
+        parallel_units.rows, parallel_units.posing = given.whose_rows, on.posing
         if on.posing:
-            args, kwargs = put(args, kwargs, on.key, Posing.of(given, on.dim, given.whose_rows.length))
+            args, kwargs = put(args, kwargs, on.key, GlobalShape.of(given, on.dim, given.whose_rows.length))
         try:
             output = self._own(*args, **kwargs)
             return tree_map(rows_of, output) if on.posing else output
         finally:
-            handing.rows, handing.posing = before
+            parallel_units.rows, parallel_units.posing = before
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         if self.replaced is not None:

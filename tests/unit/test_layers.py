@@ -1,0 +1,104 @@
+"""Which folder may import which, read off the source: five floors, an arrow only down, and no circle of files anywhere.
+
+An import inside a function and one for type checkers count as any other: they are arrows in a reader's head.
+"""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "plait"
+FLOORS = (
+    ("config", "tensors", "launch", "randomness", "data"),  # ground: what is said, and what torch lacks
+    ("model", "losses"),  # what a model is
+    ("parallel",),  # how it is split
+    ("checkpoint", "engine"),  # a run
+    ("planner", "report", "verify", "cli"),  # who uses one
+)
+"""From the ground up. On a floor a folder may import those before it."""
+ORDER = [folder for floor in FLOORS for folder in floor]
+TECHNIQUES = ("data", "fsdp", "expert", "tensor", "context", "pipeline")
+"""Of `parallel`, in the order in which one may import the ones before it."""
+WITHOUT_TORCH = ("config/", "report/", "cli/main", "parallel/pipeline/schedules", "parallel/pipeline/simulate")
+"""What `plait --help`, `plait report` and a plan's words load: no import of torch at the top of these files."""
+
+
+def modules() -> dict[str, Path]:
+    """Every file by the name it is imported by."""
+    paths = sorted(SOURCE.rglob("*.py"))
+    names = (".".join(("plait", *p.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__") for p in paths)
+    return dict(zip(names, paths))
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """The files that one imports, wherever in it the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "plait":
+            full = {f"{node.module}.{a.name}" for a in node.names}
+            found |= {name if name in known else str(node.module) for name in full}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.split(".")[0] == "plait"}
+    return found
+
+
+ARROWS = {
+    name: imports(path, modules()) - {name}
+    for name, path in modules().items()
+    if name not in ("plait", "plait.__main__")
+}
+
+
+def folder(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_every_folder_stands_on_a_floor() -> None:
+    assert {folder(name) for name in ARROWS} == set(ORDER)
+
+
+@pytest.mark.parametrize("name", ARROWS)
+def test_arrows_run_down(name: str) -> None:
+    mine = ORDER.index(folder(name))
+    wrong = [other for other in ARROWS[name] if folder(other) and ORDER.index(folder(other)) > mine]
+    assert not wrong, f"{name} imports {wrong}, which stand above it"
+    assert "plait" not in ARROWS[name], f"{name} imports the public face"
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in ARROWS if n.startswith("plait.parallel.") and n.split(".")[2] in TECHNIQUES]
+)
+def test_a_technique_knows_those_before_it(name: str) -> None:
+    mine = TECHNIQUES.index(name.split(".")[2])
+    others = [o for o in ARROWS[name] if o.startswith("plait.parallel.") and o.split(".")[2] in TECHNIQUES]
+    wrong = [o for o in others if TECHNIQUES.index(o.split(".")[2]) > mine]
+    assert not wrong, f"{name} imports {wrong}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    try:
+        tuple(TopologicalSorter(ARROWS).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCE.rglob("*.py") if str(p.relative_to(SOURCE)).startswith(WITHOUT_TORCH)], ids=str
+)
+def test_what_answers_at_once_imports_no_torch(path: Path) -> None:
+    top = ast.parse(path.read_text(encoding="utf-8")).body
+    names = [n.module for n in top if isinstance(n, ast.ImportFrom)] + [
+        a.name for n in top if isinstance(n, ast.Import) for a in n.names
+    ]
+    assert "torch" not in {str(name).split(".")[0] for name in names}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    seen: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                seen.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert not {name: where for name, where in seen.items() if len(where) > 1}
