@@ -5,7 +5,7 @@ Seconds of a step. Both see what `plait.planner` sees: a workload, a plan, a mac
 
 from plait.config.machine import Machine
 from plait.config.plan import Plan
-from plait.planner.workload import Workload
+from plait.planner.from_sketch import Workload
 
 SEVEN = {
     "peak": 0.603,

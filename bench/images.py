@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from plait.planner.workload import Block, PlannedProduct, Workload
+from plait.planner.from_sketch import Block, PlannedProduct, Workload
 
 
 @dataclass(frozen=True)

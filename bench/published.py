@@ -14,7 +14,7 @@ from shapes import Shape, known, transformer
 from sites import machine_of
 
 from plait.config.plan import Plan
-from plait.planner.workload import Workload
+from plait.planner.from_sketch import Workload
 
 PRECISIONS = (("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", "fp32"))
 OLD = ("V100", "P100", "P40", "K80", "TITAN")

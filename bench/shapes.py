@@ -7,7 +7,7 @@ configurations of models that sources name without printing them.
 import re
 from dataclasses import dataclass, replace
 
-from plait.planner.workload import Block, PlannedProduct, Workload
+from plait.planner.from_sketch import Block, PlannedProduct, Workload
 
 
 @dataclass(frozen=True)

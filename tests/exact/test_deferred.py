@@ -19,7 +19,7 @@ from plait.launch.place import Place
 from plait.model import deferred_init
 from plait.model.make import make_model
 from plait.parallel.fsdp.strategy import share
-from plait.tensors.digest import digest
+from plait.tensors.collectives import digest
 from plait.verify.verify import verify
 
 

@@ -11,7 +11,7 @@ from rarely import every
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
-from plait.tensors import exchange
+from plait.tensors import collectives as exchange
 from plait.verify.verify import verify
 
 PLANS = (

@@ -10,9 +10,8 @@ from rarely import rarely
 
 from plait.config.plan import SCHEDULES
 from plait.parallel.pipeline.schedule_search import Costs, best, packed_all, table
-from plait.parallel.pipeline.schedules import problems
+from plait.parallel.pipeline.schedules import Action, Table, folded, looped, problems
 from plait.parallel.pipeline.simulate import simulate
-from plait.parallel.pipeline.table import Action, Table, folded, looped
 
 RANKS, MICROBATCHES, STAGES = range(1, 9), range(1, 33), range(1, 5)
 TEXTBOOK = [name for name in SCHEDULES if name != "auto"]

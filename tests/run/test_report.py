@@ -21,8 +21,7 @@ from plait.parallel.pipeline.schedule_search import table
 from plait.report.drawing import drawn, page
 from plait.report.spans import Span, flat
 from plait.report.summary import curve, summary, text
-from plait.report.timeline import RankRow, StepBox, Timeline, predict, timeline
-from plait.report.trace import trace
+from plait.report.timeline import RankRow, StepBox, Timeline, predict, timeline, trace
 
 JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
 PLAN = "pp=2 microbatches=3 schedule=zb"

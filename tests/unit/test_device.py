@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from plait.engine import build
 from plait.launch.place import Place
-from plait.tensors.digest import differing, digest
+from plait.tensors.collectives import differing, digest
 
 
 def test_backward_on_a_device_stays_in_the_thread_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:

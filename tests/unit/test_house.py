@@ -240,6 +240,21 @@ def test_a_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(tree(path))
 
 
+@pytest.mark.parametrize(
+    "folder", sorted({p.parent for p in FILES} - {SOURCE}), ids=lambda p: str(p.relative_to(SOURCE))
+)
+def test_a_folder_says_what_each_of_its_files_does(folder: Path) -> None:
+    """Its `__init__.py` is the map: a line for each file and each folder in it, and nothing else."""
+    told = (ast.get_docstring(tree(folder / "__init__.py")) or "").split("\n\n", 1)[1]
+    here = {
+        f"{p.stem}/" if p.is_dir() else p.stem
+        for p in folder.iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
+    assert {line.split()[0] for line in told.splitlines()} == here - {"__init__"}
+    assert len(tree(folder / "__init__.py").body) == 1, "it imports nothing"
+
+
 def test_help_imports_no_torch() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "plait", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

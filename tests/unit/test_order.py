@@ -16,8 +16,7 @@ import torch.distributed as dist
 from plait.config.plan import SCHEDULES
 from plait.parallel.pipeline.p2p import PointToPoint, Routes, StageMessage, routes
 from plait.parallel.pipeline.schedule_search import table
-from plait.parallel.pipeline.schedules import problems
-from plait.parallel.pipeline.table import Table
+from plait.parallel.pipeline.schedules import Table, problems
 
 Message = tuple[int, int, int]
 """Sender, receiver, tag."""

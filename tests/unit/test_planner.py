@@ -22,16 +22,15 @@ from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.simulate import simulate
 from plait.planner import goals
 from plait.planner.answer import answer, ask, text, toml, why_not
-from plait.planner.cpu import Cores
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import alive, estimate, played
 from plait.planner.fewer import compared, halves
+from plait.planner.from_sketch import Block, PlannedProduct, Workload
 from plait.planner.question import PlanRequest, sized
 from plait.planner.search import Candidate, Found, search
 from plait.planner.space import branch_samples, branches
-from plait.planner.time import Software, TimeModel
+from plait.planner.time import Cores, Software, TimeModel
 from plait.planner.uncertainty import NOISE, Traits, correction
-from plait.planner.workload import Block, PlannedProduct, Workload
 
 
 class Layer(nn.Module):

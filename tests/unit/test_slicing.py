@@ -19,11 +19,11 @@ from torch.utils.data import default_collate
 
 from plait.config.errors import PlaitError
 from plait.model.slices import ColumnRowPair, ParameterSlice, Slices
-from plait.parallel.tensor.find.calls import Still
 from plait.parallel.tensor.find.check import kept, set_integer, taken
 from plait.parallel.tensor.find.finder import find
 from plait.parallel.tensor.find.linear_maps import find_maps
-from plait.parallel.tensor.local_sizes import resized
+from plait.parallel.tensor.find.trace import Still
+from plait.parallel.tensor.wiring import resized
 from plait.tensors import multihead
 
 WIDTH, LENGTH = 24, 5

@@ -26,7 +26,7 @@ from plait.model.costs import Figure, UnitCall
 from plait.model.make import call
 from plait.model.sketch import Sketch, sketch
 from plait.model.table import outline, short
-from plait.tensors.output_form import NOTHING
+from plait.tensors.trees import NOTHING
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -1,1 +1,14 @@
-"""checkpoint: say here what lives in this folder, a line for each file."""
+"""Saved under any plan, read under any other.
+
+checkpoints       save, resume, refuse
+training          what a checkpoint is taken of, as a protocol
+state             a training as named parts and values
+optimizer_state   the optimizer's part of it
+fingerprint       what a training depends on, compared when it is resumed
+chunks            who writes which rectangle of a tensor
+manifest          the file that makes a directory a checkpoint
+safetensors_file  one file, written and read by ranges
+reading           parts of tensors out of a directory
+saving            a save beside training
+weights           others' weights in and out
+"""

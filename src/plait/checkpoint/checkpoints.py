@@ -31,7 +31,7 @@ from plait.checkpoint.safetensors_file import Cancelled, Damaged
 from plait.checkpoint.saving import SaveThread, Snapshot, discard, free_bytes, publish, room, write_part
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import is_map
-from plait.tensors.exchange import exchange
+from plait.tensors.collectives import exchange
 from plait.tensors.finite import several
 
 if TYPE_CHECKING:

@@ -1,1 +1,13 @@
-"""cli: say here what lives in this folder, a line for each file."""
+"""The command line: a file for each command.
+
+main              the words of the command line
+train             plait train
+console           what a person sees while a run goes on
+plan              plait plan
+plan_options      its options, without torch
+tensor_table      plait plan --show tensor
+check             plait check
+bench             plait bench
+checkpoint        plait checkpoint
+report            plait report
+"""

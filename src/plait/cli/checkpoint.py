@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.checkpoints import Checkpoints, damaged, marks, unsound, verify
-from plait.checkpoint.export import export
 from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, Damaged
-from plait.checkpoint.weights import PICKLED
+from plait.checkpoint.weights import PICKLED, export
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.tensors.finite import several
 

@@ -8,8 +8,7 @@ from typing import Any
 from plait.config.errors import PlaitError, Problem
 from plait.report.drawing import drawn, ms, page, percent
 from plait.report.summary import summary, text
-from plait.report.timeline import Timeline, timeline
-from plait.report.trace import trace
+from plait.report.timeline import Timeline, timeline, trace
 
 
 def run(options: Any) -> int:

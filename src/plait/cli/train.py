@@ -20,9 +20,9 @@ from plait.engine import joined_ranks
 from plait.engine.build import broadcast_text, inexact, pick_device
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
+from plait.engine.passes import Step
 from plait.engine.resume import Start, writing
 from plait.engine.run_directory import RunDirectory
-from plait.engine.step import Step
 from plait.launch import fork
 from plait.launch.devices import check, cuda_names, kind_of
 from plait.launch.failure_report import short

@@ -1,1 +1,13 @@
-"""config: say here what lives in this folder, a line for each file."""
+"""What the user says, as values: job, plan, machine, errors. No torch.
+
+errors            an error: what, why, where, fix, and a stable code
+job               what to train
+plan              how to split it: keys, axes, values; a line of text, TOML or JSON
+machine           what there is to train on, by name, file or data sheet
+machine_file      the TOML file of a machine, checked; the catalogue of data sheets
+device            rates, memory and measurements of a kind of device
+network           seconds of a collective over links
+plain_file        opening files that nobody vouches for
+output_file       files that a command is told to write
+version           the version of this package
+"""

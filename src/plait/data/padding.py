@@ -21,7 +21,7 @@ from plait.data.batch import Batch, Micro, collate, is_map, rows_of
 from plait.data.batch_rows import Pair, SampleRows
 from plait.data.iterable_shares import known_by
 from plait.randomness.keyed import host_state, restore_host, seed_host
-from plait.tensors.exchange import exchange
+from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import tree_map_only
 
 Fetch = Callable[[int], Any] | None

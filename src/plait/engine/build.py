@@ -37,7 +37,7 @@ from plait.parallel.tensor import choose
 from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import SubBlocks, first_of
 from plait.tensors import higher_order, scripted
-from plait.tensors.digest import differing
+from plait.tensors.collectives import differing
 from plait.tensors.torch_private import tree_map_only
 
 

@@ -34,8 +34,7 @@ from plait.data.padding import LOOSE, Padding, fetching
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.evaluate import evaluate
 from plait.engine.nonfinite import Guard
-from plait.engine.passes import Passes
-from plait.engine.step import Spans, Step, sort_of, tokens
+from plait.engine.passes import Passes, Spans, Step, sort_of, tokens
 from plait.launch.place import Place, current
 from plait.parallel.built import Built
 from plait.tensors.finite import Rule

@@ -26,7 +26,7 @@ from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.precision import autocast
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
-from plait.tensors.exchange import exchange
+from plait.tensors.collectives import exchange
 
 
 def evaluate(built: Built) -> dict[str, float]:

@@ -22,8 +22,8 @@ import torch
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import Batch
 from plait.engine.engine import Engine, Step
+from plait.engine.passes import sort_of
 from plait.engine.run_directory import RunDirectory
-from plait.engine.step import sort_of
 from plait.tensors.finite import number
 
 COMPUTE = ("forward", "backward", "loss", "replicate", "collect")

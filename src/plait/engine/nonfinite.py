@@ -22,7 +22,7 @@ from plait.engine.passes import Passes
 from plait.model.make import call
 from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import FsdpRuntime
-from plait.tensors.exchange import exchange
+from plait.tensors.collectives import exchange
 from plait.tensors.finite import Rule, finite, several
 from plait.tensors.torch_private import copy_, own_buffers, tree_leaves
 

@@ -1,1 +1,7 @@
-"""losses: say here what lives in this folder, a line for each file."""
+"""Losses that look at the whole batch or the whole vocabulary.
+
+global_batch      means over the global batch, or the global batch itself
+linear_cross_entropy  cross-entropy of a last linear layer without its logits
+separable         whether a loss is the weighted mean of its parts
+transformers      the balance loss of Hugging Face's mixtures of experts
+"""

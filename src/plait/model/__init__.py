@@ -1,1 +1,17 @@
-"""model: say here what lives in this folder, a line for each file."""
+"""What a model is, found by running it on tensors without numbers.
+
+make              the job's model and optimizer, and how the model is called
+transformers      what Hugging Face models need: no cache, experts in float64
+fake_model        the model without memory for its weights
+deferred_init     initial weights drawn whole and kept in parts
+units             the grain: which submodules are not split further
+trace             one watched run: what draws, normalises, changes buffers
+meter             what a run costs: flops, bytes kept, what depends on what
+operations        matrix products, element-wise work and flops of a call
+mutations         what a forward pass writes into the model
+costs             units and their calls as values
+sketch            all that is known of a model
+table             the sketch as text
+slices            what tensor parallelism can cut, as values
+experts           mixtures of experts, as values
+"""

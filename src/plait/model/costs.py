@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from plait.model.operations import Product
-from plait.tensors.output_form import NOTHING, Template
+from plait.tensors.trees import NOTHING, Template
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.model import transformers
 from plait.model.deferred_init import defer
-from plait.tensors.digest import differing, digest
+from plait.tensors.collectives import differing, digest
 from plait.tensors.torch_private import convert, own_buffers
 
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.model.operations import Effort
-from plait.tensors.output_form import taken
 from plait.tensors.torch_private import leaves, storage_key, tree_map, version
-from plait.tensors.trees import carried, flat, learn, tensors_in
+from plait.tensors.trees import carried, flat, learn, taken, tensors_in
 
 NONE: frozenset[int] = frozenset()
 BETWEEN, OUTPUT, KNOWN = -1, -2, -3
@@ -60,7 +59,7 @@ class MeteredCall:
     aside: set[int] = field(default_factory=set)
     """Later calls (-1: code between units, -2: the model's output) that get hold of it, whatever they do with it."""
     returned: tuple[Any, tuple[Any, ...]] = (None, ())
-    """The structure of its output: `taken` of `tensors/output_form.py`."""
+    """The structure of its output: `taken` of `tensors/trees.py`."""
 
 
 @dataclass

@@ -6,6 +6,8 @@ one global mask. Layers that look at the whole batch at once (batch statistics) 
 batch changes them unless they are synchronised.
 
 A model that looks at values in its forward pass cannot run on fake tensors; a copy of it then runs for real.
+
+Random places: what pairs of runs of a model, on batches of two sizes, say of the tensors that it draws.
 """
 
 import copy
@@ -23,13 +25,39 @@ from plait.model.costs import ZERO, Figure, OperationCounts, Unit, UnitCall
 from plait.model.experts import MoELayer
 from plait.model.meter import MeteredCall
 from plait.model.operations import Effort, line
-from plait.model.random_places import places_of
 from plait.model.slices import ParameterSlice, Slices
 from plait.model.trace import Call, RunTrace, trace_run
 from plait.randomness import keyed
-from plait.tensors.output_form import template
 from plait.tensors.scripted import is_scripted
 from plait.tensors.torch_private import fake_failures
+from plait.tensors.trees import template
+
+
+def places_of(
+    rounds: list[list[RunTrace]], sizes: tuple[int, int]
+) -> tuple[dict[str, int | None], dict[str, tuple[int, ...]], list[str]]:
+    """Batch dim and shape of every place, and the owners of draws that do not grow in step with the batch, in one dim."""
+    places: dict[str, int | None] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    coupled = []
+    a, b = sizes
+    for small, large in rounds:
+        for place, shape in small.drawn.items():
+            other = large.drawn.get(place)
+            grown = [d for d, (m, n) in enumerate(zip(shape, other or ())) if m != n]
+            if (
+                other is None
+                or len(shape) != len(other)
+                or len(grown) > 1
+                or any(shape[d] * b != other[d] * a for d in grown)
+            ):
+                coupled.append(place.split("#")[0] or "the model")
+            elif place not in places:
+                shapes[place] = tuple(n // a if d in grown else n for d, n in enumerate(shape))
+            if places.get(place) is None:
+                places[place] = grown[0] if grown else None
+    return places, shapes, coupled
+
 
 ROUNDS = 8
 """Pairs of runs for a model that decides at random what to run."""

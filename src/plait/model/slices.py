@@ -76,7 +76,7 @@ class ColumnRowPair:
     """Every parameter that is cut: of columns, of the row and of what is per feature between them."""
     integers: tuple[DividedNumber, ...] = ()
     resize: bool = False
-    """Sizes given to view, split and the like in the container's call are those of the whole: see `parallel/tensor/local_sizes.py`."""
+    """Sizes given to view, split and the like in the container's call are those of the whole: see `parallel/tensor/wiring.py`."""
     partial: tuple[str, ...] = ()
     """Whole parameters used between columns and row: their gradients on a rank are partial sums."""
     arguments: tuple[RegionArgument, ...] = ()

@@ -1,1 +1,21 @@
-"""parallel: say here what lives in this folder, a line for each file."""
+"""How training is split: one folder for each technique with a mesh axis, one file for each without.
+
+order             the strategies, in the order in which they are applied
+strategy          the contract of a strategy: wanted, refuse, inexact, apply
+built             what strategies make of a job on one rank
+mesh              the groups of ranks of a plan
+gradient_sums     sums between ranks that are not alike; the norm
+mutations         what a plan would lose of what a forward pass writes
+data/             data parallelism (dp)
+fsdp/             sharded data parallelism (fsdp, ZeRO)
+expert/           expert parallelism (ep)
+tensor/           tensor and sequence parallelism (tp)
+context/          context parallelism (cp)
+pipeline/         pipeline parallelism (pp)
+accumulate        gradient accumulation (microbatches)
+precision         16-bit forward passes
+recompute         activation recomputation
+offload           optimizer or parameters in host memory
+compiled          torch.compile
+threads           the classic DataParallel (processes=one)
+"""

@@ -1,6 +1,19 @@
 """Which plan, will it fit, how fast, why: what a step costs on a machine, found without the machine.
 
-`workload` says what a model's step consists of, `pace` how long its blocks take, `room` how much memory it needs,
-`estimate` puts them together for one plan, `search` looks through all of them. `planner/constants.py` has every constant that was
-fitted to measurements, and `bench/planner.py` how well that works on published ones.
+question          from job and machine to what is searched
+from_sketch       the model as products and bytes: the workload
+time              seconds of a workload on devices, and on cores
+memory            bytes of the fullest rank in closed forms, for searching
+estimate          one plan
+constants         what was fitted to measurements
+space             all plans, in branches
+search            the best of them
+answer            what `plait plan` says
+goals             how far devices pay; the cheapest, fewest, largest
+fewer             what fewer devices would do
+uncertainty       how sure a prediction is
+trial             a few real steps of plans
+measure_machine   what `plait bench` measures
+refusals          what is refused before there are ranks
+dryrun/           a plan built and stepped without processes
 """

@@ -7,11 +7,11 @@ from math import ceil, inf
 
 from plait.config.plan import Plan
 from plait.parallel.pipeline.schedule_search import table
+from plait.parallel.pipeline.schedules import Table
 from plait.parallel.pipeline.simulate import makespan
-from plait.parallel.pipeline.table import Table
 from plait.planner import memory as room
+from plait.planner.from_sketch import Block
 from plait.planner.time import BlockTime, TimeModel, item
-from plait.planner.workload import Block
 
 BUCKET = 32 << 20
 """Bytes of gradients that are reduced together."""

@@ -6,8 +6,8 @@ What a plan really allocates is found by running it on fake tensors (`plait plan
 from collections.abc import Sequence
 
 from plait.config.plan import Plan
+from plait.planner.from_sketch import Block
 from plait.planner.time import Software, item
-from plait.planner.workload import Block
 
 Stage = Sequence[tuple[Block, float]]
 """Blocks of a stage, and how many of each."""

@@ -20,11 +20,10 @@ from plait.parallel import mutations
 from plait.parallel.fsdp import optimizer_check
 from plait.parallel.pipeline.partition import check
 from plait.parallel.pipeline.stage_layout import StageLayout
-from plait.planner.cpu import Cores
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.from_sketch import Cuts, cuts_of, workload_of
 from plait.planner.space import SearchSpace
-from plait.planner.time import Software, TimeModel
+from plait.planner.time import Cores, Software, TimeModel
 from plait.tensors import scripted
 
 CONTEXT = 1 << 30

@@ -1,1 +1,6 @@
-"""randomness: say here what lives in this folder, a line for each file."""
+"""Random numbers that do not know how the model is split.
+
+keyed             drawn as a function of seed, step, place in the model and global element
+distributions     from bits to what random operators draw
+sub_block         the numbers of a rank that computes a part of a tensor
+"""

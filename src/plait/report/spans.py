@@ -17,7 +17,7 @@ COMPUTE = ("F", "B", "I", "W")
 
 
 class Span(NamedTuple):
-    """What took a rank's time from `start` to `end`, in seconds. Its name is one of `plait.engine.step.SPANS` or an action."""
+    """What took a rank's time from `start` to `end`, in seconds. Its name is one of `plait.engine.passes.SPANS` or an action."""
 
     name: str
     start: float

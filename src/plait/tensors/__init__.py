@@ -1,1 +1,17 @@
-"""tensors: say here what lives in this folder, a line for each file."""
+"""What torch lacks: differentiable collectives, sharded tensors of any layout, fake runs.
+
+torch_private     every private torch name, each with a contract test
+rows              who holds which rows of a dim
+part              a rank's part of a tensor, as ranges of the whole
+collectives       collectives that can be differentiated; bytes to all ranks; digests
+sharded_tensor    a tensor that stands for a whole of which each rank holds a part
+sharded_views     its views
+sharded_losses    its losses: cross-entropy without the whole logits, and others
+multihead         torch's multi-head attention on a rank's heads
+fake              runs on tensors without numbers
+trees             tensors in objects, and the form of outputs
+finite            whether numbers are finite
+float64           no narrowing to float32 in a proof
+higher_order      operators that are given functions (torch.cond, scan)
+scripted          modules compiled by torch.jit
+"""

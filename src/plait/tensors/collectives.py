@@ -20,8 +20,13 @@ computes something else with the whole (its slice of the heads), so each has a s
 Each is a collective, forward and backward: every rank of the group must reach it, in the same order, also when the
 forward pass is computed again in backward. What is a copy on all ranks is the same there bit by bit. A group of one
 rank communicates nothing. Without gradients needed they are plain collectives.
+
+Bytes from every rank to every rank, as tensors: nothing that arrives is ever unpickled.
+
+Whether ranks hold the same bits: a 64-bit digest per tensor, compared over a group.
 """
 
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -29,9 +34,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.tensors.exchange import directly
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import WrapperTensor, storage_key
+
+DIRECT: ContextVar[tuple[str, ...]] = ContextVar("direct", default=("cpu",))
+"""Kinds of devices between which parts are exchanged by sends and receives, and not by the library's collectives."""
+
+
+def directly(device: torch.device) -> bool:
+    """Whether ranks on such devices exchange parts by sends and receives."""
+    return device.type in DIRECT.get()
+
+
+def exchange(data: bytes, group: Any, device: torch.device) -> list[bytes]:
+    """Each rank's bytes, on all ranks, by rank. A collective; without a group it is this rank's own."""
+    if group is None:
+        return [data]
+    world = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
+    longest = max(int(n) for n in lengths)
+    if longest == 0:
+        return [b""] * world
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+    rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(rows, mine.to(device), group=group)
+    return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths)]
+
 
 TAG = 2**16
 """Of the messages here: above those of `parallel/fsdp/collectives.py`. Messages of one tag arrive in the order they were sent."""
@@ -249,3 +279,37 @@ def _exchange(send: list[Tensor], into: list[Tensor], group: Any) -> None:
             works.append(dist.irecv(into[source], group=group, group_src=source, tag=TAG))
     for work in works:
         work.wait()
+
+
+STRETCH = 1 << 18
+"""Numbers that are worked on at once: a large tensor must not be copied several times over."""
+
+
+def digests(named: list[tuple[str, Tensor]]) -> Tensor:
+    """One 64-bit digest per tensor, sensitive to order: int64 of shape [len(named)], on the host."""
+    rows = [digest(t.detach()).cpu() for _, t in named]
+    return torch.stack(rows) if rows else torch.zeros(0, dtype=torch.int64)
+
+
+def digest(t: Tensor) -> Tensor:
+    """One 64-bit digest, sensitive to the order of the elements. It is made where the tensor is, the same bits everywhere."""
+    raw = t.contiguous().reshape(-1).view(torch.uint8)
+    raw = raw if raw.numel() % 8 == 0 else torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
+    raw = raw.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for start in range(0, raw.numel(), STRETCH):
+        part = raw[start : start + STRETCH]
+        odd = (
+            torch.arange(start + 1, start + len(part) + 1, device=t.device) * 2 + 1
+        )  # wraps around: arithmetic modulo 2^64
+        total += ((part ^ (part >> 29)) * odd).sum()
+    return total
+
+
+def differing(named: list[tuple[str, Tensor]], group: Any, device: torch.device) -> list[str]:
+    """Names of tensors that are not bit-equal on all ranks of the group, which exchanges tensors on this device."""
+    mine = digests(named).to(device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    apart = (torch.stack(everyone) != mine).any(0).tolist()
+    return [name for (name, _), differs in zip(named, apart) if differs]

@@ -1,1 +1,14 @@
-"""verify: say here what lives in this folder, a line for each file."""
+"""Proof that a split run is the training of one device.
+
+verify            both sides, made hard, and compared
+reference         the job on one device in plain PyTorch
+candidate         the split side
+own_batch         batches of the job's own size
+formats           a step in the plan's own number formats
+probes            how far apart the sides are
+notes             what units were given and returned
+locate            where a difference begins
+sum_faults        a wrong sum of gradients, explained
+verdict           the judgement and its likely cause
+job/              whether a job survives being cut, checked before training
+"""

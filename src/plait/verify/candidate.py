@@ -23,7 +23,7 @@ from plait.launch.place import Place
 from plait.parallel.built import Built
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.precision import forward_format
-from plait.tensors.digest import digests
+from plait.tensors.collectives import digests
 from plait.tensors.part import Part
 from plait.verify import formats, own_batch
 from plait.verify import notes as noting

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.fsdp.runtime import FsdpRuntime, stretch
-from plait.parallel.tensor.sequence.lazy import LazyGather
-from plait.parallel.tensor.sequence.partial_sum import PartialSum
+from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
 from plait.tensors.part import Part, Ranges, everything, whole, within
 from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import FakeTensor, in_backward, tree_leaves

@@ -40,7 +40,7 @@ from plait.launch.place import Place, pose
 from plait.model.make import make_model, make_optimizer
 from plait.parallel import precision
 from plait.planner.dryrun.dry_run import first_step
-from plait.tensors.exchange import DIRECT
+from plait.tensors.collectives import DIRECT
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import candidate, formats, own_batch, reference
 from plait.verify.candidate import GROUPS

@@ -1,1 +1,18 @@
-"""context: say here what lives in this folder, a line for each file."""
+"""Context parallelism (cp): ranks with the same samples each compute a stretch of their sequences.
+
+strategy          what it is, what it refuses, how a rank is wired
+find              where the sequences of a model are
+sequences         which calls of units run on a stretch, as values
+check             whether a unit may, in float64
+opened_unit       units in which positions meet otherwise than in torch's attention
+unit_in_rows      a unit run on some rows
+left_out          modules of a unit that look at no other position
+communication     which units tell other ranks something
+runtime           the forward pass of a rank, unit by unit
+sequence_shard    a rank's stretch, as the model's code between units sees it
+sequence_rules    what functions do to it
+attention         torch's attention, answered for the whole sequence
+ring              keys and values come by in turns
+blockwise         attention over blocks of keys, put together
+ulysses           stretches exchanged for heads
+"""

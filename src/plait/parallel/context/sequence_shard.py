@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
-from plait.parallel.context.sequence_products import PRODUCTS
-from plait.parallel.context.sequence_rules import RULES, Elsewhere, joined
+from plait.parallel.context.sequence_rules import PRODUCTS, RULES, Elsewhere, joined
 from plait.randomness.sub_block import Axis
 from plait.tensors import collectives
 from plait.tensors.rows import Rows

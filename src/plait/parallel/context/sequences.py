@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.model.costs import UnitCall
 from plait.model.sketch import Sketch
-from plait.tensors.output_form import NOTHING, Slot
 from plait.tensors.torch_private import named_leaves, tree_map_only, tree_unflatten
+from plait.tensors.trees import NOTHING, Slot
 
 SAMPLES = 3
 """Of the batch in the runs that look for sequences."""

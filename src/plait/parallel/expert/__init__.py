@@ -1,1 +1,7 @@
-"""expert: say here what lives in this folder, a line for each file."""
+"""Expert parallelism (ep): ranks with different samples share out the experts of every mixture.
+
+strategy          what it is, what it refuses, how a rank is wired
+find              which layers are mixtures of experts, found and checked
+layers            what runs instead of their forward
+dispatch          tokens to the ranks of their experts, and back
+"""

@@ -48,11 +48,10 @@ from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
-from plait.parallel.fsdp.hooks import keep_one, without_views
-from plait.parallel.fsdp.runtime import FsdpRuntime, divides, stretch
+from plait.parallel.fsdp.runtime import FsdpRuntime, divides, keep_one, stretch, without_views
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
-from plait.tensors.exchange import directly
+from plait.tensors.collectives import directly
 from plait.tensors.torch_private import exchange_by, in_backward, materialise, sum_unused
 
 AXIS = "fsdp"

@@ -1,1 +1,14 @@
-"""pipeline: say here what lives in this folder, a line for each file."""
+"""Pipeline parallelism (pp): the model cut into stages, micro-batches flow through them.
+
+strategy          what it is, what it refuses, how a rank is wired
+schedules         orders of forwards and backwards, as tables
+schedule_search   the best table for measured times and a limit on memory
+simulate          a table played on a virtual clock
+partition         where to cut a model into stages
+stage_layout      which rank has which stages
+paths             which units a forward pass calls, and what crosses between stages
+stage             a model's own forward, run on a stage
+runtime           a rank's row of the table, executed
+p2p               sends and receives between stages, in order
+split_backward    a backward pass in two halves
+"""

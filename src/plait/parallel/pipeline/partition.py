@@ -16,7 +16,7 @@ from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.costs import UnitCall
 from plait.model.meter import BETWEEN
 from plait.model.sketch import Sketch
-from plait.tensors.output_form import Slot
+from plait.tensors.trees import Slot
 
 SLACK = 1.1
 """How much longer than the best possible the longest stage may be, for fewer bytes across."""

@@ -21,8 +21,8 @@ from plait.model.sketch import PROBES, Sketch, single
 from plait.model.trace import Call, Keys, trace_run
 from plait.parallel.pipeline.partition import ForwardPath, StagePartition, check_calls, crossings, homes
 from plait.randomness import keyed
-from plait.tensors.output_form import Slot, Template, taken, template
 from plait.tensors.torch_private import Unknowns, emptied, own_buffers
+from plait.tensors.trees import Slot, Template, taken, template
 
 KEPT = 256
 """Courses that are remembered."""

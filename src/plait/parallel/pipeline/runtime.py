@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.parallel.pipeline import boundary
+from plait.parallel.pipeline import p2p as boundary
 from plait.parallel.pipeline.p2p import AHEAD, PointToPoint, Routes, StageMessage, routes
 from plait.parallel.pipeline.partition import ForwardPath
 from plait.parallel.pipeline.paths import Forward
+from plait.parallel.pipeline.schedules import Action, Table
 from plait.parallel.pipeline.split_backward import halves
 from plait.parallel.pipeline.stage import PipelineStages, StageForward
-from plait.parallel.pipeline.table import Action, Table
-from plait.tensors.output_form import Slot, tensors
+from plait.tensors.trees import Slot, tensors
 
 
 @dataclass

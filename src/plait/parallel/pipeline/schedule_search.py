@@ -14,10 +14,9 @@ from itertools import chain, product
 from typing import Literal
 
 from plait.config.plan import SCHEDULES
-from plait.parallel.pipeline.schedules import problems
+from plait.parallel.pipeline.schedules import Action, Table, folded, looped, made, problems
 from plait.parallel.pipeline.schedules import textbook as textbook_table
 from plait.parallel.pipeline.simulate import Played, hops, simulate
-from plait.parallel.pipeline.table import Action, Table, folded, looped, made
 
 Limit = float | Sequence[float] | None
 """What ranks may hold at once: one number for all, or one for each; None for what 1f1b's first rank does."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from plait.parallel.pipeline.table import Action, Table
+from plait.parallel.pipeline.schedules import Action, Table
 
 Stages = tuple[Sequence[float], Sequence[float], Sequence[float]]
 

@@ -18,7 +18,6 @@ from plait.model.meter import tensors_in
 from plait.parallel.pipeline.partition import ForwardPath
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.tensors.fake import hollow
-from plait.tensors.output_form import arguments, known
 from plait.tensors.torch_private import (
     FakeTensor,
     WrapperTensor,
@@ -30,7 +29,7 @@ from plait.tensors.torch_private import (
     tree_map_only,
     version,
 )
-from plait.tensors.trees import refill
+from plait.tensors.trees import arguments, known, refill
 
 
 @dataclass

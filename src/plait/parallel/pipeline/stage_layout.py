@@ -6,7 +6,7 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.pipeline.partition import StagePartition, cut, homes
 from plait.parallel.pipeline.schedule_search import table
-from plait.parallel.pipeline.table import Table
+from plait.parallel.pipeline.schedules import Table
 
 
 @dataclass(frozen=True)

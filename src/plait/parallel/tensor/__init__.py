@@ -1,1 +1,10 @@
-"""tensor: say here what lives in this folder, a line for each file."""
+"""Tensor parallelism (tp): every layer is cut into slices, column- and row-parallel.
+
+strategy          what it is, what it refuses, how a rank is wired
+choose            which of the slices that were found a plan cuts
+find/             finding the slices of any model
+sequence/         sequence parallelism between the slices
+wiring            a rank's slices, where their region begins and ends
+vocabulary        embeddings and heads cut by rows of the vocabulary
+local_draws       what the first rank draws at random, seen without ranks
+"""

@@ -11,7 +11,7 @@ What it does
     `sequence_parallel`, the default, each has its own stretch of the sequence there: it is gathered where a pair begins,
     and instead of the whole sum a process gets its rows of it. Which blocks work row by row between their pairs is
     checked in float64 too (`parallel/tensor/sequence/check.py`); others stay as they are, and are named with the reason. An embedding that such a
-    block follows, though positions are added or values dropped in between, is summed to stretches too (`parallel/tensor/sequence/partial_sum.py`).
+    block follows, though positions are added or values dropped in between, is summed to stretches too (`parallel/tensor/sequence/lazy.py`).
 
 Picture
     rank 0   x ─┬─ q₀ k₀ v₀ ── attention of its heads ── o₀ ─┐       ┌─ gate₀ up₀ ── down₀ ─┐

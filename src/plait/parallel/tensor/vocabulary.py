@@ -1,7 +1,7 @@
 """Embeddings and heads cut by rows of the vocabulary.
 
 An embedding's rank looks up the tokens whose rows it has and gives zeros for the others; the sum over the ranks is the
-whole. It is made at once, or when it is asked for (`parallel/tensor/sequence/partial_sum.py`). A head's rank computes
+whole. It is made at once, or when it is asked for (`parallel/tensor/sequence/lazy.py`). A head's rank computes
 the logits of its rows; they stand for the whole in a `ShardedTensor`, which knows how to take a cross-entropy without ever
 gathering them. Rows need not divide by the ranks.
 """

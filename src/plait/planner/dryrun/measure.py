@@ -14,7 +14,7 @@ from plait.engine.evaluate import first_forward
 from plait.model.meter import tensors_in
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.pipeline.runtime import Clock
-from plait.parallel.pipeline.table import Action
+from plait.parallel.pipeline.schedules import Action
 from plait.planner.dryrun.allocations import Allocations, Peak
 from plait.tensors.torch_private import WrapperTensor, tree_leaves
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plait.engine.traffic import Traffic
 from plait.planner.dryrun.optimizer_step import Numbers, reads
-from plait.tensors.fake import PartlyFake, given_to
+from plait.tensors.fake import PartlyFake, given_to, sized
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -29,7 +29,6 @@ from plait.tensors.torch_private import (
     schema,
     tree_leaves,
 )
-from plait.tensors.workspaces import sized
 
 
 class Pretending(PartlyFake):

@@ -1,1 +1,8 @@
-"""job: say here what lives in this folder, a line for each file."""
+"""The job check: before the first step, whether a job's training survives being cut.
+
+check             which batches are tried, and what comes of it
+trial             one device and the cut job, in float64
+look              a closer look where they differ
+branches          models that choose by numbers what to compute
+causes            what is said of a difference
+"""

@@ -1,1 +1,8 @@
-"""find: say here what lives in this folder, a line for each file."""
+"""Finding the column- and row-parallel slices of any model.
+
+finder            proposes slices for every pair of maps, and has them checked
+linear_maps       which modules are linear maps, and along which dims they can be cut
+trace             one run in which every tensor knows what it was computed from
+propose           from a row-parallel map backwards: what each rank needs
+check             the code on a rank's slice against the whole, in float64
+"""

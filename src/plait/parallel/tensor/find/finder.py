@@ -2,14 +2,27 @@
 
 The model runs once (`parallel/tensor/find/trace.py`), and every linear map learns which others its input was computed from. Maps
 whose output reaches nothing but one other map are columns, that one is their row. What each rank needs of the columns
-is read off gradients (`parallel/tensor/find/propose.py`), what the code needs to run on a slice is tried (`parallel/tensor/find/adapt.py`), and
+is read off gradients (`parallel/tensor/find/propose.py`), what the code needs to run on a slice is tried (`parallel/tensor/find/check.py`), and
 nothing is accepted that was not seen to give every rank its slice of the whole, in float64 (`parallel/tensor/find/check.py`).
 
 All of it happens in one process, on the model itself with random numbers in the place of its weights, which are put
 back. No names of models, layers or attributes are known here.
+
+Slices of what torch itself provides: its packed attention, embeddings and heads.
+
+`nn.MultiheadAttention` calls no layers that could be followed: it is cut by its heads, as `tensors/multihead.py` computes it.
+Embeddings and heads are cut by rows of the vocabulary. What remains to be seen is how the model uses them.
+
+Blocks that are alike: what was found for one is tried first for the others.
+
+Two containers are alike when their modules have the same classes, the same numbers and words as attributes and
+parameters of the same shapes, and are given tensors of the same shapes. Only numbers that count blocks may differ. It
+saves the search, not the proof: the check is made for each.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,21 +31,137 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.meter import tensors_in
-from plait.model.slices import ColumnRowPair, Slices
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, Slices
 from plait.model.trace import Call
-from plait.parallel.tensor.find.adapt import adapted
-from plait.parallel.tensor.find.calls import MapCall, Still
-from plait.parallel.tensor.find.check import ReplayedModule, check, kept
-from plait.parallel.tensor.find.linear_maps import find_maps, packed_attentions
+from plait.parallel.tensor.find.check import ReplayedModule, adapted, check, kept
+from plait.parallel.tensor.find.linear_maps import LARGE_MODEL, find_maps, packed_attentions, random_weights, tries
 from plait.parallel.tensor.find.propose import Refused, proposals
-from plait.parallel.tensor.find.random_weights import LARGE_MODEL, random_weights, tries
-from plait.parallel.tensor.find.repeated_blocks import renamed, signature
-from plait.parallel.tensor.find.torch_layers import attention, vocabulary
-from plait.parallel.tensor.find.trace import DataflowTrace
+from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, Still
 from plait.parallel.tensor.sequence.check import stretched
 from plait.randomness import keyed
 from plait.tensors.float64 import Wide
-from plait.tensors.torch_private import tree_map_only
+from plait.tensors.torch_private import leaves, tree_map_only
+
+
+def attention(name: str, module: nn.MultiheadAttention, follow: DataflowTrace, n: int) -> ColumnRowPair:
+    """The group of one `nn.MultiheadAttention`: its own call is the column, its `out_proj` the row."""
+    heads, width = module.num_heads, module.embed_dim
+    calls = follow.made_by(name)
+    if heads % n:
+        raise Refused(f"{name} has {heads} heads, which {n} does not divide")
+    if any(set(made.used) - {0} for made in calls):
+        raise Refused(f"the weights that {name} returns are used: they are a mean over all heads")
+    own = {follow.parameters[id(p)] for p in module.parameters()}
+    if own & follow.stray:
+        raise Refused(f"{min(own & follow.stray)} is used outside of {name}")
+    step = width // n
+    one: tuple[Ranges, ...] = tuple(((r * step, step),) for r in range(n))
+    three: tuple[Ranges, ...] = tuple(tuple((p * width + r * step, step) for p in range(3)) for r in range(n))
+    dims = {"q_proj_weight": 0, "k_proj_weight": 0, "v_proj_weight": 0, "bias_k": 2, "bias_v": 2}
+    cuts = [
+        ParameterSlice(f"{name}.{k}", 0, three)
+        for k in ("in_proj_weight", "in_proj_bias")
+        if getattr(module, k) is not None
+    ]
+    cuts += [ParameterSlice(f"{name}.{k}", dim, one) for k, dim in dims.items() if getattr(module, k) is not None]
+    cuts.append(ParameterSlice(f"{name}.out_proj.weight", 1, one))
+    integers = (DividedNumber(name, "num_heads", n), DividedNumber(f"{name}.out_proj", "in_features", n))
+    return ColumnRowPair(name, (name,), f"{name}.out_proj", tuple(cuts), integers)
+
+
+def vocabulary(
+    model: nn.Module, follow: DataflowTrace, wanted: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Embeddings and heads that can be cut by rows, and why others cannot: those with as many rows as the largest.
+
+    A matrix that several modules hold is cut only if each of them can work on rows of it.
+    """
+    tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    largest = max((m.weight.numel() for m in tables.values()), default=0)
+    lengths = {m.num_embeddings for m in tables.values() if m.weight.numel() == largest}
+    modules = dict(model.named_modules())
+    named = {n: modules[n] for n, word in wanted.items() if word == "vocabulary"}
+    lengths |= {int(m.weight.shape[0]) for m in named.values() if isinstance(m.weight, torch.Tensor)}
+    heads = {n: m for n, m in follow.opaque.items() if isinstance(m, nn.Linear) and m.out_features in lengths}
+    found, reasons = dict[str, nn.Module](), dict[str, str]()
+    for name, module in ({n: m for n, m in tables.items() if m.num_embeddings in lengths} | heads | named).items():
+        reason = _unfit(name, module, follow)
+        if not reason and wanted.get(name, "vocabulary") == "vocabulary":
+            found[name] = module
+        else:
+            reasons[name] = reason or f"Job.tensor wants it {wanted[name]}"
+    running = {frame.name for frame in follow.frames} | {made.name for made in follow.calls}
+    for name, module in dict(found).items():
+        for other, holder in modules.items():
+            used = other in running or other not in tables
+            if used and other not in found and any(p is module.weight for p in holder.parameters(recurse=False)):
+                found.pop(name, None)
+                why = f", and {reasons[other]}" if other in reasons else ""
+                reasons[name] = f"{other or 'the model'} has the same weight{why}"
+    return tuple(found), reasons
+
+
+def _unfit(name: str, module: nn.Module, follow: DataflowTrace) -> str:
+    """Why a module cannot work on rows of its weight, or nothing."""
+    own = {follow.parameters[id(p)] for p in module.parameters(recurse=False)}
+    if own & follow.stray:
+        return f"{min(own & follow.stray)} is used outside of {name}"
+    if isinstance(module, nn.Embedding):
+        plain = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
+        if not plain or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return f"{name} does more than look rows up"
+        called = any(frame.name == name for frame in follow.frames)
+        return "" if called else f"{name} is not called"
+    if not isinstance(module, nn.Linear):
+        return f"{name} is neither nn.Embedding nor nn.Linear"
+    calls = follow.made_by(name)
+    bits = sum(1 << made.bit for made in calls)
+    readers = {made.name for made in follow.calls if made.reads & bits}
+    if readers:
+        return f"what {name} returns reaches {min(readers)}"
+    if not calls or not all(made.returned for made in calls):
+        return f"the model does not return what {name} returns as it is"
+    return ""
+
+
+_COUNTS = re.compile(r"(^|_)(idx|index|id|number|layer|block|depth|i)$")
+
+
+def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> Any:
+    """A value that alike containers have in common, for layers of these names in it."""
+    first, *rest = containers
+    modules = []
+    for name, module in first.module.named_modules():
+        plain = tuple(
+            (k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and not _COUNTS.search(k)
+        )
+        shapes = tuple((k, tuple(p.shape), p.requires_grad) for k, p in module.named_parameters(recurse=False))
+        modules.append((name, type(module), plain, shapes))
+    given = [
+        (tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t)
+        for t in leaves((first.frame.args, first.frame.kwargs))
+    ]
+    inner = tuple(name[len(first.name) :] for name in names)
+    return inner, tuple(modules), tuple(given), tuple(first.frame.kwargs), len(rest)
+
+
+def renamed(group: ColumnRowPair, container: str) -> ColumnRowPair:
+    """The same group in another container."""
+
+    def name(old: str) -> str:
+        return container + old[len(group.container) :]
+
+    return replace(
+        group,
+        container=container,
+        columns=tuple(map(name, group.columns)),
+        row=name(group.row),
+        cuts=tuple(replace(cut, parameter=name(cut.parameter)) for cut in group.cuts),
+        integers=tuple(replace(integer, module=name(integer.module)) for integer in group.integers),
+        partial=tuple(map(name, group.partial)),
+        arguments=tuple(replace(argument, module=name(argument.module)) for argument in group.arguments),
+    )
+
 
 SAMPLES = 5
 """In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide."""

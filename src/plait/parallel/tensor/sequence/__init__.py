@@ -1,1 +1,6 @@
-"""sequence: say here what lives in this folder, a line for each file."""
+"""Sequence parallelism: between column- and row-parallel maps each rank computes its rows of the sequence.
+
+check             which units may run on a rank's rows
+runtime           units run on a rank's rows: gathered and reduced at the slices
+lazy              a rank's rows, or its share of a sum, under the shape of the whole
+"""

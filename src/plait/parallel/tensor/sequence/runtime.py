@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.model.slices import PositionwiseUnit, RegionBorder, Slices
-from plait.parallel.tensor.sequence.lazy import GlobalShape, Lazy, LazyGather, plain, rows_of
-from plait.parallel.tensor.sequence.partial_sum import PartialSum
+from plait.parallel.tensor.sequence.lazy import GlobalShape, Lazy, LazyGather, PartialSum, plain, rows_of
 from plait.randomness.sub_block import Axis, HeldRows
 from plait.tensors import collectives
 from plait.tensors.rows import Rows
