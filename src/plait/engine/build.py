@@ -131,7 +131,7 @@ def start_build(
     once = call if plan.pp == 1 else partial(_as_trained, (plan, how[1], how[0].type))
     built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
     built.own, built.shares, built.at = dict(made.model.named_parameters()), made.shares, plan.at(place.rank)
-    built.probe, built.pairs = (once, lambda n: pairs(n)[0]), pairs
+    built.trial_call, built.pairs = once, pairs
     built.structure = structure(made.model)
     transformers.adapt(made.model)
     return built
@@ -144,7 +144,8 @@ def analyse(built: Built, made: BuiltModel, seen: Sketch | None = None) -> Sketc
 
 
 def _understood(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
-    job, plan, cast, (once, inputs) = built.job, built.plan, built.cast, built.probe
+    job, plan, cast, once = built.job, built.plan, built.cast, built.trial_call
+    inputs = lambda n: built.pairs(n)[0]  # noqa: E731
     judge = lambda n: judged(job, built.pairs(n)[1])  # noqa: E731
     found = sketch(made.fake, inputs, once, job.units, judge) if seen is None else seen
     if problem := scripted.refused(plan, found.scripted):

@@ -22,7 +22,6 @@ from plait.engine import try_metrics
 from plait.engine.build import move
 from plait.model.make import call
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.precision import autocast
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
@@ -37,7 +36,7 @@ def evaluate(built: Built) -> dict[str, float]:
     sums: dict[str, Tensor] = {}
     rank, ranks = built.plan.share(place.rank), built.plan.ranks
     size = largest(job.batch, built.plan.shares, built.plan.microbatches)
-    together = isinstance(getattr(built.reducer, "inner", built.reducer), FsdpRuntime) or built.plan.ep > 1
+    together = built.shards is not None or built.plan.ep > 1
     reads = lambda: place.within("evaluation data")  # noqa: E731
     with _evaluating(built):
         data = opened(job.evaluate.data, try_metrics.WHERE)

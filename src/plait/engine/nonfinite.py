@@ -21,7 +21,6 @@ from plait.data.batch import Batch, Micro
 from plait.engine.passes import Passes
 from plait.model.make import call
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.tensors.collectives import exchange
 from plait.tensors.finite import Rule, finite, several
 from plait.tensors.torch_private import copy_, own_buffers, tree_leaves
@@ -186,10 +185,10 @@ class Search:
         self.run = built.run
 
     def __enter__(self) -> "Search":
-        built, sums = self.built, getattr(self.built.reducer, "inner", self.built.reducer)
+        built, shards = self.built, self.built.shards
         built.run = call  # hooks would compile it anew
         models = [built.model] if built.replicas is None else built.replicas.models
-        sharded = sums.sharded if isinstance(sums, FsdpRuntime) else {}
+        sharded = {} if shards is None else shards.sharded
         for model in models:
             for name in (unit.name for unit in built.sketch.units if unit.name not in built.elsewhere):
                 hook = partial(self._unit, name)
@@ -200,7 +199,7 @@ class Search:
         for model in models[1:]:
             for name, parameter in model.named_parameters():
                 self._watch(name, parameter)
-        for module in sums.modules if isinstance(sums, FsdpRuntime) else ():
+        for module in () if shards is None else shards.modules:
             self.handles.append(module.register_forward_pre_hook(self._gathered))
         return self
 

@@ -204,23 +204,25 @@ class Passes:
             yield
 
     def _pipelined(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        built = self.built
-        built.pipe.number = step
-        built.pipe.clock.beat = self.spans.beat
-        built.reducer.before(False)
-        losses = built.pipe.step(pieces, self._model, self._loss)
-        self.spans.open += built.pipe.clock.spans
+        pipe, reducer = self.built.pipe, self.built.reducer
+        assert pipe is not None and reducer is not None
+        pipe.number = step
+        pipe.clock.beat = self.spans.beat
+        reducer.before(False)
+        losses = pipe.step(pieces, self._model, self._loss)
+        self.spans.open += pipe.clock.spans
         step_row = arm(losses)
-        built.reducer.before(True)
+        reducer.before(True)
         return step_row
 
     def _in_threads(self, piece: MicroBatch, step: int) -> tuple[Tensor, Callable[[], None]]:
-        built = self.built
+        replicas = self.built.replicas
+        assert replicas is not None
         self.spans.begin("replicate")
-        built.replicas.send_weights()
+        replicas.send_weights()
         self.spans.end("replicate")
         self.spans.begin("forward")
-        outputs, back = built.replicas.forward(call, self._threaded, piece.inputs, step, piece.first, piece.samples)
+        outputs, back = replicas.forward(call, self._threaded, piece.inputs, step, piece.first, piece.samples)
         self.spans.end("forward")
         self.spans.begin("loss")
         loss = self._loss(outputs, piece)
@@ -232,7 +234,7 @@ class Passes:
         def backward() -> None:
             back([o.grad if isinstance(o, Tensor) else None for o in gathered])
             self.spans.begin("collect")
-            built.replicas.collect()
+            replicas.collect()
             self.spans.end("collect")
 
         return loss.detach(), backward

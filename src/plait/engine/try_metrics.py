@@ -23,6 +23,7 @@ from plait.config.job import user_line
 from plait.data import batch as data
 from plait.model.make import BuiltModel
 from plait.model.trace import fakes_of
+from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import host_state, restore_host, seed_host
 from plait.tensors.fake import PartlyFake
@@ -37,7 +38,7 @@ Pair = tuple[Any, Any]
 Metrics = Callable[[Any, Any], dict[str, Any]]
 
 
-def metrics(built: Any, made: BuiltModel, ready: Callable[[Pair], Pair]) -> None:
+def metrics(built: Built, made: BuiltModel, ready: Callable[[Pair], Pair]) -> None:
     """Try the metrics of a rank's job, whose model is whole still. `ready` moves samples to the device. J024, J025, J007."""
     wanted = built.job.evaluate
     if wanted is None:
@@ -61,7 +62,7 @@ def metrics(built: Any, made: BuiltModel, ready: Callable[[Pair], Pair]) -> None
 class _Trial:
     """The metrics of one and of two samples (inputs, targets), the second the first once more."""
 
-    def __init__(self, built: Any, made: BuiltModel, metrics: Metrics, pairs: list[Pair]):
+    def __init__(self, built: Built, made: BuiltModel, metrics: Metrics, pairs: list[Pair]):
         self.built, self.made, self.metrics, self.pairs = built, made, metrics, pairs
         self.fakes, self.hollow = fakes_of(made.fake), False
 
@@ -101,7 +102,7 @@ class _Trial:
             model = emptied(self.made.fake, fakes).eval()
             with PartlyFake(fakes), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                hollow = [self.built.probe[0](model, tree_map_only(Tensor, hide, inputs)) for inputs, _ in self.pairs]
+                hollow = [self.built.trial_call(model, tree_map_only(Tensor, hide, inputs)) for inputs, _ in self.pairs]
             (one, form), (two, other) = map(_flat, hollow)
             self.hollow = sum(t.nbytes for t in two if isinstance(t, Tensor)) > MOST
             if self.hollow:
@@ -125,7 +126,7 @@ class _Trial:
             return None
         try:
             with _evaluating(model):
-                return [self.built.probe[0](model, inputs) for inputs, _ in self.pairs]
+                return [self.built.trial_call(model, inputs) for inputs, _ in self.pairs]
         except Exception:
             return None
 

@@ -14,8 +14,10 @@ context/          context parallelism (cp)
 pipeline/         pipeline parallelism (pp)
 accumulate        gradient accumulation (microbatches)
 precision         16-bit forward passes
+loss_scale        the factor on an fp16 loss
 recompute         activation recomputation
 offload           optimizer or parameters in host memory
 compiled          torch.compile
 threads           the classic DataParallel (processes=one)
+replicas          its copies of the model, and their threads
 """

@@ -31,11 +31,11 @@ Paper
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 
 AXIS = None
 EXACT = True
@@ -65,5 +65,5 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
         )
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     """Nothing to wire: the engine runs the micro-batches that the data layer cut."""

@@ -1,11 +1,12 @@
 """What a plan makes of a job on one rank: its part of the model, its groups of ranks, what runs a step. Strategies fill it in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -14,8 +15,42 @@ from plait.losses.global_batch import BatchPeers
 from plait.model.make import call
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp.runtime import FsdpRuntime
+from plait.parallel.loss_scale import LossScale
+from plait.parallel.pipeline.runtime import PipelineRuntime
+from plait.parallel.replicas import Replicas
+from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
 from plait.tensors.part import Part, Ranges, whole
+
+Call = Callable[[nn.Module, Any], Any]
+"""(model, inputs) -> outputs."""
+
+
+class GradientReducer(Protocol):
+    """What sums a step's gradients over ranks: for copies, for shards, or for ranks that are not alike."""
+
+    idle: bool
+    """This rank's samples of the step weigh nothing: it runs them because others wait for it."""
+
+    def before(self, last: bool) -> None:
+        """Before a micro-batch's forward pass: whether its backward ends the step."""
+        ...
+
+    def after(self) -> None:
+        """After a backward that does not end the step."""
+        ...
+
+    def arm(self, step_row: Tensor) -> None:
+        """The next backward is the last of the step; `step_row` is a row of numbers to sum over all ranks."""
+        ...
+
+    def finish(self) -> Tensor:
+        """Give every parameter its summed gradient; the summed row."""
+        ...
+
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor | float:
+        """The norm of the whole model's gradients, from this rank's."""
+        ...
 
 
 @dataclass
@@ -26,62 +61,63 @@ class Built:
     plan: Plan
     place: Place
     device: torch.device
-    group: Any
+    group: ProcessGroup | None
     model: nn.Module
     data: Any
     sketch: Sketch
     whole: Sketch = field(init=False)
     """The sketch of the whole model; `sketch` becomes that of what this rank has of it."""
     cast: torch.dtype | None = None
-    probe: Any = None
-    """(what runs the model in training's format, n -> n samples' inputs) of the sketch."""
-    pairs: Any = None
+    trial_call: Call = call
+    """Runs the model in training's format, for those who look at it before it is split."""
+    pairs: Callable[[int], Any] = lambda n: None
     """n -> inputs and targets of n samples."""
-    randomness: Any = None
-    optimizer: Any = None
+    randomness: Randomness = field(init=False)
+    """Not with `replicas`, which bring their own, one for each thread."""
+    optimizer: torch.optim.Optimizer = field(init=False)
     names: dict[int, str] | None = None
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     """This rank's part of every parameter, by the model's name; tied ones once."""
     shares: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
-    reducer: Any = None
+    reducer: GradientReducer | None = None
     """What sums gradients over the ranks: `Reducer`, `FsdpRuntime`, or None."""
-    peers: Any = None
+    peers: ProcessGroup | None = None
     """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
-    pipe: Any = None
+    pipe: PipelineRuntime | None = None
     """This rank's part of the pipeline, if there is one."""
     elsewhere: tuple[str, ...] = ()
     """Units of other stages: their buffers are not this rank's."""
-    copies: Any = None
+    copies: ProcessGroup | None = None
     """The group of ranks that hold copies of this rank's parts."""
     at: dict[str, int] = field(default_factory=dict)
     """This rank's place on every axis of the mesh."""
-    groups: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
     """The ranks that differ from this one on an axis alone, for each axis on which there are any."""
     cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)
     """Parameters of which this rank has a part by another way than `fsdp`: the shape of the whole, and which ranges."""
     experts: set[str] = field(default_factory=set)
     """Parameters of experts that this rank holds and others, with other samples, do not: copies and shards leave them."""
-    alike: Any = None
+    alike: ProcessGroup | None = None
     """The group of ranks that hold the same experts, or the same parts of them, if there are others."""
-    apart: Any = None
+    apart: ProcessGroup | None = None
     """The group of ranks that keep parts of the same experts, if they are kept as parts."""
     sharers: BatchPeers = field(default_factory=BatchPeers)
     """The ranks with other samples, while a step's passes run."""
     holders: dict[str, int] = field(default_factory=dict)
     """How many ranks of the same share of samples hold the same part of a parameter, where more than one do."""
-    partial: list[tuple[tuple[str, ...], Any]] = field(default_factory=list)
+    partial: list[tuple[tuple[str, ...], ProcessGroup]] = field(default_factory=list)
     """Parameters whose gradient on a rank is a share of a sum, and the group of ranks that have the others."""
     masters: dict[str, nn.Parameter] | None = None
     """What the optimizer updates when it is not `own`: copies in host memory."""
-    prepared: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
+    prepared: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
     """Called with the optimizer once it is made."""
     rules: list[Rule] = field(default_factory=list)
     """What this rank holds of tensors that are drawn at random: the first that says something is right."""
-    replicas: Any = None
-    run: Any = call
+    replicas: Replicas | None = None
+    run: Call = call
     """(model, inputs) -> outputs."""
-    scaler: Any = None
+    scaler: LossScale | None = None
     precision: torch.dtype | None = None
     begun: bool = False
     """A step was made."""
@@ -95,21 +131,25 @@ class Built:
     """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
     a sample (layers that count samples), `sample` with one that weighs nothing."""
 
+    @property
+    def shards(self) -> FsdpRuntime | None:
+        """What runs the parts of a sharded model, if it is one."""
+        inner = getattr(self.reducer, "inner", self.reducer)
+        return inner if isinstance(inner, FsdpRuntime) else None
+
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter and buffer, tied ones once, by the model's names."""
-        sums = getattr(self.reducer, "inner", self.reducer)
         named = [*self.own.items(), *((n, b) for n, b in self.model.named_buffers() if not self._elsewhere(n))]
         found = {n: Part(t.detach(), *self.cuts[n]) if n in self.cuts else whole(t.detach()) for n, t in named}
-        return found | sums.parts() if isinstance(sums, FsdpRuntime) else found
+        return found if self.shards is None else found | self.shards.parts()
 
     def _elsewhere(self, name: str) -> bool:
         return any(name.startswith(unit + ".") for unit in self.elsewhere)
 
     def refresh(self) -> None:
         """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
-        sums = getattr(self.reducer, "inner", self.reducer)
-        if isinstance(sums, FsdpRuntime):
-            sums.reshard()
+        if self.shards is not None:
+            self.shards.reshard()
         for name, master in (self.masters or {}).items():
             with torch.no_grad():
                 master.copy_(self.own[name])

@@ -28,6 +28,7 @@ import torch
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 
 AXIS = None
 EXACT = True
@@ -58,7 +59,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     from plait.model.make import called
     from plait.model.transformers import without_cache
     from plait.randomness.keyed import drawn_in_composites

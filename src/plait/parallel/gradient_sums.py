@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.parallel.built import Built
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.fsdp.runtime import FsdpRuntime, square
 
@@ -24,8 +25,12 @@ class CrossGroupSums:
     is the same on all of them. `holders`: how many ranks hold the same part of a parameter, copies and shards not counted.
     """
 
-    def __init__(self, names: list[str], built: Any):
-        self.names, self.own, self.inner, self.peers = names, built.own, built.reducer, built.peers
+    def __init__(self, names: list[str], built: Built):
+        self.names, self.own, self.peers = names, built.own, built.peers
+        inner = built.reducer
+        assert inner is None or isinstance(inner, (Reducer, FsdpRuntime))
+        self.inner: Reducer | FsdpRuntime | None = inner
+        self.idle = False
         self.pipelined, self.plan = built.pipe is not None, built.plan
         self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
         self.holders: dict[str, int] = built.holders
@@ -123,8 +128,8 @@ class CrossGroupSums:
 
     def _size(self, name: str) -> int:
         """Elements of a parameter in a message: shards of unequal ranks are padded to the largest."""
-        cut = isinstance(self.inner, FsdpRuntime) and name in self.inner.sharded
-        return self.inner.size(name) if cut else self.own[name].numel()
+        shards = self.inner if isinstance(self.inner, FsdpRuntime) else None
+        return shards.size(name) if shards is not None and name in shards.sharded else self.own[name].numel()
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
         """The gradient norm over all ranks' parts, as `finish` found it. Waits for it."""

@@ -37,6 +37,7 @@ from torch import nn
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 
 AXIS = None
 EXACT = True
@@ -57,23 +58,23 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     if built.plan.offload == "all":
         return  # the shards live on the host (`parallel/fsdp/strategy.py`), and the optimizer where they live
     pin = built.device.type == "cuda"
-    built.masters = {
+    masters = built.masters = {
         name: nn.Parameter(_host(parameter.detach(), pin), parameter.requires_grad)
         for name, parameter in built.own.items()
     }
 
     def out(*_: Any) -> None:
-        for name, master in built.masters.items():
+        for name, master in masters.items():
             gradient = built.own[name].grad
             master.grad = None if gradient is None else gradient.to("cpu", copy=True)
 
     def back(*_: Any) -> None:
         with torch.no_grad():
-            for name, master in built.masters.items():
+            for name, master in masters.items():
                 built.own[name].copy_(master, non_blocking=True)
                 master.grad = None
 

@@ -28,7 +28,6 @@ Paper
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,14 +37,14 @@ from torch.overrides import TorchFunctionMode
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import divides
+from plait.parallel.loss_scale import LossScale
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import tree_map_only
 
 AXIS = None
 EXACT = False
-SMALLEST = 1.0
-"""The loss scale below which there is no use in lowering it."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,7 +60,7 @@ def inexact(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
     yield f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64, and a step against one device in {plan.precision}"
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     built.precision = plan_format(built.plan)
     if built.plan.precision == "fp16":
         built.scaler = LossScale()
@@ -111,31 +110,3 @@ class _Gathered(TorchFunctionMode):
 
     def _gathered(self, t: Tensor) -> Tensor:
         return t.to(self.half) if id(t) in self.weights else t
-
-
-@dataclass
-class LossScale:
-    """The factor on an fp16 loss. `update` is told whether the global norm was finite, so it is equal on all ranks."""
-
-    value: float = 65536.0
-    good_steps: int = 0
-    growth_interval: int = 2000
-
-    @property
-    def lowers(self) -> bool:
-        """Whether an overflow can be answered by a smaller scale: at 1 the gradients themselves overflow."""
-        return self.value > SMALLEST
-
-    def update(self, finite: bool) -> None:
-        if not finite:
-            self.value, self.good_steps = max(self.value / 2, SMALLEST), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.value, self.good_steps = self.value * 2, 0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value, "good_steps": self.good_steps}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

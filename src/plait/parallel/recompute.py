@@ -44,6 +44,7 @@ from torch.utils.flop_counter import flop_registry
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 from plait.randomness.keyed import RepeatableForward, host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
@@ -77,7 +78,7 @@ def marked(sketch: Sketch) -> list[str]:
     return [u.name for u in sketch.units if u.name in worth]
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     for name in marked(built.sketch):
         module = built.model.get_submodule(name)
         module.forward = Recomputed(module, built.plan.recompute == "selective", built.sketch, name)

@@ -5,14 +5,12 @@ to a newcomer under fixed headings (What it does, Costs, Choose when, Avoid when
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
-
-if TYPE_CHECKING:
-    from plait.parallel.built import Built
+from plait.parallel.built import Built
 
 
 class Strategy(Protocol):
@@ -39,7 +37,7 @@ class Strategy(Protocol):
         ...
 
     @staticmethod
-    def apply(built: "Built") -> None:
+    def apply(built: Built) -> None:
         """The torch wiring."""
         ...
 

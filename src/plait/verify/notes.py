@@ -20,8 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from plait.parallel.built import Built
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.fsdp.runtime import FsdpRuntime, stretch
+from plait.parallel.fsdp.runtime import stretch
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
 from plait.tensors.part import Part, Ranges, everything, whole, within
 from plait.tensors.sharded_tensor import ShardedTensor
@@ -306,7 +307,7 @@ class Notes(UnitNotes):
             found |= {f"{name} (optimizer {k})": v for k, v in state.items() if isinstance(v, Tensor)}
         self.tensors("weight", found)
 
-    def told(self, built: Any, path: Path) -> dict[str, Any]:
+    def told(self, built: Built, path: Path) -> dict[str, Any]:
         """Write the rows into a file, note nothing more, and tell what puts those of several ranks together.
 
         `given`: which part of a gradient this rank finds; `shard`: which part of the sum over the ranks it keeps; `partial`:
@@ -338,10 +339,10 @@ class PartLayout:
         return PartLayout(tuple(t.shape), everything(tuple(t.shape)))
 
     @staticmethod
-    def of(built: Any, name: str, t: Tensor) -> "PartLayout":
+    def of(built: Built, name: str, t: Tensor) -> "PartLayout":
         """As a rank's plan has it."""
-        shards = getattr(built.reducer, "inner", built.reducer)
-        cut = isinstance(shards, FsdpRuntime) and name in shards.sharded
+        shards = built.shards
+        cut = shards is not None and name in shards.sharded
         plain = tuple(shards.sharded[name].shape) if cut else tuple(t.shape)
         shape, ranges = (shards.cuts.get(name) if cut else built.cuts.get(name)) or (plain, everything(plain))
         if not cut:

@@ -57,6 +57,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.make import call
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 from plait.parallel.context.attention import by_ring, by_ulysses, check_heads
 from plait.parallel.context.check import checked_units, restored
 from plait.parallel.context.communication import Communication, communication
@@ -95,7 +96,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def stretched(built: Any, batch: Callable[[int], Any]) -> Sketch:
+def stretched(built: Built, batch: Callable[[int], Any]) -> Sketch:
     """The sketch with the course of the model: found and proved on all of it, before anything of it is taken away.
 
     `batch(n)`: inputs and targets of n samples.
@@ -140,7 +141,7 @@ def _check_stages(plan: Plan, sketch: Sketch, course: SequencePlan, found: Commu
         raise PlaitError(Problem("P041", what, why=why or "its course varies", fix=(f'--plan "cp={plan.cp}"',)))
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     plan, group, course = built.plan, built.groups["cp"], built.sketch.course
     parallel_units = ContextParallelUnits(built.model, course, plan.cp)
     parallel_units.answer = (by_ring if plan.context == "ring" else by_ulysses)(lambda: built.randomness)

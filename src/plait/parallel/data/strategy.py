@@ -34,11 +34,11 @@ Paper
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.mutations import apart
@@ -67,7 +67,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     yield from apart(sketch, plan.dp * plan.cp)
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     batch_norm.synchronise(built.model, built.sketch.batch_norms, built.peers)
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting or built.sketch.rewritten else ""
     step_row = 0 if built.plan.across else numbers_of_step_row(built.plan)

@@ -55,6 +55,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.experts import MoELayer, cut_stacked
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 from plait.parallel.expert.dispatch import ExpertPlacement
 from plait.parallel.expert.layers import ListedExperts, StackedExperts, travelling
 from plait.parallel.fsdp import expert_shards
@@ -101,7 +102,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
             yield f"experts of {mixture.name} drop tokens when they are full: which ones depends on who shares a batch"
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     plan, model = built.plan, built.model
     holders = experts_of(plan, built.place.rank)
     here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
@@ -131,12 +132,12 @@ def apply(built: Any) -> None:
     built.prepared.append(lambda _: setattr(built, "lockstep", built.lockstep or "sample"))
 
 
-def _stacked(built: Any, mixture: MoELayer, way: ExpertPlacement) -> None:
+def _stacked(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
     module = cut_stacked(built.model.get_submodule(mixture.name), mixture, way.mine)
     module.forward = StackedExperts(module, mixture.experts, travelling(way), built.sharers)
 
 
-def _listed(built: Any, mixture: MoELayer, way: ExpertPlacement) -> None:
+def _listed(built: Built, mixture: MoELayer, way: ExpertPlacement) -> None:
     modules = [built.model.get_submodule(name) for name in mixture.modules]
     gone = [number for number in range(mixture.experts) if number not in way.mine]
     hollow(built.model, {name for number in gone for name, _, _ in mixture.parameters[number]}, built.device)
@@ -148,7 +149,7 @@ def _listed(built: Any, mixture: MoELayer, way: ExpertPlacement) -> None:
     layer.forward.again = partial(_again, built, inside)
 
 
-def _again(built: Any, draws: bool) -> Any:
+def _again(built: Built, draws: bool) -> Any:
     """Where the random numbers of a layer's code are, as what puts them back there."""
     back = built.randomness.mark() if draws and built.model.training else lambda: None
     host = host_state() if built.sketch.host_random else None

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from plait.config.plan import Plan
+from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import ShardGroup, along, divides
 from plait.tensors.torch_private import FSDPMeshInfo, ShardPlacementResult
 
@@ -29,7 +30,7 @@ def known() -> bool:
     return ShardPlacementResult is not None
 
 
-def lying(built: Any) -> dict[str, ShardGroup]:
+def lying(built: Built) -> dict[str, ShardGroup]:
     """Which ranks hold the parts of each parameter of this rank's experts that is cut, and along which dim."""
     if built.apart is None:
         return {}
@@ -37,9 +38,9 @@ def lying(built: Any) -> dict[str, ShardGroup]:
     return {n: ShardGroup(built.apart, built.alike, along(s, built.apart.size())) for n, s in shapes.items()}
 
 
-def placement(built: Any, where: dict[str, ShardGroup], device: torch.device) -> Callable[[nn.Parameter], Any] | None:
+def placement(built: Built, where: dict[str, ShardGroup], device: torch.device) -> Callable[[nn.Parameter], Any] | None:
     """What tells `fully_shard` the ranks and the dim of each of these parameters. None: there are none."""
-    if not where:
+    if not where or built.apart is None:
         return None
     mesh = FSDPMeshInfo(DeviceMesh.from_group(built.apart, device.type), shard_mesh_dim=0)
     dims = {id(built.own[n]): one.dim for n, one in where.items()}

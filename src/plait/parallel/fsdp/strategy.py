@@ -44,6 +44,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from plait.config.errors import Problem
 from plait.config.plan import AXES, Plan
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
@@ -78,7 +79,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     yield from apart(sketch, plan.shares * plan.cp)
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     plan, model, device = built.plan, built.model, built.device
     where = expert_shards.lying(built)
     check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
@@ -106,7 +107,8 @@ def apply(built: Any) -> None:
     _ahead(model, built, units)
     copies = built.copies
     scatter = (Scatter if directly(device) else DeviceScatter)(copies)
-    for module in (*(modules[0] for modules in units), model):
+    gathered: list[Any] = [*(modules[0] for modules in units), model]  # FSDPModules now
+    for module in gathered:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         sum_unused(module)
@@ -123,7 +125,7 @@ def apply(built: Any) -> None:
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else "sample"
 
 
-def _ahead(model: Any, built: Any, units: list[Any]) -> None:
+def _ahead(model: Any, built: Built, units: list[Any]) -> None:
     """Which group each gathers ahead, in forward and in backward."""
     for here, ahead in itertools.pairwise(units):
         here[0].register_forward_pre_hook(_gather_next(ahead[0]))

@@ -41,6 +41,7 @@ from typing import Any
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
+from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.context.sequences import as_held
 from plait.parallel.mesh import group_of
@@ -86,7 +87,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     plan, sketch, place = built.plan, built.sketch, built.place
     if plan.cp > 1:
         sketch = as_held(sketch, context.rows(plan, sketch, built.place.rank))
@@ -95,7 +96,7 @@ def apply(built: Any) -> None:
     index, homes = built.at["pp"], layout.homes
     if plan.schedule in SPLIT:
         recompute_once()
-    courses = ForwardPaths(built.model, sketch, layout.cut, *built.probe)
+    courses = ForwardPaths(built.model, sketch, layout.cut, built.trial_call, lambda n: built.pairs(n)[0])
     courses.seed, courses.fixed = built.job.seed, plan.cp > 1
     if courses.fixed and courses.random:
         why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
@@ -104,7 +105,7 @@ def apply(built: Any) -> None:
     stages.whole = built.sketch
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
     built.own = {n: p for n, p in built.own.items() if index in homes[n]}
-    built.pipe = PipelineRuntime(stages, built.groups["pp"], lru_cache(partial(table_of, plan)))
+    pipe = built.pipe = PipelineRuntime(stages, built.groups["pp"], lru_cache(partial(table_of, plan)))
     mine = layout.units(index)
     built.sketch = layout.part(index)
     built.holders = {name: len(homes[name]) for name in built.own}
@@ -117,12 +118,12 @@ def apply(built: Any) -> None:
     def finish(_: Any) -> None:
         stages.skip = _passed(built, sketch)
         stages.install()
-        built.pipe.randomness = built.randomness
+        pipe.randomness = built.randomness
 
     built.prepared.append(finish)
 
 
-def _passed(built: Any, sketch: Sketch) -> Callable[[str], None]:
+def _passed(built: Built, sketch: Sketch) -> Callable[[str], None]:
     """Tells the random numbers how often modules inside a unit of another stage were called by one call of it."""
     times = Counter(call.unit for call in sketch.calls)
     most: dict[str, int] = {}

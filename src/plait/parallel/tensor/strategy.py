@@ -51,7 +51,6 @@ Paper
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -59,6 +58,7 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.model.slices import ParameterSlice, holding_alike
+from plait.parallel.built import Built
 from plait.parallel.mesh import group_of
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
@@ -88,7 +88,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def apply(built: Any) -> None:
+def apply(built: Built) -> None:
     rank, shapes = built.at["tp"], {n: tuple(p.shape) for n, p in built.own.items()}
     cuts = {c.parameter: c for c in built.sketch.cuts if c.parameter in built.own}
     torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
@@ -115,7 +115,7 @@ def apply(built: Any) -> None:
     built.sketch = built.sketch.local(rank)
 
 
-def _sums(built: Any, cuts: dict[str, ParameterSlice]) -> None:
+def _sums(built: Built, cuts: dict[str, ParameterSlice]) -> None:
     """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
     rank = built.at["tp"]
     built.partial.append((tuple(n for n in built.sketch.shares if n in built.own), built.groups["tp"]))
