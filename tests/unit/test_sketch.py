@@ -107,13 +107,6 @@ def test_what_couples_samples(name: str) -> None:
     make, shape, norms, coupled = COUPLED[name]
     found = of(in_training(make()), *shape)
     assert (found.batch_norms, found.batch_coupled) == (norms, coupled)
-    assert set(found.channels) == set(norms)
-
-
-def test_channels_and_the_format_of_statistics() -> None:
-    assert of(nn.Sequential(nn.BatchNorm1d(4)), 4).channels == {"0": (4, torch.float32)}
-    wide = nn.Sequential(nn.BatchNorm1d(3, affine=False).double())
-    assert sketch(wide, lambda n: torch.ones(n, 3).double(), call).channels == {"0": (3, torch.float64)}
 
 
 def test_a_layer_in_eval_mode_stays_in_eval_mode() -> None:

@@ -38,7 +38,7 @@ from plait.engine.passes import Passes, Spans, Step, sort_of, tokens
 from plait.launch.place import Place, current
 from plait.parallel.built import Built
 from plait.tensors.finite import Rule
-from plait.tensors.torch_private import scale_
+from plait.tensors.torch_private import leaves, scale_
 
 
 class Engine:
@@ -200,10 +200,14 @@ class Engine:
             most = BatchShare(0, 1, self.plan.microbatches).parts(batch.most)
         return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
 
-    def samples_run(self, batch: Batch) -> tuple[int, ...]:
-        """Samples of each micro-batch of a step that this rank runs; 1 for an empty one that counts as a sample."""
+    def sizes_run(self, batch: Batch) -> list[tuple[int, str]]:
+        """Of each micro-batch of a step that this rank runs: its samples (1 for an empty one that counts as a sample), and
+        the shapes of its tensors."""
         run = self.runs(batch, [weigh(self.job.weight, micro) for micro in batch.micro])
-        return tuple(batch.micro[i].count or int(self.built.together == "sample") for i in run)
+        shape = lambda t: list(t.shape) if isinstance(t, Tensor) else ""  # noqa: E731
+        found = [batch.micro[i] for i in run]
+        counts = [micro.count or int(self.built.together == "sample") for micro in found]
+        return [(n, str([shape(t) for t in leaves((m.inputs, m.targets))])) for n, m in zip(counts, found)]
 
     def _total_weight(self, batch: Batch, weights: list[float]) -> float:
         """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask."""

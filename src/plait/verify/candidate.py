@@ -76,7 +76,7 @@ def run(
     engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
     built = engine.built
     notes = noting.of_rank(engine)
-    noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), tuple[int, ...]()
+    noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), list[tuple[int, str]]()
     tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
     source = engine.batches()
     for step in range(steps):
@@ -87,7 +87,7 @@ def run(
         with noted.watching():
             step_row = engine.backward(batch)
         if step == 0:
-            run = engine.samples_run(batch)
+            run = engine.sizes_run(batch)
             tensors["gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
         noted.update(batch, step_row)
     tensors["weights"] = {n: p.detach().clone() for n, p in built.own.items()}
@@ -152,7 +152,7 @@ def _in_own_formats(
     batch = next(engine.batches())
     with traffic.watch():
         step_row = engine.backward(batch)
-    run = engine.samples_run(batch)
+    run = engine.sizes_run(batch)
     scale = built.scaler.value if built.scaler is not None else 1.0
     gradient = {
         n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in built.own.items() if p.grad is not None
@@ -169,13 +169,13 @@ def _in_own_formats(
     }, made  # fmt: skip
 
 
-def _messages(engine: Engine, samples: tuple[int, ...], traffic: Traffic) -> dict[str, Any]:
+def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) -> dict[str, Any]:
     """What a rank sent. `alike`: on what that depends beside the plan; ranks of which it is the same make the same calls."""
-    built = engine.built
+    built, samples = engine.built, tuple(n for n, _ in sizes)
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     return {
         "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *samples, *_crossings(built, samples), held_experts],
-        "samples": samples, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
+        "sizes": sizes, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
     }  # fmt: skip
 
 

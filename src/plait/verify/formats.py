@@ -297,7 +297,7 @@ def _formats(told: dict[str, Any], base: StepResult, other: StepResult, ranks: l
 
 def messages(ranks: list[dict[str, Any]], dry: list[dict[str, Any]] | str) -> Probe:
     """Whether every rank's messages in these formats are those of a dry run."""
-    asked = [r | {k: r["formats"][k] for k in ("alike", "samples", "collectives", "sent")} for r in ranks]
+    asked = [r | {k: r["formats"][k] for k in ("alike", "sizes", "collectives", "sent")} for r in ranks]
     found = collectives(asked, dry)
     return dataclasses.replace(found, code="F3", title="messages, own formats")
 

@@ -112,7 +112,7 @@ def _candidate(
 def _dry(job: Job, plan: Plan, cast: torch.dtype | None, device: str) -> list[dict[str, Any]] | str:
     """What every rank sends in a dry run of the first step, or why there is none."""
     if plan.processes == "one":
-        return [{"totals": {}, "samples": []}]
+        return [{"totals": {}, "sizes": None}]
     if device != "cpu":
         DIRECT.set(())
     try:

@@ -155,11 +155,12 @@ def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends in its first step, and of how many samples each micro-batch was that it ran."""
+    """What a rank sends in its first step, and the sizes of the micro-batches that it runs there."""
 
     totals: dict[str, tuple[int, int]]
     """(calls, bytes) by operator."""
-    samples: tuple[int, ...]
+    sizes: list[tuple[int, str]]
+    """As `Engine.sizes_run` has them, of the rank that stands for it."""
 
 
 def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Sent]:
@@ -174,9 +175,9 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
         traffic = Traffic(rank, plan)
         with alone(job, traffic, (sketch, real), cast) as (engine, given):
             batch = next(engine.batches())
-            samples = engine.samples_run(batch)
+            sizes = engine.sizes_run(batch)
             engine.update(batch, engine.backward(given(batch, True)))
-        return Sent(traffic.totals(), samples)
+        return Sent(traffic.totals(), sizes)
 
     each = dict(zip(kinds.counts(), _each(kinds, sent, sketch.by_values, 0)))
     return [each[kinds.like(rank)] for rank in range(plan.world)]
