@@ -1,11 +1,16 @@
-"""Which optimizers can update parts of tensors: the right ones are exact, the others are refused by name."""
+"""Which optimizers can update parts of tensors: these are exact; so are those that look at whole tensors, which an owner
+updates; those that look at several tensors at once are refused by name."""
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jobs
+import jobs_real
 import pytest
 import torch
+from rarely import every
 from torch import nn
 
 from plait.config.errors import PlaitError
@@ -125,13 +130,16 @@ def matrices(params: Any) -> torch.optim.Optimizer:
     return Lamb([p for p in params if p.dim() == 2 and p.shape[0] > 200])
 
 
+OWNED = [(name, plan) for name in WHOLE for plan in ("fsdp=2", "tp=2")]
+PAIRS = [
+    ("Muon", "dp=2 fsdp=2"), ("Muon", "fsdp=2 tp=2"), ("Adafactor", "fsdp=2 tp=2"), ("Adafactor", "pp=2 fsdp=2 microbatches=2"),
+    ("Muon", "fsdp=2 cp=2"), ("Lamb", "fsdp=3 zero=1 microbatches=2"), ("Adafactor", "fsdp=3 zero=2"),
+    ("Muon", "pp=2 tp=2 microbatches=2"), ("Muon", "fsdp=2 precision=bf16"), ("Adafactor", "tp=2 cp=2"),
+]  # fmt: skip
 REFUSED = [
-    *((name, make, "fsdp=2") for name, make in WHOLE.items()),
-    *((name, make, "tp=2") for name, make in WHOLE.items()),
-    ("Lamb", Lamb, "fsdp=2 zero=1"),
+    ("Lamb", Lamb, "fsdp=2 offload=optimizer"),
     ("Clipped", Clipped, "pp=2 microbatches=2"),
     ("Clipped", Clipped, "tp=2"),
-    ("Rowwise", Rowwise, "tp=2"),
     ("Rarely", lambda p: Rarely(p, least=1e4), "fsdp=2"),
     ("Rarely", lambda p: Rarely(p, least=1e4), "tp=2"),
     ("Rarely", lambda p: Rarely(p, most=1e-2), "fsdp=2"),
@@ -144,6 +152,7 @@ KEPT = [
     ("Clipped", Clipped, "dp=2"),
     ("Rarely", lambda p: Rarely(p, least=1e4), "dp=2"),
     ("Rowwise", Rowwise, "fsdp=2"),
+    ("Rowwise", Rowwise, "tp=2"),
     ("adamw", PARTS["adamw"], "tp=2"),
 ]
 
@@ -152,9 +161,74 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
+def gpt(name: str) -> Any:
+    """With Muon matrices alone, as its paper has it, and the others by AdamW: two optimizers in one."""
+    return dataclasses.replace(jobs_real.gpt(), optimizer=WHOLE[name] if name != "Muon" else both)
+
+
+def both(params: Any) -> torch.optim.Optimizer:
+    """Muon's step for matrices, Adam's for the rest."""
+    return Mixed(params)
+
+
+class Mixed(torch.optim.Optimizer):
+    """Newton-Schulz on the momentum of matrices; sign of the momentum for everything else."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                x = m / m.norm().clamp_min(1e-7)
+                for _ in range(3 if p.dim() == 2 else 0):
+                    x = 1.5 * x - 0.5 * x @ x.T @ x
+                p.sub_(x, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("name, plan", OWNED)
+def test_optimizers_of_whole_tensors_are_exact(name: str, plan: str) -> None:
+    """An owner updates each tensor whole."""
+    verdict = verify(jobs.make(mlp, optimizer=WHOLE[name]), Plan.parse(plan))
+    assert verdict.equal and not verdict.inexact, verdict.cause
+
+
+@pytest.mark.parametrize("name, plan", every(2, PAIRS))
+def test_of_a_language_model_beside_other_axes(name: str, plan: str) -> None:
+    verdict = verify(gpt(name), Plan.parse(plan), steps=3)
+    assert verdict.equal, verdict.cause
+
+
+@pytest.mark.parametrize("name", ("Adafactor", "Lamb"))
+def test_their_checkpoints_go_from_plan_to_plan(name: str, tmp_path: Path) -> None:
+    """Saved by owners under `fsdp`, resumed under `tp`, and under no split: losses go on as on one device."""
+    job = jobs.make(mlp, optimizer=WHOLE[name])
+    plans = ("fsdp=2", "tp=2", "dp=1", "fsdp=3")
+    found: list[float] = []
+    for number, plan in enumerate(plans):
+
+        def run(place: Any, plan: str = plan, number: int = number) -> list[float]:
+            engine = Engine(job, plan, place=place, directory=tmp_path, cast=torch.float64)
+            if number:
+                engine.resume()
+            losses = [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(2))]
+            engine.save()
+            return losses
+
+        found += fork.run(run, Plan.parse(plan).world)[0]
+
+    def one(place: Any) -> list[float]:
+        engine = Engine(job, "dp=1", place=place, cast=torch.float64, directory=tmp_path / "one")
+        return [engine.step(batch).loss for batch, _ in zip(engine.batches(), range(2 * len(plans)))]
+
+    assert found == pytest.approx(fork.run(one, 1)[0], rel=1e-9)
+
+
 @pytest.mark.parametrize("name, made, plan", REFUSED, ids=lambda v: v if isinstance(v, str) else "")
-def test_optimizers_of_whole_tensors_are_refused(name: str, made: Any, plan: str) -> None:
-    """By trying them. LARS takes the norm of two matrices among vectors, which it leaves alone."""
+def test_optimizers_of_several_tensors_are_refused(name: str, made: Any, plan: str) -> None:
+    """By trying them, on parts and on whole tensors without the others."""
     with pytest.raises(PlaitError, match="P022") as error:
         _build(jobs.make(mlp, optimizer=made), plan)
     assert name in str(error.value) and plan.split()[0] in str(error.value)
@@ -175,7 +249,7 @@ def test_an_optimizer_that_chooses_by_size_is_tried_on_the_sizes_there_are() -> 
 
 
 def test_verify_and_a_dry_run_refuse_as_training_does() -> None:
-    job = jobs.make(mlp, optimizer=WHOLE["Muon"])
+    job = jobs.make(mlp, optimizer=Clipped)
     with pytest.raises(PlaitError, match="P022"):
         verify(job, Plan.parse("tp=2"))
     with pytest.raises(PlaitError, match="P022"):

@@ -33,7 +33,10 @@ def parts_of(training: "Training") -> dict[str, Part]:
         name = (training.built.names or {})[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
-                found[f"optimizer/{name}/{key}"] = _state_part(name, key, value, model[name])
+                updates_whole = name in training.built.updated_whole
+                found[f"optimizer/{name}/{key}"] = (
+                    whole(value) if updates_whole else _state_part(name, key, value, model[name])
+                )
     return found
 
 
@@ -166,12 +169,16 @@ def wanted(training: "Training", manifest: Manifest) -> dict[str, Part]:
     """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
     model = model_parts(training)
     found = {f"model/{name}": part for name, part in model.items()}
-    mine = {name for _, names in _groups(training) for name in names if name in model}
+    elsewhere = training.built.updated_elsewhere
+    mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
         kind, _, rest = name.partition("/")
         parameter = rest.rpartition("/")[0]
         if kind == "optimizer" and parameter in mine:
-            found[name] = _new_state(name, entry, model[parameter])
+            if parameter in training.built.updated_whole:
+                found[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
+            else:
+                found[name] = _new_state(name, entry, model[parameter])
     return found
 
 
@@ -205,7 +212,8 @@ def give(training: "Training", manifest: Manifest, parts: dict[str, Part], hyper
             state.setdefault(index[parameter], {})[key] = part.tensor
     for name, value in manifest.scalars.items():
         parameter, _, key = name.rpartition("/")
-        if parameter in index and parameter in training.built.own:  # another stage's would stay as it is here
+        here = parameter in training.built.own and parameter not in training.built.updated_elsewhere
+        if parameter in index and here:  # another rank's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
     optimizer_state.restore(training.optimizer, state, hyper)
     if training.built.scaler and manifest.scaler:

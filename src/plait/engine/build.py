@@ -21,7 +21,7 @@ from plait.losses import transformers
 from plait.losses.global_batch import BatchPeers
 from plait.model.make import BuiltModel, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
-from plait.parallel import mutations
+from plait.parallel import mutations, whole_tensors
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.expert import find
@@ -99,12 +99,13 @@ def build(
     _meet(built)
     built.sketch = built.whole = analyse(built, made) if known is None else known[1]
     if known is None:
-        optimizer_check.check(job, plan, built.whole)
         try_metrics.metrics(built, made, lambda pair: move(pair, device, cast))
     model, sketched = built.model, built.whole
     for strategy in ORDER:
         if strategy.wanted(plan):
             strategy.apply(built)
+    if sketched.whole_update:
+        whole_tensors.apply(built)
     if plan.across:
         built.reducer = CrossGroupSums([name for name, _, _ in sketched.parameters], built)
     if built.replicas is None:  # replicas bring their own, one per thread
@@ -140,10 +141,10 @@ def start_build(
 def analyse(built: Built, made: BuiltModel, seen: Sketch | None = None) -> Sketch:
     """The sketch of the job's model (`seen`, when there is one), with what the plan's strategies need to know of all of it."""
     with higher_order.apart():
-        return _understood(built, made, seen)
+        return _analyse(built, made, seen)
 
 
-def _understood(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
+def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     job, plan, cast, once = built.job, built.plan, built.cast, built.trial_call
     inputs = lambda n: built.pairs(n)[0]  # noqa: E731
     judge = lambda n: judged(job, built.pairs(n)[1])  # noqa: E731
@@ -159,7 +160,8 @@ def _understood(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
         found = choose.sliced(found, made, batches, once, job, plan, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
-    return context.stretched(built, built.pairs) if plan.cp > 1 else found
+    found = context.stretched(built, built.pairs) if plan.cp > 1 else found
+    return replace(found, whole_update=optimizer_check.looks_at_wholes(job, plan, found))
 
 
 def _meet(built: Built) -> None:

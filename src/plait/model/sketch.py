@@ -117,6 +117,8 @@ class Sketch:
     """Operators of higher order that the forward pass calls: the module whose code does it, and the operator."""
     unmeasured: str = ""
     """Why units could not be measured, if so; then there are none, and every parameter is in the rest."""
+    whole_update: bool = False
+    """The job's optimizer looks at whole tensors, of which the plan's ranks hold parts (`parallel/whole_tensors.py`)."""
     slices: Slices = field(default_factory=Slices)
     """What tensor parallelism can cut; found only for a plan that has it."""
     cuts: tuple[ParameterSlice, ...] = ()

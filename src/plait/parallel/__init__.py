@@ -5,6 +5,7 @@ strategy          the contract of a strategy: wanted, refuse, inexact, apply
 built             what strategies make of a job on one rank
 mesh              the groups of ranks of a plan
 gradient_sums     sums between ranks that are not alike; the norm
+whole_tensors     optimizers that look at whole tensors, where ranks hold parts
 mutations         what a plan would lose of what a forward pass writes
 data/             data parallelism (dp)
 fsdp/             sharded data parallelism (fsdp, ZeRO)

@@ -109,7 +109,13 @@ class Built:
     partial: list[tuple[tuple[str, ...], ProcessGroup]] = field(default_factory=list)
     """Parameters whose gradient on a rank is a share of a sum, and the group of ranks that have the others."""
     masters: dict[str, nn.Parameter] | None = None
-    """What the optimizer updates when it is not `own`: copies in host memory."""
+    """What the optimizer updates when it is not `own`: copies in host memory, or whole tensors."""
+    updated_whole: set[str] = field(default_factory=set)
+    """Parameters of which this rank has a part and updates the whole (`parallel/whole_tensors.py`)."""
+    updated_elsewhere: set[str] = field(default_factory=set)
+    """Parameters of which this rank has a part and another updates the whole."""
+    reloaded: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the parts were written from outside."""
     prepared: list[Callable[[torch.optim.Optimizer], object]] = field(default_factory=list)
     """Called with the optimizer once it is made."""
     rules: list[Rule] = field(default_factory=list)
@@ -150,9 +156,8 @@ class Built:
         """The parts were written from outside (a checkpoint was loaded): forget what was computed from them."""
         if self.shards is not None:
             self.shards.reshard()
-        for name, master in (self.masters or {}).items():
-            with torch.no_grad():
-                master.copy_(self.own[name])
+        for reload in self.reloaded:
+            reload()
 
     @property
     def together(self) -> str:

@@ -78,6 +78,12 @@ def apply(built: Built) -> None:
                 built.own[name].copy_(master, non_blocking=True)
                 master.grad = None
 
+    def again() -> None:
+        with torch.no_grad():
+            for name, master in masters.items():
+                master.copy_(built.own[name])
+
+    built.reloaded.append(again)
     built.prepared.append(lambda optimizer: optimizer.register_step_pre_hook(out))
     built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(back))
 

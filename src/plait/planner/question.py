@@ -98,15 +98,16 @@ class PlanRequest:
     def unlike(self, plan: Plan) -> Problem | None:
         """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
         for axis, lots in optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
-            key = axis, plan.ep > 1
+            whole = optimizer_check.can_be_whole(plan, axis)
+            key = axis, plan.ep > 1, whole
             if key not in self._tried:
-                self._tried[key] = optimizer_check.differs(self.job, optimizer_check.trained(self.sketch), lots)
+                self._tried[key] = optimizer_check.wrong(self.job, self.sketch, lots, whole)[0]
             if found := self._tried[key]:
                 return optimizer_check.problem(found, axis, plan)
         return None
 
     @cached_property
-    def _tried(self) -> dict[tuple[str, bool], tuple[str, str] | None]:
+    def _tried(self) -> dict[tuple[str, bool, bool], tuple[str, str] | None]:
         return {}
 
     def pace(self) -> TimeModel:

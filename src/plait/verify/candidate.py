@@ -25,6 +25,7 @@ from plait.parallel.context.sequences import opened_units
 from plait.parallel.precision import forward_format
 from plait.tensors.collectives import digests
 from plait.tensors.part import Part
+from plait.tensors.part import whole as whole_part
 from plait.verify import formats, own_batch
 from plait.verify import notes as noting
 from plait.verify.probes import Trace
@@ -162,8 +163,9 @@ def _in_own_formats(
         engine.update(batch, step_row)
     state = formats.states(engine.optimizer, built.names or {})
     made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
+    wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in built.updated_whole}
     return {
-        "parts": _ranges(built),
+        "parts": _ranges(built) | {key: [part.shape, part.ranges] for key, part in wholes.items()},
         "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
         **_messages(engine, run, traffic),
     }, made  # fmt: skip
@@ -221,7 +223,7 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
         for rank, r in enumerate(ranks):
             for key, tensor in load_file(folder / f"{name}-{rank}.safetensors").items():
                 parts = r["formats"]["parts"] if name.startswith("formats") else r["parts"]
-                shape, ranges = parts[key.partition("|")[0]]
+                shape, ranges = parts.get(key) or parts[key.partition("|")[0]]
                 if key not in group:
                     group[key] = (
                         torch.full(shape, float("nan"), dtype=tensor.dtype)

@@ -290,6 +290,8 @@ class Notes(UnitNotes):
             part = whole(found.get(plain, t)) if parts is None else parts.get(plain)
             if part is None or not t.is_floating_point():
                 continue
+            if state and tuple(t.shape) == part.shape:  # also of a rank that has a part and updates the whole
+                part = whole(t)
             held = tuple(sum(length for _, length in dim) for dim in part.ranges)
             row = sums(t, part.shape, part.ranges) if tuple(t.shape) == held else t.detach().double().reshape(-1)[:1]
             self.rows[key(self.step, f"state {state[:-1]}" if state else what, plain)] = row.cpu()

@@ -102,7 +102,7 @@ class OneDevice:
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.notes.updated(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)  # also of parameters that the optimizer was not given
         self.seen, self.steps = self.seen + len(read[1]), self.steps + 1
         return {"loss": float(loss), "norm": float(norm), "lr": lr, "samples": self.seen}
 

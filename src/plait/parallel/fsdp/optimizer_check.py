@@ -34,12 +34,32 @@ WHOLE, ALONE = "whole", "alone"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check(job: Job, plan: Plan, sketch: Sketch) -> None:
-    """P022 when the job's optimizer cannot update what a rank of the plan has of the parameters."""
+def looks_at_wholes(job: Job, plan: Plan, sketch: Sketch) -> bool:
+    """Whether the job's optimizer must be given whole tensors where a rank of the plan has parts of them.
+
+    P022 when it cannot update what a rank has, and whole tensors would not help or cannot be had.
+    """
     cuts = {cut.parameter: cut.dim for cut in sketch.cuts}
+    looks = False
     for axis, lots in lots_of(plan, sketch, cuts, sketch.mixtures).items():
-        if found := differs(job, trained(sketch), lots):
-            raise PlaitError(problem(found, axis, plan))
+        refused, whole = wrong(job, sketch, lots, can_be_whole(plan, axis))
+        if refused:
+            raise PlaitError(problem(refused, axis, plan))
+        looks = looks or whole
+    return looks
+
+
+def wrong(job: Job, sketch: Sketch, lots: Mapping[str, Lot], whole: bool) -> tuple[tuple[str, str] | None, bool]:
+    """((class, why) of an optimizer that cannot be had so, whether it needs whole tensors). `whole`: it could have them."""
+    found = differs(job, trained(sketch), lots)
+    if found and whole and not differs(job, trained(sketch), dict.fromkeys(lots, ALONE)):
+        return None, True
+    return found, False
+
+
+def can_be_whole(plan: Plan, axis: str) -> bool:
+    """Whether tensors that an axis cuts can be updated whole, by one of the ranks that hold their parts."""
+    return axis in ("fsdp", "tp") and plan.ep == 1 and plan.offload == "none"
 
 
 def problem(found: tuple[str, str], axis: str, plan: Plan) -> Problem:

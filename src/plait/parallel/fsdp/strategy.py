@@ -25,7 +25,8 @@ Avoid when
 How it stays exact
     As copies do: losses enter with their weight over the global batch's, gradients are summed and never averaged. The
     norm that clips is that of all parts. Element-wise optimizers (SGD, Adam, RMSprop, …) do to a part what they do to
-    the whole; any other is found by trying it on whole tensors and on parts, and refused. Parameters that are tied,
+    the whole; one that looks at whole tensors (Muon,
+    Adafactor) is found by trying it, and an owner updates each tensor (`parallel/whole_tensors.py`). Parameters that are tied,
     used by several units or by code between units, are gathered with the root for the whole step.
 
 Paper

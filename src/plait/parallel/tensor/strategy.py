@@ -41,9 +41,9 @@ How it stays exact
     processes once; so are those of whole parameters used inside one (norms on heads). A row's bias is added by the
     first process alone. What all processes compute alike (norms between, the loss) is the same bit by bit on all, and
     counts once in the norm. Dropout inside a slice draws that slice of the whole mask, on a stretch that stretch. A
-    parameter used on stretches has a share of its gradient on each process; they are added up once. An optimizer must
-    be element-wise (SGD, Adam, …): one that looks at whole tensors (LAMB, LARS, Adafactor, Muon) is found by trying it, and
-    refused (P022).
+    parameter used on stretches has a share of its gradient on each process; they are added up once. An optimizer
+    that looks at whole tensors (LAMB, LARS, Adafactor, Muon) is found by trying it; each tensor is updated by an owner then
+    (`parallel/whole_tensors.py`).
 
 Paper
     Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation, for stretches between.

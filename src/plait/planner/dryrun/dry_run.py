@@ -35,7 +35,6 @@ from plait.model.make import BuiltModel, make, make_model
 from plait.model.sketch import Sketch
 from plait.model.table import size
 from plait.parallel.built import Built
-from plait.parallel.fsdp import optimizer_check
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.offload import on_host
 from plait.planner.dryrun.allocations import Peak
@@ -133,7 +132,6 @@ def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
                                  fix=(f"leave out {key}",)))  # fmt: skip
     began, job = time.perf_counter(), replace(job, steps=max(job.steps, steps + 1))
     sketch, weights = known(job, plan)
-    optimizer_check.check(job, plan, sketch)
     kinds = RankKinds.of(plan, sketch, job.batch)
 
     def measured(rank: int, real: bool) -> tuple[RankKind, Traffic]:

@@ -1,0 +1,166 @@
+"""Optimizers that look at whole tensors (Muon, Adafactor, LAMB, Shampoo), where ranks hold parts of them: each tensor has an owner.
+
+Muon orthogonalises a matrix, Adafactor shares statistics between rows and columns, LAMB scales by a tensor's norm. A rank
+that holds a part of a tensor cannot do that alone. So each tensor that `fsdp` or `tp` cuts is updated whole, by one of the
+ranks that hold its parts, its owner: parts of gradients go to the owners in one all-to-all, the job's own optimizer makes
+its step on whole tensors there, and parts of the new weights come back in another.
+
+    rank 0   parts of a, b, c  ─┐         ┌─ a whole: step ─┐         ┌─  parts of a, b, c
+                                all-to-all                  all-to-all
+    rank 1   parts of a, b, c  ─┘         └─ b, c whole: step ┘       └─  parts of a, b, c
+
+Memory: an owner keeps the whole tensor and its optimizer state, so each rank has 1/N of the state as before, and 1/N of the
+weights a second time. Traffic: two times the parts a rank holds, in each step. Every tensor is computed on by one rank, so
+a model with one large tensor makes the others wait. An optimizer that looks at several tensors at once, such as one that
+clips by the norm of all gradients itself, cannot be had so, and is refused (P022).
+
+After Liu et al. 2025, Muon is Scalable for LLM Training, section 2.3, for any optimizer of this kind; owners as in ZeRO
+(Rajbhandari et al. 2020).
+"""
+
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.parallel.built import Built
+from plait.parallel.fsdp.runtime import divides, stretch
+from plait.parallel.mesh import group_of
+from plait.parallel.tensor.wiring import layout_of
+from plait.tensors.part import Part, everything, within
+
+
+def apply(built: Built) -> None:
+    """Let the owners of tensors that are cut update them, on all ranks; after all strategies."""
+    group = group_of(built.plan, built.place.rank, ("fsdp", "tp"))
+    whole = WholeTensors(built, group)
+    if not whole.names:
+        return
+    built.masters = {**built.own, **whole.placeholders, **whole.owned}
+    built.updated_elsewhere = set(whole.placeholders)
+    built.updated_whole = set(whole.owned)
+    built.reloaded.append(whole.reload)
+    built.prepared.append(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: whole.gather_gradients()))
+    built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: whole.scatter_weights()))
+
+
+class WholeTensors:
+    """The tensors of which this rank and the others of `group` hold parts; `owned`: those that it updates, whole."""
+
+    def __init__(self, built: Built, group: Any):
+        self.group, self.own = group, built.own
+        wanted = {n for n, p in built.own.items() if p.requires_grad}
+        self.layouts = [{n: part for n, part in row.items() if n in wanted} for row in _layouts(built)]
+        shape = {n: part.shape for n, part in self.layouts[0].items()}
+        self.names = sorted(n for n in shape if not all(row[n].whole for row in self.layouts))
+        self.owner = _owners({n: shape[n] for n in self.names}, len(self.layouts))
+        self.rank, self.ranks = dist.get_rank(group), range(len(self.layouts))
+        empty = lambda n, device: nn.Parameter(torch.empty(shape[n], dtype=self.own[n].dtype, device=device))  # noqa: E731
+        self.owned = {n: empty(n, built.device) for n in self.names if self.owner[n] == self.rank}
+        self.placeholders = {n: empty(n, "meta") for n in self.names if n not in self.owned}
+        """They have the shape of the whole, by which a job may choose parameters, and never get a gradient."""
+        self.reload()
+
+    def reload(self) -> None:
+        """The owners' tensors become those whose parts the ranks hold."""
+        with torch.no_grad():
+            for name, whole in self._gathered({n: self.own[n].detach() for n in self.names}).items():
+                self.owned[name].copy_(whole)
+
+    def gather_gradients(self) -> None:
+        """Whole gradients, on the owners; none where no rank has one."""
+        there = torch.tensor([float(self.own[n].grad is not None) for n in self.names], dtype=torch.float64)
+        there = there.to(next(iter(self.own.values())).device)
+        dist.all_reduce(there, group=self.group)
+        used = {n for n, count in zip(self.names, there.tolist()) if count}
+        parts = {
+            n: g if (g := self.own[n].grad) is not None else torch.zeros_like(self.own[n])
+            for n in self.names
+            if n in used
+        }
+        for name, whole in self._gathered(parts).items():
+            self.owned[name].grad = whole
+
+    def scatter_weights(self) -> None:
+        """Every rank's parts of the owners' new weights."""
+        dtypes = dict.fromkeys(self.own[n].dtype for n in self.names)
+        for dtype in dtypes:
+            names = [n for n in self.names if self.own[n].dtype is dtype]
+            mine = [n for n in names if n in self.owned]
+            send = [[self._cut(self.owned[n].detach(), n, rank) for n in mine] for rank in self.ranks]
+            theirs = [[n for n in names if self.owner[n] == rank] for rank in self.ranks]
+            received = self._exchanged(send, [[self.own[n].numel() for n in told] for told in theirs], dtype)
+            with torch.no_grad():
+                for told, parts in zip(theirs, received):
+                    for name, part in zip(told, parts):
+                        self.own[name].copy_(part.view_as(self.own[name]))
+        for parameter in self.owned.values():
+            parameter.grad = None
+
+    def _gathered(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors of the owned ones, from every rank's parts of all."""
+        found: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(part.dtype for part in parts.values()):
+            names = [n for n in self.names if n in parts and parts[n].dtype is dtype]
+            send = [[parts[n].reshape(-1) for n in names if self.owner[n] == rank] for rank in self.ranks]
+            mine = [n for n in names if n in self.owned]
+            sizes = [[self._numel(n, rank) for n in mine] for rank in self.ranks]
+            for rank, received in enumerate(self._exchanged(send, sizes, dtype)):
+                for name, flat in zip(mine, received):
+                    whole = found.setdefault(name, torch.zeros_like(self.owned[name]).detach())
+                    layout = self.layouts[rank][name]
+                    for piece in Part(flat.view(_shape(layout)), layout.shape, layout.ranges).pieces():
+                        piece.inside(whole).copy_(piece.tensor)
+        return found
+
+    def _exchanged(self, send: list[list[Tensor]], sizes: list[list[int]], dtype: torch.dtype) -> list[list[Tensor]]:
+        """What every rank sends to this one, cut to `sizes`; `send`: to every rank. All-to-all."""
+        device = next(iter(self.own.values())).device
+        flat = [torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype, device=device) for tensors in send]
+        counts = [sum(told) for told in sizes]
+        into = torch.empty(sum(counts), dtype=dtype, device=device)
+        dist.all_to_all_single(into, torch.cat(flat), counts, [t.numel() for t in flat], group=self.group)
+        return [list(part.split(told)) for part, told in zip(into.split(counts), sizes)]
+
+    def _cut(self, whole: Tensor, name: str, rank: int) -> Tensor:
+        """A rank's part of a whole, flat."""
+        layout = self.layouts[rank][name]
+        part = whole.new_empty(_shape(layout))
+        for piece in Part(part, layout.shape, layout.ranges).pieces():
+            piece.tensor.copy_(piece.inside(whole))
+        return part.reshape(-1)
+
+    def _numel(self, name: str, rank: int) -> int:
+        return torch.Size(_shape(self.layouts[rank][name])).numel()
+
+
+def _layouts(built: Built) -> list[dict[str, Part]]:
+    """Which part of each of its parameters every rank of a group has, without its numbers: `tp` cuts first, then `fsdp`."""
+    plan, cuts, empty = built.plan, {cut.parameter: cut for cut in built.whole.cuts}, torch.empty(0)
+    shapes = {name: part.shape for name, part in built.parts().items() if name in built.own}
+    found = []
+    for fsdp, tp in product(range(plan.fsdp), range(plan.tp)):
+        row = {}
+        for name, shape in shapes.items():
+            ranges = layout_of(shape, cuts[name], tp)[1] if name in cuts else everything(shape)
+            if plan.fsdp > 1 and divides(shape):
+                length = sum(n for _, n in ranges[0])
+                ranges = (within(ranges[0], *stretch(length, plan.fsdp, fsdp)), *ranges[1:])
+            row[name] = Part(empty, shape, ranges)
+        found.append(row)
+    return found
+
+
+def _shape(layout: Part) -> tuple[int, ...]:
+    return tuple(sum(length for _, length in dim) for dim in layout.ranges)
+
+
+def _owners(shapes: dict[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
+    """The owner of each tensor: the largest first, to the rank that has least."""
+    held, found = [0] * ranks, dict[str, int]()
+    for name in sorted(shapes, key=lambda n: (-torch.Size(shapes[n]).numel(), n)):
+        found[name] = held.index(min(held))
+        held[found[name]] += torch.Size(shapes[name]).numel()
+    return found
