@@ -231,110 +231,59 @@ __all__ = ["AXES", "KEYS", "Key", "Plan"]
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
 """Orders of the stages' forwards and backwards, from the simplest to the search (`parallel/pipeline/schedules.py`)."""
 KEYS: dict[str, Key] = {
-    "pp": Key(
-        "mesh",
-        int,
-        "pipeline stages: each process holds some of the model's units",
-        wildcard=True,
-        also=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size", "stages"),
-    ),
-    "dp": Key(
-        "mesh",
-        int,
-        "copies of the model, each on its share of the batch; * fills the processes",
-        wildcard=True,
-        also=("ddp", "data_parallel", "data_parallel_size", "num_gpus", "replicas", "world_size"),
-    ),
-    "fsdp": Key(
-        "mesh",
-        int,
-        "processes that share one sharded copy, each on its share of the batch",
-        wildcard=True,
-        also=("shard", "sharding", "fully_shard", "fsdp2", "data_parallel_shard_degree"),
-    ),
-    "cp": Key(
-        "mesh",
-        int,
-        "processes that compute stretches of the same sequences",
-        wildcard=True,
-        also=("context_parallel", "sp", "ring_attention", "context_parallel_size", "sequence"),
-    ),
-    "tp": Key(
-        "mesh",
-        int,
-        "processes that compute slices of the same layers",
-        wildcard=True,
-        also=("mp", "tensor_parallel", "model_parallel", "tensor_model_parallel_size"),
-    ),
-    "ep": Key(
-        "mesh",
-        int,
-        "processes, among those with other samples, that share out the experts",
-        also=("expert_parallel", "expert_model_parallel_size", "moe"),
-    ),
-    "microbatches": Key(
-        "step",
-        int,
-        "parts each share is computed in; gradients are summed once, in the last",
-        also=(
-            "grad_accum",
-            "gradient_accumulation",
-            "gradient_accumulation_steps",
-            "accumulate",
-            "accumulate_grad_batches",
-            "num_microbatches",
-            "accum",
-        ),
-    ),
+    "pp": Key("mesh", int, "pipeline stages: each process holds some of the model's units", wildcard=True,
+        also=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size", "stages")),
+    "dp": Key("mesh", int, "copies of the model, each on its share of the batch; * fills the processes", wildcard=True,
+        also=("ddp", "data_parallel", "data_parallel_size", "num_gpus", "replicas", "world_size")),
+    "fsdp": Key("mesh", int, "processes that share one sharded copy, each on its share of the batch", wildcard=True,
+        also=("shard", "sharding", "fully_shard", "fsdp2", "data_parallel_shard_degree")),
+    "cp": Key("mesh", int, "processes that compute stretches of the same sequences", wildcard=True,
+        also=("context_parallel", "sp", "ring_attention", "context_parallel_size", "sequence")),
+    "tp": Key("mesh", int, "processes that compute slices of the same layers", wildcard=True,
+        also=("mp", "tensor_parallel", "model_parallel", "tensor_model_parallel_size")),
+    "ep": Key("mesh", int, "processes, among those with other samples, that share out the experts",
+        also=("expert_parallel", "expert_model_parallel_size", "moe")),
+    "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last",
+        also=("grad_accum", "gradient_accumulation", "gradient_accumulation_steps", "accumulate", "accumulate_grad_batches",
+              "num_microbatches", "accum")),
     "schedule": Key("step", str, "order of the stages' forwards and backwards", SCHEDULES),
     "stages_per_rank": Key("step", int, "stages each process holds, for interleaved schedules"),
-    "zero": Key(
-        "memory",
-        int,
-        "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters",
-        ("1", "2", "3"),
-        also=("zero_stage", "zero_optimization", "sharding_strategy"),
-    ),
-    "recompute": Key(
-        "memory",
-        str,
-        "activations computed again in backward instead of kept",
-        ("none", "selective", "full"),
-        also=("activation_checkpointing", "gradient_checkpointing", "checkpointing", "checkpoint", "remat", "ac"),
-    ),
-    "offload": Key(
-        "memory",
-        str,
-        "what is kept in host memory",
-        ("none", "optimizer", "all"),
-        also=("cpu_offload", "offload_optimizer", "offload_param"),
-    ),
-    "precision": Key(
-        "compute",
-        str,
-        "number format of the forward pass",
-        ("fp32", "bf16", "fp16"),
-        also=("dtype", "mixed_precision", "amp", "autocast", "param_dtype", "bf16", "fp16"),
-    ),
+    "zero": Key("memory", int, "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters", ("1", "2", "3"),
+        also=("zero_stage", "zero_optimization", "sharding_strategy")),
+    "recompute": Key("memory", str, "activations computed again in backward instead of kept", ("none", "selective", "full"),
+        also=("activation_checkpointing", "gradient_checkpointing", "checkpointing", "checkpoint", "remat", "ac")),
+    "offload": Key("memory", str, "what is kept in host memory", ("none", "optimizer", "all"),
+        also=("cpu_offload", "offload_optimizer", "offload_param")),
+    "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16"),
+        also=("dtype", "mixed_precision", "amp", "autocast", "param_dtype", "bf16", "fp16")),
     "compile": Key("compute", bool, "torch.compile the model", also=("torch_compile", "jit", "inductor")),
-    "processes": Key(
-        "compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")
-    ),
+    "processes": Key("compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")),
     "sequence_parallel": Key("split", bool, "tp computes norms and dropout between its slices on stretches too"),
-    "context": Key(
-        "split",
-        str,
-        "how attention sees the other stretches under cp",
-        ("ring", "ulysses"),
-        also=("cp_method", "context_parallel_rotate_method", "attention"),
-    ),
-}
+    "context": Key("split", str, "how attention sees the other stretches under cp", ("ring", "ulysses"),
+        also=("cp_method", "context_parallel_rotate_method", "attention")),
+}  # fmt: skip
 
 AXES = tuple(name for name, key in KEYS.items() if key.wildcard)
 """The axes of the mesh, from the slowest link to the fastest: ranks that differ in the last axis are neighbours.
 
 `ep` is no axis of its own: it groups neighbouring ranks that have other samples.
+
+| axis | samples | of the model |
+|---|---|---|
+| pp | the same | other stages |
+| dp | other | the same |
+| fsdp | other | other shards |
+| cp | the same, other stretches of their sequences | the same |
+| tp | the same | other slices |
 """
+OTHER_SAMPLES = ("dp", "fsdp")
+"""Axes along which ranks have other samples."""
+SAME_LOSS = ("cp", "tp")
+"""Axes along which ranks compute the same loss."""
+SAME_PARTS = ("dp", "cp")
+"""Axes along which ranks hold the same parts of the model."""
+SAME_SLICES = ("dp", "fsdp", "cp")
+"""Axes along which ranks hold the same stages and slices, whole or in shards."""
 
 
 @dataclass(frozen=True)
@@ -371,7 +320,11 @@ class Plan:
     @property
     def shares(self) -> int:
         """Between how many devices the samples of a batch are shared out."""
-        return self.dp * self.fsdp
+        return self.along(OTHER_SAMPLES)
+
+    def along(self, axes: tuple[str, ...]) -> int:
+        """How many ranks differ along these axes alone."""
+        return math.prod(getattr(self, axis) for axis in axes)
 
     @property
     def expert_shards(self) -> int:

@@ -12,7 +12,7 @@ from plait.checkpoint import optimizer_state
 from plait.checkpoint.fingerprint import structure
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job, user_line
-from plait.config.plan import AXES, Plan
+from plait.config.plan import AXES, OTHER_SAMPLES, SAME_PARTS, Plan
 from plait.data import batch as data_module
 from plait.engine import try_metrics
 from plait.launch.devices import kind_of, of_rank
@@ -170,9 +170,9 @@ def _meet(built: Built) -> None:
     built.at, built.peers = plan.at(rank), built.group
     if plan.across:
         built.groups = {axis: group_of(plan, rank, (axis,)) for axis in AXES if getattr(plan, axis) > 1}
-        built.peers = group_of(plan, rank, ("dp", "fsdp"))
-    if plan.dp * plan.cp > 1 and plan.processes != "one":
-        built.copies = built.group if plan.world == plan.dp else group_of(plan, rank, ("dp", "cp"))
+        built.peers = group_of(plan, rank, OTHER_SAMPLES)
+    if plan.along(SAME_PARTS) > 1 and plan.processes != "one":
+        built.copies = built.group if plan.world == plan.dp else group_of(plan, rank, SAME_PARTS)
     ranks = dist.get_process_group_ranks(built.peers) if built.peers is not None else None
     built.sharers = BatchPeers(ranks, plan.microbatches)
 

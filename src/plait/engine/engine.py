@@ -25,7 +25,7 @@ from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.weights import load_weights
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
-from plait.config.plan import Plan
+from plait.config.plan import SAME_LOSS, Plan
 from plait.data.batch import Batch, BatchShare, Position, opened, weigh
 from plait.data.iterable_shares import Merge, every_nth, known_by
 from plait.data.iterable_streams import agree
@@ -235,7 +235,7 @@ class Engine:
         rank, ranks, data = self.plan.share(self.place.rank), self.plan.ranks, 2 + 2 * self.plan.ranks
         row = [0.0] * (data + self.plan.world) + [self.checkpoints.word(self.place.world)]
         row[data + self.place.rank] = sum(took for name, _, took in self._spans.open if name == "data")
-        alike = self.plan.cp * self.plan.tp  # ranks that compute the same loss
+        alike = self.plan.along(SAME_LOSS)
         together = self.plan.pp * alike
         row[1], row[2 + rank], row[2 + ranks + rank] = (
             float(self.place.stopping()),

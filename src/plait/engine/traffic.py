@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.plan import AXES, Plan
+from plait.config.plan import AXES, OTHER_SAMPLES, Plan
 from plait.losses.global_batch import CURRENT
 from plait.tensors.torch_private import TorchDispatchMode, group_in, tree_leaves
 
@@ -162,7 +162,7 @@ def named(plan: Plan, ranks: tuple[int, ...]) -> str:
     shares = {plan.share(r) // plan.ep for r in ranks}
     return (
         "ep"
-        if plan.ep > 1 and len(ranks) == plan.ep and len(shares) == 1 and set(axes.split("×")) <= {"dp", "fsdp"}
+        if plan.ep > 1 and len(ranks) == plan.ep and len(shares) == 1 and set(axes.split("×")) <= set(OTHER_SAMPLES)
         else axes or "alone"
     )
 

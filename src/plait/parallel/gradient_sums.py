@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.config.plan import SAME_SLICES
 from plait.parallel.built import Built
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.fsdp.runtime import FsdpRuntime, square
@@ -98,7 +99,7 @@ class CrossGroupSums:
 
     def _copies(self, name: str) -> int:
         plan, cut = self.plan, isinstance(self.inner, FsdpRuntime) and name in self.inner.sharded
-        alike = self.holders.get(name, 1) * plan.shares * plan.cp
+        alike = self.holders.get(name, 1) * plan.along(SAME_SLICES)
         if name in self.experts:
             return alike // plan.ep // (plan.expert_shards if cut else 1)
         return alike // plan.fsdp if cut else alike

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.plan import Plan
+from plait.config.plan import SAME_SLICES, Plan
 from plait.model.sketch import Sketch
 
 
@@ -18,8 +18,8 @@ def refused(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
             why = "threads share the weight, and each would write it"
         elif name in cut:
             why = f"tp={plan.tp} gives every rank a slice of it"
-        elif name in sketch.sampled and plan.shares * plan.cp > 1:
-            why = f"what is written comes from the samples, and {plan.shares * plan.cp} copies see different ones"
+        elif name in sketch.sampled and plan.along(SAME_SLICES) > 1:
+            why = f"what is written comes from the samples, and {plan.along(SAME_SLICES)} copies see different ones"
         else:
             continue
         what = f"the forward pass changes the weight {name}, which does not work with {plan}"
