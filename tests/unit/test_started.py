@@ -62,3 +62,14 @@ def test_numbers_that_do_not_go_together(wrong: dict[str, str], words: str) -> N
     with pytest.raises(PlaitError, match=words) as caught:
         started_by.joined_as(WHOLE | wrong)
     assert caught.value.codes == ["L001"]
+
+
+def test_a_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says where rank 0 listens is joined by its own names."""
+    toy = started_by.Launcher("toyrun", "TOY_RANK", ("TOY_RANKS",), joins=True)
+    monkeypatch.setattr(started_by, "LAUNCHERS", (*started_by.LAUNCHERS, toy))
+    said = {"TOY_RANK": "2", "TOY_RANKS": "3", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    started_by.check(said)
+    assert started_by.joined(said) is toy and started_by.joined_as(said) == (2, 3, None)
+    with pytest.raises(PlaitError, match="TOY_RANK is set, so plait joins a launcher, but MASTER_ADDR is not"):
+        started_by.joined_as({k: v for k, v in said.items() if k != "MASTER_ADDR"})

@@ -1,4 +1,4 @@
-"""The state of an training as named parts of tensors and JSON values, and back: what a checkpoint holds.
+"""The state of a training as named parts of tensors and JSON values, and back: what a checkpoint holds.
 
 A rank knows its own parts only (`Built.parts`). Optimizer state of a parameter's shape is split as the parameter is;
 tensors without dims are numbers; a tensor of another shape belongs to a whole parameter.

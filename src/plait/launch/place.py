@@ -47,7 +47,7 @@ class Place:
         if self.store is not None:
             dist.init_process_group(backend, store=self.store(), rank=self.rank, world_size=self.world, timeout=WATCHED)
         else:
-            dist.init_process_group(backend, timeout=JOINED)
+            dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=JOINED)
         return dist.group.WORLD
 
     def alone(self, device: Any) -> None:
@@ -76,26 +76,27 @@ def current() -> Place:
 
 
 def pose(rank: int | None, world: int) -> None:
-    """Where a launcher set RANK: set it as for this rank of `world` on one machine, or, for a process alone, not at all.
+    """Where a launcher set which rank this is: set it as for this rank of `world` on one machine, or, for a process alone, not at all.
 
     For processes of plait's own that do beforehand what ranks will do; a job may ask who it is.
     """
-    if not joining():
+    launcher = started_by.joined()
+    if launcher is None:
         return
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    ranks, sizes = (launcher.rank, "LOCAL_RANK"), (launcher.size[0], "LOCAL_WORLD_SIZE")
+    for name in (*ranks, *sizes):
         os.environ.pop(name, None)
     if rank is not None:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        os.environ |= dict.fromkeys(ranks, str(rank)) | dict.fromkeys(sizes, str(world))
 
 
 def joining() -> bool:
     """Whether another launcher started this process."""
-    return "RANK" in os.environ
+    return started_by.joined() is not None
 
 
 def world() -> int:
-    """Processes another launcher started (WORLD_SIZE)."""
+    """Processes another launcher started."""
     return started_by.joined_as()[1] if joining() else 1
 
 

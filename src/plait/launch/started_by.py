@@ -9,24 +9,60 @@ job, one process runs.
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 from plait.config.errors import PlaitError, Problem
 
 STORE = timedelta(seconds=5)
 """How long the store of torchrun's agent may take to answer."""
-_TASKS = (
-    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpiexec (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("mpiexec (Hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE"),
-    ("jsrun (LSF)", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    ("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-    ("Kubeflow (TrainJob)", "PET_NODE_RANK", "PET_NNODES"),
-    ("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
-    ("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM"),
-    ("DGX Cloud Lepton", "LEPTON_JOB_WORKER_INDEX", "LEPTON_JOB_TOTAL_WORKERS"),
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How a launcher says which of its processes (or machines) this is: names of environment variables."""
+
+    name: str
+    rank: str
+    size: tuple[str, ...]
+    """The first that is set counts."""
+    joins: bool = False
+    """It also says where rank 0 listens, in MASTER_ADDR and MASTER_PORT, so that plait can join."""
+
+    def number(self, environment: Mapping[str, str]) -> tuple[str, str]:
+        """(the variable that has the number of processes, what it says); empty when none has."""
+        name = next((n for n in self.size if n in environment), "")
+        return name, environment.get(name, "")
+
+    def several(self, environment: Mapping[str, str]) -> bool:
+        """Whether it started this process as one of several."""
+        rank, size = environment.get(self.rank, ""), self.number(environment)[1]
+        return (rank.isdecimal() and int(rank) > 0) or (size.isdecimal() and int(size) > 1)
+
+
+class _Slurm(Launcher):
+    def several(self, environment: Mapping[str, str]) -> bool:
+        """A task of a step of several. The script of a batch job has a SLURM_PROCID too, 0, and the job's SLURM_NTASKS."""
+        rank = environment.get(self.rank, "")
+        if not rank.isdecimal() or environment.get("SLURM_STEP_NAME") in ("bash", "interactive"):
+            return False
+        return ("SLURM_STEP_ID" in environment or int(rank) > 0) and super().several(environment)
+
+
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", ("WORLD_SIZE",), joins=True),
+    _Slurm("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+    Launcher("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    Launcher("mpiexec (MVAPICH)", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",)),
+    Launcher("mpiexec (Hydra: MPICH, Intel MPI)", "PMI_RANK", ("PMI_SIZE",)),
+    Launcher("jsrun (LSF)", "JSM_NAMESPACE_RANK", ("JSM_NAMESPACE_SIZE",)),
+    Launcher("flux run", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",)),
+    Launcher("Kubeflow (TrainJob)", "PET_NODE_RANK", ("PET_NNODES",)),
+    Launcher("SkyPilot", "SKYPILOT_NODE_RANK", ("SKYPILOT_NUM_NODES",)),
+    Launcher("dstack", "DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
+    Launcher("DGX Cloud Lepton", "LEPTON_JOB_WORKER_INDEX", ("LEPTON_JOB_TOTAL_WORKERS",)),
 )
-"""Launcher, and the variables in which it says which process (or machine) this is, and of how many."""
+"""They are asked in this order. A new one is one line; one that `joins` needs nothing else."""
 LOCAL = (
     "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
     "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID",
@@ -34,25 +70,30 @@ LOCAL = (
 """Where launchers say which process of its machine this is."""
 
 
+def joined(environment: Mapping[str, str] = os.environ) -> Launcher | None:
+    """The launcher whose processes this one joins, if there is one."""
+    return next((one for one in LAUNCHERS if one.joins and one.rank in environment), None)
+
+
 def check(environment: Mapping[str, str] = os.environ) -> None:
     """L002 when this process is one of several, and none of them knows how to find the others."""
-    if "RANK" in environment:
+    if joined(environment) is not None:
         return
-    found = next((row for row in (_slurm(environment), *_others(environment)) if row is not None), None)
+    found = next((one for one in LAUNCHERS if not one.joins and one.several(environment)), None)
     if found is None:
         return
-    launcher, (rank_name, rank), (size_name, size) = found
+    rank, (size_name, size) = environment.get(found.rank) or "?", found.number(environment)
     count = f" of {size}" if size else ""
     why = (
-        f"{rank_name}={rank}"
+        f"{found.rank}={rank}"
         + (f" and {size_name}={size}" if size else "")
         + ", but RANK is not set: each would train alone"
     )
     raise PlaitError(
-        Problem("L002", f"{launcher} started this process as number {rank}{count}, and plait does not join it by itself",
-                why=why, fix=(_torchrun(launcher),
-                f"export RANK=${rank_name} WORLD_SIZE=${size_name or '…'} MASTER_ADDR=<rank 0's host> MASTER_PORT=29500, in each process",
-                f"unset {rank_name}    to run this one alone"))
+        Problem("L002", f"{found.name} started this process as number {rank}{count}, and plait does not join it by itself",
+                why=why, fix=(_torchrun(found.name),
+                f"export RANK=${found.rank} WORLD_SIZE=${size_name or '…'} MASTER_ADDR=<rank 0's host> MASTER_PORT=29500, in each process",
+                f"unset {found.rank}    to run this one alone"))
     )  # fmt: skip
 
 
@@ -79,43 +120,21 @@ def says(text: str, environment: Mapping[str, str] = os.environ) -> bool:
         return True
 
 
-Row = tuple[str, tuple[str, str], tuple[str, str]]
-
-
-def _slurm(environment: Mapping[str, str]) -> Row | None:
-    """A task of a step of several. The script of a batch job has a SLURM_PROCID too, 0, and the job's SLURM_NTASKS."""
-    rank = environment.get("SLURM_PROCID", "")
-    if not rank.isdecimal() or environment.get("SLURM_STEP_NAME") in ("bash", "interactive"):
-        return None
-    in_step = "SLURM_STEP_ID" in environment or int(rank) > 0
-    size_name = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if n in environment), "")
-    size = environment.get(size_name, "")
-    several = int(rank) > 0 or (size.isdecimal() and int(size) > 1)
-    return ("srun", ("SLURM_PROCID", rank), (size_name, size)) if in_step and several else None
-
-
-def _others(environment: Mapping[str, str]) -> list[Row]:
-    found: list[Row] = []
-    for launcher, rank_name, size_name in _TASKS:
-        rank, size = environment.get(rank_name, ""), environment.get(size_name, "")
-        if (rank.isdecimal() and int(rank) > 0) or (size.isdecimal() and int(size) > 1):
-            found.append((launcher, (rank_name, rank or "?"), (size_name if size else "", size)))
-    return found
-
-
 def joined_as(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int | None]:
-    """(rank, world, local rank) of a process with RANK set; the last is None when nobody says it. L001 when they are no such."""
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    fix = ("start it with torchrun", "unset RANK    to run alone")
+    """(rank, world, local rank) of a process that joins; the last is None when nobody says it. L001 when they are no such."""
+    launcher = joined(environment) or LAUNCHERS[0]
+    rank, size = launcher.rank, launcher.number(environment)[0] or launcher.size[0]
+    missing = [name for name in (size, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    fix = ("start it with torchrun", f"unset {rank}    to run alone")
     if missing:
         raise PlaitError(
-            Problem("L001", "RANK is set, so plait joins a launcher, but " + ", ".join(missing) + " is not", fix=fix)
+            Problem("L001", f"{rank} is set, so plait joins a launcher, but " + ", ".join(missing) + " is not", fix=fix)
         )
     local = next((name for name in LOCAL if name in environment), "")
-    given = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", local) if name}
+    given = {name: environment[name] for name in (rank, size, "MASTER_PORT", local) if name}
     wrong = [f"{name}={value}" for name, value in given.items() if not (value.isascii() and value.isdecimal())]
-    if not wrong and int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-        wrong = [f"RANK={given['RANK']} of WORLD_SIZE={given['WORLD_SIZE']}: ranks count from 0"]
+    if not wrong and int(given[rank]) >= int(given[size]):
+        wrong = [f"{rank}={given[rank]} of {size}={given[size]}: ranks count from 0"]
     if wrong:
         raise PlaitError(Problem("L001", "plait cannot join a launcher by these numbers: " + ", ".join(wrong), fix=fix))
-    return int(given["RANK"]), int(given["WORLD_SIZE"]), int(given[local]) if local else None
+    return int(given[rank]), int(given[size]), int(given[local]) if local else None

@@ -109,7 +109,7 @@ class Sketch:
     """Bytes that the code between units keeps for backward, besides what units keep too."""
     differentiates: bool = False
     """True when the forward pass asks for derivatives itself."""
-    course: Any = None
+    sequence_plan: Any = None
     """Where the sequence is in the model (`parallel/context/sequences.py`), when it is cut."""
     scripted: tuple[str, ...] = ()
     """Modules that `torch.jit` has compiled."""

@@ -1,4 +1,4 @@
-"""A sketch boiled down to a `Workload`: units as blocks, alike neighbours as one, and what tp and ep would cut of each.
+"""From a sketch to a `Workload`: units as blocks, alike neighbours as one, and what tp and ep would cut of each.
 
 What tp cuts is found for two ranks (`parallel/tensor/find/finder.py`) and taken for every number of them: whether a number divides the heads
 is asked when a plan is chosen. Values between slices are told from others by their size: an operator whose result is as

@@ -1,4 +1,4 @@
-"""Windows: the random numbers of a rank that computes a sub-block of a tensor, cut otherwise than by samples.
+"""The random numbers of a rank that computes a sub-block of a tensor, cut otherwise than by samples.
 
 Random numbers are numbered by the element of the whole tensor, the batch dim first (`randomness/keyed.py`). A rank that
 computes a slice of the heads or features, or a stretch of the sequence, draws a smaller tensor than one device would,

@@ -1,4 +1,4 @@
-"""Losses of spread tensors (see `tensors/sharded_tensor.py`): cross-entropy over a cut vocabulary without the whole's logits, and others.
+"""Losses of sharded tensors (see `tensors/sharded_tensor.py`): cross-entropy over a cut vocabulary without the whole's logits, and others.
 
 What it does
     The softmax of a token needs two numbers of every rank, the largest logit and the sum of the exponentials, and its

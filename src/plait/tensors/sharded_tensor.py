@@ -1,4 +1,4 @@
-"""Spread: a tensor that stands for a whole one of which every rank of a group holds a part.
+"""A tensor of which every rank of a group holds a part, and which stands for the whole.
 
 A job's loss is written for one device: it flattens the logits, shifts them, takes a cross-entropy. When tensor
 parallelism computes each rank's words of the vocabulary, or context parallelism its stretches of the sequence, the

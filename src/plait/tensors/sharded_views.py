@@ -1,4 +1,4 @@
-"""Views of a spread tensor: where its cut dim goes, and which rows of it a rank holds then (see `tensors/sharded_tensor.py`).
+"""Views of a sharded tensor: where its cut dim goes, and which rows of it a rank holds then (see `tensors/sharded_tensor.py`).
 
 Each rule takes (function, spread tensor, other arguments) and gives the result, or NotImplemented where the result's
 parts could not be told by ranges of one dim.

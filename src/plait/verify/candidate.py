@@ -188,8 +188,8 @@ def _ranges(built: Built) -> dict[str, list[Any]]:
 
 def _crossings(built: Built, samples: tuple[int, ...]) -> list[str]:
     """What of a rank's passes makes its messages unlike those of ranks with other samples: sizes that are not the sketch's."""
-    courses = built.pipe.courses if built.pipe else ()
-    return [str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)]) for c, n in zip(courses, samples)]
+    paths = built.pipe.paths if built.pipe else ()
+    return [str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)]) for c, n in zip(paths, samples)]
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:

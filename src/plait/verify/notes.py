@@ -385,7 +385,7 @@ def of_rank(engine: Any) -> Notes:
 
         def received() -> bool:
             run = stages.current
-            return run is not None and run.number > 0 and run.course.cut.owner[run.number - 1] != run.stage
+            return run is not None and run.number > 0 and run.path.cut.owner[run.number - 1] != run.stage
 
         def kept(output: Any) -> Any:
             run = stages.current

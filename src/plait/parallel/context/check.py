@@ -48,7 +48,12 @@ from plait.tensors.torch_private import named_leaves, tree_map_only
 
 
 def checked_units(
-    model: nn.Module, inputs: Any, call: Run, course: SequencePlan, layout: tuple[Layout, int], heads: bool = False
+    model: nn.Module,
+    inputs: Any,
+    call: Run,
+    sequence_plan: SequencePlan,
+    layout: tuple[Layout, int],
+    heads: bool = False,
 ) -> SequencePlan:
     """The course with every call that can run on stretches marked so. P040 when one with attention cannot.
 
@@ -56,11 +61,11 @@ def checked_units(
     """
     cut, ranks = layout
     try:
-        taken = _taken(model, short(course, inputs, ranks), call, course)
+        taken = _taken(model, short(sequence_plan, inputs, ranks), call, sequence_plan)
     except Exception:  # it may need its own length
-        taken = _taken(model, inputs, call, course)
+        taken = _taken(model, inputs, call, sequence_plan)
     calls = []
-    for made, given in zip(course.calls, taken):
+    for made, given in zip(sequence_plan.calls, taken):
         if not made.stretched:
             calls.append(made)
             continue
@@ -71,17 +76,19 @@ def checked_units(
         if made.sees and not found.stretched:
             raise refused(f"unit {made.unit} cannot run on a stretch of the sequence", why)
         calls.append(found)
-    course = replace(course, calls=tuple(calls))
-    return replace(course, draws={at: n for at, n in course.draws.items() if course.on(at[0]) is not None})
+    sequence_plan = replace(sequence_plan, calls=tuple(calls))
+    return replace(
+        sequence_plan, draws={at: n for at, n in sequence_plan.draws.items() if sequence_plan.on(at[0]) is not None}
+    )
 
 
-def _taken(model: nn.Module, inputs: Any, call: Run, course: SequencePlan) -> list[Any]:
+def _taken(model: nn.Module, inputs: Any, call: Run, sequence_plan: SequencePlan) -> list[Any]:
     """What the units are given in a run of the model."""
     found: list[Any] = []
-    names = dict.fromkeys(c.unit for c in course.calls)
+    names = dict.fromkeys(c.unit for c in sequence_plan.calls)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        on = len(found) < len(course.calls) and course.calls[len(found)].stretched
+        on = len(found) < len(sequence_plan.calls) and sequence_plan.calls[len(found)].stretched
         found.append(tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)) if on else None)
 
     with still(model) as stack:
@@ -89,7 +96,7 @@ def _taken(model: nn.Module, inputs: Any, call: Run, course: SequencePlan) -> li
             hook = model.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(hook.remove)
         trace_run(model, inputs, call, False)
-    if len(found) != len(course.calls):
+    if len(found) != len(sequence_plan.calls):
         raise refused("the model calls other units on one sample, or when it does not train", "its course varies")
     return found
 

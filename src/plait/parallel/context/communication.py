@@ -89,7 +89,7 @@ def communication(
     handles = parallel_units.install()
     try:
         try:
-            trace_run(model, short(parallel_units.course, inputs, parallel_units.ranks), run, False)
+            trace_run(model, short(parallel_units.sequence_plan, inputs, parallel_units.ranks), run, False)
         except PlaitError:
             raise
         except Exception:  # it may need its own length

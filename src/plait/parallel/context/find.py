@@ -171,7 +171,7 @@ class SequenceFinder:
 
         return tuple((of(i, 0), of(i, 1)) for i in range(len(self.whole[at].attends)))
 
-    def course(self, leaking: set[str]) -> SequencePlan:
+    def sequence_plan(self, leaking: set[str]) -> SequencePlan:
         """What was found, call by call. P040 when a unit with attention is not clear."""
         calls = []
         for i, seen in enumerate(self.whole):
@@ -203,7 +203,7 @@ def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> SequencePl
     if not any(seen.attends for seen in finder.whole):
         finder.in_blocks()
     if finder.found:
-        return finder.course({c.unit for c in sketch.calls if _leaks(c)})
+        return finder.sequence_plan({c.unit for c in sketch.calls if _leaks(c)})
     why = "no input has a dim of the length of the queries of scaled_dot_product_attention"
     if not any(seen.attends for seen in finder.whole):
         why = "nothing that it is given can be one position shorter, and with it the hidden states of its units"

@@ -1,4 +1,4 @@
-"""Modules of a unit that poses as the whole which look at no other position: they run on this rank's rows as they are.
+"""Modules inside a unit that look at no other position: they run on this rank's rows of the sequence as they are.
 
 A unit whose code counts positions runs with its rows posing as the whole sequence (`SequenceShard`), and so does all that is in
 it. A mixture of experts cannot: which rows go to an expert is a question of numbers. Where a module stops because it needs

@@ -321,11 +321,11 @@ def _first(cut: Rows, rank: int, t: Tensor) -> Tensor:
     return t if dim is None else cut.take(t, dim, rank)
 
 
-def worth(course: SequencePlan, sketch: Sketch) -> None:
+def worth(sequence_plan: SequencePlan, sketch: Sketch) -> None:
     """P040 when every rank would compute about all that one device computes."""
     flops = [call.flops.of(1) for call in sketch.calls]
-    spared = sum(n * (1 - made.part) for n, made in zip(flops, course.calls) if made.stretched)
-    if not any(made.stretched for made in course.calls) or spared < LEAST * sum(flops):
-        units = dict.fromkeys(made.unit for made in course.calls if not made.stretched or made.opened)
+    spared = sum(n * (1 - made.part) for n, made in zip(flops, sequence_plan.calls) if made.stretched)
+    if not any(made.stretched for made in sequence_plan.calls) or spared < LEAST * sum(flops):
+        units = dict.fromkeys(made.unit for made in sequence_plan.calls if not made.stretched or made.opened)
         why = f"positions meet in all that {', '.join(units)[:200]} compute: every rank would compute all of it, on the whole sequence"
         raise refused("cp would spare no rank any work", why)

@@ -30,8 +30,8 @@ class ContextParallelUnits:
     answer: Answer
     """How its attentions see the other ranks' rows."""
 
-    def __init__(self, model: nn.Module, course: SequencePlan, ranks: int):
-        self.model, self.course, self.ranks = model, course, ranks
+    def __init__(self, model: nn.Module, sequence_plan: SequencePlan, ranks: int):
+        self.model, self.sequence_plan, self.ranks = model, sequence_plan, ranks
         self.unit = ""
         """That runs now."""
         self.frame: Any = None
@@ -45,7 +45,7 @@ class ContextParallelUnits:
         """What units handed on past what they return: by its id, it and the whole."""
         self.running = False
         self.calls: dict[str, list[UnitPlan]] = {}
-        for call in course.calls:
+        for call in sequence_plan.calls:
             self.calls.setdefault(call.unit, []).append(call)
 
     def wrap(self) -> None:
@@ -130,7 +130,7 @@ class ContextParallelUnits:
 
     def sketched(self, held: SequenceLayout) -> int:
         """The length, in the course, of the sequence of which these are the rows."""
-        return next(self.course.lengths[number] for number, other in self.held.items() if other is held)
+        return next(self.sequence_plan.lengths[number] for number, other in self.held.items() if other is held)
 
 
 class _Border:

@@ -1,4 +1,4 @@
-"""The course of a forward pass on stretches of sequences: which calls of units run on them, and what ranks tell each other.
+"""Which calls of units run on a rank's part of the sequence under `cp`, as values: the plan of one forward pass.
 
 A model may have several sequences: an encoder's and a decoder's, a text's and an image's. Each is cut by itself, and an
 attention may have its queries in one and its keys in another. `parallel/context/find.py` finds them.
@@ -116,14 +116,16 @@ def shortened(inputs: Any, lengths: Sequence[int], to: Sequence[int]) -> Any:
     return tree_map_only(Tensor, one, inputs)
 
 
-def short(course: SequencePlan, inputs: Any, ranks: int) -> Any:
+def short(sequence_plan: SequencePlan, inputs: Any, ranks: int) -> Any:
     """The inputs with lengths that are as good as any for a look at the model: unlike stretches for all ranks."""
-    return shortened(inputs, course.lengths, [min(n, 4 * ranks + 1) for n in course.lengths])
+    return shortened(inputs, sequence_plan.lengths, [min(n, 4 * ranks + 1) for n in sequence_plan.lengths])
 
 
 def as_held(sketch: Sketch, sizes: Sequence[int]) -> Sketch:
     """The sketch with what calls return as a rank has it: of units on stretches, `sizes[i]` rows of sequence i."""
-    return replace(sketch, calls=tuple(_held(c, made, sizes) for c, made in zip(sketch.calls, sketch.course.calls)))
+    return replace(
+        sketch, calls=tuple(_held(c, made, sizes) for c, made in zip(sketch.calls, sketch.sequence_plan.calls))
+    )
 
 
 def _held(call: UnitCall, made: UnitPlan, sizes: Sequence[int]) -> UnitCall:
@@ -161,7 +163,7 @@ def seeds(model: nn.Module) -> None:
 def opened_units(sketch: Sketch) -> list[str]:
     """Of units that compute more than a rank's rows: what that costs, in a line for those that are alike."""
     lines: dict[str, str] = {}
-    for call, seen in zip(sketch.course.calls, sketch.calls) if sketch.course is not None else ():
+    for call, seen in zip(sketch.sequence_plan.calls, sketch.calls) if sketch.sequence_plan is not None else ():
         units = re.sub(r"\d+", "*", call.unit)
         if call.stretched and call.opened:
             whole = f", {', '.join(call.together)} on whole sequences" if call.together else ""

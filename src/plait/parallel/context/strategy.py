@@ -107,27 +107,29 @@ def stretched(built: Built, batch: Callable[[int], Any]) -> Sketch:
         with trained_format(plan, built.cast, built.device.type, model):
             return call(model, given)
 
-    course = find(built.model, batch(SAMPLES)[0], run, sketch)
-    course = checked_units(built.model, batch(1)[0], run, course, (layout(plan), plan.cp), plan.context == "ulysses")
-    if not any(made.sees for made in course.calls):
-        worth(course, sketch)
+    sequence_plan = find(built.model, batch(SAMPLES)[0], run, sketch)
+    sequence_plan = checked_units(
+        built.model, batch(1)[0], run, sequence_plan, (layout(plan), plan.cp), plan.context == "ulysses"
+    )
+    if not any(made.sees for made in sequence_plan.calls):
+        worth(sequence_plan, sketch)
     with ExitStack() as stack:
         model = built.model
         if plan.tp > 1:
             model = copy.deepcopy(model)
             wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
         stack.enter_context(restored(model))
-        parallel_units = ContextParallelUnits(model, course, plan.cp)
+        parallel_units = ContextParallelUnits(model, sequence_plan, plan.cp)
         parallel_units.wrap()
         found = communication(model, batch(SAMPLES)[0], run, parallel_units, layout(plan))
     for heads in found.heads if plan.context == "ulysses" else ():
         check_heads(heads, plan.cp, plan.tp)
     if plan.pp > 1:
-        _check_stages(plan, sketch, course, found)
-    return replace(sketch, course=course)
+        _check_stages(plan, sketch, sequence_plan, found)
+    return replace(sketch, sequence_plan=sequence_plan)
 
 
-def _check_stages(plan: Plan, sketch: Sketch, course: SequencePlan, found: Communication) -> None:
+def _check_stages(plan: Plan, sketch: Sketch, sequence_plan: SequencePlan, found: Communication) -> None:
     """P041 when it is not one stage alone that communicates something."""
     times = Counter(call.unit for call in sketch.calls)
     why = ""
@@ -136,25 +138,27 @@ def _check_stages(plan: Plan, sketch: Sketch, course: SequencePlan, found: Commu
             why = "code between units gathers the sequence, and several stages run that code"
         elif times[unit] > 1:
             why = f"unit {unit} is called {times[unit]} times, perhaps by several stages"
-    if why or len(course.calls) != len(sketch.calls):
+    if why or len(sequence_plan.calls) != len(sketch.calls):
         what = f"cp={plan.cp} does not work with pp={plan.pp} for this model"
         raise PlaitError(Problem("P041", what, why=why or "its course varies", fix=(f'--plan "cp={plan.cp}"',)))
 
 
 def apply(built: Built) -> None:
-    plan, group, course = built.plan, built.groups["cp"], built.sketch.course
-    parallel_units = ContextParallelUnits(built.model, course, plan.cp)
+    plan, group, sequence_plan = built.plan, built.groups["cp"], built.sketch.sequence_plan
+    parallel_units = ContextParallelUnits(built.model, sequence_plan, plan.cp)
     parallel_units.answer = (by_ring if plan.context == "ring" else by_ulysses)(lambda: built.randomness)
     parallel_units.hold = lambda length: SequenceLayout(layout(plan)(length, plan.cp), group, group.rank())
     parallel_units.wrap()
-    drawn = frozenset(course.draws)
+    drawn = frozenset(sequence_plan.draws)
 
     def held(place: str, dim: int, whole: int | None, local: int) -> Axis | None:
-        x, number = built.randomness.whose, course.draws.get((place, dim), -1)
+        x, number = built.randomness.whose, sequence_plan.draws.get((place, dim), -1)
         if isinstance(x, SequenceShard):
             return x.held.axis(local) if dim == x.cut else None
         now = parallel_units.held.get(number)
-        if now is None or (whole and local * course.lengths[number] == whole * now.cut.length):  # drawn for all rows
+        if now is None or (
+            whole and local * sequence_plan.lengths[number] == whole * now.cut.length
+        ):  # drawn for all rows
             return None
         return HeldRows(now.cut, now.rank, drawn)(place, dim, whole, local)
 
@@ -169,7 +173,7 @@ def layout(plan: Plan) -> Layout:
 
 def rows(plan: Plan, sketch: Sketch, rank: int) -> list[int]:
     """Rows of each sequence that a rank computes."""
-    return [_mine(plan, rank, length) for length in sketch.course.lengths]
+    return [_mine(plan, rank, length) for length in sketch.sequence_plan.lengths]
 
 
 def _mine(plan: Plan, rank: int, length: int) -> int:

@@ -1,4 +1,4 @@
-"""The course of a forward pass: which units it calls, what they return, and so what crosses between stages.
+"""The path of a forward pass: which units it calls, what they return, and so what crosses between stages.
 
 As a rule it is that of the sketch. Inputs of another size (padded to another length, images of another size), and models
 that decide at random what to run, take others: then every rank finds the course itself, by running a hollow copy of

@@ -117,8 +117,8 @@ class PipelineRuntime:
         self.back: dict[tuple[int, int], list[Tensor | None]] = {}
         self.open: dict[tuple[int, int], _Open] = {}
         self.losses: list[Tensor] = []
-        find = self.stages.courses.of
-        self.courses = [find(Forward(p.inputs, p.samples, p.first, self.number)) for p in pieces]
+        find = self.stages.paths.of
+        self.paths = [find(Forward(p.inputs, p.samples, p.first, self.number)) for p in pieces]
         done: list[Action] = []
         if not pieces:
             return []
@@ -126,7 +126,7 @@ class PipelineRuntime:
         self.owner = table.owner
         sizes = [piece.samples for piece in pieces]
         empty = lambda letter: self._empty(letter, sizes[letter.micro])  # noqa: E731
-        self.post = PointToPoint(self.group, self.routes(len(pieces), _messages(self.courses)), empty, self.ahead)
+        self.post = PointToPoint(self.group, self.routes(len(pieces), _messages(self.paths)), empty, self.ahead)
         for action in table.rows[self.rank]:
             self.clock.begin(action)
             piece = pieces[action.micro]
@@ -147,13 +147,13 @@ class PipelineRuntime:
     def forward_only(self, inputs: Any, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
         """(the model's output, True) on the rank of the last stage; elsewhere the output is unknown. No gradients."""
         self.given, self.owner, output = {}, self.table(1).owner, None
-        self.clock.spans, self.courses = [], [self.stages.courses.of(Forward(inputs, samples))]
+        self.clock.spans, self.paths = [], [self.stages.paths.of(Forward(inputs, samples))]
         empty = lambda letter: self._empty(letter, samples)  # noqa: E731
-        self.post = PointToPoint(self.group, self.routes(0, _messages(self.courses)), empty, self.ahead)
+        self.post = PointToPoint(self.group, self.routes(0, _messages(self.paths)), empty, self.ahead)
         for stage in range(self.stages.cut.stages):
             if self.owner[stage] == self.rank:
                 received, _ = self._received(stage, 0, grad=False)
-                output, run = self.stages.forward(stage, samples, self.courses[0], received, call)
+                output, run = self.stages.forward(stage, samples, self.paths[0], received, call)
                 self._pass_on(stage, 0, run.kept)
         self.post.close()
         return output, self.owner[-1] == self.rank
@@ -171,8 +171,8 @@ class PipelineRuntime:
         received, leaves = self._received(stage, micro, grad=True)
         last = stage == self.stages.cut.stages - 1
         with self.randomness.at(self.number, piece.first, piece.samples, stage):
-            course = self.courses[micro]
-            output, run = self.stages.forward(stage, piece.samples, course, received, lambda: forward(piece))
+            path = self.paths[micro]
+            output, run = self.stages.forward(stage, piece.samples, path, received, lambda: forward(piece))
             loss = loss_of(output, piece) if last else None
         self.stages.look(loss, "loss")
         if loss is not None and piece.weight:
@@ -232,7 +232,7 @@ class PipelineRuntime:
 
     def _slots(self, letter: StageMessage) -> list[Slot]:
         """The tensors of a message; for gradients, those of their tensors."""
-        slots = self.courses[letter.micro].slots(letter.stage + (not letter.forward))
+        slots = self.paths[letter.micro].slots(letter.stage + (not letter.forward))
         return [s for s in slots if s.grad or letter.forward]
 
     def _empty(self, letter: StageMessage, samples: int) -> list[Tensor]:
@@ -242,8 +242,8 @@ class PipelineRuntime:
 
     def _received(self, stage: int, micro: int, grad: bool) -> tuple[dict[int, Any], list[Tensor]]:
         """Outputs of earlier stages' calls that cross into this one, as leaves; and those that take gradients."""
-        course = self.courses[micro]
-        calls = course.cut.crossing[stage]
+        path = self.paths[micro]
+        calls = path.cut.crossing[stage]
         if not calls:
             return {}, []
         letter = StageMessage(True, stage, micro)
@@ -255,7 +255,7 @@ class PipelineRuntime:
             found = self._receive(letter) if slots else []
         found = [t.requires_grad_(slot.grad and grad) for t, slot in zip(found, slots)]
         source = iter(found)
-        received = {call: course.calls[call].template.fill(source) for call in calls}
+        received = {call: path.calls[call].template.fill(source) for call in calls}
         return received, [t for t in found if t.requires_grad]
 
     def _pass_on(self, stage: int, micro: int, kept: dict[int, Any]) -> list[Tensor]:
@@ -263,7 +263,7 @@ class PipelineRuntime:
         if stage + 1 == self.stages.cut.stages:
             return []
         letter, to = StageMessage(True, stage + 1, micro), self.owner[stage + 1]
-        found = [t for call in self.courses[micro].cut.crossing[stage + 1] for t in tensors(kept[call])]
+        found = [t for call in self.paths[micro].cut.crossing[stage + 1] for t in tensors(kept[call])]
         if to == self.rank:
             self.given[stage + 1, micro] = kept
         elif found:
@@ -289,9 +289,9 @@ class PipelineRuntime:
         return found
 
 
-def _messages(courses: list[ForwardPath]) -> tuple[Any, ...]:
+def _messages(paths: list[ForwardPath]) -> tuple[Any, ...]:
     """For each micro-batch and stage whether tensors cross into it, and gradients back."""
-    crossing = [[course.slots(stage) for stage in range(course.cut.stages)] for course in courses]
+    crossing = [[path.slots(stage) for stage in range(path.cut.stages)] for path in paths]
     return tuple(tuple((bool(slots), any(s.grad for s in slots)) for slots in row) for row in crossing)
 
 

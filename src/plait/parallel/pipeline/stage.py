@@ -38,7 +38,7 @@ class StageForward:
 
     stage: int
     samples: int
-    course: ForwardPath
+    path: ForwardPath
     received: dict[int, Any]
     kept: dict[int, Any]
     wanted: frozenset[int]
@@ -51,10 +51,10 @@ class StageForward:
 class PipelineStages:
     """The units of a model on this rank. `run` is the forward pass that is going on."""
 
-    def __init__(self, model: nn.Module, courses: ForwardPaths, device: torch.device):
-        self.model, self.courses, self.device = model, courses, device
-        self.sketch, self.cut, self.fakes = courses.sketch, courses.first.cut, courses.fakes
-        self.whole = courses.sketch
+    def __init__(self, model: nn.Module, paths: ForwardPaths, device: torch.device):
+        self.model, self.paths, self.device = model, paths, device
+        self.sketch, self.cut, self.fakes = paths.sketch, paths.first.cut, paths.fakes
+        self.whole = paths.sketch
         """With what calls return as code between units sees it; `sketch` has it as it crosses."""
         self.unknown = _Unknown(self)
         self.inside = 0
@@ -83,28 +83,28 @@ class PipelineStages:
             module.register_forward_hook(unit.keep)
 
     def forward(
-        self, stage: int, samples: int, course: ForwardPath, received: dict[int, Any], call: Callable[[], Any]
+        self, stage: int, samples: int, path: ForwardPath, received: dict[int, Any], call: Callable[[], Any]
     ) -> tuple[Any, StageForward]:
         """(the model's output, the run: its `kept` are outputs of calls that later stages need) of one stage."""
-        later = course.cut.crossing[stage + 1] if stage + 1 < self.cut.stages else ()
+        later = path.cut.crossing[stage + 1] if stage + 1 < self.cut.stages else ()
         kept = {i: received[i] for i in later if i in received}
-        self.current = StageForward(stage, samples, course, received, kept, frozenset(later))
+        self.current = StageForward(stage, samples, path, received, kept, frozenset(later))
         try:
             with self.unknown:
                 output = call()
         finally:
             run, self.current = self.current, None
-        if run.number != len(course.calls):
-            what = f"the forward pass called {run.number} units, the sketch {len(course.calls)}"
+        if run.number != len(path.calls):
+            what = f"the forward pass called {run.number} units, the sketch {len(path.calls)}"
             why = "the model's code takes another course here than in the sketch; stages cannot follow it"
             raise PlaitError(Problem("P024", what, why=why, fix=("pp=1",)))
-        self._checked(output if stage + 1 == self.cut.stages else None, course)
+        self._checked(output if stage + 1 == self.cut.stages else None, path)
         return output, run
 
-    def _checked(self, output: Any, course: ForwardPath) -> None:
+    def _checked(self, output: Any, path: ForwardPath) -> None:
         """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
         what = "the model's output depends on a value that only another stage has"
-        if course.aside or not any(map(is_unknown, leaves(output))):  # what nobody looks at may be unknown
+        if path.aside or not any(map(is_unknown, leaves(output))):  # what nobody looks at may be unknown
             replaced = (n for module in self.between for n, b in own_buffers(module).items() if is_unknown(b))
             name = next(replaced, None)
             if name is None:
@@ -134,8 +134,8 @@ class PipelineStages:
 
     def outputs_of(self, run: StageForward, call: int) -> Any:
         """Unknowns in the shape of what a call returns: those of last time, unless the model's code wrote to them."""
-        calls = self.whole.calls if run.course is self.courses.first else run.course.calls
-        template, samples, unknowns = calls[call].template, run.samples, run.course.unknowns
+        calls = self.whole.calls if run.path is self.paths.first else run.path.calls
+        template, samples, unknowns = calls[call].template, run.samples, run.path.unknowns
         known = unknowns.get((call, samples))
         if known is None or any(version(t) != before for t, before in known):
             with self.fakes, torch.no_grad():
@@ -167,17 +167,17 @@ class _Unit:
             return self._again(*args, **kwargs)
         number = run.number
         run.number += 1
-        calls = run.course.calls
+        calls = run.path.calls
         if number >= len(calls) or calls[number].unit != self.name:
             what = f"call {number + 1} of the forward pass is {self.name}, in the sketch it was another unit"
             raise PlaitError(Problem("P024", what, why="the model's course depends on its input", fix=("pp=1",)))
         self.changed = None
-        if run.course.cut.owner[number] != run.stage:
-            if number in run.course.aside:
+        if run.path.cut.owner[number] != run.stage:
+            if number in run.path.aside:
                 self._leave(args, kwargs)
             else:
                 stages.skip(self.name)
-            run.course.passed(number)
+            run.path.passed(number)
             back = calls[number].back
             if back is not None:
                 self.changed = args[back] if isinstance(back, int) else kwargs[back]
@@ -185,7 +185,7 @@ class _Unit:
             return copied(run.received[number]) if number in run.received else stages.outputs_of(run, number)
         given = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
         self.check(
-            run, given if not run.course.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+            run, given if not run.path.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         )
         stages.inside += 1
         try:
@@ -220,7 +220,7 @@ class _Unit:
         if run is None or self.stages.inside or number is None:
             return output
         self.number = None
-        if run.course.cut.owner[number] != run.stage:
+        if run.path.cut.owner[number] != run.stage:
             given = copied(run.received[number]) if number in run.received else output
             if self.changed is None:
                 return given
@@ -228,15 +228,15 @@ class _Unit:
             return self.changed
         if number not in run.wanted:
             return output
-        known(output, run.course.calls[number].template, run.samples, self.name)
+        known(output, run.path.calls[number].template, run.samples, self.name)
         run.kept[number] = output
         return copied(output)
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
         """Inside a recomputation by the model's own code: what the first pass gave here is given again."""
         run = self.stages.again
-        numbers = [i for i, call in enumerate(run.course.calls) if call.unit == self.name] if run is not None else []
-        if run is None or len(numbers) != 1 or run.course.cut.owner[numbers[0]] == run.stage:
+        numbers = [i for i, call in enumerate(run.path.calls) if call.unit == self.name] if run is not None else []
+        if run is None or len(numbers) != 1 or run.path.cut.owner[numbers[0]] == run.stage:
             return self.own(*args, **kwargs)
         return (
             copied(run.received[numbers[0]]) if numbers[0] in run.received else self.stages.outputs_of(run, numbers[0])
@@ -292,9 +292,7 @@ class _Unknown(TorchFunctionMode):
     def _refused(self, func: Any, error: Exception) -> PlaitError:
         run = self.stages.current
         place = (
-            f"after unit {run.course.calls[run.number - 1].unit}"
-            if run is not None and run.number
-            else "before any unit"
+            f"after unit {run.path.calls[run.number - 1].unit}" if run is not None and run.number else "before any unit"
         )
         what = (
             f"{place} the model's code asks for numbers that only another stage has: {getattr(func, '__name__', func)}"

@@ -96,12 +96,12 @@ def apply(built: Built) -> None:
     index, homes = built.at["pp"], layout.homes
     if plan.schedule in SPLIT:
         recompute_once()
-    courses = ForwardPaths(built.model, sketch, layout.cut, built.trial_call, lambda n: built.pairs(n)[0])
-    courses.seed, courses.fixed = built.job.seed, plan.cp > 1
-    if courses.fixed and courses.random:
+    paths = ForwardPaths(built.model, sketch, layout.cut, built.trial_call, lambda n: built.pairs(n)[0])
+    paths.seed, paths.fixed = built.job.seed, plan.cp > 1
+    if paths.fixed and paths.random:
         why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
         raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("cp=1", "pp=1")))
-    stages = PipelineStages(built.model, courses, built.device)
+    stages = PipelineStages(built.model, paths, built.device)
     stages.whole = built.sketch
     stages.drop({n for n, ranks in homes.items() if index not in ranks})
     built.own = {n: p for n, p in built.own.items() if index in homes[n]}

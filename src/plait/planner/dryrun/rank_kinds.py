@@ -89,7 +89,7 @@ def _shapes(plan: Plan, sketch: Sketch) -> Iterable[tuple[Any, tuple[int, ...], 
 def _stretch(plan: Plan, sketch: Sketch) -> Iterable[Any]:
     """Rows of each sequence, and of the neighbours' (in a ring a rank hands on all rows but the next one's); in a ring the
     first and the last rank see one half of the others' rows only."""
-    cuts = [context.layout(plan)(n, plan.cp).sizes for n in (sketch.course.lengths if plan.cp > 1 else ())]
+    cuts = [context.layout(plan)(n, plan.cp).sizes for n in (sketch.sequence_plan.lengths if plan.cp > 1 else ())]
     for i in range(plan.cp):
         near = [tuple(sizes[k % plan.cp] for k in (i, i + 1, i - 1)) for sizes in cuts]
         yield tuple(near), plan.context == "ring" and (i > 0) + (i == plan.cp - 1)
