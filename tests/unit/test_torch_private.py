@@ -93,6 +93,18 @@ def test_a_dispatch_mode_sees_operators_under_composites() -> None:
     assert all("::" in name for name in names)
 
 
+@contract("torch._ops.OpOverload")
+def test_what_a_dispatch_mode_is_given_is_an_overload() -> None:
+    with _Seen() as seen:
+        torch.ones(2) + 1
+    (func, *_) = (func for func, _ in seen.rows if func.name() == "aten::add.Tensor")
+    assert (
+        isinstance(func, torch_private.OpOverload)
+        and func.namespace == "aten"
+        and func.overloadpacket is torch.ops.aten.add
+    )
+
+
 def test_a_dispatch_mode_sees_collectives() -> None:
     """A rank's record of traffic reads operators of the namespace c10d: name, and tensors in the first or second argument.
 

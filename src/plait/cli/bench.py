@@ -3,6 +3,7 @@
 Parts that are not measured this time stay as the file has them: `plait bench data job.py` adds to an earlier run.
 """
 
+import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from plait.launch.place import world as started_ranks
 PARTS = ("compute", "comm", "data")
 
 
-def run(options: Any) -> int:
+def run(options: argparse.Namespace) -> int:
     """The command."""
     started_by.check()
     if options.nproc is not None and options.nproc < 1:

@@ -1,7 +1,7 @@
 """`plait check`: the job check alone, without training."""
 
+import argparse
 import json
-from typing import Any
 
 from plait.config.errors import PlaitError
 from plait.config.job import Job
@@ -9,7 +9,7 @@ from plait.config.plan import Plan
 from plait.verify.job import check
 
 
-def run(options: Any, plan: Plan, job: Job) -> int:
+def run(options: argparse.Namespace, plan: Plan, job: Job) -> int:
     """Check the job under the plan; raises what was found."""
     found = check.check(job, plan, "full" if options.full else "quick", name=options.job, arguments=options.arguments)
     if options.json:

@@ -1,5 +1,6 @@
 """`plait checkpoint list | info | verify | export`: look into checkpoints without the job that wrote them."""
 
+import argparse
 import json
 import math
 import re
@@ -20,7 +21,7 @@ OTHERS = (*PICKLED, ".safetensor", ".h5", ".onnx", ".gguf", ".npz", ".npy", ".ms
 FORMATS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp64": "F64"}
 
 
-def run(options: Any) -> int:
+def run(options: argparse.Namespace) -> int:
     """Do what was asked; the exit code."""
     paths = _chosen(Path(options.path), options.step)
     if options.action == "list":
@@ -55,7 +56,7 @@ def _target(text: str) -> Path:
     return path
 
 
-def _say(options: Any, value: Any, text: str, code: int) -> int:
+def _say(options: argparse.Namespace, value: Any, text: str, code: int) -> int:
     print(json.dumps(value) if options.json else text)
     return code
 
@@ -118,7 +119,7 @@ def _info(path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _verify(options: Any, paths: list[Path]) -> int:
+def _verify(options: argparse.Namespace, paths: list[Path]) -> int:
     """Hash everything. 1 when anything is damaged or not finite."""
     lines, rows = [], []
     for path in paths:

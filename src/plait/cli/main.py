@@ -326,7 +326,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_elsewhere("plait.cli.report"))
 
 
-def _sketch(options: Any) -> int:
+def _sketch(options: argparse.Namespace) -> int:
     if options.batch < 1:
         raise PlaitError(too_small("--batch", options.batch))
     plan = Plan.read(options.plan).fill(None) if options.plan else None
@@ -347,7 +347,7 @@ def _sketch(options: Any) -> int:
     return 0
 
 
-def _train(options: Any) -> int:
+def _train(options: argparse.Namespace) -> int:
     problems = [
         too_small(f"--{name.replace('_', '-')}", getattr(options, name), least)
         for name, least in (("nproc", 1), ("steps", 1), ("batch", 1), ("save_every", 1), ("keep", 1), ("workers", 0))
@@ -389,7 +389,7 @@ def _train(options: Any) -> int:
     return code
 
 
-def _verify(options: Any) -> int:
+def _verify(options: argparse.Namespace) -> int:
     few = Problem("U002", f"--steps {options.steps}: at least 3 are compared", fix=("--steps 4",))
     problems = [few] if options.steps < 3 else []
     from plait.launch.place import joining
@@ -418,7 +418,7 @@ def _verify(options: Any) -> int:
     return verdict.exit_code
 
 
-def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
+def _both(options: argparse.Namespace, problems: list[Problem]) -> tuple[Plan, Any]:
     """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
     from plait.config.job import load_job
     from plait.launch import started_by
@@ -448,14 +448,14 @@ def _both(options: Any, problems: list[Problem]) -> tuple[Plan, Any]:
     return plan, job
 
 
-def _check(options: Any) -> int:
+def _check(options: argparse.Namespace) -> int:
     plan, job = _both(options, list[Problem]())
     from plait.cli.check import run
 
     return run(options, plan, job)
 
 
-def _help(options: Any) -> int:
+def _help(options: argparse.Namespace) -> int:
     """Explain an error code, a key of a plan, or a command."""
     word, (parser, commands) = options.word, _parser()
     if word is None or word in commands:

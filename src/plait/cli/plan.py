@@ -1,5 +1,6 @@
 """`plait plan`: choose a plan for a job on a machine; and `--plan auto` of `plait train`."""
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ BYTES = 2**20
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
-def run(options: Any) -> int:
+def run(options: argparse.Namespace) -> int:
     """The command."""
     if options.show:
         from plait.cli import tensor_table
@@ -103,7 +104,7 @@ def unsearched(found: Answer) -> Iterator[str]:
         yield f"{question.devices // (pp * tp * cp)} copies would share {question.batch} samples"
 
 
-def chosen(job: Job, options: Any) -> Plan:
+def chosen(job: Job, options: argparse.Namespace) -> Plan:
     """The plan of `--plan auto`: the best of this machine for --nproc processes, with the reason said.
 
     A process of its own searches: it runs parts of the model there and back, after which this one could not fork ranks
@@ -139,7 +140,7 @@ def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     return {"plan": str(best.plan), "of": found.found.counts.get("priced", 0), "why": why}
 
 
-def pinned(options: Any) -> dict[str, Any]:
+def pinned(options: argparse.Namespace) -> dict[str, Any]:
     """The keys of --pin, and of --plan: what the search must not change."""
     words = " ".join([*options.pin, *([options.plan] if options.plan else [])])
     given = Plan.parse(words) if words else Plan()
@@ -165,7 +166,7 @@ def size(text_: str | None) -> float | None:
     return found
 
 
-def machine_of(options: Any) -> Machine:
+def machine_of(options: argparse.Namespace) -> Machine:
     """--machine, with as many devices as --gpus says."""
     if options.gpus is not None and options.gpus < 1:
         raise PlaitError(too_small("--gpus", options.gpus))

@@ -1,5 +1,6 @@
 """`plait report [RUN]`: a summary of a run; with `--timeline` the picture of a step of it, and the same as a trace."""
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from plait.report.summary import summary, text
 from plait.report.timeline import Timeline, timeline, trace
 
 
-def run(options: Any) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the summary, or write the timeline's files and say where they are; the exit code."""
     folder = Path(options.path)
     if folder.is_symlink():  # runs/latest

@@ -4,6 +4,7 @@ Layers of the same form in sister blocks are one line with a count. Found as for
 any size: see `parallel/tensor/find/finder.py`.
 """
 
+import argparse
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -88,7 +89,7 @@ class Shown:
         return asdict(self)
 
 
-def run(options: Any) -> int:
+def run(options: argparse.Namespace) -> int:
     """`plait plan JOB --plan P --show tensor`."""
     plan = Plan.read(options.plan or "dp=1").fill(None)
     if plan.tp == 1:

@@ -213,14 +213,14 @@ class Search:
             self.hooked.add(id(parameter))
             self.handles.append(parameter.register_hook(partial(self._gradient, name)))
 
-    def _gathered(self, module: nn.Module, args: Any) -> None:
+    def _gathered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module of shards has its whole parameters for a while."""
         names = {id(p): n for n, p in self.built.model.named_parameters() if not hasattr(p, "placements")}
         for parameter in module.parameters() if torch.is_grad_enabled() else ():
             if id(parameter) in names:
                 self._watch(names[id(parameter)], parameter)
 
-    def _unit(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if all(n != self.passes.at for n, _ in self.units) and not _sound(output) and _sound((args, kwargs)):
             self.units.append((self.passes.at, name))
 

@@ -20,6 +20,7 @@ Paper
     Hsu et al. 2024, Liger Kernel: Efficient Triton Kernels for LLM Training.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple
@@ -206,7 +207,9 @@ class Headed(NamedTuple):
         raise _NotLogits(_computed(f".{name}"))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         raise _NotLogits(_computed(getattr(func, "__name__", str(func))))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from plait.tensors.torch_private import (
     SEEDED,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     fake_failures,
     schema,
@@ -85,7 +86,7 @@ class _Following(TorchDispatchMode):
         return new
 
 
-def roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """(tensors an operator writes, tensors it reads)."""
     written, read = [], []
     named = zip(schema(func).arguments, args)
@@ -129,7 +130,7 @@ class Noting(_Following):
         return result
 
 
-def _untouching(func: Any) -> bool:
+def _untouching(func: OpOverload) -> bool:
     """A view, or a question about a tensor."""
     return func.namespace == "prim" or any(
         r.alias_info is not None and not r.alias_info.is_write for r in schema(func).returns
@@ -184,7 +185,7 @@ class Drawing(_Following):
             if self.stories[k].ends(number):
                 self._ended(k, number)
 
-    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _view(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch makes no view of a storage that is too small, so one that is away has its size for a moment."""
         away = {k: t.untyped_storage() for t in tree_leaves((args, kwargs)) if (k := self.index(t)) is not None}
         away = {k: storage for k, storage in away.items() if not storage.nbytes()}
@@ -196,7 +197,7 @@ class Drawing(_Following):
             for storage in away.values():
                 storage.resize_(0)
 
-    def _dead(self, func: Any, t: Tensor, args: Any, kwargs: Any) -> Tensor:
+    def _dead(self, func: OpOverload, t: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """What is written here is overwritten before anyone reads it: only the generator must move on."""
         if func in SEEDED:
             func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)

@@ -11,7 +11,7 @@ every operator. Three things are followed:
   something depends on its numbers, not where it lies.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.model.operations import Effort
-from plait.tensors.torch_private import leaves, storage_key, tree_map, version
+from plait.tensors.torch_private import OpOverload, leaves, storage_key, tree_map, version
 from plait.tensors.trees import carried, flat, learn, taken, tensors_in
 
 NONE: frozenset[int] = frozenset()
@@ -236,7 +236,7 @@ class Meter:
                 found |= self.written.get(storage_key(tensor), NONE)
         return found
 
-    def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A torch function was called by the model's own code."""
         if self.looking:
             return
@@ -275,7 +275,9 @@ class Meter:
                 found |= self.past_written.get(storage_key(tensor), frozenset())
         return frozenset(found)
 
-    def _passed(self, carried: frozenset[tuple[int, int]], func: Any, given: list[Tensor], result: Any) -> None:
+    def _passed(
+        self, carried: frozenset[tuple[int, int]], func: Callable[..., Any], given: list[Tensor], result: Any
+    ) -> None:
         """A function is given what calls did not return: its results depend on them."""
         name, results = getattr(func, "__name__", ""), list(flat(result))
         here = BETWEEN if self.running is None else len(self.seen.calls) - 1
@@ -307,7 +309,7 @@ class Meter:
 
     # — operators and what autograd keeps —
 
-    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operator ran."""
         for tensor in flat(args):
             homes = self.parameters.get(id(tensor))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from plait.model.deferred_init import roles
-from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMode, storage_key, tree_leaves
+from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMode, OpOverload, storage_key, tree_leaves
 
 
 class Mutations:
@@ -34,7 +34,9 @@ class Mutations:
         """The modules whose own code writes a tensor of the model, by its name; "" is the model's."""
         self._mark(inputs)
 
-    def operator(self, module: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self, module: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """One that a module's own code has run."""
         written, read = roles(func, args, kwargs)
         for tensor in written:

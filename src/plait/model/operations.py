@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from plait.tensors.torch_private import schema, storage_key
+from plait.tensors.torch_private import OpOverload, schema, storage_key
 
 
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """What one call of an operator such as `torch.ops.aten.mm.default` computes."""
     packet = func.overloadpacket
     formula = OURS.get(packet) or flop_registry.get(packet)
@@ -102,7 +102,12 @@ class Effort:
     """Elements of keys and values that attention was given."""
 
     def add(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, names: Mapping[int, str]
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        names: Mapping[int, str],
     ) -> int:
         """Note one operator; returns its floating-point operations. `names`: of parameters, by storage."""
         flops = flops_of(func, args, kwargs, result)
@@ -143,7 +148,9 @@ def _tensors(values: Any) -> list[Tensor]:
     return found
 
 
-def _products(packet: Any, args: Any, made: list[Tensor], flops: int, names: Mapping[int, str]) -> list[Product]:
+def _products(
+    packet: Any, args: tuple[Any, ...], made: list[Tensor], flops: int, names: Mapping[int, str]
+) -> list[Product]:
     """The products of one operator."""
     weight = next((names[storage_key(t)] for t in _tensors(args) if t.dim() > 1 and storage_key(t) in names), "")
     if packet in ATTENTION:

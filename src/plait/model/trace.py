@@ -191,7 +191,7 @@ class _Watcher(TorchFunctionMode):
             self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
 
     def _entering(self, name: str):
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.meter is not None:
                 self.meter.enter(name, module, (args, kwargs))
             self.calls[name] = self.calls.get(name, 0) + 1
@@ -199,7 +199,7 @@ class _Watcher(TorchFunctionMode):
 
         return enter
 
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.owner.pop()
         found = None
         if self.meter is not None:
@@ -230,7 +230,7 @@ class _Watcher(TorchFunctionMode):
             self.meter.function(func, args, kwargs, result)
         return result
 
-    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.operators.keyed = func in distributions.COMPOSITES
         self.operators.per_sample = func in (torch.nn.functional.instance_norm, torch.instance_norm)
         try:
@@ -238,7 +238,7 @@ class _Watcher(TorchFunctionMode):
         finally:
             self.operators.keyed = self.operators.per_sample = False
 
-    def _whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _whole(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing looks into it: what it draws cannot be keyed, what it computes is not counted."""
         name, _, module = self.owner[-1]
         before, seen = torch.get_rng_state(), self.meter.seen if self.meter is not None else None
@@ -253,7 +253,7 @@ class _Watcher(TorchFunctionMode):
 
     def _dropout(
         self,
-        func: Any,
+        func: Callable[..., Any],
         input: torch.Tensor,
         p: float = 0.5,
         training: bool = True,
@@ -310,7 +310,7 @@ def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
 
 
-def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+def _argument(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
     for i, argument in enumerate(schema(func).arguments):
         if argument.name == name:

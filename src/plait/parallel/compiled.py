@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
@@ -76,7 +77,7 @@ def apply(built: Built) -> None:
         )
     compiled = torch.compile(called)  # a function of ours: torch.compile skips a root that is itself a torch module
 
-    def run(model: Any, inputs: Any) -> Any:
+    def run(model: nn.Module, inputs: Any) -> Any:
         with without_cache(model):
             return compiled(model, inputs)
 

@@ -16,6 +16,8 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+from torch import nn
+
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -258,7 +260,7 @@ def _runs(blocks: Iterable[Block]) -> list[Block]:
     return found
 
 
-def cuts_of(sketch: Sketch, model: Any, inputs: Any, job: Job) -> Cuts:
+def cuts_of(sketch: Sketch, model: nn.Module, inputs: Any, job: Job) -> Cuts:
     """What tp and ep can cut of a job's model; `model` may be one of fake tensors.
 
     Where rows go depends on numbers, so mixtures are looked for in a model that is really built, if that is small enough.

@@ -1,5 +1,6 @@
 """Other questions than "which plan is fastest here": how far more devices pay, the cheapest, the fewest, the largest; a try."""
 
+import argparse
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -74,7 +75,7 @@ class Sizes:
 Goal = Callable[[PlanRequest, dict[str, Any], float | None], Sizes]
 
 
-def named(options: Any, again: Callable[[dict[str, str]], PlanRequest]) -> Goal | None:
+def named(options: argparse.Namespace, again: Callable[[dict[str, str]], PlanRequest]) -> Goal | None:
     """The question that the options ask; None for the usual one. `again` makes the job with other arguments."""
     if options.scale:
         return lambda asked, pins, memory: scale(asked, pins, memory, counts(options.scale))
@@ -233,7 +234,7 @@ def most(size: Callable[[int], Size], first: int, none: Size) -> tuple[int, Size
 LARGEST = 1 << 22
 
 
-def tried(found: Answer, options: Any) -> Answer:
+def tried(found: Answer, options: argparse.Namespace) -> Answer:
     """The first plans run for a few steps each, and the answer in the order of what was measured.
 
     A plan that fails is no answer; M014 when all do.

@@ -6,6 +6,7 @@ much of the stream an element uses never depends on what was drawn.
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.randomness.sub_block import SubBlocks, sub_block
-from plait.tensors.torch_private import RECURRENT, SEEDED, FakeTensor, TorchDispatchMode
+from plait.tensors.torch_private import RECURRENT, SEEDED, FakeTensor, OpOverload, TorchDispatchMode
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
@@ -127,7 +128,7 @@ def draw_mask(
     return mask.mul_(1.0 / (1.0 - p)) if p < 1.0 else mask.zero_()
 
 
-def mask_shape(func: Any, input: Tensor) -> torch.Size:
+def mask_shape(func: Callable[..., Any], input: Tensor) -> torch.Size:
     """The shape of the mask that a dropout function draws: of its input, or one number for each feature."""
     if func in PLAIN_DROPOUTS:
         return input.shape
@@ -164,7 +165,7 @@ RULES = {
 """Operator name -> (uniform numbers, the operator's own numbers) -> what it draws."""
 
 
-def _numbers(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _numbers(name: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The distribution's own numbers among an operator's arguments."""
     if name in ("rand", "randn"):
         return []

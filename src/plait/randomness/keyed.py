@@ -146,7 +146,7 @@ class Randomness:
                 module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, name: str):
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
             self._before_event()
             self._calls[name] = self._calls.get(name, 0) + 1
             self._owner.append(f"{name}#{self._calls[name]}")
@@ -158,7 +158,7 @@ class Randomness:
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._owner:
             self._owner.pop()
         if self._entered:
@@ -292,7 +292,13 @@ class _Keyed(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(
-        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+        self,
+        func: Callable[..., Any],
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool = True,
     ):
         if not (training and train) or p == 0.0:
             return input

@@ -7,7 +7,7 @@ knows: it is asked, by running it. Some losses return their sum in the memory of
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     Unknowns,
     fakes_around,
@@ -51,7 +52,7 @@ class PartlyFake(TorchDispatchMode):
         return made.numel() * made.element_size() > SMALL
 
 
-def given_to(args: Any) -> Iterator[Tensor]:
+def given_to(args: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among an operator's arguments or results, which are in tuples and lists only."""
     for value in args:
         if isinstance(value, Tensor):
@@ -82,7 +83,7 @@ UNFOLDED = ("col2im",)
 """Its result lies in the memory of a tensor like its input."""
 
 
-def sized(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+def sized(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """What an operator made, in as much memory as the library would give it."""
     name = func.overloadpacket.__name__
     if name in ASKED:
@@ -96,7 +97,7 @@ def sized(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     return result
 
 
-def _asked(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+def _asked(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     real: list[Any] = []
     given = tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs))
 

@@ -9,6 +9,7 @@ Paper
     Shoeybi et al. 2019, Megatron-LM (vocabulary-parallel cross-entropy).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +131,7 @@ def _shares(target: Tensor, o: _Options, dtype: torch.dtype) -> tuple[Tensor, Te
     return index, shares, counts
 
 
-def _classified(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def _classified(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cross_entropy and nll_loss, the vocabulary cut or the tokens."""
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     target = args[0] if args else kwargs["target"]
@@ -154,7 +155,7 @@ def _reduced(losses: Tensor, reduction: str, whole: Any) -> Tensor:
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / whole
 
 
-def _by_words(func: Any, x: Any, target: Tensor, o: _Options, dim: int) -> Tensor:
+def _by_words(func: Callable[..., Any], x: Any, target: Tensor, o: _Options, dim: int) -> Tensor:
     rank, words = x.group.rank(), x.rows.length
     index, shares, counts = _shares(target, o, widened(x.local).dtype)
     if func.__name__ == "nll_loss":
@@ -177,7 +178,7 @@ def _soft(x: Any, target: Tensor, o: _Options) -> Tensor:
     return -(torch.log_softmax(x.like(widened(x.local)), x.cut) * target).sum(x.cut)
 
 
-def _by_tokens(func: Any, x: Any, target: Tensor, o: _Options, dim: int) -> Any:
+def _by_tokens(func: Callable[..., Any], x: Any, target: Tensor, o: _Options, dim: int) -> Any:
     """Each rank the losses of its own rows; `dim` of the targets is cut as the input is."""
     mine = part(target, dim, x.rows, x.group) if target.requires_grad else x.rows.take(target, dim, x.group.rank())
     given = {"weight": o.weight, "ignore_index": o.ignore_index, "reduction": "none"}
@@ -192,7 +193,7 @@ def _by_tokens(func: Any, x: Any, target: Tensor, o: _Options, dim: int) -> Any:
     return sums.to(losses.local.dtype)
 
 
-def gathered(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def gathered(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.gather(dim, index): from whoever has it where the cut dim is asked for, else each rank from its part."""
     given = dict(zip(("dim", "index"), args)) | kwargs
     dim, index = given.pop("dim") % len(x.shape), given.pop("index")
@@ -207,13 +208,19 @@ def gathered(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(x.local.gather(dim, x.rows.take(index, x.cut, x.group.rank())))
 
 
-def _elementwise(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def _elementwise(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Losses that are the mean or the sum of something at every place."""
     target = args[0] if args else kwargs.get("target")
     given = {k: v for k, v in kwargs.items() if k != "target"}
     old = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
     reduction = given.pop("reduction", "mean")
-    if old or len(args) > 1 or target.shape != x.shape or any(isinstance(v, Tensor) for v in given.values()):
+    if (
+        target is None
+        or old
+        or len(args) > 1
+        or target.shape != x.shape
+        or any(isinstance(v, Tensor) for v in given.values())
+    ):
         return NotImplemented
     losses = x.like(func(x.local, x.fitting(target), reduction="none", **given))
     if reduction == "batchmean":

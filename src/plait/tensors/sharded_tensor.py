@@ -82,7 +82,9 @@ class ShardedTensor(Tensor):
         return hollow
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
         x = args[0] if args and isinstance(args[0], ShardedTensor) else None
@@ -165,7 +167,7 @@ def _in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the parts; the first spread operand with the most dims says how the result is cut."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     x = max((t for t in tensors if isinstance(t, ShardedTensor)), key=lambda t: len(t.shape))
@@ -181,7 +183,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if _in_place(func.__name__) else x.like(result, back)
 
 
-def _whole(func: Any, args: Any, kwargs: Any) -> Any:
+def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the whole; what is written in place is cut again."""
     args_, kwargs_ = tree_map(lambda t: whole(t) if isinstance(t, Tensor) else t, (args, kwargs))
     result = func(*args_, **kwargs_)
@@ -196,13 +198,13 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     return None if func.__name__ == "__setitem__" else x
 
 
-def _given(names: str, args: Any, kwargs: Any) -> dict[str, Any]:
+def _given(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name; what torch also calls axis and keepdims by its own word."""
     words = {"axis": "dim", "keepdims": "keepdim"}
     return dict(zip(names.split(), args)) | {words.get(k, k): v for k, v in kwargs.items()}
 
 
-def _sum(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
+def _sum(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _given("dim keepdim dtype", args, kwargs)
     if isinstance(given.get("dim"), torch.dtype) or not set(given) <= {"dim", "keepdim", "dtype"}:
         return NotImplemented
@@ -228,7 +230,7 @@ def _logsumexp(x: ShardedTensor, keep: bool) -> Tensor:
     return (total((local - most).exp().sum(x.cut, True), x.group).log() + most).sum(x.cut, keep)
 
 
-def _softmax(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
+def _softmax(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """softmax, log_softmax and logsumexp."""
     dim = args[0] if args else kwargs.get("dim")
     if not isinstance(dim, int) or dim % len(x.shape) != x.cut:
@@ -242,7 +244,7 @@ def _softmax(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
     return x.like((result.exp() if func.__name__ == "softmax" else result).to(dtype))
 
 
-def _within(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
+def _within(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What runs along one dim that is not cut."""
     dim = _given("dim", args, kwargs).get("dim")
     if not isinstance(dim, int) or isinstance(dim, bool) or dim % len(x.shape) == x.cut:
@@ -251,7 +253,7 @@ def _within(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda t: x.like(t, x.cut - fewer(t)), func(x.local, *args, **kwargs))
 
 
-def _size(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> Any:
+def _size(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "size":
         dim = args[0] if args else kwargs.get("dim")
         return x.shape if dim is None else x.shape[dim]

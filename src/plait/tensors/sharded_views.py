@@ -5,7 +5,7 @@ parts could not be told by ranges of one dim.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.tensors.rows import Rows
 
 
-def moved(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def moved(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view that only moves, adds or leaves out dims. Where the cut one goes, a tensor without memory tells."""
     sizes = [1 if n == 1 and d != x.cut else d + 2 for d, n in enumerate(x.shape)]
     found = func(torch.empty(sizes, device="meta"), *args, **kwargs).shape
@@ -24,7 +24,7 @@ def moved(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.local, *args, **kwargs), found.index(x.cut + 2))
 
 
-def reshaped(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def reshaped(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """view, reshape, flatten, unflatten and the like."""
     if func.__name__ == "view" and args and isinstance(args[0], torch.dtype):
         return NotImplemented
@@ -83,7 +83,7 @@ def sliced(x: Any, first: int, end: int) -> Any:
     return x.like(pieces[0] if len(pieces) == 1 else torch.cat(pieces, x.cut), rows=x.rows.sliced(first, end))
 
 
-def indexed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def indexed(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x[…] with slices, whole numbers, None and …, and with tensors before a dim that stays as it is."""
     index = list(args[0]) if isinstance(args[0], tuple) else [args[0]]
     advanced = [i for i in index if isinstance(i, (Tensor, list, range))]
@@ -117,7 +117,7 @@ def indexed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def narrowed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def narrowed(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """narrow, select, chunk and split: slices, where they run along the cut dim."""
     name, first = func.__name__, func.__name__ in ("narrow", "select")
     dim = kwargs.get("dim", 0) if len(args) <= (not first) else args[0 if first else 1]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.distributed import _functional_collectives
@@ -403,7 +404,13 @@ class TorchDispatchMode(_TorchDispatchMode):
         own = cls.__dict__.get("__torch_dispatch__")
         if own is not None:
 
-            def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def dispatch(
+                self: Any,
+                func: Callable[..., Any],
+                types: Any,
+                args: tuple[Any, ...] = (),
+                kwargs: dict[str, Any] | None = None,
+            ) -> Any:
                 if isinstance(func, HigherOrderOperator):
                     return self.passed(func, args, kwargs or {})
                 return own(self, func, types, args, kwargs)
@@ -411,7 +418,7 @@ class TorchDispatchMode(_TorchDispatchMode):
             cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
         super().__init_subclass__(**given)
 
-    def passed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def passed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of higher order, without a look into it."""
         return func(*args, **kwargs)
 
@@ -470,7 +477,7 @@ class WrapperTensor(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # pyrefly: ignore[bad-override]
+    def __torch_dispatch__(cls, func: Callable[..., Any], *_: Any) -> Any:  # pyrefly: ignore[bad-override]
         raise NotImplementedError(f"{func} of a tensor that has no numbers")
 
 

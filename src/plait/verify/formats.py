@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from plait.config.job import Job
@@ -163,7 +163,7 @@ class Reference:
         state = states(optimizer, {id(p): n for n, p in model.named_parameters()})
         return StepResult(start, held, {n: p.detach() for n, p in model.named_parameters()}, state, losses)
 
-    def _called(self, model: Any, inputs: Any) -> Any:
+    def _called(self, model: nn.Module, inputs: Any) -> Any:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
         if self.format is None or self.plan.fsdp == 1:
             return self.one.call(model, inputs)

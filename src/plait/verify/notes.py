@@ -199,12 +199,12 @@ class Notes(UnitNotes):
     def _off(self) -> bool:
         return in_backward() or not torch.is_grad_enabled() or self.micro() not in self.samples
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._off():
             for i, leaf in _tensors((args, kwargs)):
                 self._put("in", name, (self._calls.get(name, 0), i, self.micro()), leaf)
 
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._off():
             return
         call, micro, received = self._calls.get(name, 0), self.micro(), self.received()
@@ -234,7 +234,7 @@ class Notes(UnitNotes):
         self.rows[known] = products(value, ranges if last else None)
         self.about[known] = [*self.samples.get(at[2], (0, 0)), list(leaf.shape), cut, ranges]
 
-    def _again(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _again(self, unit: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         found = [products(_held(leaf)[0]) for _, leaf in _tensors(output) if leaf.is_floating_point()]
         if not isinstance(output, Tensor) or not found:
             return

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
 from plait.config.errors import FAILED, PlaitError, Problem
@@ -264,7 +265,7 @@ def _ready(pair: Any, dtype: torch.dtype, device: str) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), tuple(pair))
 
 
-def _call(model: Any, inputs: Any) -> Any:
+def _call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

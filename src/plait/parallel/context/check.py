@@ -87,7 +87,7 @@ def _taken(model: nn.Module, inputs: Any, call: Run, sequence_plan: SequencePlan
     found: list[Any] = []
     names = dict.fromkeys(c.unit for c in sequence_plan.calls)
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on = len(found) < len(sequence_plan.calls) and sequence_plan.calls[len(found)].stretched
         found.append(tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)) if on else None)
 

@@ -288,7 +288,7 @@ def record(
         for name in names:
             module = model.get_submodule(name)
 
-            def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> Any:
+            def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
                 given = (args, kwargs) if narrow is None else narrow(len(found), (args, kwargs))
                 attention.running = UnitSeen(name, _shapes(given))
                 found.append(attention.running)
@@ -297,7 +297,7 @@ def record(
                 )  # layers dropped at random are the same ones, whatever dropout drew before
                 return None if narrow is None else given
 
-            def leave(_: nn.Module, args: Any, output: Any) -> None:
+            def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
                 attention.running, found[-1].returned = None, _shapes(output)
                 seed_host("course", len(found), "left")
 

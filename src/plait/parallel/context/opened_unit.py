@@ -273,7 +273,7 @@ def _calls_of(modules: Mapping[str, nn.Module]) -> Iterator[Seen]:
     """Notes what modules are given and return meanwhile, outer modules before inner ones."""
     found: Seen = {name: [] for name in modules}
 
-    def hook(name: str, args: Any, kwargs: Any, output: Any) -> None:
+    def hook(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         found[name].append(((args, kwargs), tree_map_only(Tensor, torch.clone, output)))
 
     hooks = [

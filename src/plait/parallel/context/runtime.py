@@ -82,7 +82,7 @@ class ContextParallelUnits:
         self.held, self.turns, self.known, self.running = {}, {}, {}, True
         STRETCHES.set(self.whole)
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.running = False
         STRETCHES.set(None)
         if not self.held or output is None:
@@ -140,13 +140,13 @@ class _Border:
         self.parallel_units, self.name = parallel_units, name
         self.now: UnitPlan | None = None
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.now = self.parallel_units.call(self.name)
         given = self._given(call, args, kwargs)
         self.parallel_units.unit = self.name
         return given
 
-    def _given(self, call: UnitPlan, args: Any, kwargs: Any) -> Any:
+    def _given(self, call: UnitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat, spec = named_leaves((args, kwargs))
         if not call.stretched:
             if not any(isinstance(leaf, SequenceShard) for _, leaf in flat):
@@ -155,7 +155,7 @@ class _Border:
         held = self.parallel_units.rows(call, flat)
         return tree_unflatten([_mine(path, leaf, call, held) for path, leaf in flat], spec)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call, self.now = self.now, None
         self.parallel_units.unit = ""
         if call is None or not call.stretched or not self.parallel_units.running:

@@ -31,7 +31,7 @@ FIRST = {"glu": -1}
 """Those whose dim may be left out."""
 
 
-def others(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def others(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What runs along dims that are not the sequence's: sums, norms, softmax."""
     name = func.__name__
     at, unsaid = (1, SECOND[name]) if name in SECOND else (0, FIRST.get(name))
@@ -48,7 +48,7 @@ def others(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda t: x.like(t, x.cut - before * (t.dim() < x.dim())) if isinstance(t, Tensor) else t, found)
 
 
-def features(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def features(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """linear, layer_norm and rms_norm: of the last dims."""
     plain = not any(isinstance(t, type(x)) for t in tree_leaves((args, kwargs)))
     sizes = 1 if func.__name__ == "linear" else len(args[0] if args else kwargs["normalized_shape"])
@@ -57,7 +57,7 @@ def features(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.local, *args, **kwargs))
 
 
-def indexed_along(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def indexed_along(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """gather and take_along_dim of another dim, with numbers for every place."""
     dim, index = (*args, *(kwargs[name] for name in ("dim", "index", "indices") if name in kwargs))[:2]
     dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, index)
@@ -66,7 +66,7 @@ def indexed_along(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(torch.take_along_dim(x.local, x.rows_of(index), dim))
 
 
-def padded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def padded(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.pad of dims after the sequence's."""
     sizes = args[0] if args else kwargs["pad"]
     if len(sizes) // 2 >= -x.along:
@@ -74,13 +74,13 @@ def padded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.local, *args, **kwargs))
 
 
-def typed(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def typed(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`type`: another format, or the name of the one that it has."""
     found = func(x.local, *args, **kwargs)
     return x.like(found) if isinstance(found, Tensor) else found
 
 
-def tiled(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def tiled(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`repeat` of other dims."""
     sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
     if len(sizes) < x.dim() or sizes[x.along] != 1:
@@ -88,7 +88,7 @@ def tiled(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.local, *sizes), x.along + len(sizes))
 
 
-def picked(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def picked(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """index_select of another dim."""
     dim = args[0] if args else kwargs["dim"]
     if not isinstance(dim, int) or dim % x.dim() == x.cut:
@@ -96,7 +96,7 @@ def picked(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.local, *args, **kwargs))
 
 
-def triangle(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def triangle(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """tril and triu of rows of scores."""
     if x.along != -2 or func.__name__ not in ("tril", "triu"):
         raise Elsewhere
@@ -104,7 +104,7 @@ def triangle(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(x.local.masked_fill(~x.mine(func(whole, *args, **kwargs), 0), 0))
 
 
-def extreme(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def extreme(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """max and min: of two tensors, place by place, or along a dim."""
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Tensor):
@@ -114,12 +114,12 @@ def extreme(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return others(func, x, args, kwargs)
 
 
-def embedded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def embedded(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of numbers become rows of vectors."""
     return x.like(func(x.local, *args, **kwargs), x.cut)
 
 
-def expanded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def expanded(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Other dims are repeated without memory."""
     sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
     if not sizes or len(sizes) < -x.along or sizes[x.along] not in (-1, x.rows.length):
@@ -128,7 +128,7 @@ def expanded(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.local, *sizes), x.along + len(sizes))
 
 
-def repeated(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def repeated(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """repeat_interleave of another dim."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if not isinstance(dim, int) or dim % x.dim() == x.cut:
@@ -136,7 +136,7 @@ def repeated(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.local, *args, **kwargs))
 
 
-def unbound(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def unbound(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensors along another dim."""
     dim = (args[0] if args else kwargs.get("dim", 0)) % x.dim()
     if dim == x.cut:
@@ -144,7 +144,7 @@ def unbound(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
     return tuple(x.like(t, x.cut - (dim < x.cut)) for t in func(x.local, *args, **kwargs))
 
 
-def joined(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
+def joined(func: Callable[..., Any], parts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cat along another dim, or stack, of tensors that are all stretches."""
     x, more = next(t for t in parts if hasattr(t, "held")), func.__name__ == "stack"
     dim = (args[0] if args else kwargs.get("dim", 0)) % (x.dim() + more)
@@ -153,7 +153,7 @@ def joined(func: Any, parts: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func([t.local for t in parts], dim), x.cut + (more and dim <= x.cut))
 
 
-def paired(func: Any, x: Any, args: Any, kwargs: Any) -> Any:
+def paired(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Complex numbers of pairs along the last dim, and back."""
     if func.__name__ == "view_as_complex" and x.along == -1:
         raise Elsewhere
@@ -191,14 +191,14 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """For dims that an equation calls `...`."""
 
 
-def multiplied(func: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+def multiplied(func: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """matmul, bmm, mm and @."""
     a, b = _operands(("input", "tensor1", "other", "mat2", "tensor2"), args, kwargs)
     x, mine = _pair(kind, a, b)
     return x.like(func(*mine))
 
 
-def added(func: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+def added(func: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """baddbmm and addmm: a product, and something that is added to it."""
     other, a, b = _operands(("input", "mat1", "batch1", "mat2", "batch2"), args, kwargs)
     x, mine = _pair(kind, a, b)
@@ -208,7 +208,7 @@ def added(func: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     return x.like(func(x.rows_of(other), *mine, **factors))
 
 
-def _operands(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, ...]:
+def _operands(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Operands in order, whether they have names or not."""
     return (*args, *(kwargs[name] for name in names if name in kwargs))
 
@@ -229,7 +229,7 @@ def _pair(kind: Any, a: Any, b: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
     return x, (x.rows_of(a), x.rows_of(b))
 
 
-def einsum(func: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+def einsum(func: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first letter of the result that is a sequence in an operand stays in rows; other operands have all they sum over."""
     equation, operands = args[0], args[1:]
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)

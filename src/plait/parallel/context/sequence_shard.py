@@ -178,7 +178,9 @@ class SequenceShard(WrapperTensor):
         return f"Stretch(shape={tuple(self.shape)}, along={self.along}, rows={self.local.shape[self.along]})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in SHAPE or name == "__get__":
@@ -194,7 +196,7 @@ class SequenceShard(WrapperTensor):
         return _cut_again(found, args, kwargs)
 
 
-def _cut_again(found: Any, args: Any, kwargs: Any) -> Any:
+def _cut_again(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Inside a unit, what was made of wholes is held in rows again: what follows is computed for these alone."""
     inside = [t for t in leaves((args, kwargs)) if isinstance(t, SequenceShard) and t.inside]
     if not inside:
@@ -203,7 +205,7 @@ def _cut_again(found: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda leaf: leaf if id(leaf) in given else x.held_again(leaf), found)
 
 
-def _alone(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _alone(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function on this rank's rows; Elsewhere when it needs others."""
     if (name if name.startswith("__") else name.rstrip("_")) in ELEMENTWISE or name == "dropout":
         other = "out" in kwargs or (name == "where" and len(args) < 3)
@@ -228,7 +230,7 @@ def _inplace(name: str) -> bool:
     return name in PLACE or (name.endswith("_") and name[-2:] != "__")
 
 
-def _attribute(func: Any, args: Any, kwargs: Any) -> Any:
+def _attribute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, name = args[0], getattr(getattr(func, "__self__", None), "__name__", "")
     if name in ("T", "mT", "H", "mH") and isinstance(x, SequenceShard):
         return RULES["transpose"](torch.transpose, x, (-2, -1), {})
@@ -242,7 +244,7 @@ def _gathered(leaf: Any) -> Any:
     return leaf.whole() if isinstance(leaf, SequenceShard) else leaf
 
 
-def _aligned(args: Any, kwargs: Any) -> tuple[SequenceShard, Any]:
+def _aligned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SequenceShard, Any]:
     """(one of the stretches, arguments as this rank's rows) of a function of single elements."""
     flat, spec = tree_flatten((args, kwargs))
     stretches = [leaf for leaf in flat if isinstance(leaf, SequenceShard)]

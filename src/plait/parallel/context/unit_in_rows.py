@@ -39,8 +39,8 @@ have two): by its path, the dim and the rows."""
 
 def posed(
     forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     call: UnitPlan,
     held: Mapping[int, SequenceLayout],
     besides: Besides,

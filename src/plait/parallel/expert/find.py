@@ -166,7 +166,7 @@ def check_listed(layer: nn.Module, mixture: MoELayer, met: Met) -> tuple[MoELaye
     return None, why
 
 
-def _silent(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+def _silent(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad(), Wide():
         return layer(*tree_map_only(Tensor, torch.clone, args), **tree_map_only(Tensor, torch.clone, kwargs))
 
@@ -266,7 +266,7 @@ def _run(
     names = {n for m in proposed for n in (m.name, *m.modules)}
 
     def entering(name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             rows = sum(t[..., 0].numel() for t in tree_leaves((args, kwargs))[:1] if isinstance(t, Tensor) and t.dim())
             if name not in met:
                 met[name] = Met(*tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)))

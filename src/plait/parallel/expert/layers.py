@@ -161,7 +161,7 @@ class ListedExperts:
         leaves(output)  # a dataclass that torch's trees have not met is one leaf to them
         return tree_map_only(Tensor, lambda t: tied(t, whole) if t.is_floating_point() else t, output)
 
-    def _first(self, args: Any, kwargs: Any) -> tuple[list[tuple[int, Tensor]], Tensor]:
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[int, Tensor]], Tensor]:
         """What each call of an expert is given: (its number, rows), in order; and a tensor like them without rows."""
         given: list[tuple[int, Tensor]] = []
         like = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point())
@@ -189,7 +189,13 @@ class ListedExperts:
                 raise self._refused(f"an expert is given {told}")
         return given, like.new_zeros(0, self.width)
 
-    def _second(self, args: Any, kwargs: Any, given: list[tuple[int, Tensor]], result: Callable[[int], Tensor]) -> Any:
+    def _second(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[tuple[int, Tensor]],
+        result: Callable[[int], Tensor],
+    ) -> Any:
         calls = 0
 
         def give(number: int, rows: Tensor) -> Tensor:

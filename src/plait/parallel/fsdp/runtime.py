@@ -102,7 +102,7 @@ class FsdpRuntime:
         for module in self.modules:
             module.register_forward_pre_hook(watch)
 
-    def _watch(self, module: nn.Module, args: Any) -> None:
+    def _watch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Note which parameters get a gradient; a parameter that no rank used must keep none, as on one device."""
         if "_noting" in module.__dict__ or not torch.is_grad_enabled():
             return
@@ -238,7 +238,7 @@ class FsdpRuntime:
             module.reshard()
 
 
-def without_views(module: nn.Module, args: Any, output: Any) -> Any:
+def without_views(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """FSDP2's hook on an output that is a view is lost when the model's code changes it in place: give it a copy."""
     leaves(output)  # a dataclass that torch's trees have not met is one leaf to them
     return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
@@ -249,10 +249,10 @@ def keep_one(module: nn.Module) -> None:
     attention does) is given one again."""
     given: list[Any] = []
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given[:] = tree_flatten((args, kwargs))[0]
 
-    def after(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made, form = tree_flatten((args, kwargs))
         if len(made) != len(given):
             return None  # another hook gives the module something else

@@ -141,7 +141,7 @@ def _ahead(model: Any, built: Built, units: list[Any]) -> None:
 def _gather_next(ahead: Any) -> Callable[..., None]:
     """FSDP2's own forward prefetch would also gather when a unit runs again in backward, for nobody."""
 
-    def gather(module: nn.Module, args: Any) -> None:
+    def gather(module: nn.Module, args: tuple[Any, ...]) -> None:
         if not in_backward():
             ahead.unshard(async_op=True)
 

@@ -196,7 +196,7 @@ class _Unit:
         self.number = number
         return output
 
-    def _leave(self, args: Any, kwargs: Any) -> None:
+    def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a unit of another stage on unknowns: what it leaves in lists, caches and attributes is unknown here."""
         self.stages.elsewhere = self.name
         try:
@@ -211,7 +211,7 @@ class _Unit:
             why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
             raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
 
-    def keep(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def keep(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
 
         What was received is put in again: hooks on the unit may see it, but have done their work on it where it was made.
@@ -289,7 +289,7 @@ class _Unknown(TorchFunctionMode):
         lost = self.stages.current.lost if self.stages.current is not None else ()
         return is_unknown(leaf) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
 
-    def _refused(self, func: Any, error: Exception) -> PlaitError:
+    def _refused(self, func: Callable[..., Any], error: Exception) -> PlaitError:
         run = self.stages.current
         place = (
             f"after unit {run.path.calls[run.number - 1].unit}" if run is not None and run.number else "before any unit"

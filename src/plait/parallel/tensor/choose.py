@@ -28,7 +28,7 @@ from plait.tensors.torch_private import fake_failures, tree_leaves
 
 
 def slices_of(
-    sketch: Sketch, model: Any, inputs: Any, call: Any, job: Any, plan: Plan, *, handed_on: Set[str] = frozenset()
+    sketch: Sketch, model: nn.Module, inputs: Any, call: Any, job: Any, plan: Plan, *, handed_on: Set[str] = frozenset()
 ) -> Slices:
     """The slices of a job's model that can be cut under a plan. `handed_on`: units whose output goes to another stage."""
     given = tuple((c.unit, c.given) for c in sketch.calls)
@@ -39,7 +39,7 @@ def slices_of(
     reasons = [(group, _whole(group, sketch, plan, routed)) for group in found.groups]
     kept = [(group.row, share(group), why) for group, why in reasons if why]
     tables = vocabulary.apart_from_heads(model, found) if plan.cp > 1 else found.vocabulary
-    left = [(name, model.get_submodule(name).weight) for name in found.vocabulary if name not in tables]
+    left = [(name, model.get_parameter(f"{name}.weight")) for name in found.vocabulary if name not in tables]
     why = f"the loss reads sequences that are cut over cp={plan.cp}, and a tensor of its is cut in one dim alone"
     kept += [(name, weight.numel() / sum(sizes.values()), why) for name, weight in left]
     whole = tuple(sorted((*found.whole, *kept), key=lambda row: -row[1]))
@@ -51,7 +51,7 @@ def slices_of(
     return replace(found, stretches=crossing, owed=tuple(_owed(found, sketch, model, plan, handed_on)))
 
 
-def _owed(found: Slices, sketch: Sketch, model: Any, plan: Plan, crossing: Set[str]) -> Iterator[str]:
+def _owed(found: Slices, sketch: Sketch, model: nn.Module, plan: Plan, crossing: Set[str]) -> Iterator[str]:
     """The embeddings whose sum over the ranks can wait: units of their own, whose output no other stage gets."""
     times = Counter(call.unit for call in sketch.calls)
     for name in found.vocabulary:
@@ -60,7 +60,7 @@ def _owed(found: Slices, sketch: Sketch, model: Any, plan: Plan, crossing: Set[s
             yield name
 
 
-def _routed(sketch: Sketch, model: Any, inputs: Any, call: Any) -> set[str]:
+def _routed(sketch: Sketch, model: nn.Module, inputs: Any, call: Any) -> set[str]:
     """Parameters of experts that are given as many rows as the data says: nobody could say beforehand what they send."""
     if not sketch.by_values or sketch.mixtures:  # without numbers no row is sent anywhere
         return set()
@@ -122,7 +122,7 @@ def _ways(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any) -> list[
     """How to run the job, to see what it draws: on tensors without numbers; with numbers, for a loss that looks at
     them; and with the sum of the outputs in its place, where it cannot be computed of so few samples."""
 
-    def run(loss: Any, model: Any, pair: Any) -> Any:
+    def run(loss: Any, model: nn.Module, pair: Any) -> Any:
         with Wide() if batches[2] else nullcontext():
             return loss(call(model, pair[0]), pair[1])
 

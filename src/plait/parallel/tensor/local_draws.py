@@ -76,7 +76,7 @@ class _AloneUnits(SequenceParallelUnits):
         gathered: dict[int, tuple[Tensor, Tensor]] = {}
 
         def begins(key: int | str, dim: int) -> Callable[..., Any]:
-            def entering(_: Any, args: Any, kwargs: Any) -> Any:
+            def entering(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 x = kwargs[key] if isinstance(key, str) else args[key]
                 if gathered.get(id(x), (None,))[0] is not x:
                     gathered[id(x)] = x, self.begin(x, dim, border.row)
@@ -84,7 +84,7 @@ class _AloneUnits(SequenceParallelUnits):
 
             return entering
 
-        def ends(module: nn.Module, args: Any, output: Any) -> Any:
+        def ends(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             gathered.clear()
             first, *rest = output if isinstance(output, tuple) else (output,)
             mine = self.end(first, border.given[0].dim or 0, border.row)

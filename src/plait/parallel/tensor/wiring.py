@@ -74,7 +74,7 @@ class LocalSizes(TorchFunctionMode):
             return x, dim, given
         return x, dim, resized((x.shape[dim],), shape, self.n)
 
-    def _split(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _split(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`split(x, size or sizes, dim=0)`."""
         names = ("split_size", "split_size_or_sections", "split_sizes")
         name = next((k for k in names if k in kwargs), None)
@@ -256,7 +256,7 @@ class SlicedRegion:
             self.entered[id(value)] = value, enter(value, self.ranks)
         return self.entered[id(value)][1]
 
-    def _leave(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         self.entered.clear()
         self.gathered.clear()
         if self.on is not None:
@@ -289,7 +289,7 @@ class SlicedRegion:
                 return args, {**kwargs, key: mine}
             return (*args[:key], mine, *args[key + 1 :]), kwargs
 
-        def handed_on(module: nn.Module, args: Any, output: Any) -> Any:
+        def handed_on(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             """A module may return what it was given: others must get it as it was."""
             back = lambda t: next((value for mine, value in replaced if t is mine), t)  # noqa: E731
             output = tree_map_only(Tensor, back, output) if replaced else output

@@ -159,7 +159,7 @@ class Allocations(TorchDispatchMode):
             self._meet(tensor, category)
         return result
 
-    def passed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def passed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator of higher order returns counts; what it needs inside does not."""
         result = func(*args, **kwargs)
         for tensor in given_to(result if isinstance(result, (tuple, list)) else (result,)):

@@ -9,6 +9,7 @@ A model that looks at values in its forward pass runs on real tensors instead. W
 rows come to the experts of a rank, is then what it would be if all other ranks did what this one does.
 """
 
+import argparse
 import json
 import time
 import warnings
@@ -108,7 +109,7 @@ def _categories(held: dict[str, int]) -> list[str]:
     return [f"  {c:<12}{size(b):>10}" for c, b in sorted(held.items(), key=lambda cb: -cb[1])]
 
 
-def run(options: Any, room: float | None = None) -> int:
+def run(options: argparse.Namespace, room: float | None = None) -> int:
     """`plait plan JOB --plan P --dry-run`; 1 when a rank needs more than `room`, what a device's memory leaves to a plan."""
     found = dry_run(load_job(options.job, options.arguments), Plan.read(options.plan or "dp=1").fill(None))
     need = found.fullest.peak.total

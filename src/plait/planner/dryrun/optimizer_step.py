@@ -5,7 +5,7 @@ what a step of theirs on small real tensors read at the same place. One that can
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +51,7 @@ class Numbers:
         """A step begins."""
         self.step, self.place = self.step + 1, 0
 
-    def told(self, func: Any, args: Any) -> Any:
+    def told(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """The answer of an operator that `reads`: a plausible one where the small run read another kind, or less."""
         dtype = args[0].dtype if func is scalar_of else torch.bool
         read = self.steps[min(self.step, len(self.steps) - 1)] if self.steps else []
@@ -61,7 +61,7 @@ class Numbers:
         return found if type(found) is kind else kind(1)
 
 
-def reads(func: Any) -> bool:
+def reads(func: Callable[..., Any]) -> bool:
     """Whether an operator gives numbers and no tensors, as the one behind `.item()` does."""
     returned = schema(func).returns
     return bool(returned) and all(str(one.type) in ("number", "Scalar", "bool", "int", "float") for one in returned)

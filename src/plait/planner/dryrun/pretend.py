@@ -22,6 +22,7 @@ from plait.tensors.fake import PartlyFake, given_to, sized
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     fake_world,
     own_buffers,
     parts_as_they_are,
@@ -47,7 +48,9 @@ class Pretending(PartlyFake):
         """The rows of numbers that ranks tell each other are float64, and those are looked at."""
         return not self.real and (super().hides(made) or made.dtype in (torch.float32, torch.float16, torch.bfloat16))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if self.numbers is not None and reads(func):
             number = self.numbers.told(func, args)
             if _hollow(args):
@@ -63,7 +66,7 @@ class Pretending(PartlyFake):
             return args[0] if schema(func).returns else None
         return sized(func, args, kwargs or {}, super().__torch_dispatch__(func, types, args, kwargs))
 
-    def _message(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _message(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op = func.name().partition("::")[2].partition(".")[0]
         if self.traffic is not None:
             self.traffic.note(op, args)
@@ -73,7 +76,7 @@ class Pretending(PartlyFake):
         return (args[0], *result[1:]) if op == "allreduce_" else result
 
 
-def _arrived(op: str, args: Any) -> None:
+def _arrived(op: str, args: tuple[Any, ...]) -> None:
     """What real tensors have received: what this rank sent, where others send the like, else stand-ins."""
     into = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
     if op == "recv_":
@@ -93,7 +96,7 @@ def stand_in(dtype: torch.dtype) -> Any:
 
 
 @cache
-def _written(func: Any) -> tuple[int, ...]:
+def _written(func: OpOverload) -> tuple[int, ...]:
     """Places of the arguments that an operator writes."""
     return tuple(k for k, a in enumerate(schema(func).arguments) if a.is_write and not a.kwarg_only)
 

@@ -70,7 +70,7 @@ def _forward(engine: Rehearsed, micro: Micro, step: int) -> tuple[Any, Seen]:
     built, seen, calls = engine.built, Seen(), dict[str, int]()
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             calls[name] = calls.get(name, 0) + 1
             seen[name, calls[name]] = [t.detach().clone() for t in leaves(output) if isinstance(t, Tensor)]
 

@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -130,7 +130,7 @@ def one_device(
     engine, (cut, size, seconds) = Rehearsed(job, Plan(), place, known), how
     kept, began = list[Any](), time.perf_counter()
 
-    def run(model: Any, inputs: Any) -> Any:
+    def run(model: nn.Module, inputs: Any) -> Any:
         kept.append(call(model, inputs))
         return kept[-1]
 

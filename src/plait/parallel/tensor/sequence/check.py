@@ -106,7 +106,7 @@ class OnRows(ReplayedModule):
         modules = dict(self.module.named_modules(prefix=self.name))
         for name in dict.fromkeys([*self.column, *(name for names in self.around.values() for name in names)]):
 
-            def enter(_: Any, args: Any, kwargs: Any, name: str = name) -> Any:
+            def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
                 number = counts[name] = counts.get(name, -1) + 1
                 if self.cut is None:
                     self.before[name, number] = args, kwargs
@@ -120,7 +120,7 @@ class OnRows(ReplayedModule):
             for handle in handles:
                 handle.remove()
 
-    def _begins(self, name: str, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _begins(self, name: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if (name, number) not in self.before:
             raise OtherCode(f"{name} is called more often on a stretch than on the whole")
         before, group = self.before[name, number], self.level[name]

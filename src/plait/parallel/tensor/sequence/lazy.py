@@ -55,7 +55,9 @@ class Shaped(WrapperTensor):
     """Something with the shape of the whole: what asks for shape and format alone is answered by it."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if looks(func):
             with plainly():
@@ -63,7 +65,7 @@ class Shaped(WrapperTensor):
         return cls.computed(func, args, kwargs)
 
     @classmethod
-    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
+    def computed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What any other function gives."""
         raise NotImplementedError
 
@@ -93,7 +95,7 @@ class GlobalShape(Shaped):
         return GlobalShape.of(local, self.along + local.dim(), self.shape[self.along])
 
     @classmethod
-    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
+    def computed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         posing = max((t for t in tree_leaves((args, kwargs)) if isinstance(t, GlobalShape)), key=lambda t: t.dim())
         result = func(*tree_map(rows_of, args), **tree_map(rows_of, kwargs))
         first = args[0] if args else None
@@ -117,19 +119,19 @@ class Lazy(Shaped):
         """The plain tensor."""
         raise NotImplementedError
 
-    def waits(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a function gives that does not ask for the whole; NotImplemented of one that does."""
         same = args[0] is self and _same(func.__name__, self.shape, args[1:], kwargs)
         return self if same else NotImplemented
 
     @classmethod
-    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
+    def computed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = next((a for a in args if isinstance(a, Lazy)), None)
         result = NotImplemented if first is None else first.waits(func, args, kwargs)
         return func(*tree_map(plain, args), **tree_map(plain, kwargs)) if result is NotImplemented else result
 
 
-def _same(name: str, shape: Sequence[int], how: Any, kwargs: Any) -> bool:
+def _same(name: str, shape: Sequence[int], how: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function of a tensor gives all of it back as it is: `x[:, 0:]`, `x.view(x.shape)`."""
     if kwargs:
         return False
@@ -249,7 +251,7 @@ class PartialSum(Lazy):
             self.made = LazyGather.of(self.by.left(self.local, dim, rows, self.unit), dim, rows, self.by, self.unit)
         return self.made
 
-    def waits(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is linear, on the shares."""
         name = func.__name__
         if name == "dropout" and args[0] is self:

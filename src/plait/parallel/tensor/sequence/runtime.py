@@ -84,7 +84,7 @@ class SequenceParallelUnits:
     def _head(self, name: str) -> Callable[..., Any]:
         """A head cut by words begins a region of its own, and none ends there."""
 
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             late = args[0] if args and isinstance(args[0], LazyGather) and args[0].gathered is None else None
             module.__dict__["_gathered"] = late is not None
             if late is None:
@@ -143,13 +143,13 @@ class SequenceParallelUnits:
         return collectives.total(x, self.group)
 
 
-def _whole(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(leaf, Lazy) for leaf in leaves((args, kwargs))):
         return tree_map(plain, (args, kwargs))
     return None
 
 
-def _ended(module: nn.Module, args: Any, output: Any) -> Any:
+def _ended(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return tree_map(plain, output) if any(isinstance(leaf, Lazy) for leaf in leaves(output)) else None
 
 
@@ -160,7 +160,7 @@ class _Unit:
         self.parallel_units, self.on = parallel_units, stretched
         self.rows: Rows | None = None
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key, dim, parallel_units = self.on.key, self.on.dim, self.parallel_units
         given = kwargs[key] if isinstance(key, str) else args[key]
         if isinstance(given, PartialSum):
@@ -175,13 +175,13 @@ class _Unit:
         put = lambda k, value: local if k == key else tree_map(plain, value)  # noqa: E731
         return tuple(put(i, a) for i, a in enumerate(args)), {k: put(k, a) for k, a in kwargs.items()}
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         rows, self.rows = self.rows, None
         if rows is None:
             return None
         return self._each(output, lambda x, dim: LazyGather.of(x, dim, rows, self.parallel_units, self.on.unit))
 
-    def gather(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def gather(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """What another stage gets is whole."""
         rows, self.rows = self.rows, None
         if rows is None:
@@ -224,7 +224,7 @@ class _Inside:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def put(args: Any, kwargs: Any, key: int | str, value: Any) -> tuple[Any, Any]:
+def put(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Any) -> tuple[Any, Any]:
     """The arguments with another value at one place."""
     if isinstance(key, str):
         return args, {**kwargs, key: value}
