@@ -200,7 +200,7 @@ def test_a_sum_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_empty_share_goes_where_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without samples must not come back to a unit whose output the loss leaves alone."""
     seen: list[int] = []
-    real = passes.nothing
+    real = passes.zero_loss
 
     def nothing(loss: Any, outputs: Any, asked: Any = ()) -> Any:
         zero = real(loss, outputs, asked)
@@ -208,5 +208,5 @@ def test_an_empty_share_goes_where_no_other_does(monkeypatch: pytest.MonkeyPatch
         assert not torch.autograd.grad(zero, [outputs[1]], allow_unused=True, retain_graph=True)[0]
         return zero
 
-    monkeypatch.setattr(passes, "nothing", nothing)
+    monkeypatch.setattr(passes, "zero_loss", nothing)
     assert verify(jobs_unlike.aside(), Plan.parse("fsdp=3 zero=2")).equal

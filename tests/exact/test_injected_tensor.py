@@ -128,14 +128,14 @@ def test_gradients_of_shared_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -
 def test_masks_of_another_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank drops what the other one should."""
     monkeypatch.setattr(
-        tensor, "Drawn", lambda groups, rank, ranks: wiring.SlicedDraws(groups, (rank + 1) % ranks, ranks)
+        tensor, "SlicedDraws", lambda groups, rank, ranks: wiring.SlicedDraws(groups, (rank + 1) % ranks, ranks)
     )
     sees(job(0.3), "tp=2", "G", "")
 
 
 def test_the_same_mask_for_every_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank draws the first slice's numbers."""
-    monkeypatch.setattr(tensor, "Drawn", lambda groups, rank, ranks: wiring.SlicedDraws(groups, 0, ranks))
+    monkeypatch.setattr(tensor, "SlicedDraws", lambda groups, rank, ranks: wiring.SlicedDraws(groups, 0, ranks))
     sees(job(0.3), "tp=2", "G", "")
 
 

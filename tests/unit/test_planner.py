@@ -247,15 +247,23 @@ def test_pins_are_kept_and_refusals_honoured(asked: PlanRequest) -> None:
     assert "does not divide" in refused(Plan(tp=5))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.SGD], ids=["Adafactor", "SGD"])
-def test_plans_that_cut_parameters_are_for_element_wise_optimizers(optimizer: Any) -> None:
+class Clipped(torch.optim.SGD):
+    """Clips by the norm of all gradients itself."""
+
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+
+
+@pytest.mark.parametrize("optimizer, cuts", [(Clipped, False), (torch.optim.Adafactor, True), (torch.optim.SGD, True)])
+def test_an_optimizer_of_several_tensors_has_no_plans_that_cut_parameters(optimizer: Any, cuts: bool) -> None:
     found = ask(
         PlanRequest.of(replace(job(), optimizer=lambda p: optimizer(p, lr=1e-2)), "a.py", Machine.named("h100x2")), {}
     )
     cutting = [c for c in found.found.best if c.plan.fsdp * c.plan.tp > 1]
-    assert bool(cutting) == (optimizer is torch.optim.SGD) and any(c.plan.pp == 2 for c in found.found.best)
-    if not cutting:
-        assert "Adafactor cannot update parts of parameters, which tp=2 needs" in text(found)
+    assert bool(cutting) == cuts
+    if not cuts:
+        assert "Clipped cannot update parts of parameters, which tp=2 needs" in text(found)
 
 
 def test_what_does_not_fit_is_never_chosen_and_said() -> None:
