@@ -125,10 +125,8 @@ class Passes:
             samples = micro.count or int(built.together == "sample")
             scale = weight * (built.scaler.value if built.scaler else 1.0)
             found.append(MicroBatch(inputs, targets, micro.first, samples, weight, scale, micro.count == 0, i))
-        idle = bool(found) and all(piece.idle for piece in found)
-        for sums in (built.reducer, getattr(built.reducer, "inner", None)):
-            if sums is not None:
-                sums.idle = idle
+        if built.reducer is not None:
+            built.reducer.idle = bool(found) and all(piece.idle for piece in found)
         return found
 
     def run(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:

@@ -29,8 +29,13 @@ Call = Callable[[nn.Module, Any], Any]
 class GradientReducer(Protocol):
     """What sums a step's gradients over ranks: for copies, for shards, or for ranks that are not alike."""
 
-    idle: bool
-    """This rank's samples of the step weigh nothing: it runs them because others wait for it."""
+    @property
+    def idle(self) -> bool:
+        """This rank's samples of the step weigh nothing: it runs them because others wait for it."""
+        ...
+
+    @idle.setter
+    def idle(self, idle: bool) -> None: ...
 
     def before(self, last: bool) -> None:
         """Before a micro-batch's forward pass: whether its backward ends the step."""

@@ -31,7 +31,6 @@ class CrossGroupSums:
         inner = built.reducer
         assert inner is None or isinstance(inner, (Reducer, FsdpRuntime))
         self.inner: Reducer | FsdpRuntime | None = inner
-        self.idle = False
         self.pipelined, self.plan = built.pipe is not None, built.plan
         self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
         self.holders: dict[str, int] = built.holders
@@ -42,6 +41,16 @@ class CrossGroupSums:
         self.work: Any = None
         self.told: Callable[[Tensor], list[float]] = Tensor.tolist
         """How often each of some parameters got a gradient, from what all ranks of a group said together."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank's samples weigh nothing: what sums its gradients over copies and shards knows it."""
+        return self.inner is not None and self.inner.idle
+
+    @idle.setter
+    def idle(self, idle: bool) -> None:
+        if self.inner is not None:
+            self.inner.idle = idle
 
     def before(self, last: bool) -> None:
         """Before a micro-batch's forward pass: whether its backward ends the step. In a pipeline, before its end."""

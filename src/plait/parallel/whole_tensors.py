@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.parallel.built import Built
-from plait.parallel.fsdp.runtime import divides, stretch
+from plait.parallel.fsdp.runtime import divides, shard_of
 from plait.parallel.mesh import group_of
 from plait.parallel.tensor.wiring import layout_of
-from plait.tensors.part import Part, everything, within
+from plait.tensors.part import Part, everything
 
 
 def apply(built: Built) -> None:
@@ -146,8 +146,7 @@ def _layouts(built: Built) -> list[dict[str, Part]]:
         for name, shape in shapes.items():
             ranges = layout_of(shape, cuts[name], tp)[1] if name in cuts else everything(shape)
             if plan.fsdp > 1 and divides(shape):
-                length = sum(n for _, n in ranges[0])
-                ranges = (within(ranges[0], *stretch(length, plan.fsdp, fsdp)), *ranges[1:])
+                ranges = shard_of(ranges, 0, plan.fsdp, fsdp)
             row[name] = Part(empty, shape, ranges)
         found.append(row)
     return found

@@ -36,7 +36,7 @@ Paper
 from collections.abc import Iterable
 
 from plait.config.errors import Problem
-from plait.config.plan import Plan
+from plait.config.plan import SAME_PARTS, Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
@@ -48,7 +48,7 @@ EXACT = True
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.dp * plan.cp > 1 and plan.fsdp == 1 and plan.processes != "one"
+    return plan.along(SAME_PARTS) > 1 and plan.fsdp == 1 and plan.processes != "one"
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
@@ -64,7 +64,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in sketch.batch_coupled:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over dp={plan.dp}"
-    yield from apart(sketch, plan.dp * plan.cp)
+    yield from apart(sketch, plan.along(SAME_PARTS))
 
 
 def apply(built: Built) -> None:

@@ -60,6 +60,12 @@ def stretch(length: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * each, length), min((rank + 1) * each, length)
 
 
+def shard_of(whole: tuple[Ranges, ...], dim: int, ranks: int, rank: int) -> tuple[Ranges, ...]:
+    """The ranges of a rank's shard of what lies at these ranges, cut along a dim."""
+    length = sum(n for _, n in whole[dim])
+    return (*whole[:dim], within(whole[dim], *stretch(length, ranks, rank)), *whole[dim + 1 :])
+
+
 @dataclass(frozen=True)
 class ShardGroup:
     """Where the parts of a parameter are: the group of ranks that hold them, of those that hold the same, which dim is cut."""
@@ -136,9 +142,9 @@ class FsdpRuntime:
         found = {}
         for name, parameter in self.sharded.items():
             shape, ranges = self.cuts.get(name) or (tuple(parameter.shape), everything(tuple(parameter.shape)))
-            at, dim = self.where(name), self.where(name).dim
-            mine = within(ranges[dim], *stretch(parameter.shape[dim], at.group.size(), at.group.rank()))
-            found[name] = Part(self.own[name].detach(), shape, (*ranges[:dim], mine, *ranges[dim + 1 :]))
+            at = self.where(name)
+            mine = shard_of(ranges, at.dim, at.group.size(), at.group.rank())
+            found[name] = Part(self.own[name].detach(), shape, mine)
         return found
 
     def before(self, last: bool) -> None:

@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait.config.errors import Problem
-from plait.config.plan import AXES, Plan
+from plait.config.plan import AXES, SAME_SLICES, Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
@@ -77,7 +77,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in sketch.batch_coupled:
         yield f"batch statistics in {name} are computed by a direct call, which cannot be synchronised over the ranks"
-    yield from apart(sketch, plan.shares * plan.cp)
+    yield from apart(sketch, plan.along(SAME_SLICES))
 
 
 def apply(built: Built) -> None:
