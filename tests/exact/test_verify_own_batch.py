@@ -16,6 +16,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine import engine, evaluate
+from plait.verify import own_batch
 from plait.verify.verdict import Verdict, table
 from plait.verify.verify import verify
 
@@ -188,3 +189,10 @@ def test_a_sample_counted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     """Where a rank runs along on a sample of another's, because a forward pass gathers parameters."""
     wrong(monkeypatch, "padded")
     assert told(verify(evaluated(), Plan.parse("fsdp=2"))) == "V020"
+
+
+def test_eps_of_an_optimizer_is_raised_where_it_is_compared_with_gradients() -> None:
+    weight = [torch.nn.Parameter(torch.ones(2, 2))]
+    for optimizer, eps in ((torch.optim.AdamW(weight), 0.5), (torch.optim.Adafactor(weight), (0.5, 1e-3))):
+        own_batch.raise_eps(optimizer, 0.5)
+        assert optimizer.param_groups[0]["eps"] == eps

@@ -208,7 +208,7 @@ def on_one_device(job: Job, one: reference.OneDevice, seconds: float) -> dict[st
         limit = math.inf if far or job.clip is None else job.clip
         if far:
             _enlarged(one.parameters)
-        _steady(one.optimizer, norm * HUGE if far else norm)
+        raise_eps(one.optimizer, EPS * (norm * HUGE if far else norm))
         rows.append(one.update(read, loss, limit) | {"norm": norm})
         ids.append(read[1])
     out["own_weights"] = {n: p.detach().clone() for n, p in one.model.named_parameters()}
@@ -227,11 +227,15 @@ def _enlarged(parameters: list[Any]) -> None:
             parameter.grad.mul_(HUGE)
 
 
-def _steady(optimizer: torch.optim.Optimizer, norm: float) -> None:
-    """Adam's eps grows with the gradients, so that the rounding of one that is truly zero stays below it."""
+def raise_eps(optimizer: torch.optim.Optimizer, least: float) -> None:
+    """Make eps at least `least`: an optimizer divides by a gradient's size plus eps, so a gradient that is truly zero would
+    be a step of rounding / eps. Of Adafactor's pair it is the first; the second is compared with weights."""
     for group in optimizer.param_groups:
-        if isinstance(group.get("eps"), float):
-            group["eps"] = max(group["eps"], EPS * norm)
+        eps = group.get("eps")
+        if isinstance(eps, float):
+            group["eps"] = max(eps, least)
+        elif isinstance(eps, tuple):
+            group["eps"] = (max(eps[0] or 0.0, least), *eps[1:])
 
 
 class OwnBatchSteps:
@@ -266,7 +270,7 @@ class OwnBatchSteps:
         norm = self.facts["own_rows"][step]["norm"]
         if far:
             _enlarged([p for p in self.engine.built.own.values() if p.requires_grad])
-        _steady(self.engine.optimizer, norm * HUGE if far else norm)
+        raise_eps(self.engine.optimizer, EPS * (norm * HUGE if far else norm))
 
 
 def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple[Probe, ...]:

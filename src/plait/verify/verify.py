@@ -213,10 +213,7 @@ def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
 
     def optimizer(parameters: list[Any]) -> Any:
         made = job.optimizer(parameters)
-        for group in made.param_groups:  # a gradient that is truly zero is rounding / eps: keep Adam from amplifying it
-            if isinstance(eps := group.get("eps"), (float, tuple)):
-                least = [max(one or 0.0, 1e-6) for one in (eps if isinstance(eps, tuple) else (eps,))]
-                group["eps"] = tuple(least) if isinstance(eps, tuple) else least[0]
+        own_batch.raise_eps(made, 1e-6)
         return made
 
     return dataclasses.replace(
