@@ -81,7 +81,7 @@ def equal(name: str, text: str) -> None:
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
 
-@pytest.mark.parametrize("name, text", every(5, SPREAD))
+@pytest.mark.parametrize("name, text", every(8, SPREAD))
 def test_equal(name: str, text: str) -> None:
     equal(name, text)
 
@@ -93,7 +93,7 @@ def test_every_model_under_every_plan(name: str, text: str) -> None:
     equal(name, text)
 
 
-@pytest.mark.parametrize("name, text", every(3, BESIDE))
+@pytest.mark.parametrize("name, text", every(4, BESIDE))
 def test_beside_other_strategies(name: str, text: str) -> None:
     equal(name, text)
 

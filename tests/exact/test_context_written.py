@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jobs_written
 import pytest
 import torch
+from rarely import every
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -44,7 +45,7 @@ def equal(name: str, text: str) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize("name, text", SMALL)
+@pytest.mark.parametrize("name, text", every(2, SMALL))
 def test_equal(name: str, text: str) -> None:
     (told, *_) = equal(name, text).notes
     assert "blocks.* itself" in told and "of its products" in told, told

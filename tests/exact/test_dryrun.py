@@ -44,10 +44,11 @@ PRODUCTS = (
     "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 recompute=full",
 )  # fmt: skip
 SAMPLE = {
-    "gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3"), "cnn": ("dp=2",), "aligned": ("cp=2",), "lstm": ("fsdp=2",),
+    "gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3", "cp=2"), "cnn": ("dp=2",), "lstm": ("fsdp=2",),
     "transformer": ("fsdp=2 zero=2 microbatches=3",),
 }  # fmt: skip
 EVERY = {
+    "aligned": ("cp=2",),
     "gpt": (*ONE_AXIS, *PIPES, *SLICES, *STRETCHES, *PRODUCTS),
     "llama": (*ONE_AXIS, "cp=2", *SLICES, "fsdp=2 tp=2", "pp=2 tp=2 microbatches=2"),
     **dict.fromkeys(("bert", "vit", "mamba"), ("dp=1", "fsdp=2", "tp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2")),

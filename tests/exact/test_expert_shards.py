@@ -89,7 +89,7 @@ def equal(job: plait.Job, plan: str) -> None:
     assert verdict.forced["clipped"]
 
 
-@pytest.mark.parametrize("job, plan", every(4, TRIED))
+@pytest.mark.parametrize("job, plan", every(8, TRIED))
 def test_experts_in_parts(job: Any, plan: str) -> None:
     equal(dataclasses.replace(job(), batch=24), plan)
 

@@ -5,6 +5,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
+from rarely import rarely
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,7 +52,7 @@ def gpt(tied: bool, capped: bool = False, head: str = "lm_head") -> plait.Job:
     return jobs.make(lambda: Gpt(tied, capped), jobs.Tokens, loss, weight=loss.weight)
 
 
-@pytest.mark.parametrize("text", ["dp=2 microbatches=3", "dp=3", "dp=2 processes=one"])
+@pytest.mark.parametrize("text", ["dp=2 microbatches=3", *rarely("dp=3"), "dp=2 processes=one"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_equal(tied: bool, text: str) -> None:
     verdict = verify(gpt(tied), Plan.parse(text))

@@ -43,10 +43,13 @@ def skipped(name: str, text: str) -> bool:
     return name == "pooled" and ("cp" in text or "pp" in text or "tp" in text)
 
 
+SHORT = [("right", "cp=2"), *((n, LIGHT[0]) for n in ("right", "pairs", "stream"))]
+
+
 @pytest.mark.parametrize(
     "name, text",
     [
-        pytest.param(n, t, marks=() if t in LIGHT[:1] or (n, t) == ("right", "cp=2") else pytest.mark.prove)
+        pytest.param(n, t, marks=() if (n, t) in SHORT else pytest.mark.prove)
         for n in JOBS
         for t in PLANS
         if not skipped(n, t)

@@ -69,17 +69,17 @@ def spread(names: list[str], each: int, step: int = 5) -> list[tuple[str, str]]:
     return [(name, PLANS[(k + step * i) % len(PLANS)]) for k, name in enumerate(names) for i in range(each)]
 
 
-@pytest.mark.parametrize("name, text", every(4, spread([n for n in JOBS if n not in jobs_pipeline.HUGGING], 1)))
+@pytest.mark.parametrize("name, text", every(6, spread([n for n in JOBS if n not in jobs_pipeline.HUGGING], 1)))
 def test_models(name: str, text: str) -> None:
     equal_or_named(JOBS[name], name, text)
 
 
-@pytest.mark.parametrize("name, text", every(3, spread(["llama", "t5", "whisper", "swin", "mamba", "mixtral"], 1)))
+@pytest.mark.parametrize("name, text", every(6, spread(["llama", "t5", "whisper", "swin", "mamba", "mixtral"], 1)))
 def test_hugging_face(name: str, text: str) -> None:
     equal_or_named(JOBS[name], name, text)
 
 
-@pytest.mark.parametrize("name, text", every(4, spread([n for n in OTHERS if n not in UNCUT], 1)))
+@pytest.mark.parametrize("name, text", every(6, spread([n for n in OTHERS if n not in UNCUT], 1)))
 def test_unlike_jobs(name: str, text: str) -> None:
     equal_or_named(OTHERS[name], name, text)
 

@@ -142,7 +142,7 @@ def found(name: str, plan: str = "tp=2") -> Slices:
     return choose.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
 
 
-@pytest.mark.parametrize("name, text", every(5, PLANS))
+@pytest.mark.parametrize("name, text", every(7, PLANS))
 def test_equal(name: str, text: str) -> None:
     verdict = verify(JOBS[name](), Plan.parse(text), steps=3)
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())

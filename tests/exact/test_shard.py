@@ -53,12 +53,12 @@ def spread(names: list[str], each: int) -> list[tuple[str, str]]:
     return [(name, PLANS[(k + 3 * i) % len(PLANS)]) for k, name in enumerate(names) for i in range(each)]
 
 
-@pytest.mark.parametrize("name, text", every(3, spread(list(jobs.ALL), 1)))
+@pytest.mark.parametrize("name, text", every(4, spread(list(jobs.ALL), 1)))
 def test_jobs(name: str, text: str) -> None:
     equal_or_named(name, text)
 
 
-@pytest.mark.parametrize("name, text", every(4, spread([n for n in jobs_unlike.ALL if n in TELLING], 1)))
+@pytest.mark.parametrize("name, text", every(6, spread([n for n in jobs_unlike.ALL if n in TELLING], 1)))
 def test_unlike_jobs(name: str, text: str) -> None:
     equal_or_named(name, text)
 

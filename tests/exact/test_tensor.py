@@ -69,7 +69,7 @@ def equal_or_named(name: str, text: str) -> None:
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
 
-@pytest.mark.parametrize("name, text", every(3, FIRST))
+@pytest.mark.parametrize("name, text", every(4, FIRST))
 def test_models(name: str, text: str) -> None:
     equal_or_named(name, text)
 

@@ -14,6 +14,8 @@ from plait.engine.engine import Engine
 from plait.tensors import collectives as exchange
 from plait.verify.verify import verify
 
+pytestmark = pytest.mark.messages
+
 PLANS = (
     "pp=2 microbatches=3", "pp=3 microbatches=4 schedule=zb", "pp=2 microbatches=4 schedule=interleaved stages_per_rank=2",
     "pp=2 dp=2 microbatches=2", "pp=2 fsdp=2 microbatches=3",

@@ -225,7 +225,6 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 LIGHT = (
     "fp32 sums rounded, dp",
     "fp32 messages rounded, pp",
-    "sums rounded",
     "state rounded, tp",
     "reduced in 16",
     "state in 16",
@@ -274,7 +273,6 @@ SOME = (
     ("dropout", "dp=2 precision=fp16"),
     ("norm", "dp=2 precision=bf16"),
     ("gpt", "pp=2 fsdp=2 microbatches=2 precision=bf16"),
-    ("packed", "cp=2 fsdp=2 precision=bf16"),
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
+from rarely import rarely
 from saved import tensors
 from torch import nn
 
@@ -48,7 +49,7 @@ def listener() -> fork.Listener:
     return fork.Listener(lambda *_: None)
 
 
-@pytest.mark.parametrize("plan", ("dp=1", "dp=2", "fsdp=2"))
+@pytest.mark.parametrize("plan", (*rarely("dp=1", "dp=2"), "fsdp=2"))
 def test_training_goes_on_and_the_checkpoint_is_of_its_step(
     tmp_path: Path, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import jobs_real
 import pytest
 import torch
 from launched import TEST_JOB, Command, rows
+from rarely import rarely
 from saved import tensors
 
 import plait
@@ -142,7 +143,7 @@ def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Pat
     "fault, code, layout",
     (
         ("kill", "C003", "dp=2 fsdp=2"), ("raise", "C005", "fsdp=3"), pytest.param("stop", "C001", "fsdp=3", marks=pytest.mark.prove),
-        ("kill", "C003", "pp=2 microbatches=2"), ("raise", "C005", "dp=2 tp=2"), ("raise", "C005", "pp=2 dp=2"),
+        ("kill", "C003", "pp=2 microbatches=2"), *rarely(("raise", "C005", "dp=2 tp=2"), ("raise", "C005", "pp=2 dp=2")),
         pytest.param("stop", "C001", "pp=2 microbatches=2", marks=pytest.mark.prove),
     ),
 )  # fmt: skip

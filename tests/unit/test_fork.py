@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ VERBS = {
     "report": ("report", "runs/latest", "--timeline"),
     "checkpoint": ("checkpoint", "verify", "runs/latest"),
 }
+FEW = {name: VERBS[name] for name in ("train", "verify", "plan", "report", "checkpoint")}
 SCRIPT = """
 import ctypes, json, os, sys
 import torch
@@ -82,8 +84,9 @@ def guard() -> str:
 
 
 @pytest.mark.timeout(600)
-def test_every_verb_runs_where_torch_sees_a_device(guard: str, tmp_path: Path) -> None:
-    verbs = VERBS | {"backward": ("backward", *TRAIN)}
+@pytest.mark.parametrize("verbs", (FEW, pytest.param(VERBS, marks=pytest.mark.prove)), ids=("few", "all"))
+def test_every_verb_runs_where_torch_sees_a_device(verbs: dict[str, Sequence[str]], guard: str, tmp_path: Path) -> None:
+    verbs = verbs | {"backward": ("backward", *TRAIN)}
     command = [sys.executable, "-c", SCRIPT, guard, json.dumps(verbs)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -93,7 +96,7 @@ def test_every_verb_runs_where_torch_sees_a_device(guard: str, tmp_path: Path) -
         "the guard does not guard, or nobody says so: " + said
     )
     wrong = {name: told for name, told in found.items() if told[0]}
-    assert not wrong and len(found) == len(VERBS), "\n".join(f"{name}: {told[1]}" for name, told in wrong.items())
+    assert not wrong and len(found) == len(verbs) - 1, "\n".join(f"{name}: {told[1]}" for name, told in wrong.items())
 
 
 def test_a_process_that_has_used_cuda_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:

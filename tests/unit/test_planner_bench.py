@@ -157,6 +157,7 @@ def test_the_fit_corrects_as_the_planner_does() -> None:
         assert deviations == pytest.approx([one.deviation for one in said])
 
 
+@pytest.mark.prove
 def test_a_measured_time_never_reaches_its_own_prediction(tmp_path: Path) -> None:
     """Twice as long a measurement, the same prediction: nothing of the answer is looked at."""
 
@@ -190,6 +191,7 @@ def test_the_planner_is_as_good_as_its_docs_say() -> None:
     assert found["memory"]["false_fits"] <= found["memory"]["said_fits"] / 20
 
 
+@pytest.mark.prove
 def test_four_measured_rows_help() -> None:
     done = subprocess.run([sys.executable, BENCH / "planner.py", "--anchors", "4", "--json"],
                           capture_output=True, text=True, check=True)  # fmt: skip
