@@ -221,6 +221,7 @@ def test_unused_parameter_gets_a_zero_gradient(monkeypatch: pytest.MonkeyPatch) 
     check(jobs.branches(), "dp=2", "G", "never.bias", "V003")
 
 
+@pytest.mark.messages
 def test_a_collective_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """C: traffic that a dry run does not have: something else in the ranks' processes sends it."""
     real = data_parallel.Reducer.finish

@@ -184,6 +184,7 @@ def test_batch_norm_over_the_copies_only(monkeypatch: pytest.MonkeyPatch) -> Non
     check(jobs.batch_norm(), "fsdp=2", "B", "0.weight", "V015")
 
 
+@pytest.mark.messages
 def test_a_sum_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """C: traffic that a dry run does not have: something else in the ranks' processes sends it."""
     real = FsdpRuntime.finish
