@@ -26,17 +26,20 @@ Bytes from every rank to every rank, as tensors: nothing that arrives is ever un
 Whether ranks hold the same bits: a 64-bit digest per tensor, compared over a group.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import WrapperTensor, storage_key
 
+P = ParamSpec("P")
 DIRECT: ContextVar[tuple[str, ...]] = ContextVar("direct", default=("cpu",))
 """Kinds of devices between which parts are exchanged by sends and receives, and not by the library's collectives."""
 
@@ -46,7 +49,7 @@ def directly(device: torch.device) -> bool:
     return device.type in DIRECT.get()
 
 
-def exchange(data: bytes, group: Any, device: torch.device) -> list[bytes]:
+def exchange(data: bytes, group: ProcessGroup | None, device: torch.device) -> list[bytes]:
     """Each rank's bytes, on all ranks, by rank. A collective; without a group it is this rank's own."""
     if group is None:
         return [data]
@@ -67,153 +70,110 @@ TAG = 2**16
 """Of the messages here: above those of `parallel/fsdp/collectives.py`. Messages of one tag arrive in the order they were sent."""
 
 
-class Absent:
+class Absent(ProcessGroup):
     """A group whose other ranks are not there: nothing travels, and the numbers are wrong."""
 
     def __init__(self, ranks: int, rank: int = 0):
-        self.ranks, self.at = ranks, rank
-
-    def size(self) -> int:
-        """How many ranks there would be."""
-        return self.ranks
-
-    def rank(self) -> int:
-        """Which of them this is."""
-        return self.at
+        super().__init__(dist.HashStore(), rank, ranks)
 
 
-def of_rows(region: Any) -> Any:
-    """What poses as the whole (`WrapperTensor`) goes through a region with its part on this rank."""
+def of_rows(region: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
+    """A `WrapperTensor` that stands for a whole goes through a region with its part on this rank."""
 
     @wraps(region)
-    def through(x: Any, *how: Any) -> Any:
-        return x.like(region(x.local, *how)) if isinstance(x, WrapperTensor) and x.inside else region(x, *how)
+    def through(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if isinstance(x, WrapperTensor) and x.inside:
+            return x.like(region(x.local, *args, **kwargs))
+        return region(x, *args, **kwargs)
 
     return through
 
 
 @of_rows
-def enter(x: Tensor, group: Any) -> Tensor:
+def enter(x: Tensor, group: ProcessGroup) -> Tensor:
     """`x` itself, before a region cut over the ranks: what the ranks find as its gradient is summed.
 
     Shares `x`'s memory, so writing it in place is an error (torch's own): other code knows it as `x`.
     """
-    return x if group.size() == 1 else _Enter.apply(x, group)
+    return x if group.size() == 1 else _Linear.apply(x, _same, summed, (group,))
 
 
 @of_rows
-def total(x: Tensor, group: Any) -> Tensor:
+def total(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the ranks, on every rank: it stands after a region whose ranks each made a share of the result."""
-    return x if group.size() == 1 else _Total.apply(x, group)
+    return x if group.size() == 1 else _Linear.apply(x, summed, _same, (group,))
 
 
 @of_rows
-def part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+def part(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """This rank's rows of `dim` of a whole that every rank has. Backward gives every rank the gradient of the whole."""
-    return x if group.size() == 1 else _Part.apply(x, _checked(x.shape[dim], rows.length, dim, x), rows, group)
+    if group.size() == 1:
+        return x
+    return _Linear.apply(x, _rows, gathered, (_checked(x, dim, rows.length), rows, group))
 
 
 @of_rows
-def gather(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+def gather(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """The whole of which each rank has its rows of `dim`; right where every rank computes the same after it.
 
     Backward: this rank's rows of the gradient, which every rank has whole.
     """
-    return x if group.size() == 1 else _Gather.apply(x, _own(x, dim, rows, group), rows, group)
+    if group.size() == 1:
+        return x
+    return _Linear.apply(x, gathered, _rows, (_checked(x, dim, rows.sizes[group.rank()]), rows, group))
 
 
-def gather_partial(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+def gather_partial(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """The whole of which each rank has its rows of `dim`; right where every rank computes another part after it.
 
     Backward: this rank's rows of the sum of all ranks' gradients.
     """
-    return x if group.size() == 1 else _GatherPartial.apply(x, _own(x, dim, rows, group), rows, group)
+    if group.size() == 1:
+        return x
+    return _Linear.apply(x, gathered, sum_part, (_checked(x, dim, rows.sizes[group.rank()]), rows, group))
 
 
-def scatter_sum(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+def scatter_sum(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """This rank's rows of `dim` of the sum over the ranks, each of which has a share of the sum in every row."""
-    return x if group.size() == 1 else _ScatterSum.apply(x, _checked(x.shape[dim], rows.length, dim, x), rows, group)
+    if group.size() == 1:
+        return x
+    return _Linear.apply(x, sum_part, gathered, (_checked(x, dim, rows.length), rows, group))
 
 
-def _own(x: Tensor, dim: int, rows: Rows, group: Any) -> int:
-    return _checked(x.shape[dim], rows.sizes[group.rank()], dim, x)
-
-
-def _checked(found: int, expected: int, dim: int, x: Tensor) -> int:
+def _checked(x: Tensor, dim: int, expected: int) -> int:
     """The dim, counted from the front. A wrong length would make other ranks wait for ever, so it is an error here."""
-    if found != expected:
-        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} has {found} rows, not {expected}")
+    if x.shape[dim] != expected:
+        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows, not {expected}")
     return dim % x.dim()
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _Total.apply(grads[0], ctx.group), None
+Collective = Callable[..., Tensor]
+"""Linear in the tensor that is its first argument; what else it takes is the same for its adjoint."""
 
 
-class _Total(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """A linear collective, the backward of which is its adjoint."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return summed(x, group)
+    def forward(ctx: Any, x: Tensor, collective: Collective, adjoint: Collective, where: tuple[object, ...]) -> Tensor:
+        ctx.backward_by = adjoint, collective, where
+        return collective(x, *where)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _Enter.apply(grads[0], ctx.group), None
+        return _Linear.apply(grads[0], *ctx.backward_by), None, None, None
 
 
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
-        ctx.at = dim, rows, group
-        return rows.take(x, dim, group.rank()).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _Gather.apply(grads[0], *ctx.at), None, None, None
+def _same(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
-        ctx.at = dim, rows, group
-        return gathered(x, dim, rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _Part.apply(grads[0], *ctx.at), None, None, None
-
-
-class _GatherPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
-        ctx.at = dim, rows, group
-        return gathered(x, dim, rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _ScatterSum.apply(grads[0], *ctx.at), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
-        ctx.at = dim, rows, group
-        return sum_part(x, dim, rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _GatherPartial.apply(grads[0], *ctx.at), None, None, None
+def _rows(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
+    return rows.take(x, dim, group.rank()).clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
-def summed(x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def summed(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """A new tensor: the sum over the ranks (or their maximum, …), the same on every rank. Not differentiated."""
     result = x.clone(memory_format=torch.contiguous_format)
     if not isinstance(group, Absent):
@@ -222,30 +182,30 @@ def summed(x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 @torch.no_grad()
-def gathered(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+def gathered(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """The whole, from each rank's rows of `dim`. Not differentiated."""
     rank, x = group.rank(), x.contiguous()
     whole = x.new_empty([*x.shape[:dim], rows.length, *x.shape[dim + 1 :]])
     parts: list[Tensor] = []
     for ranges, size in zip(rows.ranks, rows.sizes):
-        into = whole.narrow(dim, ranges[0][0], size) if len(ranges) == 1 else None
-        straight = into is not None and into.is_contiguous()
-        parts.append(into if straight else x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]))
+        place = whole.narrow(dim, ranges[0][0], size) if len(ranges) == 1 else None
+        straight = place is not None and place.is_contiguous()
+        parts.append(place if straight else x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]))
     if directly(x.device):
         _exchange([x] * len(parts), parts, group)
         parts[rank].copy_(x)
     elif not isinstance(group, Absent):
         dist.all_gather(parts, x, group=group)
-    for ranges, size, given in zip(rows.ranks, rows.sizes, parts):
-        if size and storage_key(given) == storage_key(whole):
+    for ranges, size, received in zip(rows.ranks, rows.sizes, parts):
+        if size and storage_key(received) == storage_key(whole):
             continue
-        for (first, length), piece in zip(ranges, given.split([length for _, length in ranges], dim)):
+        for (first, length), piece in zip(ranges, received.split([length for _, length in ranges], dim)):
             whole.narrow(dim, first, length).copy_(piece)
     return whole
 
 
 @torch.no_grad()
-def sum_part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
+def sum_part(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """This rank's rows of `dim` of the sum over the ranks. Not differentiated.
 
     gloo's own reduce-scatter is an all-reduce in disguise, so on CPU the parts are exchanged and added up here, in the
@@ -268,7 +228,7 @@ def sum_part(x: Tensor, dim: int, rows: Rows, group: Any) -> Tensor:
     return result.to(x.dtype)
 
 
-def _exchange(send: list[Tensor], into: list[Tensor], group: Any) -> None:
+def _exchange(send: list[Tensor], into: list[Tensor], group: ProcessGroup) -> None:
     """Send one tensor to every other rank and receive one from each; empty ones are not sent."""
     ranks, rank, works = group.size(), group.rank(), []
     for k in range(1, 1 if isinstance(group, Absent) else ranks):
@@ -299,14 +259,12 @@ def digest(t: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for start in range(0, raw.numel(), STRETCH):
         part = raw[start : start + STRETCH]
-        odd = (
-            torch.arange(start + 1, start + len(part) + 1, device=t.device) * 2 + 1
-        )  # wraps around: arithmetic modulo 2^64
-        total += ((part ^ (part >> 29)) * odd).sum()
+        odd = torch.arange(start + 1, start + len(part) + 1, device=t.device) * 2 + 1
+        total += ((part ^ (part >> 29)) * odd).sum()  # wraps around: arithmetic modulo 2^64
     return total
 
 
-def differing(named: list[tuple[str, Tensor]], group: Any, device: torch.device) -> list[str]:
+def differing(named: list[tuple[str, Tensor]], group: ProcessGroup | None, device: torch.device) -> list[str]:
     """Names of tensors that are not bit-equal on all ranks of the group, which exchanges tensors on this device."""
     mine = digests(named).to(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -60,7 +60,7 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
 
 def _spread(output: Tensor, absent: Absent) -> ShardedTensor:
     """A head's logits, of which other ranks would have the other words."""
-    cut = rows(output.shape[-1], absent.ranks)
+    cut = rows(output.shape[-1], absent.size())
     return ShardedTensor(output.narrow(-1, *cut[0][0]), output.dim() - 1, Rows(cut), absent)
 
 
