@@ -291,7 +291,7 @@ def test_a_checkpointed_function_knows_that_it_is_one() -> None:
     assert checkpoint_frame() is None
 
 
-@contract("torch.utils.checkpoint._Holder")
+@contract("torch.utils.checkpoint._Holder", "torch.utils.checkpoint._Handle")
 def test_backward_passes_of_a_group_recompute_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they meet the same nodes; without a group every one does, as before."""
     monkeypatch.setattr(torch.utils.checkpoint, "_Holder", torch.utils.checkpoint._Holder)
@@ -469,7 +469,14 @@ def test_fsdp_takes_collectives_and_meshes_of_ours() -> None:
         torch.distributed.destroy_process_group()
 
 
-@contract("…._get_fsdp_state", "…._state_ctx", "…._fsdp_param_groups", "…._root_post_backward_final_callback")
+@contract(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+    "…._get_fsdp_state",
+    "…._state_ctx",
+    "…._fsdp_param_groups",
+    "…._root_post_backward_final_callback",
+)
 def test_what_ends_the_backward_of_a_sharded_model_is_there() -> None:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

@@ -27,6 +27,7 @@ from plait.tensors.torch_private import (
     BatchNormBase,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     WrapperTensor,
     own_buffers,
@@ -310,7 +311,7 @@ def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
 
 
-def _argument(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
     for i, argument in enumerate(schema(func).arguments):
         if argument.name == name:

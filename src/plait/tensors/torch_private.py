@@ -6,22 +6,24 @@ When a torch release moves one of these, one test fails here and one file change
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
-from torch.distributed import _functional_collectives
+from torch.distributed import ProcessGroup, _functional_collectives
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FsdpAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FsdpReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -40,68 +42,15 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+Wrapper = TypeVar("Wrapper", bound=Tensor)
 GraphExecGroup = checkpoint.GraphExecGroup
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 """What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
 __all__ = [
-    "RECURRENT",
-    "SEEDED",
-    "BatchNormBase",
-    "DropoutBase",
-    "FSDPMeshInfo",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FsdpAllGather",
-    "FsdpReduceScatter",
-    "GraphExecGroup",
-    "ShardPlacementResult",
-    "TorchDispatchMode",
-    "Unknowns",
-    "WrapperTensor",
-    "alias",
-    "all_gather_tensor",
-    "all_reduce",
-    "check_dims",
-    "checkpoint_frame",
-    "compiled_by",
-    "convert",
-    "copy_",
-    "emptied",
-    "exchange_by",
-    "fake_failures",
-    "fake_world",
-    "fakes_around",
-    "flash_cpu",
-    "flash_cpu_backward",
-    "group_in",
-    "held_on_meta",
-    "in_backward",
-    "is_unknown",
-    "is_view",
-    "leaves",
-    "local_of",
-    "materialise",
-    "named_leaves",
-    "no_modes",
-    "own_buffers",
-    "parts_as_they_are",
-    "plainly",
-    "recompute_once",
-    "register_pytree_node",
-    "scalar_of",
-    "scale_",
-    "schema",
-    "storage_key",
-    "sum_unused",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-    "version",
-    "warm_dynamo",
-    "widened",
+    "BatchNormBase", "DropoutBase", "FSDPMeshInfo", "FakeTensor", "FsdpAllGather", "FsdpReduceScatter", "OpOverload",
+    "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
+"""What others import from here under torch's own name."""
 
 RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
 """What recurrent layers call."""
@@ -127,7 +76,7 @@ def devices_by_driver() -> int | None:
     return count if count >= 0 else None
 
 
-def schema(op: Any) -> Any:
+def schema(op: OpOverload) -> torch.FunctionSchema:
     """The schema of an operator: its arguments, which of them it writes, and their defaults."""
     return op._schema
 
@@ -161,7 +110,7 @@ def warm_dynamo() -> None:
 class _Seeded:
     """Membership test: does this operator draw from a generator?"""
 
-    def __contains__(self, op: Any) -> bool:
+    def __contains__(self, op: object) -> bool:
         return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
@@ -178,7 +127,7 @@ def held_on_meta(t: Tensor) -> bool:
     return t.fake_device.type == "meta" if isinstance(t, FakeTensor) else t.is_meta or t.layout is not torch.strided
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: object) -> list[Any]:
     """The leaves of a model's output, also inside dataclasses, which torch's trees learn here when first met."""
     if isinstance(tree, Tensor):
         return [tree]
@@ -198,15 +147,15 @@ def fake_world(rank: int, world: int) -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
-def group_in(value: Any) -> Any:
+def group_in(value: object) -> ProcessGroup | None:
     """The process group that an operator was given, or None when it is something else."""
     try:
-        return torch.distributed.ProcessGroup.unbox(value)
-    except (RuntimeError, TypeError):
+        return ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None
+    except RuntimeError:
         return None
 
 
-def checkpoint_frame() -> Any:
+def checkpoint_frame() -> object:
     """The innermost activation checkpoint (non-reentrant) whose function is running now, or None."""
     if torch.compiler.is_compiling():
         return None
@@ -222,8 +171,8 @@ class _Unspent(checkpoint._Holder):
         self.handles = _Handles()
 
 
-class _Handles(dict[Any, Any]):
-    def __setitem__(self, group: Any, handle: Any) -> None:
+class _Handles(dict[int, checkpoint._Handle | None]):
+    def __setitem__(self, group: int, handle: checkpoint._Handle | None) -> None:
         if handle is not None:  # torch's mark of a tensor that was asked for
             super().__setitem__(group, handle)
 
@@ -238,7 +187,7 @@ def local_of(t: Tensor) -> Tensor:
     return getattr(t, "_local_tensor", t)
 
 
-def exchange_by(module: Any, scatter: Any, gather: Any) -> None:
+def exchange_by(module: FSDPModule, scatter: FsdpReduceScatter, gather: FsdpAllGather | None) -> None:
     """How FSDP2 sums the gradients of a module's parameters, on every mesh they lie on; and, unless `gather` is None, how it
     gathers them: without waiting for it."""
     for group in _param_groups(module._get_fsdp_state()):
@@ -246,14 +195,14 @@ def exchange_by(module: Any, scatter: Any, gather: Any) -> None:
         group.unshard_async_op = gather is not None
 
 
-def _param_groups(state: Any) -> list[Any]:
+def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     """The groups of parameters of a sharded module: one for each mesh they lie on. (torch 2.11 knows one mesh.)"""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def sum_unused(module: Any) -> None:
+def sum_unused(module: FSDPModule) -> None:
     """A parameter of this sharded module that a rank's backward did not come to counts as zeros there, so that all ranks
     sum the same. Its modules inside are left as they are."""
     known = hasattr(module, "set_reduce_scatter_unused_params")
@@ -263,7 +212,7 @@ def sum_unused(module: Any) -> None:
         group.post_backward = _of_one_format(group, group.post_backward, known)
 
 
-def _of_one_format(group: Any, reduce: Callable[[], None], known: bool) -> Callable[..., None]:
+def _of_one_format(group: FSDPParamGroup, reduce: Callable[[], None], known: bool) -> Callable[..., None]:
     """FSDP2 sums a group's gradients in one message, of one format. Zeros, and gradients of one micro-batch, are those of the
     weights; sums over micro-batches are wider. Where there is one of these, all are. `known`: torch makes zeros itself."""
 
@@ -284,7 +233,7 @@ def _of_one_format(group: Any, reduce: Callable[[], None], known: bool) -> Calla
     return post_backward
 
 
-def widened(root: Any, parameter: Tensor) -> Callable[[], None]:
+def widened(root: FSDPModule, parameter: Tensor) -> Callable[[], None]:
     """Moves a gathered parameter's gradient, as a backward pass leaves it, into a sum in the format that ranks sum in."""
     groups = (group for inner in root._get_fsdp_state()._state_ctx.all_states for group in _param_groups(inner))
     held = (p for group in groups for p in group.fsdp_params)
@@ -310,7 +259,7 @@ def parts_as_they_are() -> Iterator[None]:
         FSDPParam.reset_sharded_param = before
 
 
-def end_backward(root: Any) -> None:
+def end_backward(root: FSDPModule) -> None:
     """Tell a sharded model that the step's backward passes are over: what still has to be reduced is reduced now."""
     state = root._get_fsdp_state()
     for inner in state._state_ctx.all_states:
@@ -339,7 +288,7 @@ class Unknowns(FakeTensorMode):
     """Fake tensors for values that another rank has."""
 
 
-def is_unknown(t: Any) -> bool:
+def is_unknown(t: object) -> bool:
     """Whether a value is another rank's. (In a dry run, which has no numbers at all, a rank's own are fake tensors too.)"""
     return isinstance(t, FakeTensor) and isinstance(t.fake_mode, Unknowns)
 
@@ -405,9 +354,9 @@ class TorchDispatchMode(_TorchDispatchMode):
         if own is not None:
 
             def dispatch(
-                self: Any,
+                self: TorchDispatchMode,
                 func: Callable[..., Any],
-                types: Any,
+                types: tuple[type, ...],
                 args: tuple[Any, ...] = (),
                 kwargs: dict[str, Any] | None = None,
             ) -> Any:
@@ -428,9 +377,10 @@ def compiled_by(run: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iter
     """While it is on, `run(name, compiled, args, kwargs)` calls what an operator of higher order compiles for itself."""
     before = torch.compile
 
-    def compile(model: Any = None, **how: Any) -> Any:
+    def compile(model: Callable[..., Any] | None = None, **how: Any) -> Any:
         made = before(model, **how)
-        if not str(getattr(model, "__module__", "")).startswith(("torch._higher_order_ops", "torch.nn.attention")):
+        own = str(getattr(model, "__module__", "")).startswith(("torch._higher_order_ops", "torch.nn.attention"))
+        if model is None or not own:
             return made
         name = model.__qualname__.partition(".")[0].strip("_")
         return lambda *args, **kwargs: run(name, made, args, kwargs)
@@ -465,12 +415,12 @@ class WrapperTensor(Tensor):
     inside = False
     local: Tensor
 
-    def like(self, local: Any) -> Any:
+    def like(self, local: Tensor) -> Tensor:
         """What stands for the whole of which `local` is made, from this one's."""
         raise NotImplementedError
 
     @staticmethod
-    def made(cls: type[Any], like: Tensor, shape: list[int]) -> Any:
+    def made(cls: type[Wrapper], like: Tensor, shape: Sequence[int]) -> Wrapper:
         """A tensor of class `cls` that differs from `like` in shape."""
         return Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
@@ -481,7 +431,7 @@ class WrapperTensor(Tensor):
         raise NotImplementedError(f"{func} of a tensor that has no numbers")
 
 
-def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+def named_leaves(tree: object) -> tuple[list[tuple[str, Any]], Any]:
     """(the leaves of a tree with their paths, its structure), also inside dataclasses."""
     leaves(tree)
     found, spec = tree_flatten_with_path(tree)

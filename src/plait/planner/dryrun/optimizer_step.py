@@ -26,6 +26,7 @@ from plait.tensors.fake import PartlyFake, given_to
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     no_modes,
     scalar_of,
@@ -61,7 +62,7 @@ class Numbers:
         return found if type(found) is kind else kind(1)
 
 
-def reads(func: Callable[..., Any]) -> bool:
+def reads(func: OpOverload) -> bool:
     """Whether an operator gives numbers and no tensors, as the one behind `.item()` does."""
     returned = schema(func).returns
     return bool(returned) and all(str(one.type) in ("number", "Scalar", "bool", "int", "float") for one in returned)
