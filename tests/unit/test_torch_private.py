@@ -196,7 +196,7 @@ def test_trees_of_tuples_dicts_and_none() -> None:
     assert pytree.tree_map(lambda v: 0, [[1, 2], [3]]) == [[0, 0], [0]]
 
 
-@contract("torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten")
+@contract("torch.utils._pytree.TreeSpec", "torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten")
 def test_a_flattened_tree_comes_back() -> None:
     pytree = torch.utils._pytree
     tree = {"logits": torch.ones(2), "hidden": (torch.zeros(1), None)}

@@ -7,7 +7,6 @@ knows: it is asked, by running it. Some losses return their sum in the memory of
 """
 
 import threading
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from plait.tensors.torch_private import (
     tree_map,
     tree_map_only,
 )
+from plait.tensors.trees import flat
 
 SMALL = 1 << 20
 """Bytes of a tensor that is made for real, because code may look at it."""
@@ -37,28 +37,19 @@ class PartlyFake(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = list(given_to((args, tuple(kwargs.values()))))
+        given = list(flat((args, kwargs)))
         fakes = next((t.fake_mode for t in given if isinstance(t, FakeTensor)), None)
         fakes = fakes or (None if given else fakes_around() or self.fakes)
         if fakes is not None:
             with fakes:
                 result = func(*args, **kwargs)
-            if given or fakes is not self.fakes or any(map(self.hides, given_to((result,)))):
+            if given or fakes is not self.fakes or any(map(self.hides, flat(result))):
                 return result
         return func(*args, **kwargs)
 
     def hides(self, made: Tensor) -> bool:
         """Whether what is made from nothing is to be fake."""
         return made.numel() * made.element_size() > SMALL
-
-
-def given_to(args: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, which are in tuples and lists only."""
-    for value in args:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from given_to(value)
 
 
 def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:

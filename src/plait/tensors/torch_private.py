@@ -31,6 +31,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import (
+    TreeSpec,
     keystr,
     register_dataclass,
     register_pytree_node,
@@ -48,7 +49,7 @@ ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 """What lets a parameter of a sharded module lie on a mesh of its own. None: torch 2.11 has no such thing."""
 __all__ = [
     "BatchNormBase", "DropoutBase", "FSDPMeshInfo", "FakeTensor", "FsdpAllGather", "FsdpReduceScatter", "OpOverload",
-    "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+    "TreeSpec",    "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 """What others import from here under torch's own name."""
 

@@ -7,22 +7,29 @@ The structure of what a unit call returns: shapes as lines in the number of samp
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
-from plait.tensors.torch_private import leaves, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+from plait.tensors.torch_private import (
+    TreeSpec,
+    leaves,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 DEPTH = 4
 """How deep to look for tensors in objects that are neither lists nor dicts, such as a state a block returns."""
 
 
-def learn(tree: Any) -> None:
+def learn(tree: object) -> None:
     """Let torch's trees see into every simple object in a tree."""
     kind = next((type(leaf) for leaf in leaves(tree) if _simple(leaf)), None)
     if kind is not None:
@@ -30,7 +37,7 @@ def learn(tree: Any) -> None:
         learn(tree)
 
 
-def carried(tree: Any) -> bool:
+def carried(tree: object) -> bool:
     """Whether there is a simple object in a tree, whether or not torch's trees know its class."""
     if isinstance(tree, (Tensor, str, int, float)) or tree is None:
         return False
@@ -41,7 +48,7 @@ def carried(tree: Any) -> bool:
     return _simple(tree)
 
 
-def _simple(leaf: Any) -> bool:
+def _simple(leaf: object) -> bool:
     """Whether an object holds tensors in its attributes or items, and can be made anew from them."""
     kind = type(leaf)
     if isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf) or kind.__module__ == "builtins":
@@ -54,7 +61,7 @@ def _simple(leaf: Any) -> bool:
     return bool(inside) and not any(isinstance(t, nn.Parameter) for t in inside)
 
 
-def _tensors(value: Any, met: set[int]) -> list[Tensor]:
+def _tensors(value: object, met: set[int]) -> list[Tensor]:
     found = []
     for leaf in leaves(value):
         if isinstance(leaf, Tensor):
@@ -65,17 +72,18 @@ def _tensors(value: Any, met: set[int]) -> list[Tensor]:
     return found
 
 
-def _flatten(thing: Any) -> tuple[list[Any], tuple[Any, ...]]:
+def _flatten(thing: object) -> tuple[list[Any], tuple[Any, ...]]:
     own = vars(thing) if hasattr(thing, "__dict__") else {}
     items = list(dict.values(thing)) if isinstance(thing, dict) else list(thing) if isinstance(thing, list) else []
     keys = tuple(dict.keys(thing)) if isinstance(thing, dict) else len(items)
     return [*own.values(), *items], (tuple(own), keys)
 
 
-def _made(kind: Any, values: Any, context: tuple[Any, ...]) -> Any:
-    made, (names, keys), found = kind.__new__(kind), context, list(values)
-    vars(made).update(zip(names, found)) if names else None
-    items = found[len(names) :]
+def _made(kind: type[object], values: Iterable[Any], context: tuple[Any, ...]) -> object:
+    made, (names, keys), values = kind.__new__(kind), context, list(values)
+    if names:
+        vars(made).update(zip(names, values))
+    items = values[len(names) :]
     if isinstance(made, dict):
         dict.update(made, zip(keys, items))
     elif isinstance(made, list):
@@ -83,20 +91,20 @@ def _made(kind: Any, values: Any, context: tuple[Any, ...]) -> Any:
     return made
 
 
-def refill(given: Any, new: Any) -> None:
+def refill(old: object, new: object) -> None:
     """Give an object the attributes and items of another of its class."""
-    if isinstance(given, dict):
-        dict.clear(given)
-        dict.update(given, new)
-    elif isinstance(given, list):
-        given[:] = new
-    if hasattr(given, "__dict__"):
-        vars(given).clear()
-        vars(given).update(vars(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        dict.clear(old)
+        dict.update(old, new)
+    elif isinstance(old, list) and isinstance(new, list):
+        old[:] = new
+    if hasattr(old, "__dict__"):
+        vars(old).clear()
+        vars(old).update(vars(new))
 
 
-def flat(tree: Any) -> Iterator[Tensor]:
-    """The tensors among arguments of a torch function: lists, tuples and dicts."""
+def flat(tree: object) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of a torch function or operator, which are in lists, tuples and dicts only."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -106,14 +114,14 @@ def flat(tree: Any) -> Iterator[Tensor]:
         yield from flat(list(tree.values()))
 
 
-def tensors_in(tree: Any, depth: int = DEPTH) -> Iterator[Tensor]:
+def tensors_in(tree: object) -> Iterator[Tensor]:
     """The tensors in what a module is given or returns, also inside objects; the same tensor comes once."""
     found: dict[int, Tensor] = {}
-    _walk(tree, depth, found, set())
+    _walk(tree, DEPTH, found, set())
     return iter(found.values())
 
 
-def _walk(item: Any, depth: int, found: dict[int, Tensor], met: set[int]) -> None:
+def _walk(item: object, depth: int, found: dict[int, Tensor], met: set[int]) -> None:
     """Not a function inside the other: that would hold itself, and the tensors, until the next garbage collection."""
     if isinstance(item, Tensor):
         found[id(item)] = item
@@ -151,19 +159,16 @@ class Slot:
 class Template:
     """A call's output: its tree, and a `Slot` or the constant itself for every leaf."""
 
-    spec: Any
+    spec: TreeSpec | None
     leaves: tuple[Any, ...]
     varies: bool = False
     """Something in it that is no tensor depends on the number of samples."""
 
-    def make(self, samples: int, tensor: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Any:
-        """The tree, with tensors made by `tensor(shape, dtype)`."""
-        return self.fill(tensor(slot.shape(samples), slot.dtype) for slot in self.slots)
-
     def fill(self, tensors: Iterator[Tensor]) -> Any:
         """The tree with these tensors in its slots."""
-        found = iter(tensors)
-        return tree_unflatten([next(found) if isinstance(leaf, Slot) else leaf for leaf in self.leaves], self.spec)
+        if self.spec is None:
+            raise ValueError("what this call returns is not known")
+        return tree_unflatten([next(tensors) if isinstance(leaf, Slot) else leaf for leaf in self.leaves], self.spec)
 
     @property
     def slots(self) -> list[Slot]:
@@ -177,28 +182,38 @@ NOTHING = Template(None, ())
 """Of a call whose output is not known."""
 
 
-def taken(output: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(tree, leaves) of an output, tensors by (shape, dtype, requires_grad)."""
+class TensorForm(NamedTuple):
+    """What is noted of a tensor in an output: its shape, its number format, and whether gradients flow."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
+Form = tuple[TreeSpec | None, tuple[Any, ...]]
+"""The tree of an output, and its leaves: of tensors their `TensorForm`."""
+
+
+def taken(output: object) -> Form:
+    """The form of an output."""
     leaves(output)  # makes trees of dataclasses
-    found, spec = tree_flatten(output)
-    rows = [(tuple(t.shape), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t for t in found]
+    flat_output, spec = tree_flatten(output)
+    rows = (TensorForm(tuple(t.shape), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t for t in flat_output)
     return spec, tuple(rows)
 
 
-def template(
-    small: tuple[Any, tuple[Any, ...]], large: tuple[Any, tuple[Any, ...]] | None, sizes: tuple[int, int]
-) -> Template:
+def template(small: Form, large: Form | None, sizes: tuple[int, int]) -> Template:
     """From what a call returned in batches of two sizes."""
     rows = []
     varies = large is not None and len(large[1]) != len(small[1])
     others = large[1] if large is not None and not varies else small[1]
     for one, other in zip(small[1], others):
-        if not (isinstance(one, tuple) and len(one) == 3 and isinstance(one[1], torch.dtype)):
+        if not isinstance(one, TensorForm):
             rows.append(one)
             varies |= isinstance(one, (int, float)) and one != other
             continue
-        each = tuple((b - a) / (sizes[1] - sizes[0]) for a, b in zip(one[0], other[0]))
-        rows.append(Slot(tuple(a - e * sizes[0] for a, e in zip(one[0], each)), each, one[1], one[2]))
+        each = tuple((b - a) / (sizes[1] - sizes[0]) for a, b in zip(one.shape, other.shape))
+        rows.append(Slot(tuple(a - e * sizes[0] for a, e in zip(one.shape, each)), each, one.dtype, one.grad))
     return Template(small[0], tuple(rows), varies)
 
 
@@ -207,23 +222,23 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
     return args if not kwargs and all(isinstance(a, Tensor) for a in args) else tree_leaves((args, kwargs))
 
 
-def tensors(output: Any) -> list[Tensor]:
+def tensors(output: object) -> list[Tensor]:
     """The tensors of an output, in the order of its template's slots."""
     return [t for t in leaves(output) if isinstance(t, Tensor)]
 
 
-def known(output: Any, expected: Template, samples: int, unit: str) -> None:
+def known(output: object, expected: Template, samples: int, unit: str) -> None:
     """P025 when an output that other stages wait for has another form than the sketch says."""
-    found = [(tuple(t.shape), t.dtype) for t in tensors(output)]
+    actual = [(tuple(t.shape), t.dtype) for t in tensors(output)]
     wanted = [(slot.shape(samples), slot.dtype) for slot in expected.slots]
     constants = [(a, b) for a, b in zip(leaves(output), expected.leaves) if isinstance(a, PLAIN)]
     changed = next((f"{a}, in the sketch {b}" for a, b in constants if a != b), None)
-    if found == wanted and changed is not None:
+    if actual == wanted and changed is not None:
         what = f"unit {unit} returns a number or a word that changes: {changed}"
         why = "only tensors travel between stages"
         raise PlaitError(Problem("P025", what, why=why, fix=("return a tensor", "pp=1")))
-    if found != wanted:
-        what = f"unit {unit} returns {_told(found)}, the other stages wait for {_told(wanted)}"
+    if actual != wanted:
+        what = f"unit {unit} returns {_told(actual)}, the other stages wait for {_told(wanted)}"
         why = "shapes and formats are those of the first sample, shapes linear in the number of samples"
         raise PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length",)))
 

@@ -17,7 +17,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.model.costs import UnitCall
 from plait.model.sketch import Sketch
 from plait.tensors.torch_private import named_leaves, tree_map_only, tree_unflatten
-from plait.tensors.trees import NOTHING, Slot
+from plait.tensors.trees import Slot
 
 SAMPLES = 3
 """Of the batch in the runs that look for sequences."""
@@ -130,7 +130,7 @@ def as_held(sketch: Sketch, sizes: Sequence[int]) -> Sketch:
 
 def _held(call: UnitCall, made: UnitPlan, sizes: Sequence[int]) -> UnitCall:
     form = call.template
-    if not made.stretched or form is NOTHING:
+    if not made.stretched or form.spec is None:
         return call
     paths = [path for path, _ in named_leaves(tree_unflatten([object() for _ in form.leaves], form.spec))[0]]
     slots = []

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensors.fake import given_to
 from plait.tensors.torch_private import TorchDispatchMode, held_on_meta, is_unknown, local_of
+from plait.tensors.trees import flat
 
 FORWARD = ("forward", "F")
 """How the names of moments of forward passes begin."""
@@ -155,14 +155,14 @@ class Allocations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         category = "exchange" if func.namespace == "c10d" else MADE
-        for tensor in given_to((args, tuple(kwargs.values()), result)):
+        for tensor in flat((args, kwargs, result)):
             self._meet(tensor, category)
         return result
 
     def passed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator of higher order returns counts; what it needs inside does not."""
         result = func(*args, **kwargs)
-        for tensor in given_to(result if isinstance(result, (tuple, list)) else (result,)):
+        for tensor in flat(result):
             self._meet(tensor)
         return result
 

@@ -22,7 +22,7 @@ from plait.model.table import size
 from plait.parallel.fsdp.optimizer_check import small
 from plait.planner.dryrun.allocations import Allocations, MemoryTape
 from plait.randomness.keyed import host_state, restore_host
-from plait.tensors.fake import PartlyFake, given_to
+from plait.tensors.fake import PartlyFake
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -33,6 +33,7 @@ from plait.tensors.torch_private import (
     schema,
     tree_leaves,
 )
+from plait.tensors.trees import flat
 
 STEPS = 2
 """The first makes the state, the second finds it there."""
@@ -90,7 +91,7 @@ class _Telling(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if reads(func):
             answer = self.numbers.told(func, args)
-            if any(isinstance(t, FakeTensor) for t in given_to(args)):
+            if any(isinstance(t, FakeTensor) for t in flat(args)):
                 return answer
         return func(*args, **(kwargs or {}))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plait.engine.traffic import Traffic
 from plait.planner.dryrun.optimizer_step import Numbers, reads
-from plait.tensors.fake import PartlyFake, given_to, sized
+from plait.tensors.fake import PartlyFake, sized
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -30,6 +30,7 @@ from plait.tensors.torch_private import (
     schema,
     tree_leaves,
 )
+from plait.tensors.trees import flat
 
 
 class Pretending(PartlyFake):
@@ -85,9 +86,9 @@ def _arrived(op: str, args: tuple[Any, ...]) -> None:
     elif op in ("allgather_", "_allgather_base_", "alltoall_base_"):
         sent = next(t for t in tree_leaves(args[1]) if isinstance(t, Tensor))
         for t in into:
-            flat, own = t.view(-1), sent.reshape(-1)
-            for at in range(0, len(flat), max(1, len(own))) if len(own) else ():
-                flat[at : at + len(own)].copy_(own[: len(flat) - at])
+            into, own = t.view(-1), sent.reshape(-1)
+            for at in range(0, len(into), max(1, len(own))) if len(own) else ():
+                into[at : at + len(own)].copy_(own[: len(into) - at])
 
 
 def stand_in(dtype: torch.dtype) -> Any:
@@ -103,7 +104,7 @@ def _written(func: OpOverload) -> tuple[int, ...]:
 
 def _hollow(values: Iterable[Any]) -> bool:
     """Whether there is a tensor without numbers among them."""
-    return any(isinstance(t, FakeTensor) for t in given_to(values))
+    return any(isinstance(t, FakeTensor) for t in flat([*values]))
 
 
 @contextmanager
