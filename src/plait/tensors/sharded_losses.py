@@ -11,17 +11,27 @@ Paper
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from plait.tensors.collectives import part, summed, total
 from plait.tensors.part import Ranges
+from plait.tensors.sharded_views import Sharded
 
 SIXTEEN = (torch.float16, torch.bfloat16)
+
+
+class ShardedInGroup(Sharded, Protocol):
+    """One whose parts the ranks of `group` have."""
+
+    group: ProcessGroup
+
+    def fitting(self, other: Tensor) -> Tensor: ...
 
 
 def widened(x: Tensor) -> Tensor:
@@ -34,7 +44,7 @@ def finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0)
 
 
-def most(x: Tensor, dim: int, group: Any) -> Tensor:
+def most(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The largest value along the cut dim, on every rank; the dim is kept."""
     empty = x.new_full([*x.shape[:dim], 1, *x.shape[dim + 1 :]], -torch.inf)
     return finite(summed(x.detach().amax(dim, True) if x.shape[dim] else empty, group, dist.ReduceOp.MAX))
@@ -50,7 +60,9 @@ def located(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
     return here, at
 
 
-def normalised(logits: Tensor, index: Tensor, ranges: Ranges, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def normalised(
+    logits: Tensor, index: Tensor, ranges: Ranges, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of [tokens, words held] and targets [tokens]: log-sum-exp and target's logit over all ranks, `located`'s two.
 
     Two small all-reduces; not differentiated.
@@ -67,12 +79,12 @@ def normalised(logits: Tensor, index: Tensor, ranges: Ranges, group: Any) -> tup
 
 
 @dataclass(frozen=True)
-class _Words:
+class _Vocabulary:
     """What a cross-entropy over a cut vocabulary goes by. `weight`: of the words held; `shares`: of each token's target,
     zero where it is ignored; `counts`: whether it is not; `sum`: of all words' weights."""
 
     ranges: Ranges
-    group: Any
+    group: ProcessGroup
     smoothing: float
     words: int
     weight: Tensor | None
@@ -83,15 +95,23 @@ class _CrossEntropy(torch.autograd.Function):
     """[tokens, words held] -> the loss of each token, the same on every rank. Keeps the logits, not their softmax."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, index: Tensor, shares: Tensor, counts: Tensor, how: _Words) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, index: Tensor, shares: Tensor, counts: Tensor, vocabulary: _Vocabulary
+    ) -> Tensor:
         wide = widened(logits)
-        log_sum, chosen, here, at = normalised(wide, index, how.ranges, how.group)
+        log_sum, chosen, here, at = normalised(wide, index, vocabulary.ranges, vocabulary.group)
         loss = (log_sum - chosen) * shares
-        if how.smoothing:
-            all_words = summed((wide if how.weight is None else wide * how.weight).sum(1), how.group)
-            loss = (1 - how.smoothing) * loss
-            loss += (how.sum * log_sum - all_words) * counts.to(loss.dtype) * (how.smoothing / how.words)
-        ctx.how = how
+        if vocabulary.smoothing:
+            all_words = summed(
+                (wide if vocabulary.weight is None else wide * vocabulary.weight).sum(1), vocabulary.group
+            )
+            loss = (1 - vocabulary.smoothing) * loss
+            loss += (
+                (vocabulary.sum * log_sum - all_words)
+                * counts.to(loss.dtype)
+                * (vocabulary.smoothing / vocabulary.words)
+            )
+        ctx.vocabulary = vocabulary
         ctx.save_for_backward(logits, log_sum, shares, counts, here, at)
         return torch.where(counts, loss, 0.0)
 
@@ -99,26 +119,26 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
         logits, log_sum, shares, counts, here, at = ctx.saved_tensors
-        how, g = ctx.how, grads[0]
-        target = g * shares * (1 - how.smoothing)
-        each = g * counts * (how.smoothing / how.words)
+        vocabulary, g = ctx.vocabulary, grads[0]
+        target = g * shares * (1 - vocabulary.smoothing)
+        each = g * counts * (vocabulary.smoothing / vocabulary.words)
         p = (widened(logits) - log_sum.unsqueeze(1)).exp_()
-        p.mul_((target + each * how.sum).unsqueeze(1))
+        p.mul_((target + each * vocabulary.sum).unsqueeze(1))
         if p.shape[1]:
             p.scatter_add_(1, at.unsqueeze(1), -(target * here).to(p.dtype).unsqueeze(1))
-        if how.smoothing:
-            p.sub_(each.unsqueeze(1) * (1.0 if how.weight is None else how.weight))
+        if vocabulary.smoothing:
+            p.sub_(each.unsqueeze(1) * (1.0 if vocabulary.weight is None else vocabulary.weight))
         return p.masked_fill_(~counts.unsqueeze(1), 0.0).to(logits.dtype), None, None, None, None
 
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of cross_entropy and nll_loss after input and target."""
+    """The arguments of cross_entropy and nll_loss after input and target, in their order."""
 
     weight: Tensor | None = None
-    size_average: Any = None
+    size_average: bool | None = None
     ignore_index: int = -100
-    reduce: Any = None
+    reduce: bool | None = None
     reduction: str = "mean"
     label_smoothing: float = 0.0
 
@@ -131,11 +151,10 @@ def _shares(target: Tensor, o: _Options, dtype: torch.dtype) -> tuple[Tensor, Te
     return index, shares, counts
 
 
-def _classified(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _classified(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cross_entropy and nll_loss, the vocabulary cut or the tokens."""
-    names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     target = args[0] if args else kwargs["target"]
-    o = _Options(**dict(zip(names, args[1:])) | {k: v for k, v in kwargs.items() if k != "target"})
+    o = _Options(*args[1:], **{k: v for k, v in kwargs.items() if k != "target"})
     if o.size_average is not None or o.reduce is not None or (o.weight is not None and o.weight.requires_grad):
         return NotImplemented
     target = target.whole() if type(target) is type(x) else target
@@ -151,11 +170,11 @@ def _classified(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs:
     return _by_words(func, x, target, o, classes)
 
 
-def _reduced(losses: Tensor, reduction: str, whole: Any) -> Tensor:
+def _reduced(losses: Tensor, reduction: str, whole: float | Tensor) -> Tensor:
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / whole
 
 
-def _by_words(func: Callable[..., Any], x: Any, target: Tensor, o: _Options, dim: int) -> Tensor:
+def _by_words(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _Options, dim: int) -> Tensor:
     rank, words = x.group.rank(), x.rows.length
     index, shares, counts = _shares(target, o, widened(x.local).dtype)
     if func.__name__ == "nll_loss":
@@ -163,14 +182,14 @@ def _by_words(func: Callable[..., Any], x: Any, target: Tensor, o: _Options, dim
     else:
         weight = None if o.weight is None else x.rows.take(o.weight, 0, rank)
         total_weight = float(words) if o.weight is None else o.weight.sum()
-        how = _Words(x.rows.ranks[rank], x.group, o.label_smoothing, words, weight, total_weight)
+        vocabulary = _Vocabulary(x.rows.ranks[rank], x.group, o.label_smoothing, words, weight, total_weight)
         flat = x.local.movedim(dim, -1).reshape(target.numel(), x.local.shape[dim])
-        losses = _CrossEntropy.apply(flat, index.reshape(-1), shares.reshape(-1), counts.reshape(-1), how)
+        losses = _CrossEntropy.apply(flat, index.reshape(-1), shares.reshape(-1), counts.reshape(-1), vocabulary)
         losses = losses.view(target.shape)
     return _reduced(losses, o.reduction, shares.sum()).to(x.local.dtype)
 
 
-def _soft(x: Any, target: Tensor, o: _Options) -> Tensor:
+def _soft(x: ShardedInGroup, target: Tensor, o: _Options) -> Tensor:
     """Losses of targets that are probabilities, the vocabulary cut."""
     target = target * (1 - o.label_smoothing) + o.label_smoothing / x.rows.length
     if o.weight is not None:
@@ -178,7 +197,7 @@ def _soft(x: Any, target: Tensor, o: _Options) -> Tensor:
     return -(torch.log_softmax(x.like(widened(x.local)), x.cut) * target).sum(x.cut)
 
 
-def _by_tokens(func: Callable[..., Any], x: Any, target: Tensor, o: _Options, dim: int) -> Any:
+def _by_tokens(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _Options, dim: int) -> Any:
     """Each rank the losses of its own rows; `dim` of the targets is cut as the input is."""
     mine = part(target, dim, x.rows, x.group) if target.requires_grad else x.rows.take(target, dim, x.group.rank())
     given = {"weight": o.weight, "ignore_index": o.ignore_index, "reduction": "none"}
@@ -193,7 +212,7 @@ def _by_tokens(func: Callable[..., Any], x: Any, target: Tensor, o: _Options, di
     return sums.to(losses.local.dtype)
 
 
-def gathered(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gathered(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.gather(dim, index): from whoever has it where the cut dim is asked for, else each rank from its part."""
     given = dict(zip(("dim", "index"), args)) | kwargs
     dim, index = given.pop("dim") % len(x.shape), given.pop("index")
@@ -208,7 +227,7 @@ def gathered(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: di
     return x.like(x.local.gather(dim, x.rows.take(index, x.cut, x.group.rank())))
 
 
-def _elementwise(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Losses that are the mean or the sum of something at every place."""
     target = args[0] if args else kwargs.get("target")
     given = {k: v for k, v in kwargs.items() if k != "target"}
@@ -228,22 +247,14 @@ def _elementwise(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
+ELEMENTWISE = (
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "kl_div", "l1_loss", "mse_loss",
+    "smooth_l1_loss", "soft_margin_loss",
+)  # fmt: skip
 RULES = {
     "cross_entropy": _classified,
     "nll_loss": _classified,
     "gather": gathered,
-    **dict.fromkeys(
-        (
-            "binary_cross_entropy",
-            "binary_cross_entropy_with_logits",
-            "huber_loss",
-            "kl_div",
-            "l1_loss",
-            "mse_loss",
-            "smooth_l1_loss",
-            "soft_margin_loss",
-        ),
-        _elementwise,
-    ),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
 }
-"""Name of a function -> (function, spread tensor, other arguments) -> result, or NotImplemented."""
+"""Name of a function -> (function, sharded tensor, other arguments) -> result, or NotImplemented."""

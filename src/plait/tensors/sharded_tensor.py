@@ -17,15 +17,17 @@ collectives: every rank computes the same loss, in the same order.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.tensors import sharded_losses, sharded_views
 from plait.tensors.collectives import enter, gather, part, total
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import FakeTensor, WrapperTensor, is_view, tree_leaves, tree_map
+from plait.tensors.torch_private import FakeTensor, OpOverload, WrapperTensor, is_view, tree_leaves, tree_map
 
 ELEMENTWISE = frozenset({
     "abs", "add", "addcdiv", "addcmul", "angle", "atan", "atan2", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or",
@@ -62,10 +64,10 @@ class ShardedTensor(Tensor):
     local: Tensor
     cut: int
     rows: Rows
-    group: Any
+    group: ProcessGroup
 
     @staticmethod
-    def __new__(cls, local: Tensor, dim: int, rows: Rows, group: Any) -> "ShardedTensor":
+    def __new__(cls, local: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> "ShardedTensor":
         """ValueError when `local` has not this rank's number of rows."""
         dim %= local.dim()
         if local.shape[dim] != rows.sizes[group.rank()]:
@@ -83,7 +85,11 @@ class ShardedTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
@@ -101,7 +107,7 @@ class ShardedTensor(Tensor):
         return _whole(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # pyrefly: ignore[bad-override]
+    def __torch_dispatch__(cls, func: OpOverload, *_: Any) -> Any:  # pyrefly: ignore[bad-override]
         """What an operator does that was called past torch's functions: only the whole can answer."""
         raise TypeError(
             f"{func} was given a tensor that is spread over ranks; call plait.tensors.sharded_tensor.whole(…) on it first"
@@ -145,8 +151,8 @@ def _lost(gradient: Tensor) -> None:
     raise TypeError("a torch.autograd.Function was given a tensor that is spread over ranks, and its gradient is lost")
 
 
-def _attribute(func: Any, x: ShardedTensor, *value: Any) -> Any:
-    name = func.__self__.__name__
+def _attribute(func: Callable[..., Any], x: ShardedTensor, *value: Any) -> Any:
+    name = getattr(func, "__self__").__name__  # noqa: B009  (of the descriptor whose `__get__` or `__set__` it is)
     if name == "shape":
         return torch.Size((*x.local.shape[: x.cut], x.rows.length, *x.local.shape[x.cut + 1 :]))
     if name in ("T", "mT", "H", "mH") and not x.local.is_complex():
@@ -167,7 +173,7 @@ def _in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the parts; the first spread operand with the most dims says how the result is cut."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     x = max((t for t in tensors if isinstance(t, ShardedTensor)), key=lambda t: len(t.shape))
@@ -183,7 +189,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return args[0] if _in_place(func.__name__) else x.like(result, back)
 
 
-def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the whole; what is written in place is cut again."""
     args_, kwargs_ = tree_map(lambda t: whole(t) if isinstance(t, Tensor) else t, (args, kwargs))
     result = func(*args_, **kwargs_)
@@ -204,7 +210,7 @@ def _given(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     return dict(zip(names.split(), args)) | {words.get(k, k): v for k, v in kwargs.items()}
 
 
-def _sum(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _sum(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _given("dim keepdim dtype", args, kwargs)
     if isinstance(given.get("dim"), torch.dtype) or not set(given) <= {"dim", "keepdim", "dtype"}:
         return NotImplemented
@@ -230,7 +236,7 @@ def _logsumexp(x: ShardedTensor, keep: bool) -> Tensor:
     return (total((local - most).exp().sum(x.cut, True), x.group).log() + most).sum(x.cut, keep)
 
 
-def _softmax(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _softmax(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """softmax, log_softmax and logsumexp."""
     dim = args[0] if args else kwargs.get("dim")
     if not isinstance(dim, int) or dim % len(x.shape) != x.cut:
@@ -244,7 +250,7 @@ def _softmax(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[st
     return x.like((result.exp() if func.__name__ == "softmax" else result).to(dtype))
 
 
-def _within(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _within(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What runs along one dim that is not cut."""
     dim = _given("dim", args, kwargs).get("dim")
     if not isinstance(dim, int) or isinstance(dim, bool) or dim % len(x.shape) == x.cut:
@@ -253,37 +259,22 @@ def _within(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str
     return tree_map(lambda t: x.like(t, x.cut - fewer(t)), func(x.local, *args, **kwargs))
 
 
-def _size(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _size(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "size":
         dim = args[0] if args else kwargs.get("dim")
         return x.shape if dim is None else x.shape[dim]
     return x.shape[0] if func.__name__ == "__len__" else x.shape.numel()
 
 
+WITHIN = (
+    "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "cumsum", "max", "min", "prod", "sort", "std", "var",
+)  # fmt: skip
 RULES = {
     **dict.fromkeys(("__len__", "nelement", "numel", "size"), _size),
     **dict.fromkeys(("sum", "mean"), _sum),
     **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), _softmax),
-    **dict.fromkeys(
-        (
-            "all",
-            "amax",
-            "amin",
-            "any",
-            "argmax",
-            "argmin",
-            "cumsum",
-            "max",
-            "min",
-            "prod",
-            "std",
-            "var",
-            "argsort",
-            "sort",
-        ),
-        _within,
-    ),
+    **dict.fromkeys(WITHIN, _within),
     **sharded_views.RULES,
     **sharded_losses.RULES,
 }
-"""Name of a function -> (function, spread tensor, other arguments) -> result, or NotImplemented."""
+"""Name of a function -> (function, sharded tensor, other arguments) -> result, or NotImplemented."""

@@ -7,7 +7,7 @@ parts could not be told by ranges of one dim.
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,24 @@ from torch import Tensor
 from plait.tensors.rows import Rows
 
 
-def moved(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class Sharded(Protocol):
+    """A tensor that stands for a whole of which this rank has `local`: its `rows` of dim `cut`."""
+
+    local: Tensor
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def cut(self) -> int: ...
+    @property
+    def rows(self) -> Rows: ...
+    @property
+    def rank(self) -> int: ...
+    def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> Any: ...
+    def whole(self) -> Tensor: ...
+
+
+def moved(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view that only moves, adds or leaves out dims. Where the cut one goes, a tensor without memory tells."""
     sizes = [1 if n == 1 and d != x.cut else d + 2 for d, n in enumerate(x.shape)]
     found = func(torch.empty(sizes, device="meta"), *args, **kwargs).shape
@@ -24,7 +41,7 @@ def moved(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[
     return x.like(func(x.local, *args, **kwargs), found.index(x.cut + 2))
 
 
-def reshaped(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def reshaped(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """view, reshape, flatten, unflatten and the like."""
     if func.__name__ == "view" and args and isinstance(args[0], torch.dtype):
         return NotImplemented
@@ -76,14 +93,14 @@ def _block(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[tuple[int,
             return (a, i), (b, j)
 
 
-def sliced(x: Any, first: int, end: int) -> Any:
+def sliced(x: Sharded, first: int, end: int) -> Any:
     """Rows first … end − 1 of the cut dim."""
     held = x.rows.held(x.rank, first, end)
     pieces = [x.local.narrow(x.cut, a, n) for a, n in held] or [x.local.narrow(x.cut, 0, 0)]
     return x.like(pieces[0] if len(pieces) == 1 else torch.cat(pieces, x.cut), rows=x.rows.sliced(first, end))
 
 
-def indexed(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def indexed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x[…] with slices, whole numbers, None and …, and with tensors before a dim that stays as it is."""
     index = list(args[0]) if isinstance(args[0], tuple) else [args[0]]
     advanced = [i for i in index if isinstance(i, (Tensor, list, range))]
@@ -117,7 +134,7 @@ def indexed(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dic
     return NotImplemented
 
 
-def narrowed(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def narrowed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """narrow, select, chunk and split: slices, where they run along the cut dim."""
     name, first = func.__name__, func.__name__ in ("narrow", "select")
     dim = kwargs.get("dim", 0) if len(args) <= (not first) else args[0 if first else 1]
@@ -140,22 +157,11 @@ def narrowed(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: di
     return tuple(sliced(x, end - size, end) for size, end in zip(sizes, ends))
 
 
+MOVED = (
+    "adjoint", "movedim", "moveaxis", "permute", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze",
+)  # fmt: skip
 RULES = {
-    **dict.fromkeys(
-        (
-            "adjoint",
-            "movedim",
-            "moveaxis",
-            "permute",
-            "squeeze",
-            "swapaxes",
-            "swapdims",
-            "t",
-            "transpose",
-            "unsqueeze",
-        ),
-        moved,
-    ),
+    **dict.fromkeys(MOVED, moved),
     **dict.fromkeys(("flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"), reshaped),
     **dict.fromkeys(("chunk", "narrow", "select", "split", "tensor_split"), narrowed),
     "__getitem__": indexed,
