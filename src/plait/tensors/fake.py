@@ -1,9 +1,8 @@
-"""Runs on tensors of which small ones are real and large ones are fake; parameters that are elsewhere, replaced by fake ones.
+"""Runs on fake tensors, which have a shape and no numbers: small ones real, a module's parameters replaced, true sizes.
 
-Sizes of what operators make on fake tensors, where torch's own rules have them otherwise than the library that computes.
-
-A recurrent layer on CPU keeps a workspace for backward that torch's rule has as empty. How large it is, only the library
-knows: it is asked, by running it. Some losses return their sum in the memory of all that they summed.
+Torch's rules for fake tensors give some results less memory than the library that computes them. A recurrent layer on
+CPU keeps a workspace for backward; how large it is, only the library knows: it is asked, by running it. Some losses
+return their sum in the memory of all that they summed.
 """
 
 import threading
@@ -19,7 +18,6 @@ from plait.tensors.torch_private import (
     TorchDispatchMode,
     Unknowns,
     fakes_around,
-    tree_map,
     tree_map_only,
 )
 from plait.tensors.trees import flat
@@ -37,13 +35,13 @@ class PartlyFake(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = list(flat((args, kwargs)))
-        fakes = next((t.fake_mode for t in given if isinstance(t, FakeTensor)), None)
-        fakes = fakes or (None if given else fakes_around() or self.fakes)
+        tensors = list(flat((args, kwargs)))
+        fakes = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+        fakes = fakes or (None if tensors else fakes_around() or self.fakes)
         if fakes is not None:
             with fakes:
                 result = func(*args, **kwargs)
-            if given or fakes is not self.fakes or any(map(self.hides, flat(result))):
+            if tensors or fakes is not self.fakes or any(map(self.hides, flat(result))):
                 return result
         return func(*args, **kwargs)
 
@@ -74,36 +72,31 @@ UNFOLDED = ("col2im",)
 """Its result lies in the memory of a tensor like its input."""
 
 
-def sized(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def sized(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> object:
     """What an operator made, in as much memory as the library would give it."""
     name = func.overloadpacket.__name__
-    if name in ASKED:
-        return _asked(func, args, kwargs, result)
-    if name in AS_GIVEN and isinstance(result[0], FakeTensor):
-        return result[0].to(args[0].dtype), *result[1:]
-    whole = name in UNFOLDED or (name in SUMMED and result.dim() == 0)
-    if whole and isinstance(result, FakeTensor):
+    if isinstance(result, tuple):
+        if name in ASKED:
+            return _asked(func, args, kwargs, result)
+        if name in AS_GIVEN and isinstance(result[0], FakeTensor):
+            return result[0].to(args[0].dtype), *result[1:]
+    elif isinstance(result, FakeTensor) and (name in UNFOLDED or (name in SUMMED and result.dim() == 0)):
         memory = result.new_empty(torch.broadcast_shapes(*(t.shape for t in args[:2] if isinstance(t, Tensor))))
         return memory.as_strided(result.shape, result.stride())
     return result
 
 
-def _asked(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def _asked(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the library makes on a thread of its own, where no mode is on, of tensors of these shapes."""
     real: list[Any] = []
-    given = tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs))
 
     def ask() -> None:
-        made = tree_map(
-            lambda x: torch.empty_strided(*x[:2], dtype=x[2]).zero_() if _is_spec(x) else x, given, is_leaf=_is_spec
-        )
-        real.extend(func(*made[0], **made[1]))  # with gradients on: without, it keeps nothing
+        zeros = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_()  # noqa: E731
+        real_args, real_kwargs = tree_map_only(Tensor, zeros, (args, kwargs))
+        real.extend(func(*real_args, **real_kwargs))  # with gradients on: without, it keeps nothing
 
-    thread = threading.Thread(target=ask)  # modes are those of a thread: there it runs for real
+    thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
     pairs = zip(result, real, strict=True)
     return tuple(fake if fake.shape == made.shape else fake.new_empty(made.shape) for fake, made in pairs)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 3 and isinstance(x[0], torch.Size)

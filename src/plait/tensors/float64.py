@@ -5,8 +5,6 @@ numbers and hide differences below 1e-7. Inside this mode every request for a fl
 reference and the candidate both run under it; training never does.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -41,5 +39,5 @@ class Widest(TorchFunctionMode):
         return func(*wide[0], **wide[1])
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: object) -> object:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value

@@ -6,7 +6,7 @@ without numbers it cannot run.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from plait.tensors.torch_private import FakeTensor, compiled_by, no_modes, tree_
 
 def apart() -> AbstractContextManager[None]:
     """While it is on, calls of such operators are opaque to every mode."""
-    return compiled_by(
-        lambda name, run, args, kwargs: whole(
-            name, run, (*args, kwargs), tuple(captured([a for a in args if callable(a)]))
-        )
-    )
+
+    def called(name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return whole(name, run, (*args, kwargs), tuple(captured([a for a in args if callable(a)])))
+
+    return compiled_by(called)
 
 
 def whole(name: str, run: Callable[..., Any], given: tuple[Any, ...], inside: tuple[Tensor, ...]) -> Any:
@@ -38,7 +38,7 @@ def whole(name: str, run: Callable[..., Any], given: tuple[Any, ...], inside: tu
         return run(*given[:-1], **given[-1])
 
 
-def captured(values: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+def captured(values: object, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Tensors that functions among these values have captured: variables around them, and parameters of modules."""
     seen = set() if seen is None else seen
     for value in tree_leaves(values):
@@ -49,11 +49,6 @@ def captured(values: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
         elif callable(value) and id(value) not in seen:
             seen.add(id(value))
             cells = getattr(value, "__closure__", None) or ()
-            yield from captured([cell.cell_contents for cell in cells if _filled(cell)], seen)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a variable that has no value yet
-        return False
+            for cell in cells:
+                with suppress(ValueError):  # a variable that has no value yet
+                    yield from captured(cell.cell_contents, seen)
