@@ -20,11 +20,13 @@ the mean, each of which has its weight in it already.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.model.meter import tensors_in
@@ -38,7 +40,6 @@ class BatchPeers:
 
     def __init__(self, ranks: list[int] | None = None, microbatches: int = 1):
         self.ranks, self.microbatches = ranks, microbatches
-        self._group: Any = None
         self.apart: BatchPeers | None = None
         """What threads of this process, each with a part of its samples, ask instead: they do not know of each other."""
         self.idle = False
@@ -53,13 +54,13 @@ class BatchPeers:
         """Whether this rank has all samples."""
         return self.ranks is None or len(self.ranks) == 1
 
-    @property
-    def group(self) -> Any:
+    @cached_property
+    def group(self) -> ProcessGroup:
         """The ranks, in a group of their own: what else is under way between them may be in another order. They make it
         when they first ask for something."""
-        if self._group is None:
-            self._group = dist.new_group(self.ranks, use_local_synchronization=True)
-        return self._group
+        group = dist.new_group(self.ranks, use_local_synchronization=True)
+        assert isinstance(group, ProcessGroup)
+        return group
 
     def begin(self, idle: bool) -> None:
         """A micro-batch's forward pass begins."""
@@ -93,12 +94,12 @@ class BatchPeers:
     @property
     def inexact(self) -> list[str]:
         """What cannot equal one device here."""
-        told = []
+        means = []
         if self.used and self.microbatches > 1:
-            told.append(f"of one micro-batch of all ranks, not of the batch: microbatches={self.microbatches}")
+            means.append(f"of one micro-batch of all ranks, not of the batch: microbatches={self.microbatches}")
         if self.apart is not None and self.apart.used:
-            told.append("of one device's share where the model asks for it: processes=one")
-        return [f"what the job asks of the global batch (global_mean, global_batch) is {words}" for words in told]
+            means.append("of one device's share where the model asks for it: processes=one")
+        return [f"what the job asks of the global batch (global_mean, global_batch) is {mean}" for mean in means]
 
 
 CURRENT: ContextVar[BatchPeers | None] = ContextVar("sharers", default=None)
@@ -111,15 +112,15 @@ def global_mean(x: Tensor) -> Tensor:
 
     It can be differentiated. Every rank must call it, in the same order. On one device it is `x.mean(0)`.
     """
-    sharers = _current()
-    if sharers is None or sharers.alone:
+    peers = _current()
+    if peers is None or peers.alone:
         return x.mean(0)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mine = x[:0] if sharers.idle else x
+    mine = x[:0] if peers.idle else x
     row = torch.cat([mine.to(wide).sum(0).reshape(-1), torch.tensor([len(mine)], dtype=wide, device=x.device)])
-    row = _Sum.apply(row, sharers)
+    row = _Sum.apply(row, peers)
     mean = (row[:-1] / row[-1].detach()).view(x.shape[1:]).to(x.dtype)
-    sharers.made.append(mean)
+    peers.made.append(mean)
     return mean
 
 
@@ -128,15 +129,15 @@ def global_batch(x: Tensor) -> Tensor:
 
     It can be differentiated. Every rank must call it, in the same order. On one device it is `x`.
     """
-    sharers = _current()
-    if sharers is None or sharers.alone:
+    peers = _current()
+    if peers is None or peers.alone:
         return x
-    mine = x[:0] if sharers.idle else x
-    sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(sharers.group.size())]
-    with sharers.ask():
-        dist.all_gather(sizes, torch.tensor([len(mine)], device=x.device), group=sharers.group)
-    whole = _Batch.apply(mine, Rows.of(torch.cat(sizes).tolist()), sharers)
-    sharers.made.append(whole)
+    mine = x[:0] if peers.idle else x
+    sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(peers.group.size())]
+    with peers.ask():
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=x.device), group=peers.group)
+    whole = _Batch.apply(mine, Rows.of(torch.cat(sizes).tolist()), peers)
+    peers.made.append(whole)
     return whole
 
 
@@ -148,24 +149,24 @@ def whole_sequences(rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def asking() -> bool:
     """Whether the global batch is more than what this rank has; if so it counts as asked for."""
-    sharers = _current()
-    return sharers is not None and (not sharers.alone or sharers.microbatches > 1)
+    peers = _current()
+    return peers is not None and (not peers.alone or peers.microbatches > 1)
 
 
 def _current() -> BatchPeers | None:
-    sharers = CURRENT.get()
-    if sharers is not None:
-        sharers.used = True
+    peers = CURRENT.get()
+    if peers is not None:
+        peers.used = True
     elif in_backward() and dist.is_initialized() and dist.get_world_size() > 1:
         what = "global_mean was called in a recomputation that does not know the other ranks"
         why = "backward runs in another thread than the forward pass did"
         raise PlaitError(
             Problem("J020", what, why=why, fix=("call it in the loss, or outside what is recomputed",)), FAILED
         )
-    return sharers
+    return peers
 
 
-def zero_loss(loss: Callable[[], Tensor], outputs: Any, asked: Sequence[Tensor] = ()) -> Tensor:
+def zero_loss(loss: Callable[[], Tensor], outputs: object, asked: Sequence[Tensor] = ()) -> Tensor:
     """Zero, computed from those of a model's outputs that the loss looks at, as on a rank that has samples.
 
     Backward from it comes to the units that the other ranks' backwards come to, and to what the loss `asked` of the
@@ -193,27 +194,27 @@ class _Sum(torch.autograd.Function):
     """The sum over the ranks, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sharers: BatchPeers) -> Tensor:
-        ctx.sharers = sharers
-        with sharers.ask():
-            return summed(x, sharers.group)
+    def forward(ctx: Any, x: Tensor, peers: BatchPeers) -> Tensor:
+        ctx.peers = peers
+        with peers.ask():
+            return summed(x, peers.group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _Sum.apply(grads[0], ctx.sharers), None
+        return _Sum.apply(grads[0], ctx.peers), None
 
 
 class _Batch(torch.autograd.Function):
     """All ranks' rows; backward: this rank's rows of the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, sharers: BatchPeers) -> Tensor:
-        ctx.at = rows, sharers
-        with sharers.ask():
-            return gathered(x, 0, rows, sharers.group)
+    def forward(ctx: Any, x: Tensor, rows: Rows, peers: BatchPeers) -> Tensor:
+        ctx.at = rows, peers
+        with peers.ask():
+            return gathered(x, 0, rows, peers.group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        rows, sharers = ctx.at
-        with sharers.ask():
-            return sum_part(grads[0], 0, rows, sharers.group), None, None
+        rows, peers = ctx.at
+        with peers.ask():
+            return sum_part(grads[0], 0, rows, peers.group), None, None

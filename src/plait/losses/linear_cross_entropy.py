@@ -20,14 +20,15 @@ Paper
     Hsu et al. 2024, Liger Kernel: Efficient Triton Kernels for LLM Training.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
@@ -51,7 +52,7 @@ def linear_cross_entropy(
     chunk: int = 1024,
     *,
     rows: Rows | None = None,
-    group: Any = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), targets, ignore_index=ignore_index)`, `chunk` tokens at a time.
 
@@ -69,27 +70,29 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias if bias is None else bias.detach()
     held = None
-    if rows is not None and group.size() > 1:
+    if rows is not None and group is not None and group.size() > 1:
         hidden, held = enter(hidden, group), (rows.ranks[group.rank()], group)
-    loss = _Chunked.apply(hidden, weight, bias, targets, _How(ignore_index, chunk, count, held))
+    loss = _Chunked.apply(hidden, weight, bias, targets, _Options(ignore_index, chunk, count, held))
     return loss if spread is None else total(loss, spread.group)
 
 
 @dataclass(frozen=True)
-class _How:
+class _Options:
     """`count`: of the targets that the mean is over. `held`: this rank's rows of the vocabulary and the ranks, if cut."""
 
     ignore_index: int
     chunk: int
     count: Tensor
-    held: tuple[Ranges, Any] | None
+    held: tuple[Ranges, ProcessGroup] | None
 
 
 class _Chunked(torch.autograd.Function):
     """Gradients are kept as sums over the tokens: small numbers in 16 bits would vanish before the loss scale meets them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+    ) -> Tensor:
         kind = hidden.device.type
         mixed = torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64
         narrow = torch.get_autocast_dtype(kind) if mixed else hidden.dtype
@@ -103,11 +106,11 @@ class _Chunked(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         with torch.autocast(kind, enabled=False):
             h, w, b = hidden.to(narrow), weight.to(narrow), bias if bias is None else bias.to(narrow)
-            for start in range(0, len(h), how.chunk):
-                rows = slice(start, start + how.chunk)
-                counts = (targets[rows] != how.ignore_index).unsqueeze(1)
+            for start in range(0, len(h), options.chunk):
+                rows = slice(start, start + options.chunk)
+                counts = (targets[rows] != options.ignore_index).unsqueeze(1)
                 index = targets[rows].unsqueeze(1).where(counts, 0)
-                p, chosen, at, here = _log_softmax(F.linear(h[rows], w, b), index, wide, how.held)
+                p, chosen, at, here = _log_softmax(F.linear(h[rows], w, b), index, wide, options.held)
                 loss -= chosen.where(counts, 0.0).sum()
                 if any(ctx.needs_input_grad):
                     p.exp_()
@@ -116,9 +119,9 @@ class _Chunked(torch.autograd.Function):
                     p.masked_fill_(~counts, 0.0)
                     _add(sums, rows, p.to(narrow), h[rows], w)
                 del p  # before the next chunk's logits
-        ctx.save_for_backward(how.count, *sums)
+        ctx.save_for_backward(options.count, *sums)
         ctx.formats = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        return loss / how.count
+        return loss / options.count
 
     @staticmethod
     @once_differentiable
@@ -130,7 +133,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _log_softmax(
-    logits: Tensor, index: Tensor, wide: torch.dtype, held: tuple[Ranges, Any] | None
+    logits: Tensor, index: Tensor, wide: torch.dtype, held: tuple[Ranges, ProcessGroup] | None
 ) -> tuple[Tensor, ...]:
     """Of [tokens, words] and targets [tokens, 1]: logarithms of the probabilities, and of the targets'; where a target
     stands among this rank's words, and whether it does."""
@@ -173,7 +176,7 @@ class _NotLogits(PlaitError, AttributeError):
 
 
 def _refused(what: str):
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def refuse(self: "Headed", *args: object) -> NoReturn:
         raise _NotLogits(_computed(what))
 
     return refuse
@@ -208,7 +211,11 @@ class Headed(NamedTuple):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         raise _NotLogits(_computed(getattr(func, "__name__", str(func))))
 
@@ -258,7 +265,7 @@ class LinearCrossEntropy:
         """The number of targets that count: a `Job.weight`."""
         return (targets != self.ignore_index).sum()
 
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+    def __call__(self, outputs: object, targets: object) -> Tensor:
         """The loss of a model's outputs; J017 when they do not hold what the head returned, once."""
         leaves(outputs)  # makes trees of dataclasses
         found = [x for x in tree_leaves(outputs, is_leaf=lambda x: isinstance(x, Headed)) if isinstance(x, Headed)]

@@ -37,7 +37,7 @@ class Coupled:
     weights: list[float]
     apart: float
     """How far apart losses or gradients are, relative to their size."""
-    outputs: Any
+    outputs: object
     gradients: list[Tensor | None]
     """Of the whole, by the leaves of the outputs."""
 
@@ -48,7 +48,7 @@ class Coupled:
 
 
 def coupled(
-    job: Job, pair: tuple[Any, Any], parts: list[Part], seconds: float, inside: Callable[[], AbstractContextManager[Any]]
+    job: Job, pair: tuple[object, object], parts: list[Part], seconds: float, inside: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[Coupled | None, int, str]:  # fmt: skip
     """(the first point at which the loss of (outputs, targets) is not separable, points tried, why none was).
 
@@ -107,8 +107,8 @@ def _descended(first: Coupled) -> Way:
     yield None
 
 
-def _lower(t: Any, gradient: Tensor | None) -> Any:
-    if gradient is None or not float(gradient.abs().max()):
+def _lower(t: object, gradient: Tensor | None) -> object:
+    if gradient is None or not isinstance(t, Tensor) or not float(gradient.abs().max()):
         return t
     return t - 0.2 * t.square().mean().sqrt().clamp(min=0.1) * gradient / gradient.square().mean().sqrt()
 
@@ -122,7 +122,7 @@ def _turns(a: Coupled, b: Coupled) -> bool:
     return float(x @ y) < 0.7 * sizes[0] * sizes[1] or not 0.5 < sizes[0] / sizes[1] < 2
 
 
-def _by_sample(tree: Any, size: int) -> bool:
+def _by_sample(tree: object, size: int) -> bool:
     found = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
     return bool(found) and all(t.dim() and t.shape[0] == size for t in found)
 
@@ -130,17 +130,17 @@ def _by_sample(tree: Any, size: int) -> bool:
 class _Trial:
     """Computes the loss, whole and in parts, for outputs of any size."""
 
-    def __init__(self, job: Job, targets: Any, parts: list[Part], inside: Callable[[], AbstractContextManager[Any]]):
+    def __init__(self, job: Job, targets: object, parts: list[Part], inside: Callable[[], AbstractContextManager[Any]]):
         self.job, self.targets, self.parts, self.inside = job, targets, parts, inside
         self.cut = [tree_map_only(Tensor, lambda t, f=f, n=n: t[f : f + n], targets) for f, n in parts]
         self.weights = [weigh(job.weight, Micro(f, n, None, mine, ())) for mine, (f, n) in zip(self.cut, parts)]
 
-    def whole(self, outputs: Any) -> tuple[float, list[Tensor | None]]:
+    def whole(self, outputs: object) -> tuple[float, list[Tensor | None]]:
         """The loss of all samples, and its gradients by the outputs."""
         with self.inside():
             return _graded(self.job, _map(lambda t: t.detach().clone(), outputs), self.targets)
 
-    def at(self, outputs: Any, scale: float) -> Coupled:
+    def at(self, outputs: object, scale: float) -> Coupled:
         """How far the parts are from the whole; 0 where something is not finite."""
         whole, expected = self.whole(outputs)
         losses, rows = [0.0] * len(self.parts), list[list[Tensor | None]]()
@@ -171,7 +171,7 @@ class _Trial:
         return b, HALVES
 
 
-def _mean(a: Any, b: Any) -> Any:
+def _mean(a: object, b: object) -> Any:
     flat, form = tree_flatten(a)
     halves = [
         (x + y) / 2 if isinstance(x, Tensor) and x.is_floating_point() else x for x, y in zip(flat, tree_flatten(b)[0])
@@ -179,7 +179,7 @@ def _mean(a: Any, b: Any) -> Any:
     return tree_unflatten(halves, form)
 
 
-def _map(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+def _map(function: Callable[[Tensor], Tensor], outputs: object) -> Any:
     return tree_map_only(Tensor, lambda t: function(t.detach()) if t.is_floating_point() else t, outputs)
 
 
@@ -197,7 +197,7 @@ def _apart(whole: Tensor, found: list[Tensor | None], parts: list[Part], shares:
     return worst if math.isfinite(worst) else 0.0
 
 
-def _graded(job: Job, outputs: Any, targets: Any) -> tuple[float, list[Tensor | None]]:
+def _graded(job: Job, outputs: object, targets: object) -> tuple[float, list[Tensor | None]]:
     """The loss and its gradients by the leaves of the outputs; None of those that have none."""
     flat, form = tree_flatten(outputs)
     asked = [t.requires_grad_() for t in flat if isinstance(t, Tensor) and t.is_floating_point()]

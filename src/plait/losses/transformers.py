@@ -37,7 +37,12 @@ def over_all(balance: Callable[..., Any]) -> Callable[..., Any]:
     """The library's function, given the logits (and the mask) of all ranks. Outside a split run it is what it was."""
 
     @wraps(balance)
-    def over(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
+    def over(
+        gate_logits: tuple[Tensor, ...] | Tensor | None,
+        num_experts: int | None = None,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | int:
         given = [t for t in tree_leaves((gate_logits, attention_mask)) if isinstance(t, Tensor)]
         if not isinstance(gate_logits, tuple) or not gate_logits:
             return balance(gate_logits, num_experts, top_k, attention_mask)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.randomness.sub_block import SubBlocks, sub_block
-from plait.tensors.torch_private import RECURRENT, SEEDED, FakeTensor, OpOverload, TorchDispatchMode
+from plait.tensors.torch_private import RECURRENT, FakeTensor, OpOverload
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
@@ -30,10 +30,10 @@ COMPOSITES = frozenset({
     Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
     Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_, Tensor.multinomial,
 })  # fmt: skip
-"""Functions that may draw inside; each is run under `KeyedDraws`, which sees the draws themselves."""
+"""Functions that may draw inside; each is run under `KeyedDraws` (`randomness/keyed.py`), which sees the draws themselves."""
 
 
-def key(*words: Any) -> int:
+def key(*words: object) -> int:
     """A 128-bit Philox key of the words: the same on every machine and in every version."""
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=16).digest(), "little")
 
@@ -45,28 +45,14 @@ def bits(philox_key: int, start: int, count: int) -> np.ndarray:
     return raw.view(np.uint32)[skip : skip + count]
 
 
-class KeyedDraws(TorchDispatchMode):
-    """Inside a composite random function: the draws themselves, at the level of torch's operators."""
-
-    def __init__(self, randomness: Any):
-        super().__init__()
-        self.randomness = randomness
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func not in SEEDED:
-            return result
-        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
-        if name not in RULES:
-            return result
-        place = self.randomness.place()
-        where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
-        return redraw(result, (func, args, kwargs or {}), where, place, dim, self.randomness.windows)
+def rule_of(func: OpOverload) -> str:
+    """The name under which `RULES` would have a random operator: without the marks of its kinds."""
+    return func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
 
 
 def redraw(
     result: Tensor,
-    call: tuple[Any, Any, Any],
+    call: tuple[OpOverload, tuple[Any, ...], dict[str, Any]],
     where: list[int],
     place: str,
     dim: int | None,
@@ -75,7 +61,7 @@ def redraw(
     """Overwrite what a random operator drew, called as `call` (operator, args, kwargs), by keyed numbers."""
     if isinstance(result, FakeTensor):
         return result
-    name = call[0].overloadpacket.__name__.rstrip("_").removesuffix("_like")
+    name = rule_of(call[0])
     uniform = _uniform(result, _stretch(result.shape, where, place, dim, windows))
     uniform = _holdable(uniform, result.dtype) if name in ("rand", "uniform") else uniform
     return result.copy_(RULES[name](uniform, *_numbers(name, *call)))
@@ -137,11 +123,11 @@ def mask_shape(func: Callable[..., Any], input: Tensor) -> torch.Size:
     return input.shape[:kept] + (1,) * (input.dim() - kept)
 
 
-def _bernoulli(u: Tensor, p: Any = 0.5) -> Tensor:
+def _bernoulli(u: Tensor, p: float | Tensor = 0.5) -> Tensor:
     return u < p
 
 
-def _normal(u: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
+def _normal(u: Tensor, mean: float | Tensor = 0.0, std: float | Tensor = 1.0) -> Tensor:
     return torch.special.ndtri(u) * std + mean
 
 

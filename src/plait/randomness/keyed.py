@@ -34,17 +34,19 @@ from plait.randomness.distributions import (
     COMPOSITES,
     FEATURE_DROPOUTS,
     PLAIN_DROPOUTS,
-    KeyedDraws,
+    RULES,
     draw_mask,
     key,
     mask_op,
     mask_shape,
+    redraw,
+    rule_of,
 )
 from plait.randomness.sub_block import SubBlocks
-from plait.tensors.torch_private import DropoutBase, WrapperTensor, checkpoint_frame
+from plait.tensors.torch_private import SEEDED, DropoutBase, TorchDispatchMode, WrapperTensor, checkpoint_frame
 
 
-def seed_host(*words: Any, only: Container[int] = (0, 1, 2)) -> None:
+def seed_host(*words: object, only: Container[int] = (0, 1, 2)) -> None:
     """Seed Python's (0), numpy's (1) and torch's (2) generators by the words, or `only` some of them."""
     number = key(*words)
     if 0 in only:
@@ -92,9 +94,8 @@ class RepeatableForward:
         try:
             if self.replaced is not None:
                 return self.replaced(*args, **kwargs)
-            return type(self.module).forward(
-                self.module, *args, **kwargs
-            )  # a strategy may have changed the class since
+            own = type(self.module).forward  # a strategy may have changed the class since
+            return own(self.module, *args, **kwargs)
         finally:
             self.leave()
 
@@ -119,7 +120,7 @@ class Randomness:
         self.windows: SubBlocks | None = None
         """What this rank holds of tensors that are cut otherwise than by samples. May change from pass to pass: a
         recomputation draws by those of its forward pass. Not for compiled models."""
-        self.whose: Any = None
+        self.whose: WrapperTensor | None = None
         """A part under the shape of the whole (`WrapperTensor`), while something is drawn for it."""
         self.shared = False
         """Threads draw from one generator of torch's: a recomputation cannot find its place by it."""
@@ -137,10 +138,8 @@ class Randomness:
         for name, module in model.named_modules():
             region = module.__dict__.get("forward")
             if name in owners and isinstance(region, RepeatableForward):
-                region.enter, region.leave = (
-                    partial(self._enter(name), module, ()),
-                    partial(self._leave, module, (), None),
-                )
+                region.enter = partial(self._enter(name), module, ())
+                region.leave = partial(self._leave, module, (), None)
             elif name in owners:
                 module.register_forward_pre_hook(self._enter(name), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
@@ -158,7 +157,7 @@ class Randomness:
 
         return enter
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._owner:
             self._owner.pop()
         if self._entered:
@@ -228,7 +227,7 @@ class Randomness:
             return
         if int(self.where[1]) != step:
             self._snapshots.clear()
-        self.where[0], self.where[1], self.where[2], self.where[3] = self.seed, step, first, count
+        self._where[:] = self.seed, step, first, count
         self._calls, self._replaying = {}, False
         self._owner.clear()
         self._entered.clear()
@@ -273,6 +272,22 @@ class Randomness:
         like = x if shape is None or shape == x.shape else x.new_empty(shape)
         drawn = like.detach(), self.where, place, self.places.get(place, -1), p
         return mask_op(*drawn) if self.windows is None else draw_mask(*drawn, self.windows)
+
+
+class KeyedDraws(TorchDispatchMode):
+    """Inside a composite random function: the draws themselves, at the level of torch's operators."""
+
+    def __init__(self, randomness: Randomness):
+        super().__init__()
+        self.randomness = randomness
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func not in SEEDED or rule_of(func) not in RULES:
+            return result
+        place = self.randomness.place()
+        where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
+        return redraw(result, (func, args, kwargs or {}), where, place, dim, self.randomness.windows)
 
 
 class _Keyed(TorchFunctionMode):

@@ -40,20 +40,21 @@ def forward(
 
     `first_head`: number of this rank's first head in the whole, which a mask of its own for each head is cut by.
     """
-    given = _Options(*rest, **named)
-    if given.is_causal and given.attn_mask is None:
+    options = _Options(*rest, **named)
+    if options.is_causal and options.attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     batched, heads = query.dim() == 3, module.num_heads
     front = [
         x if batched and module.batch_first else x.transpose(0, 1) if batched else x[None] for x in (query, key, value)
     ]
-    q, k, v = _extended(module, _projected(module, *front))
+    q, k, v = _extended(module, *_projected(module, *front))
     added = k.shape[1] - front[1].shape[1]
-    mask = _mask(given.attn_mask, given.key_padding_mask, (front[0], heads, first_head, added))
+    of_heads = slice(first_head, first_head + heads)
+    mask = _mask(options.attn_mask, options.key_padding_mask, front[0], of_heads, added)
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # [N, H, L or S, D]
     p = module.dropout if module.training else 0.0
     weights = None
-    if given.need_weights:
+    if options.need_weights:
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
         weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), p, training=p > 0.0)
         out = weights @ v
@@ -62,7 +63,7 @@ def forward(
     out = module.out_proj(out.transpose(1, 2).flatten(2))  # [N, L, E]
     out = out if batched and module.batch_first else out.transpose(0, 1) if batched else out[0]
     if weights is not None:
-        weights = weights.mean(1) if given.average_attn_weights else weights
+        weights = weights.mean(1) if options.average_attn_weights else weights
         weights = weights if batched else weights[0]
     return out, weights
 
@@ -77,9 +78,8 @@ def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value:
     return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), rows, biases))
 
 
-def _extended(module: nn.MultiheadAttention, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Keys and values, with the learned one and the one of zeros that the module adds at the end."""
-    q, k, v = given
+def _extended(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, and keys and values with the learned one and the one of zeros that the module adds at the end."""
     if module.bias_k is not None and module.bias_v is not None:
         k = torch.cat([k, module.bias_k.expand(k.shape[0], -1, -1)], 1)
         v = torch.cat([v, module.bias_v.expand(v.shape[0], -1, -1)], 1)
@@ -88,13 +88,12 @@ def _extended(module: nn.MultiheadAttention, given: tuple[Tensor, ...]) -> tuple
     return q, k, v
 
 
-def _mask(attention: Tensor | None, padding: Tensor | None, given: tuple[Tensor, int, int, int]) -> Tensor | None:
-    """Both masks as numbers to add to the scores: [N or 1, H or 1, L or 1, S]."""
-    query, heads, first, added = given
+def _mask(attention: Tensor | None, padding: Tensor | None, query: Tensor, heads: slice, added: int) -> Tensor | None:
+    """Both masks as numbers to add to the scores: [N or 1, H or 1, L or 1, S]. `added`: keys that the module adds."""
     total = None
     if attention is not None:
         if attention.dim() == 3:  # one for each sample and head of the whole
-            attention = attention.unflatten(0, (query.shape[0], -1))[:, first : first + heads]
+            attention = attention.unflatten(0, (query.shape[0], -1))[:, heads]
         else:
             attention = attention[None, None]
         total = _numbers(attention, query.dtype)
