@@ -1,11 +1,12 @@
 """A timeline as one HTML page that fetches nothing: two SVGs in a box that scrolls, light or dark as the reader likes.
 
-The looks of the page. Text on every colour has a contrast of at least 4.5, in light and in dark.
+Text on every colour has a contrast of at least 4.5, in light and in dark.
 """
 
 from html import escape
 from math import ceil
 from statistics import median
+from typing import NamedTuple
 
 from plait.config.version import __version__
 from plait.report.spans import COMPUTE, Span
@@ -60,12 +61,9 @@ SORTS = {"I": "B", "receive": "send", "forward": "F", "backward": "B"}
 def page(found: Timeline) -> str:
     """The whole page."""
     ranks = drawn(found)
-    blocks = [("Measured", found.measured)] + ([("Predicted", found.predicted)] if found.predicted else [])
-    scale = _scale([block for _, block in blocks])
-    first = min((b.start for _, block in blocks for row in block.rows for b in row.boxes), default=0.0)
-    last = max((b.end for _, block in blocks for row in block.rows for b in row.boxes), default=0.0)
-    width = round((last - first) * scale) + 24
-    pictures = "".join(_picture(name, found, block, ranks, (first, scale, width)) for name, block in blocks)
+    blocks = found.blocks
+    frame = _frame([b for block in blocks.values() for row in block.rows for b in row.boxes])
+    pictures = "".join(_picture(name, found, block, ranks, frame) for name, block in blocks.items())
     title = f"{found.run.resolve().name} · step {found.step}"
     legend = "".join(f'<li><span class="key {kind}"></span>{escape(text)}</li>' for kind, text in _legend(found))
     return (
@@ -76,7 +74,7 @@ def page(found: Timeline) -> str:
         + "".join(f'<p class="note">{escape(text)}</p>\n' for text in _notes(found, ranks))
         + f'<ul class="legend">{legend}</ul>\n'
         f'<div class="scroll" tabindex="0" role="region" aria-label="timeline">'
-        f'<div style="width:{width + NAMES}px">{pictures}</div></div>\n'
+        f'<div style="width:{frame.width + NAMES}px">{pictures}</div></div>\n'
         f"{_tables(found)}<footer>plait {__version__} · {escape(str(found.run))} · the same as a trace for Perfetto: trace.json</footer>\n"
         "</body></html>\n"
     )  # fmt: skip
@@ -95,8 +93,7 @@ def _legend(found: Timeline) -> list[tuple[str, str]]:
 def drawn(found: Timeline) -> list[int]:
     """Ranks to draw: all, or as many as `BOXES` allows, evenly from the first to the last."""
     ranks = len(found.measured.rows)
-    blocks = [b for b in (found.measured, found.predicted) if b]
-    total = sum(len(row.boxes) for block in blocks for row in block.rows)
+    total = sum(len(row.boxes) for block in found.blocks.values() for row in block.rows)
     if total <= BOXES or ranks <= 2:
         return list(range(ranks))
     count = max(2, min(ranks, ranks * BOXES // total))
@@ -128,53 +125,61 @@ def _notes(found: Timeline, ranks: list[int]) -> list[str]:
     return notes
 
 
-def _scale(blocks: list[StepBox]) -> float:
-    """Pixels per second: the picture at least `WIDTH` wide, and wide enough for numbers in typical boxes."""
-    boxes = [b for block in blocks for row in block.rows for b in row.boxes]
-    seconds = max((b.end for b in boxes), default=0.0) - min((b.start for b in boxes), default=0.0)
+class _Frame(NamedTuple):
+    """The second at the left edge of a picture, pixels per second, and its width in pixels."""
+
+    first: float
+    scale: float
+    width: int
+
+    def x(self, second: float) -> float:
+        """Where a second is."""
+        return (second - self.first) * self.scale
+
+
+def _frame(boxes: list[Span]) -> _Frame:
+    """That of a picture at least `WIDTH` wide, and wide enough for numbers in typical boxes."""
+    first, last = min((b.start for b in boxes), default=0.0), max((b.end for b in boxes), default=0.0)
     took: dict[str, list[float]] = {}
     for b in boxes:
         if b.sort in COMPUTE:
             took.setdefault(b.sort, []).append(b.end - b.start)
-    shortest = min((median(found) for found in took.values()), default=0.0)
+    shortest, seconds = min(map(median, took.values()), default=0.0), last - first
     wanted = NUMBER / shortest if shortest > 0 else 0.0
-    return min(max(WIDTH / seconds, wanted), WIDEST / seconds) if seconds else 1.0
+    scale = min(max(WIDTH / seconds, wanted), WIDEST / seconds) if seconds else 1.0
+    return _Frame(first, scale, round(seconds * scale) + 24)
 
 
-def _picture(name: str, found: Timeline, block: StepBox, ranks: list[int], frame: tuple[float, float, int]) -> str:
+def _picture(name: str, found: Timeline, block: StepBox, ranks: list[int], frame: _Frame) -> str:
     rows = [row for row in block.rows if row.rank in ranks or found.predicted is block]
-    first, scale, width = frame
     height = TOP + ROW * len(rows) + AXIS
     bubble = "" if block.bubble is None else f" · bubble {percent(block.bubble)}"
-    key = name.lower()
     names = "".join(f'<text x="0" y="{TOP + ROW * i + 17}">{escape(r.label)}</text>' for i, r in enumerate(rows))
-    what = f"{name}: a row per rank, time from left to right"
+    what = f"{name.capitalize()}: a row per rank, time from left to right"
     body = "".join(_row(row, TOP + ROW * i, block, frame) for i, row in enumerate(rows))
     return (
-        f"<h2>{name}{escape(bubble)}</h2>\n"
+        f"<h2>{name.capitalize()}{escape(bubble)}</h2>\n"
         f'<div class="rows"><svg class="names" width="{NAMES}" height="{height}" aria-hidden="true">{names}</svg>'
-        f'<svg class="time" id="{key}" role="img" aria-labelledby="{key}-title {key}-desc" width="{width}" '
-        f'height="{height}"><title id="{key}-title">{escape(what)}</title>'
-        f'<desc id="{key}-desc">{escape(_summary(found))}</desc>\n'
-        f"{_axis(first, scale, width, height)}{body}</svg></div>\n"
+        f'<svg class="time" id="{name}" role="img" aria-labelledby="{name}-title {name}-desc" width="{frame.width}" '
+        f'height="{height}"><title id="{name}-title">{escape(what)}</title>'
+        f'<desc id="{name}-desc">{escape(_summary(found))}</desc>\n'
+        f"{_axis(frame, height)}{body}</svg></div>\n"
     )
 
 
-def _row(row: RankRow, y: int, block: StepBox, frame: tuple[float, float, int]) -> str:
-    first, scale, _ = frame
+def _row(row: RankRow, y: int, block: StepBox, frame: _Frame) -> str:
     start = 0.0 if block.makespan else min((b.start for b in row.boxes), default=0.0)
     end = block.makespan or max((b.end for b in row.boxes), default=0.0)
-    x, w = (start - first) * scale, (end - start) * scale
+    x, w = frame.x(start), (end - start) * frame.scale
     idle = f'<rect class="idle" x="{x:.2f}" y="{y}" width="{w:.2f}" height="{BOX}"/>'
     stage = min((b.about[1] for b in row.boxes if b.about), default=0)
     boxes = "".join(_box(b, row, y, frame, bool(b.about) and b.about[1] > stage) for b in row.boxes)
     return f'<g data-rank="{row.rank}">{idle}{boxes}</g>\n'
 
 
-def _box(box: Span, row: RankRow, y: int, frame: tuple[float, float, int], further: bool) -> str:
+def _box(box: Span, row: RankRow, y: int, frame: _Frame, further: bool) -> str:
     """`further`: of a stage that is not the rank's first."""
-    first, scale, _ = frame
-    x, w = (box.start - first) * scale, max((box.end - box.start) * scale, 0.01)
+    x, w = frame.x(box.start), max((box.end - box.start) * frame.scale, 0.01)
     at = f"{ms(box.end - box.start)} from {ms(box.start)} on · {row.label}"
     said, text = box.name, ""
     if box.about is not None:
@@ -196,12 +201,11 @@ def _class(sort: str) -> str:
     return f"k-{SORTS.get(sort, sort)}"
 
 
-def _axis(first: float, scale: float, width: int, height: int) -> str:
+def _axis(frame: _Frame, height: int) -> str:
     """Ticks at round times, 70 pixels or more apart; 0 is the first action."""
-    step = next(n * 10.0**e for e in range(-9, 9) for n in (1, 2, 5) if n * 10.0**e * scale >= 70)
-    y, parts, k = height - AXIS + 2, [], ceil(first / step)
-    while (k * step - first) * scale < width - 20:
-        x = (k * step - first) * scale
+    step = next(n * 10.0**e for e in range(-9, 9) for n in (1, 2, 5) if n * 10.0**e * frame.scale >= 70)
+    y, parts, k = height - AXIS + 2, [], ceil(frame.first / step)
+    while (x := frame.x(k * step)) < frame.width - 20:
         anchor = ' class="start"' if x < 20 else ""
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{y + 4}"/>')
         parts.append(f'<text{anchor} x="{x:.1f}" y="{y + 16}">{ms(k * step).replace("-", "−")}</text>')

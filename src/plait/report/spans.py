@@ -1,6 +1,5 @@
 """The events of a run as they were written, on one clock: which steps there are, and which one to show."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.engine.run_directory import RunDirectory
+from plait.report.summary import check_run, json_rows
 
 WARM_UP, KEPT = 3, 200
 """The first steps are not typical, and the last ones tell enough."""
@@ -57,10 +57,7 @@ class Measured:
 
 def read(run: RunDirectory, step: int | None) -> tuple[Plan, list[Measured], Measured]:
     """(the run's plan, typical steps, the one to show). R003 when there is no run, R004 when it has no such events."""
-    if not (run.path / "plan.toml").is_file():
-        others = sorted(str(p) for p in run.path.parent.glob("*") if (p / "plan.toml").is_file())[-3:]
-        fix = tuple(f"plait report {p} --timeline" for p in others) or ("plait train JOB   makes one",)
-        raise PlaitError(Problem("R003", f"there is no run in {run.path}", fix=fix))
+    check_run(run.path, "plait report {} --timeline")
     plan = Plan.load(run.path / "plan.toml").fill(None)
     rows = [_rows(run.events(rank), step) for rank in range(plan.world)]
     common = sorted(set(rows[0]).intersection(*rows[1:]))
@@ -70,41 +67,32 @@ def read(run: RunDirectory, step: int | None) -> tuple[Plan, list[Measured], Mea
     if not common:
         why = f"no step was recorded by every one of the {plan.world} ranks in {run.path / 'events'}"
         raise PlaitError(Problem("R004", f"{run.path} has no events", why=why, fix=("train for a step or more",)))
-    found = {n: _measured(n, [row[n] for row in rows]) for n in common}
-    first = [n for n in common if n > WARM_UP] or common
-    largest = max(found[n].size for n in first)
-    typical = [found[n] for n in first if found[n].size == largest][-KEPT:]
+    steps = {n: _measured(n, [row[n] for row in rows]) for n in common}
+    warm = [steps[n] for n in common if n > WARM_UP] or list(steps.values())
+    largest = max(m.size for m in warm)
+    typical = [m for m in warm if m.size == largest][-KEPT:]
     middle = median_low(m.seconds for m in typical)
-    shown = next(m for m in typical if m.seconds == middle) if step is None else found[step]
+    shown = next(m for m in typical if m.seconds == middle) if step is None else steps[step]
     return plan, [m for m in typical if m.microbatches == shown.microbatches] or [shown], shown
 
 
-def _rows(path: Path, step: int | None) -> dict[int, Any]:
-    """The last rows of an events file, and that of `step`. A line torn by a kill is left out."""
+def _rows(path: Path, step: int | None) -> dict[int, dict[str, Any]]:
+    """The last rows of an events file, and that of `step`."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     wanted = [line for line in lines[:-KEPT] if step is not None and line.startswith(b'{"step": %d,' % step)]
-    found = {}
-    for line in (*wanted, *lines[-KEPT:]):
-        try:
-            row = json.loads(line)
-            found[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
+    return {row["step"]: row for row in json_rows((*wanted, *lines[-KEPT:])) if isinstance(row.get("step"), int)}
 
 
-def _measured(step: int, rows: list[Any]) -> Measured:
+def _measured(step: int, rows: list[dict[str, Any]]) -> Measured:
     """One step of all ranks. Hosts have clocks of their own: there all ranks end the step's last sum together."""
     ranks = [[Span(n, r["at"] + start, r["at"] + start + took) for n, start, took in r["spans"]] for r in rows]
     ends = [max((s.end for s in spans if s.name == "reduce"), default=None) for spans in ranks]
     longest = max(spans[-1].end - spans[0].start for spans in ranks if spans)
     known = [end for end in ends if end is not None]
-    apart = max(known) - min(known) > longest if len(known) == len(ranks) else False
-    shifted = []
-    for spans, end in zip(ranks, ends):
-        by = (end or 0.0) if apart else 0.0
-        shifted.append(tuple(flat([Span(s.name, s.start - by, s.end - by) for s in spans])))
-    return Measured(step, rows[0]["size"], tuple(shifted))
+    clocks_differ = len(known) == len(ranks) and max(known) - min(known) > longest
+    shifts = known if clocks_differ else [0.0] * len(ranks)
+    shifted = ([Span(s.name, s.start - by, s.end - by) for s in spans] for spans, by in zip(ranks, shifts))
+    return Measured(step, rows[0]["size"], tuple(tuple(flat(spans)) for spans in shifted))
 
 
 def flat(spans: list[Span]) -> list[Span]:

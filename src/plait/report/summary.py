@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,18 +16,34 @@ EVALUATIONS = 5
 """The last evaluations that are shown."""
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    """What a run's files say. R003 when there is no run, R004 when it has made no step."""
+def check_run(folder: Path, command: str) -> None:
+    """R003 when the folder holds no run; `command` shows one, with {} for its folder."""
     if not (folder / "plan.toml").is_file():
         others = sorted(str(p) for p in folder.parent.glob("*") if (p / "plan.toml").is_file())[-3:]
-        fix = tuple(f"plait report {p}" for p in others) or ("plait train JOB    makes one",)
+        fix = tuple(map(command.format, others)) or ("plait train JOB    makes one",)
         raise PlaitError(Problem("R003", f"there is no run in {folder}", fix=fix))
-    rows = _rows(folder / "metrics.jsonl")
+
+
+def json_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The objects on the lines of a JSON file; a line torn by a kill is left out."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """What a run's files say. R003 when there is no run, R004 when it has made no step."""
+    check_run(folder, "plait report {}")
+    metrics = folder / "metrics.jsonl"
+    rows = list(json_rows(metrics.read_bytes().splitlines() if metrics.exists() else ()))
     steps = [row for row in rows if "loss" in row]
     if not steps:
-        raise PlaitError(
-            Problem("R004", f"{folder} has no metrics", why="no step was recorded", fix=("train for a step or more",))
-        )
+        what, fix = f"{folder} has no metrics", ("train for a step or more",)
+        raise PlaitError(Problem("R004", what, why="no step was recorded", fix=fix))
     losses = [row["loss"] for row in steps if isinstance(row["loss"], (int, float))]
     typical = [row for row in steps if row["step"] > 3] or steps
     rate = "tokens_per_s" if typical[-1].get("tokens_per_s") else "samples_per_s"
@@ -41,25 +58,22 @@ def summary(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def text(found: dict[str, Any]) -> str:
-    """The summary as lines for a terminal."""
-    loss = found["loss"]
-    lines = [f"run         {found['run']}", f"steps       {found['steps']} · {found['samples']:,} samples"]
+def text(run: dict[str, Any]) -> str:
+    """A summary as lines for a terminal."""
+    loss = run["loss"]
+    lines = [f"run         {run['run']}", f"steps       {run['steps']} · {run['samples']:,} samples"]
     if loss:
-        lines += [
-            f"loss        {loss['first']:.4g} → {loss['last']:.4g} · lowest {loss['lowest']:.4g}",
-            f"            {curve(found['curve'])}",
-        ]
-    lines.append(
-        f"speed       {found['rate']:,.0f} {found['unit']} in the median step · {found['seconds']:,.0f} s in all"
-    )
-    if found["skipped"]:
-        lines.append(f"skipped     {found['skipped']} steps")
-    for row in found["evaluations"][-EVALUATIONS:]:
+        lines.append(f"loss        {loss['first']:.4g} → {loss['last']:.4g} · lowest {loss['lowest']:.4g}")
+        lines.append(f"            {curve(run['curve'])}")
+    speed = f"{run['rate']:,.0f} {run['unit']} in the median step"
+    lines.append(f"speed       {speed} · {run['seconds']:,.0f} s in all")
+    if run["skipped"]:
+        lines.append(f"skipped     {run['skipped']} steps")
+    for row in run["evaluations"][-EVALUATIONS:]:
         values = ", ".join(f"{k} {'not finite' if v is None else f'{v:.4g}'}" for k, v in row.items() if k != "step")
         lines.append(f"evaluation  step {row['step']}: {values}")
-    lines.append(f"saved       {', '.join(found['checkpoints'][-3:]) or 'nothing'}")
-    lines.append(f"picture     plait report {found['run']} --timeline    a step on every rank")
+    lines.append(f"saved       {', '.join(run['checkpoints'][-3:]) or 'nothing'}")
+    lines.append(f"picture     plait report {run['run']} --timeline    a step on every rank")
     return "\n".join(lines)
 
 
@@ -75,14 +89,3 @@ def curve(values: list[float]) -> str:
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a line torn by a kill is left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return [row for row in found if isinstance(row, dict)]

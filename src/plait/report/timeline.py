@@ -11,6 +11,7 @@ A timeline as a Chrome trace: Perfetto and chrome://tracing open it. A process p
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -67,6 +68,11 @@ class Timeline:
     """Median seconds of each (stage, kind)."""
     note: str = ""
 
+    @property
+    def blocks(self) -> dict[str, StepBox]:
+        """Measured, and predicted if it is."""
+        return {"measured": self.measured} | ({"predicted": self.predicted} if self.predicted else {})
+
 
 def beside(plan: Plan) -> int:
     """Ranks of each stage: how many pipelines run beside each other."""
@@ -76,13 +82,13 @@ def beside(plan: Plan) -> int:
 def timeline(path: Path, step: int | None = None) -> Timeline:
     """The timeline of a run's typical step, or of `step`. R003 and R004 as `read` says."""
     plan, typical, shown = read(RunDirectory(path), step)
+    labels = [f"rank {r}" for r in range(len(shown.ranks))]
     if not shown.microbatches:
         start = min(s.start for spans in shown.ranks for s in spans)
-        block = _block([f"rank {r}" for r in range(len(shown.ranks))], shown.ranks, start)
+        block = _block(labels, shown.ranks, start)
         return Timeline(path, plan, shown.step, len(typical), block, None, {})
     planned = table(plan.schedule, plan.pp, shown.microbatches, plan.stages_per_rank) if plan.pp > 1 else None
     if planned is None or not _ran(planned, plan, shown):
-        labels = [f"rank {r}" for r in range(len(shown.ranks))]
         note = "This step was run under another plan than the run's last, so nothing is predicted for it."
         return Timeline(path, plan, shown.step, 1, _block(labels, shown.ranks), None, {}, note)
     typical = typical[-max(5, SPANS // max(1, sum(map(len, shown.ranks)))) :]
@@ -194,18 +200,15 @@ def _drawn(played: Played, links: list[float], send: float) -> list[list[Span]]:
     return rows
 
 
-def _block(
-    labels: list[str], rows: list[list[Span]] | tuple[tuple[Span, ...], ...], zero: float | None = None
-) -> StepBox:
+def _block(labels: list[str], rows: Sequence[Sequence[Span]], zero: float | None = None) -> StepBox:
     computing = [s for spans in rows for s in spans if s.sort in COMPUTE]
     start = min(s.start for s in computing) if zero is None else zero
     makespan = max(s.end for s in computing) - start if computing else 0.0
     shifted = [tuple(Span(s.name, s.start - start, s.end - start) for s in spans) for spans in rows]
     busy = sum(s.end - s.start for s in computing)
     bubble = 1.0 - busy / (makespan * len(rows)) if makespan else None
-    return StepBox(
-        tuple(RankRow(r, name, spans) for r, (name, spans) in enumerate(zip(labels, shifted))), bubble, makespan
-    )
+    ranks = (RankRow(r, name, spans) for r, (name, spans) in enumerate(zip(labels, shifted)))
+    return StepBox(tuple(ranks), bubble, makespan)
 
 
 CATEGORIES = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
@@ -213,17 +216,17 @@ CATEGORIES = {"F": "forward", "B": "backward", "I": "backward-input", "W": "back
 
 def trace(found: Timeline) -> str:
     """The trace as JSON text. Times are microseconds from the earliest box."""
-    blocks = [("measured", found.measured)] + ([("predicted", found.predicted)] if found.predicted else [])
-    zero = min((b.start for _, block in blocks for row in block.rows for b in row.boxes), default=0.0)
+    blocks = found.blocks
+    zero = min((b.start for block in blocks.values() for row in block.rows for b in row.boxes), default=0.0)
     events: list[dict[str, Any]] = []
     for row in found.measured.rows:
         events.append({"ph": "M", "name": "process_name", "pid": row.rank, "args": {"name": row.label}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": row.rank, "args": {"sort_index": row.rank}})
-    for thread, (name, block) in enumerate(blocks):
+    for thread, (name, block) in enumerate(blocks.items()):
         for row in block.rows:
             args = {"name": name}
             events.append({"ph": "M", "name": "thread_name", "pid": row.rank, "tid": thread, "args": args})
-    boxes = [event for thread, (_, block) in enumerate(blocks) for event in _boxes(block, thread, zero)]
+    boxes = [event for thread, block in enumerate(blocks.values()) for event in _boxes(block, thread, zero)]
     events += sorted(boxes, key=lambda event: event["ts"])
     about = {"run": str(found.run), "plan": str(found.plan), "step": found.step}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
