@@ -174,21 +174,18 @@ class _Head:
 class _NotLogits(PlaitError, AttributeError):
     """J017 where a model computes with its logits."""
 
+    def __init__(self, operation: str):
+        what = f"the model computes with its logits ({operation}), which LinearCrossEntropy never makes"
+        why = "scaled, capped or shifted logits are another loss than that of the head's product"
+        fix = ("loss=lambda logits, targets: cross_entropy(…)    (makes all logits)",)
+        super().__init__(Problem("J017", what, why=why, fix=fix))
 
-def _refused(what: str):
+
+def _refused(operation: str):
     def refuse(self: "Headed", *args: object) -> NoReturn:
-        raise _NotLogits(_computed(what))
+        raise _NotLogits(operation)
 
     return refuse
-
-
-def _computed(what: str) -> Problem:
-    return Problem(
-        "J017",
-        f"the model computes with its logits ({what}), which LinearCrossEntropy never makes",
-        why="scaled, capped or shifted logits are another loss than that of the head's product",
-        fix=("loss=lambda logits, targets: cross_entropy(…)    (makes all logits)",),
-    )
 
 
 class Headed(NamedTuple):
@@ -207,7 +204,7 @@ class Headed(NamedTuple):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _NotLogits(_computed(f".{name}"))
+        raise _NotLogits(f".{name}")
 
     @classmethod
     def __torch_function__(
@@ -217,7 +214,7 @@ class Headed(NamedTuple):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        raise _NotLogits(_computed(getattr(func, "__name__", str(func))))
+        raise _NotLogits(getattr(func, "__name__", str(func)))
 
 
 def _forward(head: nn.Linear, hidden: Tensor) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.data.batch import Micro, weigh
-from plait.tensors.torch_private import leaves, tree_flatten, tree_map_only, tree_unflatten
+from plait.tensors.torch_private import leaves, tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 TOLERANCE = 1e-9
 SCALES = (1.0, *(round(1.3**k, 3) for k in range(1, 11)), *(round(0.7**k, 3) for k in range(1, 7)))
@@ -43,8 +43,7 @@ class Coupled:
 
     def told(self) -> dict[str, Any]:
         """JSON values."""
-        names = ("scale", "whole", "losses", "weights", "apart")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("scale", "whole", "losses", "weights", "apart")}
 
 
 def coupled(
@@ -163,20 +162,13 @@ class _Trial:
     def between(self, a: Coupled, b: Coupled) -> tuple[Coupled, int]:
         """The first point found between two at which the loss is not separable, else `b`; and how many were tried."""
         low, high = a, b
+        mean = lambda x, y: (x + y) / 2 if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
         for k in range(HALVES):
-            middle = self.at(_mean(low.outputs, high.outputs), (low.scale + high.scale) / 2)
+            middle = self.at(tree_map(mean, low.outputs, high.outputs), (low.scale + high.scale) / 2)
             if middle.apart > TOLERANCE:
                 return middle, k + 1
             low, high = (low, middle) if _turns(low, middle) else (middle, high)
         return b, HALVES
-
-
-def _mean(a: object, b: object) -> Any:
-    flat, form = tree_flatten(a)
-    halves = [
-        (x + y) / 2 if isinstance(x, Tensor) and x.is_floating_point() else x for x, y in zip(flat, tree_flatten(b)[0])
-    ]
-    return tree_unflatten(halves, form)
 
 
 def _map(function: Callable[[Tensor], Tensor], outputs: object) -> Any:
@@ -203,6 +195,5 @@ def _graded(job: Job, outputs: object, targets: object) -> tuple[float, list[Ten
     asked = [t.requires_grad_() for t in flat if isinstance(t, Tensor) and t.is_floating_point()]
     loss = job.loss(tree_unflatten(flat, form), targets)
     gradients = iter(torch.autograd.grad(loss, asked, allow_unused=True) if loss.requires_grad else [None] * len(asked))
-    return float(loss.detach()), [
-        next(gradients) if isinstance(t, Tensor) and t.is_floating_point() else None for t in flat
-    ]
+    floating = (isinstance(t, Tensor) and t.is_floating_point() for t in flat)
+    return float(loss.detach()), [next(gradients) if each else None for each in floating]

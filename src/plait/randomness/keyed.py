@@ -170,18 +170,15 @@ class Randomness:
     def place(self) -> str:
         """The place of the next draw: `module#call#draw`."""
         self._before_event()
-        if not torch.compiler.is_compiling() and checkpoint_frame() is not (
-            self._entered[-1] if self._entered else None
-        ):
-            raise PlaitError(
-                Problem(
-                    "J014",
-                    "a checkpointed function draws random numbers by a direct call, and its recomputation would draw others",
-                    why=f"in {(self._owner or ['the model'])[-1].split('#')[0] or 'the model'}: what is recomputed is not a module",
-                    fix=("checkpoint(a module that draws, …)", "use nn.Dropout inside it"),
-                )
-            )
         owner = self._owner[-1] if self._owner else "#0"
+        entered = self._entered[-1] if self._entered else None
+        if not torch.compiler.is_compiling() and checkpoint_frame() is not entered:
+            what = (
+                "a checkpointed function draws random numbers by a direct call, and its recomputation would draw others"
+            )
+            why = f"in {owner.split('#')[0] or 'the model'}: what is recomputed is not a module"
+            fix = ("checkpoint(a module that draws, …)", "use nn.Dropout inside it")
+            raise PlaitError(Problem("J014", what, why=why, fix=fix))
         self._calls[owner] = self._calls.get(owner, 0) + 1
         place = f"{owner}#{self._calls[owner]}"
         self._after_event()
@@ -191,21 +188,17 @@ class Randomness:
         """In a recomputation: go back to where it starts."""
         if not self._replaying or torch.compiler.is_compiling():
             return
-        found = torch.default_generator.initial_seed()
-        if found == self._cursor and self._resumed:
+        seed = torch.default_generator.initial_seed()
+        if seed == self._cursor and self._resumed:
             return
-        if self.shared or found == self._outside or found not in self._snapshots:
-            raise PlaitError(
-                Problem(
-                    "J014",
-                    "a recomputation draws random numbers, and torch's generator was not restored for it",
-                    why="preserve_rng_state=False, or the model seeds torch itself, or threads share it (processes=one)",
-                    fix=("checkpoint(…, preserve_rng_state=True)", "processes=per-device"),
-                )
-            )
-        where, owner, calls, self.windows = self._snapshots[found]
+        if self.shared or seed == self._outside or seed not in self._snapshots:
+            what = "a recomputation draws random numbers, and torch's generator was not restored for it"
+            why = "preserve_rng_state=False, or the model seeds torch itself, or threads share it (processes=one)"
+            fix = ("checkpoint(…, preserve_rng_state=True)", "processes=per-device")
+            raise PlaitError(Problem("J014", what, why=why, fix=fix))
+        where, owner, calls, self.windows = self._snapshots[seed]
         self._where[:] = where
-        self._owner[:], self._calls, self._cursor, self._resumed = owner, dict(calls), found, True
+        self._owner[:], self._calls, self._cursor, self._resumed = owner, dict(calls), seed, True
 
     def _after_event(self) -> None:
         if torch.compiler.is_compiling():

@@ -50,13 +50,13 @@ class SubBlocks:
         """The drawn tensor, batch dim first and split into samples and rows of one; None when nothing of it is cut."""
         whole = self.shapes.get(place, ())
         known = whole if len(whole) == len(shape) else (None,) * len(shape)
-        found: list[Axis] = []
+        axes: list[Axis] = []
         if dim is None:
             order, sizes = list(range(len(shape))), list(shape)
         else:
             if not samples or shape[dim] % samples:
                 return None
-            found.append((samples, ((0, samples),)))
+            axes.append((samples, ((0, samples),)))
             order = [dim, *(d for d in range(len(shape)) if d != dim)]
             sizes = [n // samples if d == dim else n for d, n in enumerate(shape)]
         cut = False
@@ -66,8 +66,8 @@ class SubBlocks:
             if axis is not None and sum(length for _, length in axis[1]) != sizes[d]:
                 raise ValueError(f"{place}: dim {d} of {tuple(shape)} is drawn, ranges {axis[1]} of {axis[0]} are held")
             cut = cut or axis is not None
-            found.append(axis or (sizes[d], ((0, sizes[d]),)))
-        return found if cut else None
+            axes.append(axis or (sizes[d], ((0, sizes[d]),)))
+        return axes if cut else None
 
 
 @dataclass(frozen=True)
@@ -95,22 +95,13 @@ class HeldRows:
                 raise ValueError(f"{place}: {local} rows of dim {dim} are drawn where {part}, or multiples, are held")
         else:
             if whole is None:
-                raise _unseen(place)
+                what = f"{place.split('#')[0] or 'the model'} draws random numbers where the sketch saw none"
+                why = "its tensors are cut over ranks, and how large they are in whole is not known"
+                raise PlaitError(Problem("J019", what, why=why, fix=("draw them in every forward pass", "tp=1 cp=1")))
             scale, rest = divmod(whole, rows.length)
             if rest or local == whole or local != part * scale:
                 return None
         return rows.length * scale, tuple((first * scale, length * scale) for first, length in rows.ranks[self.rank])
-
-
-def _unseen(place: str) -> PlaitError:
-    return PlaitError(
-        Problem(
-            "J019",
-            f"{place.split('#')[0] or 'the model'} draws random numbers where the sketch saw none",
-            why="its tensors are cut over ranks, and how large they are in whole is not known",
-            fix=("draw them in every forward pass", "tp=1 cp=1"),
-        )
-    )
 
 
 def differing(whole: Mapping[str, Sequence[int]], local: Mapping[str, Sequence[int]]) -> frozenset[tuple[str, int]]:

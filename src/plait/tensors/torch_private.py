@@ -132,13 +132,12 @@ def leaves(tree: object) -> list[Any]:
     """The leaves of a model's output, also inside dataclasses, which torch's trees learn here when first met."""
     if isinstance(tree, Tensor):
         return [tree]
-    found = []
-    for leaf in tree_leaves(tree):
+    flat = tree_leaves(tree)
+    for leaf in flat:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             register_dataclass(type(leaf))
             return leaves(tree)
-        found.append(leaf)
-    return found
+    return flat
 
 
 def fake_world(rank: int, world: int) -> None:
@@ -234,10 +233,14 @@ def _of_one_format(group: FSDPParamGroup, reduce: Callable[[], None], known: boo
     return post_backward
 
 
+def _all_param_groups(root: FSDPModule) -> Iterator[FSDPParamGroup]:
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        yield from _param_groups(state)
+
+
 def widened(root: FSDPModule, parameter: Tensor) -> Callable[[], None]:
     """Moves a gathered parameter's gradient, as a backward pass leaves it, into a sum in the format that ranks sum in."""
-    groups = (group for inner in root._get_fsdp_state()._state_ctx.all_states for group in _param_groups(inner))
-    held = (p for group in groups for p in group.fsdp_params)
+    held = (p for group in _all_param_groups(root) for p in group.fsdp_params)
     mine = next(p for p in held if getattr(p, "_unsharded_param", None) is parameter)
 
     def add() -> None:
@@ -262,11 +265,9 @@ def parts_as_they_are() -> Iterator[None]:
 
 def end_backward(root: FSDPModule) -> None:
     """Tell a sharded model that the step's backward passes are over: what still has to be reduced is reduced now."""
-    state = root._get_fsdp_state()
-    for inner in state._state_ctx.all_states:
-        for group in _param_groups(inner):
-            group.post_backward()
-    state._root_post_backward_final_callback()
+    for group in _all_param_groups(root):
+        group.post_backward()
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 class FakeTensorMode(_FakeTensorMode):
@@ -354,13 +355,7 @@ class TorchDispatchMode(_TorchDispatchMode):
         own = cls.__dict__.get("__torch_dispatch__")
         if own is not None:
 
-            def dispatch(
-                self: TorchDispatchMode,
-                func: Callable[..., Any],
-                types: tuple[type, ...],
-                args: tuple[Any, ...] = (),
-                kwargs: dict[str, Any] | None = None,
-            ) -> Any:
+            def dispatch(self, func, types, args=(), kwargs=None):
                 if isinstance(func, HigherOrderOperator):
                     return self.passed(func, args, kwargs or {})
                 return own(self, func, types, args, kwargs)
@@ -435,5 +430,5 @@ class WrapperTensor(Tensor):
 def named_leaves(tree: object) -> tuple[list[tuple[str, Any]], Any]:
     """(the leaves of a tree with their paths, its structure), also inside dataclasses."""
     leaves(tree)
-    found, spec = tree_flatten_with_path(tree)
-    return [(keystr(path), leaf) for path, leaf in found], spec
+    flat, spec = tree_flatten_with_path(tree)
+    return [(keystr(path), leaf) for path, leaf in flat], spec
