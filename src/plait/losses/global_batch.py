@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.model.meter import tensors_in
-from plait.tensors.collectives import gathered, sum_part, summed
+from plait.tensors.collectives import gathered, linear, sum_part, summed
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import in_backward
 
@@ -118,7 +117,7 @@ def global_mean(x: Tensor) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mine = x[:0] if peers.idle else x
     row = torch.cat([mine.to(wide).sum(0).reshape(-1), torch.tensor([len(mine)], dtype=wide, device=x.device)])
-    row = _Sum.apply(row, peers)
+    row = linear(row, _summed, _summed, peers)
     mean = (row[:-1] / row[-1].detach()).view(x.shape[1:]).to(x.dtype)
     peers.made.append(mean)
     return mean
@@ -136,7 +135,7 @@ def global_batch(x: Tensor) -> Tensor:
     sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(peers.group.size())]
     with peers.ask():
         dist.all_gather(sizes, torch.tensor([len(mine)], device=x.device), group=peers.group)
-    whole = _Batch.apply(mine, Rows.of(torch.cat(sizes).tolist()), peers)
+    whole = linear(mine, _gathered, _sum_part, Rows.of(torch.cat(sizes).tolist()), peers)
     peers.made.append(whole)
     return whole
 
@@ -190,31 +189,19 @@ def zero_loss(loss: Callable[[], Tensor], outputs: object, asked: Sequence[Tenso
     return torch.stack(sums).sum() if sums else made * 0.0
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: BatchPeers) -> Tensor:
-        ctx.peers = peers
-        with peers.ask():
-            return summed(x, peers.group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        return _Sum.apply(grads[0], ctx.peers), None
+def _summed(x: Tensor, peers: BatchPeers) -> Tensor:
+    """The sum over the ranks: its own adjoint."""
+    with peers.ask():
+        return summed(x, peers.group)
 
 
-class _Batch(torch.autograd.Function):
-    """All ranks' rows; backward: this rank's rows of the sum of the ranks' gradients."""
+def _gathered(x: Tensor, rows: Rows, peers: BatchPeers) -> Tensor:
+    """All ranks' rows."""
+    with peers.ask():
+        return gathered(x, 0, rows, peers.group)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, peers: BatchPeers) -> Tensor:
-        ctx.at = rows, peers
-        with peers.ask():
-            return gathered(x, 0, rows, peers.group)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        rows, peers = ctx.at
-        with peers.ask():
-            return sum_part(grads[0], 0, rows, peers.group), None, None
+def _sum_part(x: Tensor, rows: Rows, peers: BatchPeers) -> Tensor:
+    """This rank's rows of the sum over the ranks: the adjoint of `_gathered`."""
+    with peers.ask():
+        return sum_part(x, 0, rows, peers.group)

@@ -62,21 +62,16 @@ def redraw(
     if isinstance(result, FakeTensor):
         return result
     name = rule_of(call[0])
-    uniform = _uniform(result, _stretch(result.shape, where, place, dim, windows))
-    uniform = _holdable(uniform, result.dtype) if name in ("rand", "uniform") else uniform
+    drawn = (_stretch(result.shape, where, place, dim, windows) + 0.5) * 2.0**-32  # float64 in the open interval (0, 1)
+    uniform = torch.from_numpy(np.asarray(drawn)).reshape(result.shape).to(result.device)
+    digits = DIGITS.get(result.dtype) if name in ("rand", "uniform") else None
+    if digits is not None:
+        uniform = (torch.floor(uniform * 2.0**digits) + 0.5) * 2.0**-digits
     return result.copy_(RULES[name](uniform, *_numbers(name, *call)))
 
 
-def _uniform(like: Tensor, words: np.ndarray) -> Tensor:
-    """float64 in the open interval (0, 1) from drawn bits, on the device of `like`."""
-    drawn = (words + 0.5) * 2.0**-32
-    return torch.from_numpy(np.asarray(drawn)).reshape(like.shape).to(like.device)
-
-
-def _holdable(uniform: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers that the format can hold, so that none rounds up to 1."""
-    digits = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}.get(dtype)
-    return uniform if digits is None else (torch.floor(uniform * 2.0**digits) + 0.5) * 2.0**-digits
+DIGITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
+"""Binary digits of uniform numbers that a format can hold, so that none rounds up to 1."""
 
 
 def _stretch(
@@ -123,10 +118,6 @@ def mask_shape(func: Callable[..., Any], input: Tensor) -> torch.Size:
     return input.shape[:kept] + (1,) * (input.dim() - kept)
 
 
-def _bernoulli(u: Tensor, p: float | Tensor = 0.5) -> Tensor:
-    return u < p
-
-
 def _normal(u: Tensor, mean: float | Tensor = 0.0, std: float | Tensor = 1.0) -> Tensor:
     return torch.special.ndtri(u) * std + mean
 
@@ -136,7 +127,7 @@ def _integers(u: Tensor, low: int = 0, high: int = 2**24) -> Tensor:
 
 
 RULES = {
-    "bernoulli": _bernoulli,
+    "bernoulli": lambda u, p=0.5: u < p,
     "rand": lambda u, low=0.0, high=1.0: low + u * (high - low),
     "uniform": lambda u, low=0.0, high=1.0: low + u * (high - low),
     "randn": _normal,
@@ -160,18 +151,12 @@ def _numbers(name: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
         return low_high if len(low_high) == 2 else [0, *low_high]
     if name == "bernoulli" and func.overloadpacket.__name__ == "bernoulli" and len(args) == 1:
         return [args[0]]
-    numbers = [a for a in args[1:] if isinstance(a, (int, float, Tensor))]
-    if (
-        name == "normal"
-        and isinstance(args[0], (int, float, Tensor))
-        and not func.overloadpacket.__name__.endswith("_")
-    ):
-        numbers = [a for a in args if isinstance(a, (int, float, Tensor))]
+    into_tensor = name != "normal" or func.overloadpacket.__name__.endswith("_")
+    numbers = [a for a in args[into_tensor:] if isinstance(a, (int, float, Tensor))]
     if name == "random" and len(numbers) == 1:
         numbers = [0, *numbers]
-    return numbers + [
-        v for k, v in kwargs.items() if k in ("p", "mean", "std", "from", "to", "lambd", "median", "sigma")
-    ]
+    names = ("p", "mean", "std", "from", "to", "lambd", "median", "sigma")
+    return numbers + [v for k, v in kwargs.items() if k in names]
 
 
 @torch.library.custom_op("plait::mask", mutates_args=())

@@ -95,13 +95,13 @@ def enter(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Shares `x`'s memory, so writing it in place is an error (torch's own): other code knows it as `x`.
     """
-    return x if group.size() == 1 else _Linear.apply(x, _same, summed, (group,))
+    return x if group.size() == 1 else linear(x, _same, summed, group)
 
 
 @of_rows
 def total(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the ranks, on every rank: it stands after a region whose ranks each made a share of the result."""
-    return x if group.size() == 1 else _Linear.apply(x, summed, _same, (group,))
+    return x if group.size() == 1 else linear(x, summed, _same, group)
 
 
 @of_rows
@@ -109,7 +109,7 @@ def part(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """This rank's rows of `dim` of a whole that every rank has. Backward gives every rank the gradient of the whole."""
     if group.size() == 1:
         return x
-    return _Linear.apply(x, _rows, gathered, (_checked(x, dim, rows.length), rows, group))
+    return linear(x, _rows, gathered, _checked(x, dim, rows.length), rows, group)
 
 
 @of_rows
@@ -120,7 +120,7 @@ def gather(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """
     if group.size() == 1:
         return x
-    return _Linear.apply(x, gathered, _rows, (_checked(x, dim, rows.sizes[group.rank()]), rows, group))
+    return linear(x, gathered, _rows, _checked(x, dim, rows.sizes[group.rank()]), rows, group)
 
 
 def gather_partial(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
@@ -130,14 +130,14 @@ def gather_partial(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tens
     """
     if group.size() == 1:
         return x
-    return _Linear.apply(x, gathered, sum_part, (_checked(x, dim, rows.sizes[group.rank()]), rows, group))
+    return linear(x, gathered, sum_part, _checked(x, dim, rows.sizes[group.rank()]), rows, group)
 
 
 def scatter_sum(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
     """This rank's rows of `dim` of the sum over the ranks, each of which has a share of the sum in every row."""
     if group.size() == 1:
         return x
-    return _Linear.apply(x, sum_part, gathered, (_checked(x, dim, rows.length), rows, group))
+    return linear(x, sum_part, gathered, _checked(x, dim, rows.length), rows, group)
 
 
 def _checked(x: Tensor, dim: int, expected: int) -> int:
@@ -152,7 +152,7 @@ Collective = Callable[..., Tensor]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear collective, the backward of which is its adjoint."""
+    """`linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: Collective, adjoint: Collective, where: tuple[object, ...]) -> Tensor:
@@ -162,6 +162,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
         return _Linear.apply(grads[0], *ctx.backward_by), None, None, None
+
+
+def linear(x: Tensor, collective: Collective, adjoint: Collective, *where: object) -> Tensor:
+    """`collective(x, *where)`, linear in `x`; the gradient is `adjoint(gradient, *where)`, and can be differentiated too."""
+    return _Linear.apply(x, collective, adjoint, where)
 
 
 def _same(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -99,7 +99,7 @@ class ShardedTensor(Tensor):
         if name in OF_THE_PART and x is not None:
             return func(x.local, *args[1:], **kwargs)
         result = NotImplemented
-        if _base(name) in ELEMENTWISE:
+        if (name if name.startswith("__") else name.rstrip("_")) in ELEMENTWISE:  # in place or not
             result = _elementwise(func, args, kwargs)
         elif x is not None:
             rule = RULES.get(name)
@@ -160,11 +160,6 @@ def _attribute(func: Callable[..., Any], x: ShardedTensor, *value: Any) -> Any:
     if name == "data" and not value:
         return x.like(x.local.data)
     return func(x.local, *value)
-
-
-def _base(name: str) -> str:
-    """The name of a function without the mark of its in-place kind."""
-    return name if name.startswith("__") else name.rstrip("_")
 
 
 def _in_place(name: str) -> bool:
