@@ -1,4 +1,4 @@
-"""Losses that look at the whole batch: the mean over the global batch, or the global batch itself, under any plan.
+"""Losses that look at the whole batch: means over the global batch, or the global batch itself, under any plan.
 
 A mean over samples can be computed share by share. A loss that multiplies two means (the balance loss of a mixture of
 experts), or compares samples with each other (contrastive losses), cannot: each rank would compute it of its own share.
@@ -35,7 +35,7 @@ from plait.tensors.torch_private import in_backward
 
 
 class BatchPeers:
-    """One rank among those with other samples, while its forward and backward passes run."""
+    """The ranks that have the other samples of the batch, seen from one, while its forward and backward passes run."""
 
     def __init__(self, ranks: list[int] | None = None, microbatches: int = 1):
         self.ranks, self.microbatches = ranks, microbatches
@@ -62,12 +62,12 @@ class BatchPeers:
         return group
 
     def begin(self, idle: bool) -> None:
-        """A micro-batch's forward pass begins."""
+        """To be called when a micro-batch's forward pass begins."""
         self.idle, self.made = idle, []
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Inside, `global_mean` and `global_batch` are those of the ranks' samples together."""
+        """A context in which `global_mean` and `global_batch` are of all ranks' samples."""
         token = CURRENT.set(self)
         try:
             yield
@@ -76,14 +76,14 @@ class BatchPeers:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """In a thread with a part of this rank's samples: a mean is of that part, and this is noted."""
+        """The context of a thread with a part of this rank's samples: a mean is of that part, and this is noted."""
         self.apart = self.apart or BatchPeers()
         with self.apart.here():
             yield
 
     @contextmanager
     def ask(self) -> Iterator[None]:
-        """What is exchanged inside was asked for by the job."""
+        """A context in which what is exchanged was asked for by the job."""
         self.asking = True
         try:
             yield
@@ -92,7 +92,7 @@ class BatchPeers:
 
     @property
     def inexact(self) -> list[str]:
-        """What cannot equal one device here."""
+        """Sentences on what cannot equal one device here."""
         means = []
         if self.used and self.microbatches > 1:
             means.append(f"of one micro-batch of all ranks, not of the batch: microbatches={self.microbatches}")
@@ -124,7 +124,7 @@ def global_mean(x: Tensor) -> Tensor:
 
 
 def global_batch(x: Tensor) -> Tensor:
-    """`x` [n, …] of all ranks one after another, in the order of the samples; n may differ between ranks.
+    """`x` [n, …] of all ranks, concatenated in the order of the samples; n may differ between ranks.
 
     It can be differentiated. Every rank must call it, in the same order. On one device it is `x`.
     """
@@ -141,7 +141,7 @@ def global_batch(x: Tensor) -> Tensor:
 
 
 def whole_sequences(rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of tensors [samples · positions, …] whose positions ranks share: with all positions. Without shares, as they are."""
+    """Tensors [samples · positions, …] with the positions of all ranks that share a sequence."""
     make = STRETCHES.get()
     return tuple(rows) if make is None else make(rows)
 
@@ -166,7 +166,7 @@ def _current() -> BatchPeers | None:
 
 
 def zero_loss(loss: Callable[[], Tensor], outputs: object, asked: Sequence[Tensor] = ()) -> Tensor:
-    """Zero, computed from those of a model's outputs that the loss looks at, as on a rank that has samples.
+    """A zero that depends on those of a model's outputs that the loss looks at, for a rank without samples.
 
     Backward from it comes to the units that the other ranks' backwards come to, and to what the loss `asked` of the
     other ranks meanwhile. (Zero times the loss may be NaN.)

@@ -189,7 +189,7 @@ def _refused(operation: str):
 
 
 class Headed(NamedTuple):
-    """What an attached head returns: its input [..., width], and what it would have multiplied it by."""
+    """What an attached head returns in place of logits: its input [..., width], and its weight and bias."""
 
     hidden: Tensor
     head: _Head
@@ -218,7 +218,7 @@ class Headed(NamedTuple):
 
 
 def _forward(head: nn.Linear, hidden: Tensor) -> Any:
-    """Of an attached head. Evaluation (eval mode, no gradients) gets its logits."""
+    """The forward of an attached head. Evaluation (eval mode, no gradients) gets its logits."""
     if head.training or torch.is_grad_enabled():
         return Headed(hidden, _Head(head))
     return type(head).forward(head, hidden)
@@ -246,7 +246,7 @@ class LinearCrossEntropy:
             raise PlaitError(Problem("J016", what, fix=("chunk=1024",)))
 
     def attach(self, model: nn.Module) -> None:
-        """Give the model's head a forward that multiplies nothing. J016 when there is no such linear layer."""
+        """Give the model's head a forward that computes no logits. J016 when there is no such linear layer."""
         found = dict(model.named_modules(remove_duplicate=False)).get(self.head)
         if found is None or not self.head:
             linear = [name for name, m in model.named_modules() if _plain(m)]
@@ -273,12 +273,13 @@ class LinearCrossEntropy:
         (hidden, head) = found[0]
         tokens = hidden.shape[:-1]
         if not isinstance(targets, Tensor) or (tokens != targets.shape and tokens != (targets.numel(),)):
-            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-            what = f"targets are {given}, the input of {self.head} is {tuple(hidden.shape)}"
+            form = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            what = f"targets are {form}, the input of {self.head} is {tuple(hidden.shape)}"
             why = "there is one target for each row the head is given, already shifted"
             raise PlaitError(Problem("J017", what, why=why, where=repr(self)))
-        given = hidden, head.weight, targets, head.bias, self.ignore_index, self.chunk
-        return linear_cross_entropy(*given, rows=head.rows, group=head.group)
+        return linear_cross_entropy(
+            hidden, head.weight, targets, head.bias, self.ignore_index, self.chunk, rows=head.rows, group=head.group
+        )
 
 
 def _plain(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a loss is separable: the weighted mean of its parts' losses is the loss of the whole, and so are gradients.
+"""Whether a loss is separable: the loss of a batch, and its gradients, are the weighted mean of those of its parts.
 
 It is tried on outputs that the model returned, and on larger and smaller ones, cut as a plan cuts the batch: a branch
 that a loss takes for large values only is met before training gets there.
@@ -28,7 +28,7 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True)
 class Coupled:
-    """A point, and how far from separable a loss is there. `losses` and `weights` are those of the parts."""
+    """Outputs at which a loss was tried, and how far from separable it is. `losses`, `weights`: of the parts."""
 
     scale: float
     """Of the model's own outputs; 0 where they were moved otherwise."""
@@ -42,7 +42,7 @@ class Coupled:
     """Of the whole, by the leaves of the outputs."""
 
     def told(self) -> dict[str, Any]:
-        """JSON values."""
+        """The numbers as JSON values."""
         return {name: getattr(self, name) for name in ("scale", "whole", "losses", "weights", "apart")}
 
 
@@ -113,7 +113,7 @@ def _lower(t: object, gradient: Tensor | None) -> object:
 
 
 def _turns(a: Coupled, b: Coupled) -> bool:
-    """Whether the gradient is so much another at two neighbours that a branch may lie between."""
+    """Whether the gradients at two points differ so much that a branch of the loss may lie between."""
     x, y = (torch.cat([g.flatten() for g in at.gradients if g is not None] or [torch.zeros(1)]) for at in (a, b))
     sizes = float(x.norm()), float(y.norm())
     if not min(sizes) > 0:

@@ -23,7 +23,7 @@ NAME = "load_balancing_loss_func"
 
 
 def adapt(model: nn.Module) -> None:
-    """Let the model's balance loss, if the library gives it one, be that of the global batch. Once for each library file."""
+    """Replace the balance loss of the model's library file, if it has one, by that of the global batch; once per file."""
     if "transformers" not in sys.modules:
         return
     for module in {type(m).__module__ for m in model.modules()}:
@@ -34,7 +34,7 @@ def adapt(model: nn.Module) -> None:
 
 
 def over_all(balance: Callable[..., Any]) -> Callable[..., Any]:
-    """The library's function, given the logits (and the mask) of all ranks. Outside a split run it is what it was."""
+    """The library's function, given the logits (and the mask) of all ranks; outside a split run it is unchanged."""
 
     @wraps(balance)
     def over(

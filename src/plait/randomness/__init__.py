@@ -1,6 +1,6 @@
 """Random numbers that do not know how the model is split.
 
 keyed             drawn as a function of seed, step, place in the model and global element
-distributions     from bits to what random operators draw
+distributions     from random bits to what each operator draws
 sub_block         the numbers of a rank that computes a part of a tensor
 """

@@ -1,4 +1,4 @@
-"""What random operators draw, from keyed bits: the arithmetic behind `randomness/keyed.py`.
+"""The numbers that random operators draw, computed from keyed bits: the arithmetic behind `randomness/keyed.py`.
 
 A stream belongs to a place; element i of a place's global tensor (batch dim first) is number i of the stream. numpy's
 Philox starts anywhere in a stream at once. Distributions are made from one uniform number per element, so that how
@@ -46,7 +46,7 @@ def bits(philox_key: int, start: int, count: int) -> np.ndarray:
 
 
 def rule_of(func: OpOverload) -> str:
-    """The name under which `RULES` would have a random operator: without the marks of its kinds."""
+    """The name of a random operator in `RULES`, if it is there: the same for its in-place and `_like` kinds."""
     return func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
 
 
@@ -77,7 +77,7 @@ DIGITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
 def _stretch(
     shape: torch.Size, where: list[int], place: str, dim: int | None, windows: SubBlocks | None = None
 ) -> np.ndarray:
-    """What of the place's global stream belongs to this rank's samples and windows, as uint32 of `shape`."""
+    """The numbers of a place's global stream that belong to this rank's samples and sub-blocks, as uint32 of `shape`."""
     seed, step, first, samples = where
     if dim == -1:  # a place the sketch did not see (a branch taken for the first time)
         like = [d for d, n in enumerate(shape) if n == samples]

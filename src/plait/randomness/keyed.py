@@ -1,4 +1,4 @@
-"""Randomness that does not know the layout: keyed by (seed, step, place in the model, global element index).
+"""Random numbers that no layout changes: keyed by (seed, step, place in the model, global element index).
 
 A framework that draws a dropout mask from a per-rank generator trains another model on two devices than on one.
 Here every random number of the forward pass is a pure function of
@@ -82,7 +82,7 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
 
 
 class RepeatableForward:
-    """A module's forward that may run again in backward: what notes the module's place must run inside of it too."""
+    """A module's forward that may run again in backward, with the hooks that note the module's place inside it."""
 
     def __init__(self, module: nn.Module):
         self.module, self.enter, self.leave = module, _nothing, _nothing
@@ -210,7 +210,7 @@ class Randomness:
 
     @contextmanager
     def at(self, step: int, first: int, count: int, stage: int = 0) -> Iterator[None]:
-        """Random numbers of the samples first … first + count − 1 of the global batch of `step`: a forward pass.
+        """The context of a forward pass on samples first … first + count − 1 of the global batch of `step`.
 
         `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no number.
         """
@@ -230,12 +230,12 @@ class Randomness:
             yield
 
     def passed(self, calls: dict[str, int]) -> None:
-        """Modules were called elsewhere, so often: the places that follow count on from there."""
+        """Count calls of modules that were made elsewhere: the places that follow go on from there."""
         for name, times in calls.items():
             self._calls[name] = self._calls.get(name, 0) + times
 
     def mark(self) -> Callable[[], None]:
-        """Notes how far the places are, and returns what goes back there: code that runs twice draws the same twice."""
+        """Note how far the places are; the function returned goes back there, so that code that runs twice draws the same."""
         self._before_event()
         calls = dict(self._calls)
         self._after_event()
@@ -247,7 +247,7 @@ class Randomness:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Around backward: what is recomputed there draws what it drew in the forward pass."""
+        """The context of a backward pass: what is recomputed in it draws what it drew in the forward pass."""
         if not self.needed:
             yield
             return
@@ -268,7 +268,7 @@ class Randomness:
 
 
 class KeyedDraws(TorchDispatchMode):
-    """Inside a composite random function: the draws themselves, at the level of torch's operators."""
+    """A dispatch mode inside composite random functions: it replaces the draws themselves, operator by operator."""
 
     def __init__(self, randomness: Randomness):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The random numbers of a rank that computes a sub-block of a tensor, cut otherwise than by samples.
+"""Random numbers for a rank that computes a sub-block of a tensor, such as some heads or a stretch of the sequence.
 
 Random numbers are numbered by the element of the whole tensor, the batch dim first (`randomness/keyed.py`). A rank that
 computes a slice of the heads or features, or a stretch of the sequence, draws a smaller tensor than one device would,
@@ -31,7 +31,7 @@ sequences may be longer or shorter from step to step."""
 
 
 def first_of(rules: Sequence[Rule]) -> Rule:
-    """What the first of several rules says that says something."""
+    """A rule that asks several in turn, until one does not answer None."""
     return lambda place, dim, whole, local: next(filter(None, (r(place, dim, whole, local) for r in rules)), None)
 
 
@@ -41,7 +41,7 @@ CHUNK = 2**14
 
 @dataclass(frozen=True)
 class SubBlocks:
-    """What a rank holds of every drawn tensor. `shapes`: place -> shape drawn for one sample (`Sketch.drawn`)."""
+    """Which sub-block a rank holds of every drawn tensor. `shapes`: place -> shape drawn for one sample (`Sketch.drawn`)."""
 
     shapes: Mapping[str, tuple[int, ...]]
     rule: Rule
@@ -111,7 +111,7 @@ def differing(whole: Mapping[str, Sequence[int]], local: Mapping[str, Sequence[i
 
 
 def sub_block(stream: Callable[[int, int], np.ndarray], first: int, axes: Sequence[Axis]) -> np.ndarray:
-    """What `stream(start, count)` has for a sub-block of a tensor that begins at row `first` of the stream, as uint32."""
+    """The numbers of `stream(start, count)` for a sub-block of a tensor that begins at row `first` of it, as uint32."""
     out = np.empty([sum(length for _, length in ranges) for _, ranges in axes], np.uint32)
     if out.size:
         _fill(out, stream, first * math.prod(size for size, _ in axes[1:]), axes)
@@ -135,7 +135,7 @@ def _fill(out: np.ndarray, stream: Callable[[int, int], np.ndarray], start: int,
 
 
 def _held(drawn: np.ndarray, axes: Sequence[Axis]) -> np.ndarray:
-    """What is held of [rows, *axes]."""
+    """The held ranges of an array [rows, *axes]."""
     for axis, (size, ranges) in enumerate(axes, 1):
         if ranges != ((0, size),):
             drawn = np.take(drawn, np.concatenate([np.arange(f, f + n) for f, n in ranges]), axis)

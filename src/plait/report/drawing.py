@@ -1,4 +1,4 @@
-"""A timeline as one HTML page that fetches nothing: two SVGs in a box that scrolls, light or dark as the reader likes.
+"""A timeline as one self-contained HTML page: two SVGs in a box that scrolls, light or dark as the reader likes.
 
 Text on every colour has a contrast of at least 4.5, in light and in dark.
 """
@@ -133,7 +133,7 @@ class _Frame(NamedTuple):
     width: int
 
     def x(self, second: float) -> float:
-        """Where a second is."""
+        """The pixel of a second."""
         return (second - self.first) * self.scale
 
 
@@ -233,12 +233,12 @@ def _tables(found: Timeline) -> str:
 
 
 def percent(share: float | None) -> str:
-    """27.3 %."""
+    """A share as text: 27.3 %."""
     return "" if share is None else f"{100 * share:.1f} %"
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, or seconds when they are many."""
+    """A time as text, in milliseconds or, from 10 on, seconds."""
     if abs(seconds) >= 10:
         return f"{seconds:.3g} s"
     value = seconds * 1e3

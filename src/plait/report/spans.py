@@ -1,4 +1,4 @@
-"""The events of a run as they were written, on one clock: which steps there are, and which one to show."""
+"""The events of a run, read and put on one clock: which steps there are, and which one to show."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ COMPUTE = ("F", "B", "I", "W")
 
 
 class Span(NamedTuple):
-    """What took a rank's time from `start` to `end`, in seconds. Its name is one of `plait.engine.passes.SPANS` or an action."""
+    """An interval of a rank's time, from `start` to `end` in seconds. Its name is one of `plait.engine.passes.SPANS` or an action."""
 
     name: str
     start: float

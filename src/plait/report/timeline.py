@@ -1,4 +1,4 @@
-"""The picture of a step as values: rows of boxes, one row per rank, measured above predicted.
+"""A step as rows of boxes, one row per rank, measured above predicted; and as a trace for Perfetto.
 
 Predicted is what `plait.parallel.pipeline.simulate` makes of the planned table with the measured median time of each stage's F, B, I and W,
 of handing a message over, and of a message on its way over each boundary between stages. So a difference between the
@@ -6,8 +6,6 @@ two is neither a slow stage nor a slow link but what no table shows: times that 
 
 A *bubble* is counted in both in one way: the share of time × ranks, from the first action's start to the last one's end,
 in which no action computes.
-
-A timeline as a Chrome trace: Perfetto and chrome://tracing open it. A process per rank, measured above predicted.
 """
 
 import json
@@ -70,7 +68,7 @@ class Timeline:
 
     @property
     def blocks(self) -> dict[str, StepBox]:
-        """Measured, and predicted if it is."""
+        """What to draw: measured, and predicted if it is."""
         return {"measured": self.measured} | ({"predicted": self.predicted} if self.predicted else {})
 
 
@@ -102,7 +100,7 @@ def timeline(path: Path, step: int | None = None) -> Timeline:
 
 
 def label(rank: int, planned: Table, shares: int = 1) -> str:
-    """rank 0 · stage 0; with several stages, rank 0 · stages 0, 3."""
+    """The name of a rank's row: rank 0 · stage 0; with several stages, rank 0 · stages 0, 3."""
     mine = [str(s) for s, owner in enumerate(planned.owner) if owner == rank // shares]
     return f"rank {rank} · stage{'s' if len(mine) > 1 else ''} {', '.join(mine)}"
 
@@ -153,7 +151,7 @@ def _ran(planned: Table, plan: Plan, measured: Measured) -> bool:
 
 
 def _arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, float]:
-    """For each receive span, when its message was on its way and the rank there to take it."""
+    """For each receive span, when its message had been sent and the rank was there to take it."""
     sent: dict[tuple[int, Link], Span] = {}
     for rank, spans in enumerate(measured.ranks):
         for s in spans:
@@ -215,7 +213,7 @@ CATEGORIES = {"F": "forward", "B": "backward", "I": "backward-input", "W": "back
 
 
 def trace(found: Timeline) -> str:
-    """The trace as JSON text. Times are microseconds from the earliest box."""
+    """A timeline as a Chrome trace in JSON, which Perfetto opens: a process per rank. Microseconds from the earliest box."""
     blocks = found.blocks
     zero = min((b.start for block in blocks.values() for row in block.rows for b in row.boxes), default=0.0)
     events: list[dict[str, Any]] = []

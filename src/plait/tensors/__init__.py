@@ -3,15 +3,15 @@
 torch_private     every private torch name, each with a contract test
 rows              who holds which rows of a dim
 part              a rank's part of a tensor, as ranges of the whole
-collectives       collectives that can be differentiated; bytes to all ranks; digests
+collectives       differentiable collectives; bytes to all ranks; digests
 sharded_tensor    a tensor that stands for a whole of which each rank holds a part
-sharded_views     its views
+sharded_views     its views: which dim is cut then
 sharded_losses    its losses: cross-entropy without the whole logits, and others
 multihead         torch's multi-head attention on a rank's heads
-fake              runs on tensors without numbers
-trees             tensors in objects, and the form of outputs
+fake              runs on fake tensors: shapes without numbers
+trees             tensors in lists, dicts and objects; the form of a unit's output
 finite            whether numbers are finite
 float64           no narrowing to float32 in a proof
-higher_order      operators that are given functions (torch.cond, scan)
+higher_order      operators that take functions (torch.cond, scan)
 scripted          modules compiled by torch.jit
 """

@@ -1,10 +1,10 @@
-"""Where a region begins and ends that the ranks of a group compute in parts: collectives that can be differentiated.
+"""Differentiable collectives for the borders of a region that the ranks of a group compute in parts; bytes; digests.
 
 Inside such a region every rank runs the same code on its own part: a slice of the heads, a stretch of the sequence.
 At its borders stand the functions here, each with its exact adjoint. They come in three pairs, and the backward of one
 is the other of its pair, so that they can be differentiated any number of times:
 
-    enter           a copy  -> a copy;   backward: the sum of what the ranks found
+    enter           a copy  -> a copy;   backward: the sum of the ranks' gradients
     total           a share of a sum -> the sum on every rank;   backward: a copy
 
     part            a whole -> this rank's part of it;   backward: the parts of all ranks together
@@ -21,9 +21,8 @@ Each is a collective, forward and backward: every rank of the group must reach i
 forward pass is computed again in backward. What is a copy on all ranks is the same there bit by bit. A group of one
 rank communicates nothing. Without gradients needed they are plain collectives.
 
-Bytes from every rank to every rank, as tensors: nothing that arrives is ever unpickled.
-
-Whether ranks hold the same bits: a 64-bit digest per tensor, compared over a group.
+Beside them: bytes from every rank to every rank, as tensors, so that nothing that arrives is unpickled; and whether
+ranks hold the same bits, by a 64-bit digest per tensor.
 """
 
 from collections.abc import Callable
@@ -50,7 +49,7 @@ def directly(device: torch.device) -> bool:
 
 
 def exchange(data: bytes, group: ProcessGroup | None, device: torch.device) -> list[bytes]:
-    """Each rank's bytes, on all ranks, by rank. A collective; without a group it is this rank's own."""
+    """All-gather bytes: those of each rank, in the order of the ranks. Without a group, this rank's alone."""
     if group is None:
         return [data]
     world = dist.get_world_size(group)
@@ -78,7 +77,7 @@ class Absent(ProcessGroup):
 
 
 def of_rows(region: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """A `WrapperTensor` that stands for a whole goes through a region with its part on this rank."""
+    """Let a function take a `WrapperTensor` that stands for a whole: it is applied to the part on this rank."""
 
     @wraps(region)
     def through(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -91,7 +90,7 @@ def of_rows(region: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concat
 
 @of_rows
 def enter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`x` itself, before a region cut over the ranks: what the ranks find as its gradient is summed.
+    """`x` itself, where a region begins; backward sums its gradient over the ranks.
 
     Shares `x`'s memory, so writing it in place is an error (torch's own): other code knows it as `x`.
     """
@@ -100,7 +99,7 @@ def enter(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @of_rows
 def total(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks, on every rank: it stands after a region whose ranks each made a share of the result."""
+    """The sum over the ranks, on every rank, where a region ends: each rank has a share of the result."""
     return x if group.size() == 1 else linear(x, summed, _same, group)
 
 
@@ -114,7 +113,7 @@ def part(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
 
 @of_rows
 def gather(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
-    """The whole of which each rank has its rows of `dim`; right where every rank computes the same after it.
+    """The whole, from each rank's rows of `dim`; right where every rank computes the same after it.
 
     Backward: this rank's rows of the gradient, which every rank has whole.
     """
@@ -124,7 +123,7 @@ def gather(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
 
 
 def gather_partial(x: Tensor, dim: int, rows: Rows, group: ProcessGroup) -> Tensor:
-    """The whole of which each rank has its rows of `dim`; right where every rank computes another part after it.
+    """The whole, from each rank's rows of `dim`; right where every rank computes another part after it.
 
     Backward: this rank's rows of the sum of all ranks' gradients.
     """
@@ -257,7 +256,7 @@ def digests(named: list[tuple[str, Tensor]]) -> Tensor:
 
 
 def digest(t: Tensor) -> Tensor:
-    """One 64-bit digest, sensitive to the order of the elements. It is made where the tensor is, the same bits everywhere."""
+    """A 64-bit digest, sensitive to the order of the elements, computed on the tensor's device: the same on every kind."""
     raw = t.contiguous().reshape(-1).view(torch.uint8)
     raw = raw if raw.numel() % 8 == 0 else torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
     raw = raw.view(torch.int64)
@@ -270,7 +269,7 @@ def digest(t: Tensor) -> Tensor:
 
 
 def differing(named: list[tuple[str, Tensor]], group: ProcessGroup | None, device: torch.device) -> list[str]:
-    """Names of tensors that are not bit-equal on all ranks of the group, which exchanges tensors on this device."""
+    """Names of the tensors that are not bit-equal on all ranks of the group; `device` is where the group communicates."""
     mine = digests(named).to(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)

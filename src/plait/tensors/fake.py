@@ -27,7 +27,7 @@ SMALL = 1 << 20
 
 
 class PartlyFake(TorchDispatchMode):
-    """Small tensors are real, so that code may look at them; large ones, and what comes of them, are fake."""
+    """A mode in which small tensors are real, so that code may look at them, and large ones and their results are fake."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class PartlyFake(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def hides(self, made: Tensor) -> bool:
-        """Whether what is made from nothing is to be fake."""
+        """Whether a new tensor, made from no other, is to be fake."""
         return made.numel() * made.element_size() > SMALL
 
 
@@ -73,7 +73,7 @@ UNFOLDED = ("col2im",)
 
 
 def sized(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> object:
-    """What an operator made, in as much memory as the library would give it."""
+    """The result of an operator on fake tensors, in as much memory as the library would give it."""
     name = func.overloadpacket.__name__
     if isinstance(result, tuple):
         if name in ASKED:
@@ -87,7 +87,7 @@ def sized(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resul
 
 
 def _asked(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the library makes on a thread of its own, where no mode is on, of tensors of these shapes."""
+    """The result, in the sizes that the library gives it: run for real, on a thread of its own, where no mode is on."""
     real: list[Any] = []
 
     def ask() -> None:

@@ -24,12 +24,12 @@ class Rule:
 
     @staticmethod
     def of(trained: Iterable[str], named: Iterable[tuple[str, Tensor]]) -> "Rule":
-        """That of a model which has made no step yet: the names of what is trained, and all its tensors."""
+        """The rule of a model before its first step, from the names of what is trained and all its tensors."""
         names = frozenset(trained)
         return Rule(names, frozenset(Rule(names).broken(named)))
 
     def broken(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of those that are not as expected."""
+        """Names of the tensors that are not as expected."""
         with torch.no_grad():
             found = [n for n, t in named if n not in self.given and not finite(t, self._strict(n))]
         return list(dict.fromkeys(found))
@@ -54,11 +54,11 @@ def wrong_scalars(scalars: Mapping[str, Any]) -> list[str]:
 
 
 def several(names: Iterable[str]) -> str:
-    """`0.weight, 0.bias, 2.weight and 5 more`."""
+    """The first names, and how many more there are: `0.weight, 0.bias, 2.weight and 5 more`."""
     known = list(names)
     return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
 
 
 def number(value: float) -> float | None:
-    """As JSON has it, which knows neither NaN nor infinity."""
+    """The number for JSON, which knows neither NaN nor infinity: None for these."""
     return value if math.isfinite(value) else None

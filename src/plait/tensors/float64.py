@@ -32,7 +32,7 @@ class Wide(TorchFunctionMode):
 
 
 class Widest(TorchFunctionMode):
-    """Computes with narrow tensors of the job's own as with wide ones: for sums of weights, which decide no tensor's format."""
+    """Widens every tensor a function is given: for sums of weights, which decide no tensor's number format."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         wide = tree_map_only(Tensor, lambda t: t.double() if t.dtype in NARROW else t, (args, kwargs or {}))

@@ -1,4 +1,4 @@
-"""Operators of higher order, such as `torch.cond`, `while_loop`, `scan` and `flex_attention`: they are given functions.
+"""Higher-order operators such as `torch.cond`, `while_loop`, `scan` and `flex_attention`, which take functions.
 
 torch runs each by compiling the functions, which no mode that looks at operators may disturb. So such a call is one
 opaque operator here: modes see what goes in and what comes out, and it runs without them, as in plain PyTorch. On tensors
@@ -16,7 +16,7 @@ from plait.tensors.torch_private import FakeTensor, compiled_by, no_modes, tree_
 
 
 def apart() -> AbstractContextManager[None]:
-    """While it is on, calls of such operators are opaque to every mode."""
+    """A context in which calls of higher-order operators are opaque to every mode."""
 
     def called(name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return whole(name, run, (*args, kwargs), tuple(captured([a for a in args if callable(a)])))
@@ -25,7 +25,7 @@ def apart() -> AbstractContextManager[None]:
 
 
 def whole(name: str, run: Callable[..., Any], given: tuple[Any, ...], inside: tuple[Tensor, ...]) -> Any:
-    """One such call, as a torch function: modes and classes of tensors are asked first.
+    """One call of a higher-order operator, as a torch function: modes and tensor subclasses are asked first.
 
     `given`: its arguments, the last by name; `inside`: tensors that the functions among them have captured.
     """

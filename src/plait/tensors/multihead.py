@@ -36,7 +36,7 @@ def forward(
     first_head: int = 0,
     **named: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `nn.MultiheadAttention.forward` does with the same arguments; returned weights are those of this rank's heads.
+    """`nn.MultiheadAttention.forward` for this rank's heads; returned weights are those of these heads.
 
     `first_head`: number of this rank's first head in the whole, which a mask of its own for each head is cut by.
     """

@@ -15,7 +15,7 @@ def is_scripted(module: nn.Module) -> bool:
 
 
 def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with their names, each once, without what is compiled."""
+    """The modules with their names, each once, without those that torch.jit has compiled."""
     seen: set[int] = set()
     inside = {id(inner) for module in model.modules() if is_scripted(module) for inner in module.modules()}
     for name, module in model.named_modules():
@@ -25,7 +25,7 @@ def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refused(plan: Plan, names: Iterable[str]) -> Problem | None:
-    """P071 when a plan would have to take one of these modules apart."""
+    """P071 when a plan would have to take one of the compiled modules apart."""
     first = next(iter(names), None)
     axes = {"fsdp": plan.fsdp > 1, "tp": plan.tp > 1, "cp": plan.cp > 1, "ep": plan.ep > 1}
     needs = [f"{axis}={getattr(plan, axis)}" for axis, wanted in axes.items() if wanted]
@@ -38,7 +38,7 @@ def refused(plan: Plan, names: Iterable[str]) -> Problem | None:
 
 
 def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers of what is compiled."""
+    """The buffers of the compiled modules, by name."""
     parts = [(name, module) for name, module in model.named_modules() if is_scripted(module)]
     found = {f"{name}.{inner}".lstrip("."): b for name, module in parts for inner, b in module.named_buffers()}
     return list(found.items())

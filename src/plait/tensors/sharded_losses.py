@@ -1,4 +1,4 @@
-"""Losses of sharded tensors (see `tensors/sharded_tensor.py`): cross-entropy over a cut vocabulary without the whole's logits, and others.
+"""Losses of sharded tensors: cross-entropy over a sharded vocabulary without gathering the logits, and others.
 
 What it does
     The softmax of a token needs two numbers of every rank, the largest logit and the sum of the exponentials, and its
@@ -27,7 +27,7 @@ SIXTEEN = (torch.float16, torch.bfloat16)
 
 
 class ShardedInGroup(Sharded, Protocol):
-    """One whose parts the ranks of `group` have."""
+    """A sharded tensor that knows the group of ranks that hold its parts."""
 
     group: ProcessGroup
 
@@ -35,12 +35,12 @@ class ShardedInGroup(Sharded, Protocol):
 
 
 def widened(x: Tensor) -> Tensor:
-    """In 32 bits when it has 16, as torch computes a softmax."""
+    """A 16-bit tensor in 32 bits, as torch computes a softmax."""
     return x.float() if x.dtype in SIXTEEN else x
 
 
 def finite(x: Tensor) -> Tensor:
-    """Zero where there is nothing to subtract."""
+    """The tensor with 0 where it is not finite: there is nothing to subtract."""
     return torch.where(x.isfinite(), x, 0)
 
 
@@ -63,7 +63,7 @@ def located(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
 def normalised(
     logits: Tensor, index: Tensor, ranges: Ranges, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of [tokens, words held] and targets [tokens]: log-sum-exp and target's logit over all ranks, `located`'s two.
+    """Of logits [tokens, words held] and targets [tokens]: log-sum-exp and target's logit over all ranks, and `located`.
 
     Two small all-reduces; not differentiated.
     """
@@ -80,7 +80,7 @@ def normalised(
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What a cross-entropy over a cut vocabulary goes by. `weight`: of the words held; `shares`: of each token's target,
+    """The vocabulary of a cross-entropy, as this rank holds it. `weight`: of the words held; `shares`: of each token's target,
     zero where it is ignored; `counts`: whether it is not; `sum`: of all words' weights."""
 
     ranges: Ranges
@@ -213,7 +213,7 @@ def _by_tokens(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _
 
 
 def gathered(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.gather(dim, index): from whoever has it where the cut dim is asked for, else each rank from its part."""
+    """x.gather(dim, index): along the cut dim from the rank that has the row, else each rank from its part."""
     given = dict(zip(("dim", "index"), args)) | kwargs
     dim, index = given.pop("dim") % len(x.shape), given.pop("index")
     if given or type(index) is type(x):
@@ -228,7 +228,7 @@ def gathered(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...],
 
 
 def _elementwise(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Losses that are the mean or the sum of something at every place."""
+    """Losses that are the mean or the sum of an element-wise one."""
     target = args[0] if args else kwargs.get("target")
     given = {k: v for k, v in kwargs.items() if k != "target"}
     old = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None

@@ -12,7 +12,7 @@ model's output is a `ShardedTensor`. It has the whole's shape, so that the loss 
 
 Gradients: every rank of the group computes the loss, and it is the same number on each. `backward` on every rank then
 gives each rank the gradient of its own part, exactly once, with no factor of the number of ranks; and a whole tensor
-that met a spread one on the way (a temperature, class weights) its whole gradient on every rank. All of these are
+that met a sharded one on the way (a temperature, class weights) its whole gradient on every rank. All of these are
 collectives: every rank computes the same loss, in the same order.
 """
 
@@ -59,7 +59,7 @@ OF_THE_PART = frozenset({
 
 
 class ShardedTensor(Tensor):
-    """The whole of which this rank of `group` holds `local`: its `rows` of `dim`."""
+    """Stands for the whole of which this rank of `group` holds `local`: its `rows` of dim `cut`."""
 
     local: Tensor
     cut: int
@@ -127,7 +127,7 @@ class ShardedTensor(Tensor):
         return gather(self.local, self.cut, self.rows, self.group)
 
     def fitting(self, other: Tensor) -> Tensor:
-        """What of a tensor that is broadcast against this one belongs to this rank's part."""
+        """The part of `other`, which is broadcast against this tensor, that goes with this rank's part."""
         back = self.cut - len(self.shape)
         if isinstance(other, ShardedTensor):
             if other.cut - len(other.shape) == back and other.rows == self.rows and other.group is self.group:
@@ -169,7 +169,7 @@ def _in_place(name: str) -> bool:
 
 
 def _elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On the parts; the first spread operand with the most dims says how the result is cut."""
+    """An element-wise function on the parts; the result is cut as the first sharded operand with the most dims."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     x = max((t for t in tensors if isinstance(t, ShardedTensor)), key=lambda t: len(t.shape))
     back = x.cut - len(x.shape)
@@ -185,7 +185,7 @@ def _elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On the whole; what is written in place is cut again."""
+    """Any other function, on the whole; a tensor written in place is cut again."""
     args_, kwargs_ = tree_map(lambda t: whole(t) if isinstance(t, Tensor) else t, (args, kwargs))
     result = func(*args_, **kwargs_)
     x = args[0] if args and isinstance(args[0], ShardedTensor) else None
@@ -200,7 +200,7 @@ def _whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _given(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name; what torch also calls axis and keepdims by its own word."""
+    """Arguments by name, with torch's own names for numpy's axis and keepdims."""
     words = {"axis": "dim", "keepdims": "keepdim"}
     return dict(zip(names.split(), args)) | {words.get(k, k): v for k, v in kwargs.items()}
 
@@ -246,7 +246,7 @@ def _softmax(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], 
 
 
 def _within(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What runs along one dim that is not cut."""
+    """Functions along one dim that is not cut."""
     dim = _given("dim", args, kwargs).get("dim")
     if not isinstance(dim, int) or isinstance(dim, bool) or dim % len(x.shape) == x.cut:
         return NotImplemented

@@ -1,7 +1,7 @@
-"""Views of a sharded tensor: where its cut dim goes, and which rows of it a rank holds then (see `tensors/sharded_tensor.py`).
+"""Views of a sharded tensor: which dim of the view is cut, and which rows of it each rank holds.
 
-Each rule takes (function, spread tensor, other arguments) and gives the result, or NotImplemented where the result's
-parts could not be told by ranges of one dim.
+Each rule takes (function, sharded tensor, other arguments) and gives the result, or NotImplemented where the result's
+parts are not ranges of one dim.
 """
 
 import math
@@ -33,7 +33,7 @@ class Sharded(Protocol):
 
 
 def moved(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view that only moves, adds or leaves out dims. Where the cut one goes, a tensor without memory tells."""
+    """Views that only move, add or drop dims; a meta tensor tells where the cut one goes."""
     sizes = [1 if n == 1 and d != x.cut else d + 2 for d, n in enumerate(x.shape)]
     found = func(torch.empty(sizes, device="meta"), *args, **kwargs).shape
     if x.cut + 2 not in found or (x.rows.length == 1 and func.__name__ == "squeeze"):
@@ -75,7 +75,7 @@ def follow(old: Sequence[int], cut: int, new: Sequence[int], rows: Rows) -> tupl
 
 
 def _block(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The fewest neighbouring dims with the cut one (of more than one row) that are dims of `new`: first and end in both."""
+    """The smallest block of neighbouring dims around the cut one that is a block of `new` too: (first, end) in both."""
     i = j = 0
     while True:
         a, b = i, j
@@ -135,7 +135,7 @@ def indexed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs:
 
 
 def narrowed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """narrow, select, chunk and split: slices, where they run along the cut dim."""
+    """narrow, select, chunk and split; along the cut dim they are slices."""
     name, first = func.__name__, func.__name__ in ("narrow", "select")
     dim = kwargs.get("dim", 0) if len(args) <= (not first) else args[0 if first else 1]
     if not isinstance(dim, int):

@@ -1,6 +1,6 @@
-"""Every private or unstable torch name plait rests on, in one place; each has a contract test.
+"""Every private or unstable name of torch that plait uses.
 
-When a torch release moves one of these, one test fails here and one file changes.
+Each has a contract test: when a torch release moves a name, one test fails and this file alone changes.
 """
 
 import copy
@@ -68,7 +68,7 @@ scale_ = torch._foreach_mul_
 
 
 def devices_by_driver() -> int | None:
-    """How many devices torch would number, asked of the driver's library so that forking stays possible; None: it does not say."""
+    """Number of devices by the driver's library, which unlike torch.cuda leaves the process able to fork; None: unknown."""
     if torch.cuda.is_initialized():
         return torch.cuda.device_count()
     with warnings.catch_warnings():
@@ -88,12 +88,12 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that tensors have in common when they share memory, as long as one of them lives; also fake ones."""
+    """An identifier of a tensor's storage, valid while it lives; fake tensors have one too."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def version(tensor: Tensor) -> int:
-    """A number that grows with every write to the tensor in place."""
+    """The tensor's version counter: it grows with every in-place write."""
     with torch._C.DisableTorchFunction():  # modes that are active would be asked what it is
         return 0 if tensor.is_inference() else tensor._version
 
@@ -104,7 +104,7 @@ def check_dims(norm: BatchNormBase, input: Tensor) -> None:
 
 
 def warm_dynamo() -> None:
-    """Import what the first optimizer would import."""
+    """Import torch._dynamo, which the first optimizer would import."""
     import torch._dynamo  # noqa: F401
 
 
@@ -129,7 +129,7 @@ def held_on_meta(t: Tensor) -> bool:
 
 
 def leaves(tree: object) -> list[Any]:
-    """The leaves of a model's output, also inside dataclasses, which torch's trees learn here when first met."""
+    """The leaves of a tree, also inside dataclasses: their classes are registered with torch's pytrees when first met."""
     if isinstance(tree, Tensor):
         return [tree]
     flat = tree_leaves(tree)
@@ -141,14 +141,14 @@ def leaves(tree: object) -> list[Any]:
 
 
 def fake_world(rank: int, world: int) -> None:
-    """Make this process one of a world that is not there: what is sent arrives nowhere, what is received stays as it is."""
+    """Initialise torch.distributed with its fake backend: nothing is sent, and receive buffers stay as they are."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # a second to import, for few who need it
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
 def group_in(value: object) -> ProcessGroup | None:
-    """The process group that an operator was given, or None when it is something else."""
+    """The process group among an operator's arguments: None when this one is something else."""
     try:
         return ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None
     except RuntimeError:
@@ -178,7 +178,7 @@ class _Handles(dict[int, checkpoint._Handle | None]):
 
 
 def recompute_once() -> None:
-    """From now on backward passes of one `GraphExecGroup` recompute a checkpoint once, also where they meet the same nodes."""
+    """From now on the backward passes of one `GraphExecGroup` recompute an activation checkpoint once, not each."""
     checkpoint._Holder = _Unspent  # pyrefly: ignore
 
 
@@ -254,7 +254,7 @@ def widened(root: FSDPModule, parameter: Tensor) -> Callable[[], None]:
 
 @contextmanager
 def parts_as_they_are() -> Iterator[None]:
-    """FSDP2 takes a fake part, which has no address, for one that was exchanged, and pads it again: here it does not."""
+    """A context in which FSDP2 keeps fake shards as they are: it takes them, having no address, for new ones and pads again."""
     before, kept = FSDPParam.reset_sharded_param, lambda self: setattr(self, "_sharding_spec", self.sharded_param._spec)
     FSDPParam.reset_sharded_param = kept  # pyrefly: ignore[bad-assignment]
     try:
@@ -264,14 +264,14 @@ def parts_as_they_are() -> Iterator[None]:
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Tell a sharded model that the step's backward passes are over: what still has to be reduced is reduced now."""
+    """Tell a sharded model that the step's backward passes are over: it reduces the gradients that are left."""
     for group in _all_param_groups(root):
         group.post_backward()
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 class FakeTensorMode(_FakeTensorMode):
-    """torch's mode for tensors without numbers, which a copy of such a tensor shares.
+    """torch's mode for fake tensors, shared by deep copies of its tensors.
 
     torch copies the mode with the tensor. The copy's weak references to storages are then freed twice, and the process's
     memory is damaged: it crashes later, somewhere else.
@@ -282,21 +282,21 @@ class FakeTensorMode(_FakeTensorMode):
 
 
 def fakes_around() -> _FakeTensorMode | None:
-    """The mode for fake tensors that is on. It comes after all other modes, whenever it was entered."""
+    """The active mode for fake tensors, if any. It comes after all other modes, whenever it was entered."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 class Unknowns(FakeTensorMode):
-    """Fake tensors for values that another rank has."""
+    """The mode of fake tensors that stand for values of other ranks."""
 
 
 def is_unknown(t: object) -> bool:
-    """Whether a value is another rank's. (In a dry run, which has no numbers at all, a rank's own are fake tensors too.)"""
+    """Whether it stands for another rank's value. (In a dry run a rank's own tensors are fake too, of another mode.)"""
     return isinstance(t, FakeTensor) and isinstance(t.fake_mode, Unknowns)
 
 
 def emptied(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
-    """A copy of a module that has shapes and no numbers, for runs in that mode. No tensor of its own is copied."""
+    """A deep copy of a module with fake parameters and floating buffers of this mode; no numbers are copied."""
     made: dict[int, Any] = {}
     with fakes:
         for p in model.parameters():
@@ -347,7 +347,7 @@ def flash_cpu(
 
 
 class TorchDispatchMode(_TorchDispatchMode):
-    """torch's, which lets operators of higher order pass (those of a backward pass, for example)."""
+    """torch's dispatch mode, which lets higher-order operators pass."""
 
     supports_higher_order_operators = True
 
@@ -370,7 +370,7 @@ class TorchDispatchMode(_TorchDispatchMode):
 
 @contextmanager
 def compiled_by(run: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
-    """While it is on, `run(name, compiled, args, kwargs)` calls what an operator of higher order compiles for itself."""
+    """A context in which `run(name, compiled, args, kwargs)` calls what a higher-order operator compiles for itself."""
     before = torch.compile
 
     def compile(model: Callable[..., Any] | None = None, **how: Any) -> Any:
@@ -389,30 +389,35 @@ def compiled_by(run: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iter
 
 
 def flash_cpu_backward(
-    grad: Tensor, qkv: tuple[Tensor, ...], made: tuple[Tensor, Tensor], causal: bool, mask: Tensor | None, scale: float
+    grad: Tensor,
+    qkv: tuple[Tensor, ...],
+    result: tuple[Tensor, Tensor],
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients, when `made` is what attention gave over these keys and perhaps others."""
+    """The gradients of `flash_cpu`; `result` is its (output, log-sum-exp) over these keys and perhaps others."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return op(grad, *qkv, *made, 0.0, causal, attn_mask=mask, scale=scale)
+    return op(grad, *qkv, *result, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 no_modes = _disable_current_modes
-"""A context in which no mode that sees operators is active: tensors that are made there are real."""
+"""A context without dispatch modes: tensors that are made in it are real."""
 plainly = torch._C.DisableTorchFunctionSubclass
-"""A context in which functions of tensors of a class of one's own are torch's."""
+"""A context in which torch functions ignore tensor subclasses."""
 
 
 class WrapperTensor(Tensor):
-    """A tensor with a shape and no numbers, for classes that say themselves what functions of it are.
+    """Base of tensor subclasses that have a shape and no storage of their own (torch: wrapper subclass).
 
-    `inside`: what is drawn for it, is drawn for `local`, its part on this rank, alone.
+    `inside`: random draws for it are draws for `local`, its part on this rank.
     """
 
     inside = False
     local: Tensor
 
     def like(self, local: Tensor) -> Tensor:
-        """What stands for the whole of which `local` is made, from this one's."""
+        """The tensor of this class that stands for the whole of which `local` is the part."""
         raise NotImplementedError
 
     @staticmethod

@@ -1,9 +1,7 @@
-"""Objects that carry tensors between units: a state with attributes, a subclass of dict or list.
+"""Tensors inside lists, dicts and objects, and the form of a unit's output: what it returns, by the number of samples.
 
-torch's trees see into tuples, lists, dicts and dataclasses. They learn a class here when a unit first returns one of its
-objects that is no more than its attributes and items: made anew with them, it is the same.
-
-The structure of what a unit call returns: shapes as lines in the number of samples, and what is no tensor as it is.
+torch's pytrees see into tuples, lists, dicts and dataclasses. Other classes are registered here when a unit first
+returns an object of one that is no more than its attributes and items: a state, a subclass of dict or list.
 """
 
 import dataclasses
@@ -30,7 +28,7 @@ DEPTH = 4
 
 
 def learn(tree: object) -> None:
-    """Let torch's trees see into every simple object in a tree."""
+    """Register the class of every simple object in a tree with torch's pytrees."""
     kind = next((type(leaf) for leaf in leaves(tree) if _simple(leaf)), None)
     if kind is not None:
         register_pytree_node(kind, _flatten, partial(_made, kind))
@@ -38,7 +36,7 @@ def learn(tree: object) -> None:
 
 
 def carried(tree: object) -> bool:
-    """Whether there is a simple object in a tree, whether or not torch's trees know its class."""
+    """Whether there is a simple object in a tree, whether or not its class is registered."""
     if isinstance(tree, (Tensor, str, int, float)) or tree is None:
         return False
     if dataclasses.is_dataclass(tree):
@@ -104,7 +102,7 @@ def refill(old: object, new: object) -> None:
 
 
 def flat(tree: object) -> Iterator[Tensor]:
-    """The tensors among the arguments or results of a torch function or operator, which are in lists, tuples and dicts only."""
+    """The tensors among the arguments or results of a torch function or operator: in lists, tuples and dicts only."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -151,7 +149,7 @@ class Slot:
     grad: bool
 
     def shape(self, samples: int) -> tuple[int, ...]:
-        """Its shape in a batch of so many samples."""
+        """The shape in a batch of so many samples."""
         return tuple(round(b + e * samples) for b, e in zip(self.base, self.each))
 
 
@@ -172,7 +170,7 @@ class Template:
 
     @property
     def slots(self) -> list[Slot]:
-        """Its tensors."""
+        """The slots among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Slot)]
 
 
@@ -203,7 +201,7 @@ def taken(output: object) -> Form:
 
 
 def template(small: Form, large: Form | None, sizes: tuple[int, int]) -> Template:
-    """From what a call returned in batches of two sizes."""
+    """The template of a call's output, from its forms in batches of two sizes."""
     rows = []
     varies = large is not None and len(large[1]) != len(small[1])
     others = large[1] if large is not None and not varies else small[1]
