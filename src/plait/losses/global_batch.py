@@ -159,9 +159,8 @@ def _current() -> BatchPeers | None:
     elif in_backward() and dist.is_initialized() and dist.get_world_size() > 1:
         what = "global_mean was called in a recomputation that does not know the other ranks"
         why = "backward runs in another thread than the forward pass did"
-        raise PlaitError(
-            Problem("J020", what, why=why, fix=("call it in the loss, or outside what is recomputed",)), FAILED
-        )
+        fix = ("call it in the loss, or outside what is recomputed",)
+        raise PlaitError(Problem("J020", what, why=why, fix=fix), FAILED)
     return peers
 
 

@@ -20,7 +20,6 @@ Paper
     Hsu et al. 2024, Liger Kernel: Efficient Triton Kernels for LLM Training.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
@@ -207,13 +206,7 @@ class Headed(NamedTuple):
         raise _NotLogits(f".{name}")
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise _NotLogits(getattr(func, "__name__", str(func)))
 
 

@@ -79,39 +79,34 @@ def normalised(
 
 
 @dataclass(frozen=True)
-class _Vocabulary:
-    """The vocabulary of a cross-entropy, as this rank holds it. `weight`: of the words held; `shares`: of each token's target,
-    zero where it is ignored; `counts`: whether it is not; `sum`: of all words' weights."""
+class _Words:
+    """The vocabulary of a cross-entropy, as this rank holds it: `weight` is of the words held, `total` of all `count`."""
 
     ranges: Ranges
     group: ProcessGroup
-    smoothing: float
-    words: int
+    count: int
     weight: Tensor | None
-    sum: float | Tensor
+    total: float | Tensor
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """[tokens, words held] -> the loss of each token, the same on every rank. Keeps the logits, not their softmax."""
+    """Logits [tokens, words held] -> the loss of each token, the same on every rank. Keeps the logits, not their softmax.
+
+    `shares`: the weight of each token's target, zero where it is ignored; `counts`: whether it is not.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, index: Tensor, shares: Tensor, counts: Tensor, vocabulary: _Vocabulary
+        ctx: Any, logits: Tensor, index: Tensor, shares: Tensor, counts: Tensor, words: _Words, smoothing: float
     ) -> Tensor:
         wide = widened(logits)
-        log_sum, chosen, here, at = normalised(wide, index, vocabulary.ranges, vocabulary.group)
+        log_sum, chosen, here, at = normalised(wide, index, words.ranges, words.group)
         loss = (log_sum - chosen) * shares
-        if vocabulary.smoothing:
-            all_words = summed(
-                (wide if vocabulary.weight is None else wide * vocabulary.weight).sum(1), vocabulary.group
-            )
-            loss = (1 - vocabulary.smoothing) * loss
-            loss += (
-                (vocabulary.sum * log_sum - all_words)
-                * counts.to(loss.dtype)
-                * (vocabulary.smoothing / vocabulary.words)
-            )
-        ctx.vocabulary = vocabulary
+        if smoothing:
+            all_words = summed((wide if words.weight is None else wide * words.weight).sum(1), words.group)
+            loss = (1 - smoothing) * loss
+            loss += (words.total * log_sum - all_words) * counts.to(loss.dtype) * (smoothing / words.count)
+        ctx.words, ctx.smoothing = words, smoothing
         ctx.save_for_backward(logits, log_sum, shares, counts, here, at)
         return torch.where(counts, loss, 0.0)
 
@@ -119,16 +114,16 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
         logits, log_sum, shares, counts, here, at = ctx.saved_tensors
-        vocabulary, g = ctx.vocabulary, grads[0]
-        target = g * shares * (1 - vocabulary.smoothing)
-        each = g * counts * (vocabulary.smoothing / vocabulary.words)
+        words, smoothing, g = ctx.words, ctx.smoothing, grads[0]
+        target = g * shares * (1 - smoothing)
+        each = g * counts * (smoothing / words.count)
         p = (widened(logits) - log_sum.unsqueeze(1)).exp_()
-        p.mul_((target + each * vocabulary.sum).unsqueeze(1))
+        p.mul_((target + each * words.total).unsqueeze(1))
         if p.shape[1]:
             p.scatter_add_(1, at.unsqueeze(1), -(target * here).to(p.dtype).unsqueeze(1))
-        if vocabulary.smoothing:
-            p.sub_(each.unsqueeze(1) * (1.0 if vocabulary.weight is None else vocabulary.weight))
-        return p.masked_fill_(~counts.unsqueeze(1), 0.0).to(logits.dtype), None, None, None, None
+        if smoothing:
+            p.sub_(each.unsqueeze(1) * (1.0 if words.weight is None else words.weight))
+        return p.masked_fill_(~counts.unsqueeze(1), 0.0).to(logits.dtype), None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -175,17 +170,17 @@ def _reduced(losses: Tensor, reduction: str, whole: float | Tensor) -> Tensor:
 
 
 def _by_words(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _Options, dim: int) -> Tensor:
-    rank, words = x.group.rank(), x.rows.length
+    rank, count = x.group.rank(), x.rows.length
     index, shares, counts = _shares(target, o, widened(x.local).dtype)
     if func.__name__ == "nll_loss":
         losses = -gathered(func, x, (dim, index.unsqueeze(dim)), {}).squeeze(dim) * shares
     else:
         weight = None if o.weight is None else x.rows.take(o.weight, 0, rank)
-        total_weight = float(words) if o.weight is None else o.weight.sum()
-        vocabulary = _Vocabulary(x.rows.ranks[rank], x.group, o.label_smoothing, words, weight, total_weight)
+        total_weight = float(count) if o.weight is None else o.weight.sum()
+        words = _Words(x.rows.ranks[rank], x.group, count, weight, total_weight)
         flat = x.local.movedim(dim, -1).reshape(target.numel(), x.local.shape[dim])
-        losses = _CrossEntropy.apply(flat, index.reshape(-1), shares.reshape(-1), counts.reshape(-1), vocabulary)
-        losses = losses.view(target.shape)
+        tokens = (t.reshape(-1) for t in (index, shares, counts))
+        losses = _CrossEntropy.apply(flat, *tokens, words, o.label_smoothing).view(target.shape)
     return _reduced(losses, o.reduction, shares.sum()).to(x.local.dtype)
 
 
@@ -200,9 +195,9 @@ def _soft(x: ShardedInGroup, target: Tensor, o: _Options) -> Tensor:
 def _by_tokens(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _Options, dim: int) -> Any:
     """Each rank the losses of its own rows; `dim` of the targets is cut as the input is."""
     mine = part(target, dim, x.rows, x.group) if target.requires_grad else x.rows.take(target, dim, x.group.rank())
-    given = {"weight": o.weight, "ignore_index": o.ignore_index, "reduction": "none"}
-    given |= {"label_smoothing": o.label_smoothing} if func.__name__ == "cross_entropy" else {}
-    losses = x.like(func(x.local, mine, **given), dim)
+    options = {"weight": o.weight, "ignore_index": o.ignore_index, "reduction": "none"}
+    options |= {"label_smoothing": o.label_smoothing} if func.__name__ == "cross_entropy" else {}
+    losses = x.like(func(x.local, mine, **options), dim)
     if o.reduction == "none":
         return losses
     sums = total(widened(losses.local).sum(), x.group)
@@ -214,9 +209,9 @@ def _by_tokens(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _
 
 def gathered(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.gather(dim, index): along the cut dim from the rank that has the row, else each rank from its part."""
-    given = dict(zip(("dim", "index"), args)) | kwargs
-    dim, index = given.pop("dim") % len(x.shape), given.pop("index")
-    if given or type(index) is type(x):
+    named = dict(zip(("dim", "index"), args)) | kwargs
+    dim, index = named.pop("dim") % len(x.shape), named.pop("index")
+    if named or type(index) is type(x):
         return NotImplemented
     if dim == x.cut:
         here, at = located(index, x.rows.ranks[x.group.rank()])
@@ -230,18 +225,14 @@ def gathered(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...],
 def _elementwise(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Losses that are the mean or the sum of an element-wise one."""
     target = args[0] if args else kwargs.get("target")
-    given = {k: v for k, v in kwargs.items() if k != "target"}
-    old = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
-    reduction = given.pop("reduction", "mean")
-    if (
-        target is None
-        or old
-        or len(args) > 1
-        or target.shape != x.shape
-        or any(isinstance(v, Tensor) for v in given.values())
-    ):
+    options = {k: v for k, v in kwargs.items() if k != "target"}
+    old = options.pop("size_average", None) is not None or options.pop("reduce", None) is not None
+    reduction = options.pop("reduction", "mean")
+    if target is None or old or len(args) > 1 or target.shape != x.shape:
         return NotImplemented
-    losses = x.like(func(x.local, x.fitting(target), reduction="none", **given))
+    if any(isinstance(v, Tensor) for v in options.values()):
+        return NotImplemented
+    losses = x.like(func(x.local, x.fitting(target), reduction="none", **options))
     if reduction == "batchmean":
         return losses.sum() / x.shape[0]
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()

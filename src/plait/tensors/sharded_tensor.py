@@ -17,7 +17,7 @@ collectives: every rank computes the same loss, in the same order.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,13 +84,7 @@ class ShardedTensor(Tensor):
         return hollow
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.__name__
         x = args[0] if args and isinstance(args[0], ShardedTensor) else None
@@ -199,21 +193,21 @@ def _whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return None if func.__name__ == "__setitem__" else x
 
 
-def _given(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name, with torch's own names for numpy's axis and keepdims."""
     words = {"axis": "dim", "keepdims": "keepdim"}
     return dict(zip(names.split(), args)) | {words.get(k, k): v for k, v in kwargs.items()}
 
 
 def _sum(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = _given("dim keepdim dtype", args, kwargs)
-    if isinstance(given.get("dim"), torch.dtype) or not set(given) <= {"dim", "keepdim", "dtype"}:
+    named = _named("dim keepdim dtype", args, kwargs)
+    if isinstance(named.get("dim"), torch.dtype) or not set(named) <= {"dim", "keepdim", "dtype"}:
         return NotImplemented
     ndim = len(x.shape)
-    dims = given.get("dim")
+    dims = named.get("dim")
     dims = range(ndim) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
     dims = sorted(d % ndim for d in dims)
-    keep, dtype = given.get("keepdim", False), given.get("dtype")
+    keep, dtype = named.get("keepdim", False), named.get("dtype")
     if x.cut not in dims:
         return x.like(func(x.local, dims, keep, dtype=dtype), x.cut - (0 if keep else sum(d < x.cut for d in dims)))
     local = x.local if dtype is None else x.local.to(dtype)
@@ -247,7 +241,7 @@ def _softmax(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], 
 
 def _within(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Functions along one dim that is not cut."""
-    dim = _given("dim", args, kwargs).get("dim")
+    dim = _named("dim", args, kwargs).get("dim")
     if not isinstance(dim, int) or isinstance(dim, bool) or dim % len(x.shape) == x.cut:
         return NotImplemented
     fewer = lambda t: len(t.shape) < len(x.shape) and dim % len(x.shape) < x.cut  # noqa: E731
