@@ -170,22 +170,22 @@ def zero_loss(loss: Callable[[], Tensor], outputs: object, asked: Sequence[Tenso
     Backward from it comes to the units that the other ranks' backwards come to, and to what the loss `asked` of the
     other ranks meanwhile. (Zero times the loss may be NaN.)
     """
-    found = [(o, o.grad_fn, o.output_nr) for o in tensors_in(outputs) if o.requires_grad]
+    edges = [(o, o.grad_fn, o.output_nr) for o in tensors_in(outputs) if o.requires_grad]
     try:
-        made = loss()
+        value = loss()
     except Exception:  # it may not bear an empty batch
-        return torch.stack([o.sum() * 0.0 for o, _, _ in found]).sum()
-    ends, ahead = {(node, number) for _, node, number in found}, [(made.grad_fn, made.output_nr)]
+        return torch.stack([o.sum() * 0.0 for o, _, _ in edges]).sum()
+    ends, ahead = {(node, number) for _, node, number in edges}, [(value.grad_fn, value.output_nr)]
     met = set(ahead)
-    found += [(o, o.grad_fn, o.output_nr) for o in asked if o.requires_grad]
+    edges += [(o, o.grad_fn, o.output_nr) for o in asked if o.requires_grad]
     while ahead:
         edge = ahead.pop()
         if edge not in ends and edge[0] is not None:
             new = [other for other in edge[0].next_functions if other not in met]
             met.update(new)
             ahead.extend(new)
-    sums = [o.sum() * 0.0 for o, node, number in found if (node, number) in met]
-    return torch.stack(sums).sum() if sums else made * 0.0
+    sums = [o.sum() * 0.0 for o, node, number in edges if (node, number) in met]
+    return torch.stack(sums).sum() if sums else value * 0.0
 
 
 def _summed(x: Tensor, peers: BatchPeers) -> Tensor:

@@ -240,16 +240,16 @@ class LinearCrossEntropy:
 
     def attach(self, model: nn.Module) -> None:
         """Give the model's head a forward that computes no logits. J016 when there is no such linear layer."""
-        found = dict(model.named_modules(remove_duplicate=False)).get(self.head)
-        if found is None or not self.head:
+        head = dict(model.named_modules(remove_duplicate=False)).get(self.head)
+        if head is None or not self.head:
             linear = [name for name, m in model.named_modules() if _plain(m)]
             hint = did_you_mean(self.head, linear) if linear else "it has no nn.Linear"
             raise PlaitError(Problem("J016", f"the model has no module  {self.head}        {hint}", where=repr(self)))
-        if not _plain(found):
-            what = f"{self.head} is a {type(found).__name__}, not a plain torch.nn.Linear"
+        if not _plain(head):
+            what = f"{self.head} is a {type(head).__name__}, not a plain torch.nn.Linear"
             why = "LinearCrossEntropy multiplies by its weight and adds its bias itself, and nothing else"
             raise PlaitError(Problem("J016", what, why=why, where=repr(self)))
-        found.forward = MethodType(_forward, found)
+        head.forward = MethodType(_forward, head)
 
     def weight(self, targets: Tensor) -> Tensor:
         """The number of targets that count: a `Job.weight`."""
@@ -258,12 +258,12 @@ class LinearCrossEntropy:
     def __call__(self, outputs: object, targets: object) -> Tensor:
         """The loss of a model's outputs; J017 when they do not hold what the head returned, once."""
         leaves(outputs)  # makes trees of dataclasses
-        found = [x for x in tree_leaves(outputs, is_leaf=lambda x: isinstance(x, Headed)) if isinstance(x, Headed)]
-        if len(found) != 1:
-            what = f"the model's outputs hold what {self.head} returned {len(found)} times, not once"
+        headed = [x for x in tree_leaves(outputs, is_leaf=lambda x: isinstance(x, Headed)) if isinstance(x, Headed)]
+        if len(headed) != 1:
+            what = f"the model's outputs hold what {self.head} returned {len(headed)} times, not once"
             why = f"the model returned {type(outputs).__name__}; {self.head}'s output must be in it, untouched"
             raise PlaitError(Problem("J017", what, why=why, where=repr(self)))
-        (hidden, head) = found[0]
+        hidden, head = headed[0]
         tokens = hidden.shape[:-1]
         if not isinstance(targets, Tensor) or (tokens != targets.shape and tokens != (targets.numel(),)):
             form = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__

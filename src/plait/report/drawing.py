@@ -58,31 +58,31 @@ LEGEND = {
 SORTS = {"I": "B", "receive": "send", "forward": "F", "backward": "B"}
 
 
-def page(found: Timeline) -> str:
+def page(shown: Timeline) -> str:
     """The whole page."""
-    ranks = drawn(found)
-    blocks = found.blocks
+    ranks = drawn(shown)
+    blocks = shown.blocks
     frame = _frame([b for block in blocks.values() for row in block.rows for b in row.boxes])
-    pictures = "".join(_picture(name, found, block, ranks, frame) for name, block in blocks.items())
-    title = f"{found.run.resolve().name} · step {found.step}"
-    legend = "".join(f'<li><span class="key {kind}"></span>{escape(text)}</li>' for kind, text in _legend(found))
+    pictures = "".join(_picture(name, shown, block, ranks, frame) for name, block in blocks.items())
+    title = f"{shown.run.resolve().name} · step {shown.step}"
+    legend = "".join(f'<li><span class="key {kind}"></span>{escape(text)}</li>' for kind, text in _legend(shown))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<link rel=\"icon\" href=\"data:,\">\n<style>{STYLE}</style></head><body>\n<h1>{escape(title)}</h1>\n"
-        f"<p>{escape(_summary(found))}</p>\n"
-        + "".join(f'<p class="note">{escape(text)}</p>\n' for text in _notes(found, ranks))
+        f"<p>{escape(_summary(shown))}</p>\n"
+        + "".join(f'<p class="note">{escape(text)}</p>\n' for text in _notes(shown, ranks))
         + f'<ul class="legend">{legend}</ul>\n'
         f'<div class="scroll" tabindex="0" role="region" aria-label="timeline">'
         f'<div style="width:{frame.width + NAMES}px">{pictures}</div></div>\n'
-        f"{_tables(found)}<footer>plait {__version__} · {escape(str(found.run))} · the same as a trace for Perfetto: trace.json</footer>\n"
+        f"{_tables(shown)}<footer>plait {__version__} · {escape(str(shown.run))} · the same as a trace for Perfetto: trace.json</footer>\n"
         "</body></html>\n"
     )  # fmt: skip
 
 
-def _legend(found: Timeline) -> list[tuple[str, str]]:
+def _legend(shown: Timeline) -> list[tuple[str, str]]:
     """(class, words) of the colours that are in the picture."""
-    there = {b.sort for row in found.measured.rows for b in row.boxes}
+    there = {b.sort for row in shown.measured.rows for b in row.boxes}
     words: dict[str, list[str]] = {}
     for sort, text in LEGEND.items():
         if sort in there and text not in words.setdefault(_class(sort), []):
@@ -90,38 +90,38 @@ def _legend(found: Timeline) -> list[tuple[str, str]]:
     return [(kind, ", ".join(texts)) for kind, texts in words.items() if texts] + [("k-idle", "idle")]
 
 
-def drawn(found: Timeline) -> list[int]:
+def drawn(shown: Timeline) -> list[int]:
     """Ranks to draw: all, or as many as `BOXES` allows, evenly from the first to the last."""
-    ranks = len(found.measured.rows)
-    total = sum(len(row.boxes) for block in found.blocks.values() for row in block.rows)
+    ranks = len(shown.measured.rows)
+    total = sum(len(row.boxes) for block in shown.blocks.values() for row in block.rows)
     if total <= BOXES or ranks <= 2:
         return list(range(ranks))
     count = max(2, min(ranks, ranks * BOXES // total))
     return sorted({round(i * (ranks - 1) / (count - 1)) for i in range(count)})
 
 
-def _summary(found: Timeline) -> str:
-    plan = f"plan {found.plan}"
-    if found.measured.bubble is None:
+def _summary(shown: Timeline) -> str:
+    plan = f"plan {shown.plan}"
+    if shown.measured.bubble is None:
         return f"{plan} · no pipeline: where each rank's time went"
-    parts = [plan, f"bubble {percent(found.measured.bubble)} measured"]
-    parts[-1] += f", {percent(found.predicted.bubble)} predicted" if found.predicted else ""
-    parts.append(f"from first to last action {ms(found.measured.makespan)} measured")
-    parts[-1] += f", {ms(found.predicted.makespan)} predicted" if found.predicted else ""
+    parts = [plan, f"bubble {percent(shown.measured.bubble)} measured"]
+    parts[-1] += f", {percent(shown.predicted.bubble)} predicted" if shown.predicted else ""
+    parts.append(f"from first to last action {ms(shown.measured.makespan)} measured")
+    parts[-1] += f", {ms(shown.predicted.makespan)} predicted" if shown.predicted else ""
     return " · ".join(parts)
 
 
-def _notes(found: Timeline, ranks: list[int]) -> list[str]:
-    notes = [found.note] if found.note else []
-    if found.predicted:
+def _notes(shown: Timeline, ranks: list[int]) -> list[str]:
+    notes = [shown.note] if shown.note else []
+    if shown.predicted:
         notes.append(
             "The number in a box is its micro-batch. Predicted: the planned table, played with the median times of "
-            f"{found.steps} measured step{'s' if found.steps != 1 else ''}."
-            + (" Paler boxes are of a rank's further stages." if found.plan.stages_per_rank > 1 else "")
+            f"{shown.steps} measured step{'s' if shown.steps != 1 else ''}."
+            + (" Paler boxes are of a rank's further stages." if shown.plan.stages_per_rank > 1 else "")
         )
-    if len(ranks) < len(found.measured.rows):
+    if len(ranks) < len(shown.measured.rows):
         which = ", ".join(map(str, ranks))
-        notes.append(f"More than {BOXES:,} boxes: of {len(found.measured.rows)} ranks only {which} are drawn.")
+        notes.append(f"More than {BOXES:,} boxes: of {len(shown.measured.rows)} ranks only {which} are drawn.")
     return notes
 
 
@@ -150,8 +150,8 @@ def _frame(boxes: list[Span]) -> _Frame:
     return _Frame(first, scale, round(seconds * scale) + 24)
 
 
-def _picture(name: str, found: Timeline, block: StepBox, ranks: list[int], frame: _Frame) -> str:
-    rows = [row for row in block.rows if row.rank in ranks or found.predicted is block]
+def _picture(name: str, shown: Timeline, block: StepBox, ranks: list[int], frame: _Frame) -> str:
+    rows = [row for row in block.rows if row.rank in ranks or shown.predicted is block]
     height = TOP + ROW * len(rows) + AXIS
     bubble = "" if block.bubble is None else f" · bubble {percent(block.bubble)}"
     names = "".join(f'<text x="0" y="{TOP + ROW * i + 17}">{escape(r.label)}</text>' for i, r in enumerate(rows))
@@ -162,7 +162,7 @@ def _picture(name: str, found: Timeline, block: StepBox, ranks: list[int], frame
         f'<div class="rows"><svg class="names" width="{NAMES}" height="{height}" aria-hidden="true">{names}</svg>'
         f'<svg class="time" id="{name}" role="img" aria-labelledby="{name}-title {name}-desc" width="{frame.width}" '
         f'height="{height}"><title id="{name}-title">{escape(what)}</title>'
-        f'<desc id="{name}-desc">{escape(_summary(found))}</desc>\n'
+        f'<desc id="{name}-desc">{escape(_summary(shown))}</desc>\n'
         f"{_axis(frame, height)}{body}</svg></div>\n"
     )
 
@@ -213,21 +213,21 @@ def _axis(frame: _Frame, height: int) -> str:
     return f'<g class="axis">{"".join(parts)}</g>'
 
 
-def _tables(found: Timeline) -> str:
-    if not found.times:
+def _tables(shown: Timeline) -> str:
+    if not shown.times:
         return ""
-    kinds = [kind for kind in COMPUTE if any(k == kind for _, k in found.times)]
+    kinds = [kind for kind in COMPUTE if any(k == kind for _, k in shown.times)]
     head = "".join(f"<th>{kind}</th>" for kind in kinds)
     rows = ""
-    for stage in sorted({s for s, _ in found.times}):
-        cells = "".join(f"<td>{ms(t) if (t := found.times.get((stage, kind))) else ''}</td>" for kind in kinds)
+    for stage in sorted({s for s, _ in shown.times}):
+        cells = "".join(f"<td>{ms(t) if (t := shown.times.get((stage, kind))) else ''}</td>" for kind in kinds)
         rows += f"<tr><th>{stage}</th>{cells}</tr>"
     first = f"<table><caption>Median time of a micro-batch</caption><tr><th>stage</th>{head}</tr>{rows}</table>"
     idle = ""
-    shares = len(found.measured.rows) // len(found.predicted.rows) if found.predicted else 1
-    for row in found.measured.rows:
-        told = percent(found.predicted.idle(found.predicted.rows[row.rank // shares])) if found.predicted else ""
-        idle += f"<tr><th>{row.rank}</th><td>{percent(found.measured.idle(row))}</td><td>{told}</td></tr>"
+    shares = len(shown.measured.rows) // len(shown.predicted.rows) if shown.predicted else 1
+    for row in shown.measured.rows:
+        told = percent(shown.predicted.idle(shown.predicted.rows[row.rank // shares])) if shown.predicted else ""
+        idle += f"<tr><th>{row.rank}</th><td>{percent(shown.measured.idle(row))}</td><td>{told}</td></tr>"
     head = "<tr><th>rank</th><th>measured</th><th>predicted</th></tr>"
     return f"{first}\n<table><caption>Share of the time not computing</caption>{head}{idle}</table>\n"
 

@@ -31,8 +31,8 @@ class Span(NamedTuple):
     @property
     def about(self) -> tuple[str, int, int] | None:
         """(kind, stage, micro-batch) of the action it is, or is for; None for a span of a whole step."""
-        found = re.fullmatch(r"(?:\w+ )?([FBIW])(\d+)\.(\d+)", self.name)
-        return (found[1], int(found[2]), int(found[3])) if found else None
+        match = re.fullmatch(r"(?:\w+ )?([FBIW])(\d+)\.(\d+)", self.name)
+        return (match[1], int(match[2]), int(match[3])) if match else None
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Measured:
     @property
     def seconds(self) -> float:
         """From the first span's start to the last one's end, waiting for data left out: how long the step took."""
-        found = [s for spans in self.ranks for s in spans if s.name != "data"]
-        return max(s.end for s in found) - min(s.start for s in found) if found else 0.0
+        spans = [s for of_rank in self.ranks for s in of_rank if s.name != "data"]
+        return max(s.end for s in spans) - min(s.start for s in spans) if spans else 0.0
 
     @property
     def microbatches(self) -> int:
@@ -97,13 +97,12 @@ def _measured(step: int, rows: list[dict[str, Any]]) -> Measured:
 
 def flat(spans: list[Span]) -> list[Span]:
     """Spans that do not overlap: one that lies inside another is cut out of it."""
-    found: list[Span] = []
+    apart: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
-        outer = found[-1] if found else None
+        outer = apart[-1] if apart else None
+        apart.append(span)
         if outer is not None and span.start < outer.end:
-            found[-1] = Span(outer.name, outer.start, span.start)
-            rest = Span(outer.name, span.end, outer.end)
-            found += [span] + ([rest] if rest.end > rest.start else [])
-        else:
-            found.append(span)
-    return found
+            apart[-2] = Span(outer.name, outer.start, span.start)
+            if outer.end > span.end:
+                apart.append(Span(outer.name, span.end, outer.end))
+    return apart

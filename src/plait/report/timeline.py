@@ -136,8 +136,8 @@ def medians(
                 elif s in arrivals:
                     links[stage - 1 if kind == "F" else stage].append(s.end - arrivals[s])
     return (
-        {key: median(found) for key, found in sorted(took.items())},
-        [median(found) if found else 0.0 for found in links],
+        {key: median(seconds) for key, seconds in sorted(took.items())},
+        [median(seconds) if seconds else 0.0 for seconds in links],
         median(sends) if sends else 0.0,
     )
 
@@ -159,15 +159,15 @@ def _arrivals(planned: Table, plan: Plan, measured: Measured) -> dict[Span, floa
                 kind, stage, micro = s.about
                 to = stage + 1 if kind == "F" else stage - 1
                 sent[rank % beside(plan), ("F" if kind == "F" else "B", to, micro)] = s
-    found: dict[Span, float] = {}
+    arrivals: dict[Span, float] = {}
     for rank, spans in enumerate(measured.ranks):
         for s in spans:
             if s.sort == "receive" and s.about:
                 kind, stage, micro = s.about
                 message = sent.get((rank % beside(plan), ("F" if kind == "F" else "B", stage, micro)))
                 if message is not None:
-                    found[s] = min(s.end, max(s.start, message.end))
-    return found
+                    arrivals[s] = min(s.end, max(s.start, message.end))
+    return arrivals
 
 
 def _received(spans: tuple[Span, ...], arrivals: dict[Span, float]) -> list[Span]:
@@ -212,12 +212,12 @@ def _block(labels: list[str], rows: Sequence[Sequence[Span]], zero: float | None
 CATEGORIES = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
 
 
-def trace(found: Timeline) -> str:
+def trace(shown: Timeline) -> str:
     """A timeline as a Chrome trace in JSON, which Perfetto opens: a process per rank. Microseconds from the earliest box."""
-    blocks = found.blocks
+    blocks = shown.blocks
     zero = min((b.start for block in blocks.values() for row in block.rows for b in row.boxes), default=0.0)
     events: list[dict[str, Any]] = []
-    for row in found.measured.rows:
+    for row in shown.measured.rows:
         events.append({"ph": "M", "name": "process_name", "pid": row.rank, "args": {"name": row.label}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": row.rank, "args": {"sort_index": row.rank}})
     for thread, (name, block) in enumerate(blocks.items()):
@@ -226,12 +226,12 @@ def trace(found: Timeline) -> str:
             events.append({"ph": "M", "name": "thread_name", "pid": row.rank, "tid": thread, "args": args})
     boxes = [event for thread, block in enumerate(blocks.values()) for event in _boxes(block, thread, zero)]
     events += sorted(boxes, key=lambda event: event["ts"])
-    about = {"run": str(found.run), "plan": str(found.plan), "step": found.step}
+    about = {"run": str(shown.run), "plan": str(shown.plan), "step": shown.step}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
 
 
 def _boxes(block: StepBox, thread: int, zero: float) -> list[dict[str, Any]]:
-    found = []
+    events = []
     for row in block.rows:
         for box in row.boxes:
             event: dict[str, Any] = {
@@ -240,5 +240,5 @@ def _boxes(block: StepBox, thread: int, zero: float) -> list[dict[str, Any]]:
             }  # fmt: skip
             if box.about and box.sort in COMPUTE:
                 event["args"] = {"stage": box.about[1], "micro-batch": box.about[2]}
-            found.append(event)
-    return found
+            events.append(event)
+    return events

@@ -35,23 +35,23 @@ class Sharded(Protocol):
 def moved(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Views that only move, add or drop dims; a meta tensor tells where the cut one goes."""
     sizes = [1 if n == 1 and d != x.cut else d + 2 for d, n in enumerate(x.shape)]
-    found = func(torch.empty(sizes, device="meta"), *args, **kwargs).shape
-    if x.cut + 2 not in found or (x.rows.length == 1 and func.__name__ == "squeeze"):
+    shape = func(torch.empty(sizes, device="meta"), *args, **kwargs).shape
+    if x.cut + 2 not in shape or (x.rows.length == 1 and func.__name__ == "squeeze"):
         return NotImplemented
-    return x.like(func(x.local, *args, **kwargs), found.index(x.cut + 2))
+    return x.like(func(x.local, *args, **kwargs), shape.index(x.cut + 2))
 
 
 def reshaped(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """view, reshape, flatten, unflatten and the like."""
     if func.__name__ == "view" and args and isinstance(args[0], torch.dtype):
         return NotImplemented
-    given = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
+    sizes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
     name = {"view_as": "view", "reshape_as": "reshape"}.get(func.__name__, func.__name__)
-    shape = getattr(torch.empty(x.shape, device="meta"), name)(*given, **kwargs).shape
-    found = follow(x.shape, x.cut, shape, x.rows)
-    if found is None:
+    shape = getattr(torch.empty(x.shape, device="meta"), name)(*sizes, **kwargs).shape
+    cut = follow(x.shape, x.cut, shape, x.rows)
+    if cut is None:
         return NotImplemented
-    dim, rows = found
+    dim, rows = cut
     local = (*shape[:dim], rows.sizes[x.rank], *shape[dim + 1 :])
     return x.like(x.local.view(local) if name == "view" else x.local.reshape(local), dim, rows)
 
@@ -62,9 +62,9 @@ def follow(old: Sequence[int], cut: int, new: Sequence[int], rows: Rows) -> tupl
         return None
     if rows.length == 1:
         same = (k for k, n in enumerate(new) if n == 1 and math.prod(new[:k]) == math.prod(old[:cut]))
-        found = next(same, None)
-        if found is not None:
-            return found, rows
+        dim = next(same, None)
+        if dim is not None:
+            return dim, rows
     (a, i), (b, j) = ((0, len(old)), (0, len(new))) if rows.length == 1 else _block(old, cut, new)
     flat = rows.merged(math.prod(old[a:cut]), math.prod(old[cut + 1 : i]))
     for dim in range(b, j):
@@ -123,10 +123,10 @@ def indexed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs:
         return x.like(x.local[tuple(index)], x.cut - len(x.shape))
     if isinstance(mine, slice) and mine.step in (None, 1):
         first, end, _ = mine.indices(x.rows.length)
-        found = x if (first, end) == (0, x.rows.length) else sliced(x, first, max(first, end))
+        part = x if (first, end) == (0, x.rows.length) else sliced(x, first, max(first, end))
         index[place] = slice(None)
         dim = sum(i is None or isinstance(i, slice) for i in index[:place])
-        return found.like(found.local[tuple(index)], dim)
+        return part.like(part.local[tuple(index)], dim)
     if isinstance(mine, int):
         one = sliced(x, mine % x.rows.length, mine % x.rows.length + 1).whole()
         index[place] = 0
@@ -142,9 +142,9 @@ def narrowed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs
         return NotImplemented
     dim %= len(x.shape)
     if dim != x.cut:
-        found = func(x.local, *args, **kwargs)
+        result = func(x.local, *args, **kwargs)
         lost = name == "select" and dim < x.cut
-        return x.like(found, x.cut - lost) if first else tuple(x.like(t) for t in found)
+        return x.like(result, x.cut - lost) if first else tuple(x.like(t) for t in result)
     if name == "narrow" and len(args) == 3 and isinstance(args[1], int):
         start = args[1] % x.rows.length if args[1] < 0 else args[1]
         return sliced(x, start, start + args[2])
