@@ -45,11 +45,8 @@ ROW, BOX, TOP, AXIS, NAMES = 30, 24, 4, 24, 148
 BOXES = 5000
 """More are not drawn: a browser becomes slow."""
 WORDS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward, gradient of the inputs",
-    "W": "backward, gradient of the weights",
-}
+    "F": "forward", "B": "backward", "I": "backward, gradient of the inputs", "W": "backward, gradient of the weights",
+}  # fmt: skip
 LEGEND = {
     "F": "F forward", "B": "B backward", "I": "I backward, of inputs", "W": "W backward, of weights",
     "forward": "forward", "replicate": "replicate", "loss": "loss", "backward": "backward", "collect": "collect",

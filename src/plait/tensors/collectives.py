@@ -58,8 +58,7 @@ def exchange(data: bytes, group: ProcessGroup | None, device: torch.device) -> l
     longest = max(int(n) for n in lengths)
     if longest == 0:
         return [b""] * world
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world)]
     dist.all_gather(rows, mine.to(device), group=group)
     return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths)]

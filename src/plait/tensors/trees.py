@@ -51,23 +51,23 @@ def _simple(leaf: object) -> bool:
     kind = type(leaf)
     if isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf) or kind.__module__ == "builtins":
         return False
-    if kind.__new__ not in (object.__new__, dict.__new__, list.__new__) or any(
-        vars(c).get("__slots__") for c in kind.__mro__
-    ):
+    if kind.__new__ not in (object.__new__, dict.__new__, list.__new__):
         return False
-    inside = [t for value in _flatten(leaf)[0] for t in _tensors(value, {id(leaf)})]
+    if any(vars(c).get("__slots__") for c in kind.__mro__):
+        return False
+    inside = _tensors(leaf, set())
     return bool(inside) and not any(isinstance(t, nn.Parameter) for t in inside)
 
 
 def _tensors(value: object, met: set[int]) -> list[Tensor]:
-    found = []
+    tensors = []
     for leaf in leaves(value):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif hasattr(leaf, "__dict__") and id(leaf) not in met and not isinstance(leaf, (nn.Module, type)):
             met.add(id(leaf))
-            found += [t for inner in _flatten(leaf)[0] for t in _tensors(inner, met)]
-    return found
+            tensors += [t for inner in _flatten(leaf)[0] for t in _tensors(inner, met)]
+    return tensors
 
 
 def _flatten(thing: object) -> tuple[list[Any], tuple[Any, ...]]:
