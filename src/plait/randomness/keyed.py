@@ -128,7 +128,7 @@ class Randomness:
         self._where = self.where.numpy()  # writes to it are no operators, which those who watch would see
         self._mode = _Keyed(self)
         self._owner: list[str] = []
-        self._entered: list[Any] = []
+        self._entered: list[object] = []
         self._pushed = 0
         self._calls: dict[str, int] = {}
         self._cursor = self._outside = 0

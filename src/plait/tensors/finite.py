@@ -31,8 +31,8 @@ class Rule:
     def broken(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of the tensors that are not as expected."""
         with torch.no_grad():
-            found = [n for n, t in named if n not in self.given and not finite(t, self._strict(n))]
-        return list(dict.fromkeys(found))
+            names = [n for n, t in named if n not in self.given and not finite(t, self._strict(n))]
+        return list(dict.fromkeys(names))
 
     def _strict(self, name: str) -> bool:
         return name in self.trained or name.startswith("optimizer/")
@@ -49,8 +49,8 @@ def finite(tensor: Tensor, strict: bool = True) -> bool:
 
 def wrong_scalars(scalars: Mapping[str, Any]) -> list[str]:
     """Numbers of the optimizer that are NaN, by their names in a checkpoint."""
-    found = {name: v["value"] if isinstance(v, dict) else v for name, v in scalars.items()}
-    return [f"optimizer/{name}" for name, v in found.items() if isinstance(v, float) and math.isnan(v)]
+    values = {name: v["value"] if isinstance(v, dict) else v for name, v in scalars.items()}
+    return [f"optimizer/{name}" for name, v in values.items() if isinstance(v, float) and math.isnan(v)]
 
 
 def several(names: Iterable[str]) -> str:

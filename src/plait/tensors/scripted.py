@@ -16,19 +16,14 @@ def is_scripted(module: nn.Module) -> bool:
 
 def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules with their names, each once, without those that torch.jit has compiled."""
-    seen: set[int] = set()
-    inside = {id(inner) for module in model.modules() if is_scripted(module) for inner in module.modules()}
-    for name, module in model.named_modules():
-        if id(module) not in seen | inside and not is_scripted(module):
-            seen.add(id(module))
-            yield name, module
+    compiled = {id(inner) for module in model.modules() if is_scripted(module) for inner in module.modules()}
+    return ((name, module) for name, module in model.named_modules() if id(module) not in compiled)
 
 
 def refused(plan: Plan, names: Iterable[str]) -> Problem | None:
     """P071 when a plan would have to take one of the compiled modules apart."""
     first = next(iter(names), None)
-    axes = {"fsdp": plan.fsdp > 1, "tp": plan.tp > 1, "cp": plan.cp > 1, "ep": plan.ep > 1}
-    needs = [f"{axis}={getattr(plan, axis)}" for axis, wanted in axes.items() if wanted]
+    needs = [f"{axis}={getattr(plan, axis)}" for axis in ("fsdp", "tp", "cp", "ep") if getattr(plan, axis) > 1]
     needs += ["offload=all"] if plan.offload == "all" else []
     if first is None or not needs:
         return None
@@ -40,5 +35,5 @@ def refused(plan: Plan, names: Iterable[str]) -> Problem | None:
 def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The buffers of the compiled modules, by name."""
     parts = [(name, module) for name, module in model.named_modules() if is_scripted(module)]
-    found = {f"{name}.{inner}".lstrip("."): b for name, module in parts for inner, b in module.named_buffers()}
-    return list(found.items())
+    named = {f"{name}.{inner}".lstrip("."): b for name, module in parts for inner, b in module.named_buffers()}
+    return list(named.items())
