@@ -41,6 +41,7 @@ from plait.randomness.distributions import (
     mask_shape,
 )
 from plait.randomness.sub_block import SubBlocks
+from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import DropoutBase, WrapperTensor, checkpoint_frame
 
 
@@ -84,17 +85,13 @@ class RepeatableForward:
 
     def __init__(self, module: nn.Module):
         self.module, self.enter, self.leave = module, _nothing, _nothing
-        self.replaced = module.__dict__.get("forward")
+        self.own = own_forward(module)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         self.enter()
         try:
-            if self.replaced is not None:
-                return self.replaced(*args, **kwargs)
-            return type(self.module).forward(
-                self.module, *args, **kwargs
-            )  # a strategy may have changed the class since
+            return self.own(*args, **kwargs)
         finally:
             self.leave()
 

@@ -9,8 +9,7 @@ sequence (`Stretch`): then its code counts all. One in which positions meet othe
 without attention that fails at that too runs on the whole sequence; one with attention is refused.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -99,19 +98,6 @@ def _taken(model: nn.Module, inputs: Any, call: Run, sequence_plan: SequencePlan
     if len(found) != len(sequence_plan.calls):
         raise refused("the model calls other units on one sample, or when it does not train", "its course varies")
     return found
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """What is put in the place of modules' forwards inside is taken back."""
-    before = [(module, module.__dict__.get("forward")) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, forward in before:
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
 
 
 def _tried(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.losses.global_batch import BatchPeers
 from plait.parallel.expert.dispatch import ExpertPlacement, Serve, through, tied
+from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import leaves, own_buffers, tree_leaves, tree_map_only
 
 Through = Callable[[Tensor, list[int | None], Serve], Tensor]
@@ -35,12 +36,6 @@ def travelling(way: ExpertPlacement) -> Through:
 def at_home(rows: Tensor, counts: list[int | None], serve: Serve) -> Tensor:
     """All experts are here."""
     return serve(rows, counts)
-
-
-def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a module as it is now."""
-    replaced = module.__dict__.get("forward")
-    return replaced if replaced is not None else type(module).forward.__get__(module)
 
 
 class StackedExperts:

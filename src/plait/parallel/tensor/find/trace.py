@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.model.meter import flat, tensors_in
 from plait.randomness import keyed
+from plait.tensors.modules import forwards_kept
 from plait.tensors.torch_private import leaves, storage_key, tree_map, tree_map_only
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)
@@ -94,12 +95,9 @@ def hollow(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]
     given = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
     meta = {name: p.detach().to("meta", torch.float64) for name, p in module.named_parameters()}
     trained = any(t.requires_grad for t in (*module.parameters(), *tensors_in((args, kwargs))))
-    own = vars(module).get("forward")
-    vars(module)["forward"] = forward
-    try:
+    with forwards_kept([module]):
+        vars(module)["forward"] = forward
         output = functional_call(module, meta, *given)
-    finally:
-        vars(module)["forward"] = own
     return tree_map_only(Tensor, lambda t: _random(t, trained and torch.is_grad_enabled()), output)
 
 
@@ -116,17 +114,10 @@ def _kept(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
 @contextmanager
 def patched(modules: Mapping[str, nn.Module], make: Callable[[str, nn.Module, Any], Any]) -> Iterator[None]:
     """Give modules other forwards: `make(name, module, its forward)`."""
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
-    for name, module in modules.items():
-        module.__dict__["forward"] = make(name, module, module.forward)
-    try:
-        yield
-    finally:
+    with forwards_kept(modules.values()):
         for name, module in modules.items():
-            if own[name] is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own[name]
+            vars(module)["forward"] = make(name, module, module.forward)
+        yield
 
 
 def snapshot(tree: Any) -> Any:
