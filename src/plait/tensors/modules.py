@@ -1,11 +1,16 @@
-"""A module's forward under another that stands in its place, and taken back."""
+"""A module's forward under another that stands in its place, and taken back; what a call changes on modules, put back."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from plait.tensors.torch_private import own_buffers
+
+Attributes = list[tuple[nn.Module, dict[str, Any]]]
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -33,3 +38,52 @@ def forwards_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             attributes.pop("forward", None)
             if forward is not None:
                 attributes["forward"] = forward
+
+
+def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
+    """The attributes of modules as they are now (numbers, caches, a forward of their own), for `put_back`."""
+    return [(module, dict(vars(module))) for module in modules]
+
+
+def put_back(attributes: Attributes) -> None:
+    """Give modules exactly these attributes again."""
+    for module, values in attributes:
+        vars(module).clear()
+        vars(module).update(values)
+
+
+class ModuleState:
+    """What a call may change on modules, as it is now: attributes, which tensors are their buffers, and `hooks`."""
+
+    def __init__(self, modules: Iterable[nn.Module], hooks: bool = True):
+        self.attributes = attributes_of(modules)
+        self.buffers = [own_buffers(module) for module, _ in self.attributes]
+        values = (value for _, values in self.attributes for value in values.values()) if hooks else ()
+        tables: list[dict[Any, Any]] = [*self.buffers, *(value for value in values if type(value) is OrderedDict)]
+        self._tables = [(table, dict(table)) for table in tables]
+
+    def restore(self) -> None:
+        """Put it back. The numbers in buffers are as the call left them."""
+        put_back(self.attributes)
+        for table, content in self._tables:
+            table.clear()
+            table.update(content)
+
+
+@contextmanager
+def state_kept(modules: Iterable[nn.Module], hooks: bool = True) -> Iterator[None]:
+    """What a call inside changes on modules is put back (`ModuleState`), and of their buffers it gets copies to write to.
+
+    `hooks`: theirs too; what runs in every step of training is spared the time.
+    """
+    before = ModuleState(modules, hooks)
+    copies: dict[int, Tensor | None] = {}
+    for table in before.buffers:
+        for name, buffer in table.items():
+            if id(buffer) not in copies:
+                copies[id(buffer)] = None if buffer is None else buffer.clone()
+            table[name] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        before.restore()

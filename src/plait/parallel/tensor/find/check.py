@@ -15,9 +15,8 @@ same with `Resized`, for sizes that the code computes from its input.
 """
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +30,8 @@ from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, ModuleCall,
 from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
 from plait.tensors.float64 import Wide
-from plait.tensors.torch_private import leaves, own_buffers, tree_map_only
+from plait.tensors.modules import state_kept
+from plait.tensors.torch_private import leaves, tree_map_only
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
 """In float64. Slices of products are summed in another order, nothing else differs."""
@@ -96,7 +96,7 @@ class ReplayedModule:
         replaced = dict(leaf or {})
         replaced |= {n: taken(p, cuts[n].dim, cuts[n].ranges[rank]) for n, p in self.parameters.items() if n in cuts}
         with ExitStack() as stack:
-            stack.enter_context(kept(self.module))
+            stack.enter_context(state_kept(self.module.modules()))
             stack.enter_context(patched(self._opaque(), self._returning(seen, values, cuts, rank)))
             for integer in {integer for group in groups for integer in group.integers}:
                 set_integer(self.follow.model, integer)
@@ -186,27 +186,6 @@ def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...
             lines = str(error).splitlines() or [""]
             return f"its code cannot run on a slice ({type(error).__name__}: {lines[0][:120]})"
     return ""
-
-
-@contextmanager
-def kept(root: nn.Module) -> Iterator[None]:
-    """What a call changes on modules is put back: attributes (numbers, caches), hooks, and buffers, of which it gets copies."""
-    hooks = [(some, dict(some)) for m in root.modules() for some in vars(m).values() if type(some) is OrderedDict]
-    before = [(m, dict(vars(m)), dict(own_buffers(m))) for m in root.modules()]
-    copies = {id(b): b.detach().clone() for _, _, buffers in before for b in buffers.values() if b is not None}
-    try:
-        for module, _, buffers in before:
-            own_buffers(module).update({n: b if b is None else copies[id(b)] for n, b in buffers.items()})
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            own_buffers(module).clear()
-            own_buffers(module).update(buffers)
-        for some, content in hooks:
-            some.clear()
-            some.update(content)
 
 
 def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
