@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from plait.tensors.modules import attributes_of, forwards_kept, own_forward, put_back, state_kept
+from plait.tensors.modules import attributes_of, evaluating, forwards_kept, own_forward, put_back, state_kept
 
 
 class Double(nn.Module):
@@ -116,3 +116,11 @@ def test_attributes_alone() -> None:
     model(torch.ones(1))
     put_back(before)
     assert model.cache is None and model.calls == 1.0
+
+
+def test_modes_are_those_of_before() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    model[1].eval()
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, True, False]

@@ -27,6 +27,7 @@ from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import host_state, restore_host, seed_host
 from plait.tensors.fake import PartlyFake
+from plait.tensors.modules import evaluating
 from plait.tensors.torch_private import emptied, leaves, tree_flatten, tree_map_only, tree_unflatten
 
 WHERE = "Evaluate(data=…)"
@@ -125,22 +126,20 @@ class _Trial:
         if self.made.fake is not model or any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             return None
         try:
-            with _evaluating(model):
+            with _unchanged(model):
                 return [self.built.trial_call(model, inputs) for inputs, _ in self.pairs]
         except Exception:
             return None
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _unchanged(model: nn.Module) -> Iterator[None]:
     """In eval mode; afterwards modes and buffers are what they were."""
-    modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
-    model.eval()
+    buffers = [(b, b.clone()) for b in model.buffers()]
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         for buffer, value in buffers:
             buffer.copy_(value)
 

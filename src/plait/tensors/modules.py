@@ -87,3 +87,15 @@ def state_kept(modules: Iterable[nn.Module], hooks: bool = True) -> Iterator[Non
         yield
     finally:
         before.restore()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards each of its modules is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -10,6 +10,7 @@ without attention that fails at that too runs on the whole sequence; one with at
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -31,7 +32,7 @@ from plait.parallel.context.attention import (
 from plait.parallel.context.left_out import Running, leave_out
 from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, opened
 from plait.parallel.context.sequence_shard import SequenceLayout
-from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused, short, still, too_short
+from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused, short, too_short
 from plait.parallel.context.unit_in_rows import (
     Besides,
     copied,
@@ -42,6 +43,7 @@ from plait.parallel.context.unit_in_rows import (
     wide,
     widened,
 )
+from plait.tensors.modules import evaluating
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import named_leaves, tree_map_only
 
@@ -90,7 +92,8 @@ def _taken(model: nn.Module, inputs: Any, call: Run, sequence_plan: SequencePlan
         on = len(found) < len(sequence_plan.calls) and sequence_plan.calls[len(found)].stretched
         found.append(tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)) if on else None)
 
-    with still(model) as stack:
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
         for name in names:
             hook = model.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(hook.remove)
