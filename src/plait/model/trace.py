@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import Mutations
-from plait.randomness import distributions, keyed
+from plait.randomness import distributions
+from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
 from plait.tensors import higher_order, scripted
 from plait.tensors.fake import PartlyFake
 from plait.tensors.modules import ModuleState
@@ -217,8 +218,8 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in keyed.PLAIN_DROPOUTS or func in keyed.FEATURE_DROPOUTS:
-            result = self._dropout(func, *args, **kwargs)
+        if func in DROPOUTS:
+            result = self._dropout(dropout_call(func, *args, **kwargs))
         elif func is higher_order.whole:
             result = self._whole(func, args, kwargs)
         else:
@@ -248,23 +249,16 @@ class _Watcher(TorchFunctionMode):
         self.seen.opaque.append((name, args[0]))
         return result
 
-    def _dropout(
-        self,
-        func: Callable[..., Any],
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        train: bool = True,
-    ):
+    def _dropout(self, call: DropoutCall) -> torch.Tensor:
+        input = call.input
         if isinstance(input, WrapperTensor) and input.inside:
-            return input.like(self._dropout(func, input.local, p, training, inplace, train))
-        if training and train and p > 0.0:
-            shape = distributions.mask_shape(func, input)
+            return input.like(self._dropout(call.on(input.local)))
+        if call.drops:
+            shape = mask_shape(call)
             self.seen.drawn[self.place()] = shape
             if torch.is_grad_enabled():  # a mask is multiplied with, and kept for backward
                 mask = input.new_ones(shape)
-                return input.mul_(mask) if inplace else input * mask
+                return input.mul_(mask) if call.inplace else input * mask
         return input
 
 

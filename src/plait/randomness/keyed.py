@@ -32,10 +32,11 @@ from torch.overrides import TorchFunctionMode
 from plait.config.errors import PlaitError, Problem
 from plait.randomness.distributions import (
     COMPOSITES,
-    FEATURE_DROPOUTS,
-    PLAIN_DROPOUTS,
+    DROPOUTS,
+    DropoutCall,
     KeyedDraws,
     draw_mask,
+    dropout_call,
     key,
     mask_op,
     mask_shape,
@@ -281,34 +282,27 @@ class _Keyed(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in PLAIN_DROPOUTS or func in FEATURE_DROPOUTS:
-            return self._dropout(func, *args, **kwargs)
+        if func in DROPOUTS:
+            return self._dropout(dropout_call(func, *args, **kwargs))
         if func in COMPOSITES and not torch.compiler.is_compiling():
             with KeyedDraws(self.randomness):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _dropout(
-        self,
-        func: Callable[..., Any],
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        train: bool = True,
-    ):
-        if not (training and train) or p == 0.0:
+    def _dropout(self, call: DropoutCall) -> Tensor:
+        input = call.input
+        if not call.drops:
             return input
         if isinstance(input, WrapperTensor) and input.inside:
             before, self.randomness.whose = self.randomness.whose, input
             try:
-                return input.like(self._dropout(func, input.local, p, training, inplace, train))
+                return input.like(self._dropout(call.on(input.local)))
             finally:
                 self.randomness.whose = before
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        mask = self.randomness.keep(input, p, mask_shape(func, input))
-        return input.mul_(mask) if inplace else input * mask
+        if not 0.0 <= call.p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {call.p}")
+        mask = self.randomness.keep(input, call.p, mask_shape(call))
+        return input.mul_(mask) if call.inplace else input * mask
 
 
 def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.model.meter import flat, tensors_in
 from plait.randomness import keyed
+from plait.randomness.distributions import DROPOUTS, dropout_call
 from plait.tensors.modules import forwards_kept
 from plait.tensors.torch_private import leaves, storage_key, tree_map, tree_map_only
 
@@ -77,8 +78,9 @@ class Still(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in keyed.PLAIN_DROPOUTS or func in keyed.FEATURE_DROPOUTS:
-            return _kept(*args, **kwargs)
+        if func in DROPOUTS:
+            dropout = dropout_call(func, *args, **kwargs)
+            return dropout.input if dropout.inplace else dropout.input.clone()
         if func is torch.nn.functional.scaled_dot_product_attention:
             keys = (*args[1:3], *(kwargs[name] for name in ("key", "value") if name in kwargs))
             if any(
@@ -105,10 +107,6 @@ def _random(like: Tensor, trained: bool) -> Tensor:
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
     return torch.empty(like.shape, dtype=torch.float64).uniform_(-0.5, 0.5).requires_grad_(trained).clone()
-
-
-def _kept(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> Tensor:
-    return input if inplace else input.clone()
 
 
 @contextmanager
