@@ -19,12 +19,13 @@ from torch.utils.data import default_collate
 
 from plait.config.errors import PlaitError
 from plait.model.slices import ColumnRowPair, ParameterSlice, Slices
-from plait.parallel.tensor.find.check import set_integer, taken
+from plait.parallel.tensor.find.check import set_integer
 from plait.parallel.tensor.find.finder import find
 from plait.parallel.tensor.find.linear_maps import find_maps
 from plait.parallel.tensor.find.trace import Still
 from plait.parallel.tensor.wiring import resized
 from plait.tensors import multihead
+from plait.tensors.part import taken
 
 WIDTH, LENGTH = 24, 5
 

@@ -22,6 +22,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.data.batch_rows import SampleRows
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors.float64 import Widest
+from plait.tensors.rows import split
 from plait.tensors.torch_private import tree_map_only
 
 
@@ -89,12 +90,6 @@ class BatchShare:
         first, count = split(size, self.ranks, self.rank)
         inside = [split(count, self.microbatches, i) for i in range(self.microbatches)]
         return [(first + offset, n) for offset, n in inside]
-
-
-def split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, count) of part `index` when `size` things are shared out as evenly as they go, larger parts first."""
-    each, extra = divmod(size, parts)
-    return index * each + min(index, extra), each + (index < extra)
 
 
 def is_map(data: Any) -> bool:

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part, split
+from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part
 from plait.data.iterable_streams import digest, number_of
 from plait.randomness.keyed import host_state, restore_host, seed_host
 from plait.tensors.collectives import exchange
+from plait.tensors.rows import split
 
 LOOKED_AT = 64
 """So many samples of the whole are compared with those of the shares, or two of each share."""

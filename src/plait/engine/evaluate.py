@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.data.batch import BatchShare, collate, empty, example, first_samples, is_map, largest, opened, part, split
+from plait.data.batch import BatchShare, collate, empty, example, first_samples, is_map, largest, opened, part
 from plait.data.iterable_streams import agree, digest
 from plait.data.padding import Padding
 from plait.engine import try_metrics
@@ -27,6 +27,7 @@ from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.collectives import exchange
 from plait.tensors.modules import evaluating
+from plait.tensors.rows import split
 
 
 def evaluate(built: Built) -> dict[str, float]:

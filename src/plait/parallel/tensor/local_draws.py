@@ -17,7 +17,7 @@ from plait.model.sketch import PROBES, Sketch
 from plait.model.slices import RegionBorder, Slices
 from plait.model.trace import trace_run
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
-from plait.parallel.tensor.vocabulary import heads, rows
+from plait.parallel.tensor.vocabulary import heads
 from plait.randomness.sub_block import differing
 from plait.tensors.collectives import Absent
 from plait.tensors.modules import forwards_kept
@@ -60,8 +60,8 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
 
 def _spread(output: Tensor, absent: Absent) -> ShardedTensor:
     """A head's logits, of which other ranks would have the other words."""
-    cut = rows(output.shape[-1], absent.ranks)
-    return ShardedTensor(output.narrow(-1, *cut[0][0]), output.dim() - 1, Rows(cut), absent)
+    rows = Rows.chunks(output.shape[-1], absent.ranks)
+    return ShardedTensor(rows.take(output, -1, 0), output.dim() - 1, rows, absent)
 
 
 class _AloneUnits(SequenceParallelUnits):

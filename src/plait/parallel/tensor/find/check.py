@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice
 from plait.parallel.tensor.find.linear_maps import Map
 from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, ModuleCall, Still, patched, snapshot
 from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import state_kept
+from plait.tensors.part import taken
 from plait.tensors.torch_private import leaves, tree_map_only
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
@@ -186,11 +187,6 @@ def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...
             lines = str(error).splitlines() or [""]
             return f"its code cannot run on a slice ({type(error).__name__}: {lines[0][:120]})"
     return ""
-
-
-def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """These stretches of one dim of a tensor, in storage of their own."""
-    return torch.cat([whole.narrow(dim, first, length) for first, length in ranges], dim)
 
 
 def _random(like: Tensor, g: torch.Generator) -> Tensor:
