@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.randomness.distributions import dropout_call
-from plait.randomness.keyed import Randomness
+from plait.randomness.keyed import Randomness, first_draws, host_kept, seed_host
 
 BATCH, PARTS = 4, ((0, 1), (1, 3))
 
@@ -237,3 +237,12 @@ def test_calls_of_dropout_functions(args: tuple[Any, ...], kwargs: dict[str, Any
     x = torch.ones(2)
     found = dropout_call(args[0], x, *args[1:], **kwargs)
     assert found.input is x and (found.p, found.drops, found.inplace) == expected
+
+
+def test_generators_are_as_they_were_also_after_an_error() -> None:
+    seed_host("kept")
+    expected = first_draws()
+    seed_host("kept")
+    with pytest.raises(ZeroDivisionError), host_kept():
+        raise ZeroDivisionError(first_draws())
+    assert host_kept()(first_draws)() == expected == first_draws()

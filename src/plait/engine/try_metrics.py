@@ -25,7 +25,7 @@ from plait.model.make import BuiltModel
 from plait.model.trace import fakes_of
 from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
-from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.fake import PartlyFake
 from plait.tensors.modules import evaluating
 from plait.tensors.torch_private import emptied, leaves, tree_flatten, tree_map_only, tree_unflatten
@@ -44,17 +44,15 @@ def metrics(built: Built, made: BuiltModel, ready: Callable[[Pair], Pair]) -> No
     wanted = built.job.evaluate
     if wanted is None:
         return
-    state = host_state()
     try:
-        seed_host(built.job.seed, "evaluate", 0)
-        held = data.example(wanted.data, data.opened(wanted.data, WHERE), WHERE)
-        pairs = [ready(data.first_samples(held, n)) for n in (1, 2)]
-        with torch.no_grad(), forward_format(built.plan, built.cast, built.device.type):
-            counts = _Trial(built, made, wanted.metrics, pairs).counts()
+        with host_kept():
+            seed_host(built.job.seed, "evaluate", 0)
+            held = data.example(wanted.data, data.opened(wanted.data, WHERE), WHERE)
+            pairs = [ready(data.first_samples(held, n)) for n in (1, 2)]
+            with torch.no_grad(), forward_format(built.plan, built.cast, built.device.type):
+                counts = _Trial(built, made, wanted.metrics, pairs).counts()
     except PlaitError as error:
         raise PlaitError([replace(p, where=p.where or WHERE) for p in error.problems], error.exit_code) from error
-    finally:
-        restore_host(state)
     means = [name for name, n in counts[0].items() if 0 < n == counts[1].get(name)] if counts else []
     if means:
         raise PlaitError(_one_for_all(means[0], counts[0][means[0]], wanted.metrics))

@@ -71,6 +71,16 @@ def restore_host(state: tuple[Any, Any, Tensor]) -> None:
     torch.set_rng_state(state[2])
 
 
+@contextmanager
+def host_kept() -> Iterator[None]:
+    """Python's, numpy's and torch's generators are afterwards as they were before; also as a decorator."""
+    state = host_state()
+    try:
+        yield
+    finally:
+        restore_host(state)
+
+
 def first_draws() -> tuple[float, float, float]:
     """The next number of Python's, numpy's and torch's generator: after seeding, it tells whether one was drawn from."""
     return random.random(), np.random.random(), float(torch.rand(()))
