@@ -29,13 +29,10 @@ from plait.parallel.tensor.find.linear_maps import Map
 from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, ModuleCall, Still, patched, snapshot
 from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
-from plait.tensors.float64 import Wide
+from plait.tensors.float64 import Wide, near
 from plait.tensors.modules import state_kept
 from plait.tensors.part import taken
 from plait.tensors.torch_private import leaves, tree_map_only
-
-RELATIVE, ABSOLUTE = 1e-9, 1e-11
-"""In float64. Slices of products are summed in another order, nothing else differs."""
 
 Values = dict[tuple[str, int], Any]
 """What each call of each map in a container returns, by name and number of the call."""
@@ -205,9 +202,7 @@ def _fresh(t: Tensor) -> Tensor:
 def _equal(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and (isinstance(a, (Tensor, int, float, str)) is False or a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, RELATIVE, ABSOLUTE, True))
+    return near(a, b)
 
 
 TRIES = 200
