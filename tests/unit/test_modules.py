@@ -5,7 +5,15 @@ import copy
 import torch
 from torch import nn
 
-from plait.tensors.modules import attributes_of, evaluating, forwards_kept, own_forward, put_back, state_kept
+from plait.tensors.modules import (
+    attributes_of,
+    evaluating,
+    forwards_kept,
+    own_forward,
+    put_back,
+    put_parameters,
+    state_kept,
+)
 
 
 class Double(nn.Module):
@@ -124,3 +132,11 @@ def test_modes_are_those_of_before() -> None:
     with evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_tied_parameters_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    bias, new = model[0].bias, nn.Parameter(torch.zeros(2, 2))
+    put_parameters(model, {id(model[0].weight): new})
+    assert model[0].weight is new and model[1].weight is new and model[0].bias is bias

@@ -8,7 +8,7 @@ sharded_tensor    a tensor that stands for a whole of which each rank holds a pa
 sharded_views     its views
 sharded_losses    its losses: cross-entropy without the whole logits, and others
 multihead         torch's multi-head attention on a rank's heads
-modules           a module's forward wrapped and taken back; what a call changes on modules, put back
+modules           a module under another forward, tried and put back, with other parameters, in eval mode
 fake              runs on tensors without numbers
 trees             tensors in objects, and the form of outputs
 finite            whether numbers are finite

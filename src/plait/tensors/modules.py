@@ -1,7 +1,7 @@
-"""A module's forward under another that stands in its place, and taken back; what a call changes on modules, put back."""
+"""What is done to modules from outside: another forward, what a call changes put back, other parameters, eval mode."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -99,3 +99,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def put_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters in the place of some (id -> the new one), wherever the model uses them: tied ones stay tied."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in new:
+                setattr(module, name, new[id(parameter)])

@@ -34,6 +34,7 @@ from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 from plait.randomness.sub_block import Axis
 from plait.tensors import multihead
 from plait.tensors.collectives import enter, part, total
+from plait.tensors.modules import put_parameters
 from plait.tensors.part import Ranges, everything, taken
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import tree_map_only
@@ -175,10 +176,7 @@ def cut_parameters(model: nn.Module, cuts: Mapping[str, ParameterSlice], rank: i
         for name, cut in cuts.items()
     }
     found = {name: new[id(named[name])] for name in cuts}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if id(parameter) in new:
-                module._parameters[key] = new[id(parameter)]
+    put_parameters(model, new)
     return found
 
 
