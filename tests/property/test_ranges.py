@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.tensors.part import taken
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_views import follow
 
@@ -72,3 +73,15 @@ def test_slices_and_merged_dims(data: Any) -> None:
         kept = [mine[:, at + k] for at, n in rows.held(rank, first, end) for k in range(n)]
         taken = sliced.take(whole.view(outer, length, inner)[:, first:end], 1, rank)
         assert torch.equal(torch.stack(kept, 1) if kept else mine[:, :0], taken)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_a_dim_is_cut_as_torch_cuts_it(length: int, ranks: int) -> None:
+    whole = torch.arange(length)
+    for rows, parts in (
+        (Rows.chunks(length, ranks), whole.chunk(ranks)),
+        (Rows.even(length, ranks), whole.tensor_split(ranks)),
+    ):
+        parts = [*parts, *[whole[:0]] * (ranks - len(parts))]
+        assert all(torch.equal(rows.take(whole, 0, rank), part) for rank, part in enumerate(parts))
+        assert all(torch.equal(taken(whole, 0, ranges), part) for ranges, part in zip(rows.ranks, parts))

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from plait.model.make import call
 from plait.model.sketch import sketch
-from plait.randomness.keyed import Randomness
+from plait.randomness.distributions import dropout_call
+from plait.randomness.keyed import Randomness, first_draws, host_kept, seed_host
 
 BATCH, PARTS = 4, ((0, 1), (1, 3))
 
@@ -223,3 +224,25 @@ def test_what_is_not_keyed_is_named(name: str) -> None:
     random.seed(2)
     found = sketch(make(), lambda n: batch_of(n, shape), call)
     assert differences(make(), shape, range(6)) < 1e-5 or found.unkeyed
+
+
+@pytest.mark.parametrize("args, kwargs, expected", (
+    ((F.dropout,), {}, (0.5, True, False)),
+    ((F.dropout,), {"p": 0.1, "training": False, "inplace": True}, (0.1, False, True)),
+    ((F.dropout2d,), {"p": 0.0}, (0.0, False, False)),
+    ((torch.dropout, 0.3, True), {}, (0.3, True, False)),
+    ((torch.feature_dropout,), {"p": 0.3, "train": False}, (0.3, False, False)),
+))  # fmt: skip
+def test_calls_of_dropout_functions(args: tuple[Any, ...], kwargs: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    x = torch.ones(2)
+    found = dropout_call(args[0], x, *args[1:], **kwargs)
+    assert found.input is x and (found.p, found.drops, found.inplace) == expected
+
+
+def test_generators_are_as_they_were_also_after_an_error() -> None:
+    seed_host("kept")
+    expected = first_draws()
+    seed_host("kept")
+    with pytest.raises(ZeroDivisionError), host_kept():
+        raise ZeroDivisionError(first_draws())
+    assert host_kept()(first_draws)() == expected == first_draws()

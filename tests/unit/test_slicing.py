@@ -19,12 +19,13 @@ from torch.utils.data import default_collate
 
 from plait.config.errors import PlaitError
 from plait.model.slices import ColumnRowPair, ParameterSlice, Slices
-from plait.parallel.tensor.find.check import kept, set_integer, taken
+from plait.parallel.tensor.find.check import set_integer
 from plait.parallel.tensor.find.finder import find
 from plait.parallel.tensor.find.linear_maps import find_maps
 from plait.parallel.tensor.find.trace import Still
 from plait.parallel.tensor.wiring import resized
 from plait.tensors import multihead
+from plait.tensors.part import taken
 
 WIDTH, LENGTH = 24, 5
 
@@ -585,24 +586,3 @@ def test_a_model_without_weights() -> None:
     ids = torch.randint(0, 32000, (4, 512))
     found = find(model, lambda k: {"input_ids": ids[:k]}, run, 8)
     assert len(found.groups) == 6 and not found.whole and all(p.is_meta for p in model.parameters())
-
-
-class Hooking(nn.Module):
-    """Installs a hook in its first forward pass, and notes that it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.hooked = nn.Linear(4, 4), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.hooked:
-            self.inner.register_forward_hook(lambda module, args, out: None)
-            self.hooked = True
-        return self.inner(x)
-
-
-def test_hooks_that_a_trial_installs_do_not_stay() -> None:
-    model = Hooking()
-    with kept(model):
-        model(torch.ones(2, 4))
-    assert not model.hooked and not model.inner._forward_hooks

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
 from plait.data.batch import is_map
-from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.randomness.keyed import host_kept, seed_host
 
 if TYPE_CHECKING:
     from plait.checkpoint.manifest import Manifest
@@ -56,11 +56,12 @@ def of(training: "Training") -> Told:
     }
 
 
+@host_kept()
 def samples(data: Any, seed: int) -> Told:
     """Length of data that is read by index, and digests of some samples; nothing but its kind of what is only iterated."""
     if not is_map(data):
         return {"kind": type(data).__name__}
-    length, state, found = len(data), host_state(), dict[str, str]()
+    length, found = len(data), dict[str, str]()
     start = 0.0
     try:
         for i in dict.fromkeys((0, length - 1, length // 2, length // 4, 3 * length // 4)):
@@ -72,8 +73,6 @@ def samples(data: Any, seed: int) -> Told:
                 found[str(i)] = twice[0]
     except Exception:  # training will raise it, with its place
         found = {}
-    finally:
-        restore_host(state)
     return {"kind": "map", "length": length, "samples": found}
 
 

@@ -26,6 +26,7 @@ from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Sli
 from plait.model.table import aligned, short
 from plait.parallel.pipeline.stage_layout import StageLayout
 from plait.parallel.tensor import choose, vocabulary
+from plait.tensors.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def summary(model: nn.Module, found: Slices, ranks: int) -> Shown:
     for name in found.vocabulary:
         module = model.get_submodule(name)
         own = [names[id(p)] for p in module.parameters(recurse=False)]
-        lengths = tuple(n for ((_, n),) in vocabulary.rows(len(next(module.parameters())), ranks))
+        lengths = Rows.chunks(len(next(module.parameters())), ranks).sizes
         tables.append(VocabularyTable(name, lengths, sum(sizes[n] for n in own)))
     small = total - sum(sizes[n] for n in cuts) - round(sum(share for _, share, _ in found.whole) * total)
     pairs, rows = _pairs(model, found.groups, sizes), [(unit, 0.0, why) for unit, why in found.unstretched]

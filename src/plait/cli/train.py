@@ -15,7 +15,7 @@ from plait.config.errors import FAILED, RESUMABLE, PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.config.version import __version__
-from plait.data.batch import Batch, split
+from plait.data.batch import Batch
 from plait.engine import joined_ranks
 from plait.engine.build import broadcast_text, inexact, pick_device
 from plait.engine.engine import Engine
@@ -31,6 +31,7 @@ from plait.parallel.context.sequences import opened_units
 from plait.parallel.tensor import choose
 from plait.planner.refusals import foresee
 from plait.tensors.finite import number
+from plait.tensors.rows import split
 from plait.verify.job import check as jobcheck
 
 LOOKED_AT = 8

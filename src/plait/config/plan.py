@@ -13,6 +13,7 @@ import math
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,13 @@ class Plan:
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return {axis: found[axis] for axis in AXES}
+
+    def rank(self, at: Mapping[str, int]) -> int:
+        """The rank at a place on every axis: the inverse of `at`."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + at[axis]
+        return rank
 
     def share(self, rank: int) -> int:
         """Which share of a batch's samples a rank computes on; ranks of one `cp` and `tp` have the same."""

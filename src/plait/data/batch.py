@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch_rows import SampleRows
-from plait.randomness.keyed import host_state, restore_host
+from plait.randomness.keyed import host_kept
 from plait.tensors.float64 import Widest
+from plait.tensors.rows import split
 from plait.tensors.torch_private import tree_map_only
 
 
@@ -91,12 +92,6 @@ class BatchShare:
         return [(first + offset, n) for offset, n in inside]
 
 
-def split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, count) of part `index` when `size` things are shared out as evenly as they go, larger parts first."""
-    each, extra = divmod(size, parts)
-    return index * each + min(index, extra), each + (index < extra)
-
-
 def is_map(data: Any) -> bool:
     """Whether the data set is read by index (torch's IterableDataset inherits a `__getitem__` that only raises)."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
@@ -153,9 +148,8 @@ class _First:
     """The first sample of an iterable, as a data set."""
 
     def __init__(self, data: Any):
-        state = host_state()
-        self.sample = next(iter(data), None)
-        restore_host(state)
+        with host_kept():
+            self.sample = next(iter(data), None)
         if self.sample is None:
             raise empty("it ended without a sample")
         for name in ("collate", "sketched_beside"):
@@ -253,21 +247,17 @@ def first_samples(data: Any, count: int) -> tuple[Any, Any]:
 
     `data.sketched_beside()`, where there is one, gives samples: the batch has the first of them, and the lengths of all.
     """
-    state = host_state()
-    company = data.sketched_beside() if hasattr(data, "sketched_beside") else []
-    sample = company[0] if company else data[0] if is_map(data) else next(iter(data))
-    restore_host(state)
+    with host_kept():
+        company = data.sketched_beside() if hasattr(data, "sketched_beside") else []
+        sample = company[0] if company else data[0] if is_map(data) else next(iter(data))
     samples = [tree_map_only(Tensor, lambda t: t, sample) for _ in range(count)]
     return beside(data, samples, company) if company else collate(data, samples)
 
 
+@host_kept()
 def rows_of(data: Any, sample: Any) -> SampleRows:
     """Where the samples are in what the data set's `collate` returns. The generators stay as they were."""
-    state = host_state()
-    try:
-        return SampleRows(collate(data, [sample]), collate(data, [sample, sample]))
-    finally:
-        restore_host(state)
+    return SampleRows(collate(data, [sample]), collate(data, [sample, sample]))
 
 
 def beside(data: Any, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part, split
+from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part
 from plait.data.iterable_streams import digest, number_of
-from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.collectives import exchange
+from plait.tensors.rows import split
 
 LOOKED_AT = 64
 """So many samples of the whole are compared with those of the shares, or two of each share."""
@@ -201,12 +202,12 @@ def overlapping(ranks: int) -> PlaitError:
 
 def every_nth(data: Any, seed: int, share: BatchShare, rank: int, group: Any) -> bool:
     """Whether shares are every Nth sample, as far as their first samples tell; `data` is read from its start. J023."""
-    each, state = max(2, LOOKED_AT // share.ranks), host_state()
+    each = max(2, LOOKED_AT // share.ranks)
     if hasattr(data, "set_epoch"):
         data.set_epoch(0)
-    mine = _first(lambda: data.shard(num_shards=share.ranks, index=share.rank), seed, share, each)
-    whole = _first(lambda: data, seed, BatchShare(), each * share.ranks) if rank == 0 else []
-    restore_host(state)
+    with host_kept():
+        mine = _first(lambda: data.shard(num_shards=share.ranks, index=share.rank), seed, share, each)
+        whole = _first(lambda: data, seed, BatchShare(), each * share.ranks) if rank == 0 else []
     told = [_unpacked(row) for row in exchange(_packed([share.rank, *mine]), group, CPU)]
     shares = {row[0]: row[1:] for row in told}
     if len({row for row in shares.values() if len(set(row)) > 1}) < sum(len(set(row)) > 1 for row in shares.values()):

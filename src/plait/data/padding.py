@@ -20,7 +20,7 @@ from torch import Tensor
 from plait.data.batch import Batch, Micro, collate, is_map, rows_of
 from plait.data.batch_rows import Pair, SampleRows
 from plait.data.iterable_shares import known_by
-from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import tree_map_only
 
@@ -105,12 +105,9 @@ class Padding:
             samples, ids = samples[keep], ids[keep]
         return ids[0]
 
+    @host_kept()
     def _collated(self, samples: list[Any]) -> Pair:
-        state = host_state()
-        try:
-            return collate(self.data, samples)
-        finally:
-            restore_host(state)
+        return collate(self.data, samples)
 
     def _padded(self, micro: Micro, company: list[Any], most: tuple[int, ...]) -> Micro:
         """The micro-batch collated beside the longest samples, without their rows, when it has the largest sizes then."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.data.batch import BatchShare, collate, empty, example, first_samples, is_map, largest, opened, part, split
+from plait.data.batch import BatchShare, collate, empty, example, first_samples, is_map, largest, opened, part
 from plait.data.iterable_streams import agree, digest
 from plait.data.padding import Padding
 from plait.engine import try_metrics
@@ -26,6 +26,8 @@ from plait.parallel.precision import autocast
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.collectives import exchange
+from plait.tensors.modules import evaluating
+from plait.tensors.rows import split
 
 
 def evaluate(built: Built) -> dict[str, float]:
@@ -38,7 +40,7 @@ def evaluate(built: Built) -> dict[str, float]:
     size = largest(job.batch, built.plan.shares, built.plan.microbatches)
     together = built.shards is not None or built.plan.ep > 1
     reads = lambda: place.within("evaluation data")  # noqa: E731
-    with _evaluating(built):
+    with _forward_only(built):
         data = opened(job.evaluate.data, try_metrics.WHERE)
         if hasattr(data, "collate"):
             parts = BatchShare(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
@@ -77,21 +79,16 @@ def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
     wanted, plan = built.job.evaluate.data, built.plan
     count = largest(built.job.batch, plan.shares, plan.microbatches)
     pair = first_samples(example(wanted, opened(wanted, try_metrics.WHERE), try_metrics.WHERE), count)
-    with _evaluating(built):
+    with _forward_only(built):
         _sums(built, ready(pair), count)
 
 
 @contextmanager
-def _evaluating(built: Built) -> Iterator[None]:
+def _forward_only(built: Built) -> Iterator[None]:
     """In eval mode, without gradients, in the number format of training."""
-    modes = [(m, m.training) for m in built.model.modules()]
-    built.model.eval()
-    try:
-        with torch.no_grad(), higher_order.apart(), autocast(built.device.type, built.precision):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    precision = autocast(built.device.type, built.precision)
+    with evaluating(built.model), torch.no_grad(), higher_order.apart(), precision:
+        yield
 
 
 def _outputs(built: Built, inputs: Any, samples: int) -> tuple[Any, bool]:

@@ -25,8 +25,9 @@ from plait.model.make import BuiltModel
 from plait.model.trace import fakes_of
 from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
-from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.fake import PartlyFake
+from plait.tensors.modules import evaluating
 from plait.tensors.torch_private import emptied, leaves, tree_flatten, tree_map_only, tree_unflatten
 
 WHERE = "Evaluate(data=…)"
@@ -43,17 +44,15 @@ def metrics(built: Built, made: BuiltModel, ready: Callable[[Pair], Pair]) -> No
     wanted = built.job.evaluate
     if wanted is None:
         return
-    state = host_state()
     try:
-        seed_host(built.job.seed, "evaluate", 0)
-        held = data.example(wanted.data, data.opened(wanted.data, WHERE), WHERE)
-        pairs = [ready(data.first_samples(held, n)) for n in (1, 2)]
-        with torch.no_grad(), forward_format(built.plan, built.cast, built.device.type):
-            counts = _Trial(built, made, wanted.metrics, pairs).counts()
+        with host_kept():
+            seed_host(built.job.seed, "evaluate", 0)
+            held = data.example(wanted.data, data.opened(wanted.data, WHERE), WHERE)
+            pairs = [ready(data.first_samples(held, n)) for n in (1, 2)]
+            with torch.no_grad(), forward_format(built.plan, built.cast, built.device.type):
+                counts = _Trial(built, made, wanted.metrics, pairs).counts()
     except PlaitError as error:
         raise PlaitError([replace(p, where=p.where or WHERE) for p in error.problems], error.exit_code) from error
-    finally:
-        restore_host(state)
     means = [name for name, n in counts[0].items() if 0 < n == counts[1].get(name)] if counts else []
     if means:
         raise PlaitError(_one_for_all(means[0], counts[0][means[0]], wanted.metrics))
@@ -125,22 +124,20 @@ class _Trial:
         if self.made.fake is not model or any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             return None
         try:
-            with _evaluating(model):
+            with _unchanged(model):
                 return [self.built.trial_call(model, inputs) for inputs, _ in self.pairs]
         except Exception:
             return None
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _unchanged(model: nn.Module) -> Iterator[None]:
     """In eval mode; afterwards modes and buffers are what they were."""
-    modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
-    model.eval()
+    buffers = [(b, b.clone()) for b in model.buffers()]
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         for buffer, value in buffers:
             buffer.copy_(value)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.tensors.modules import put_parameters
 from plait.tensors.torch_private import (
     SEEDED,
     FakeTensorMode,
@@ -278,12 +279,6 @@ def defer(
             return None
     if found.shares.keys() != followed:
         return None
-    hollow = {id(p): n for n, p in found.model.named_parameters() if n in found.shares}
-    empty = {
-        n: nn.Parameter(p.to("meta"), p.requires_grad) for n, p in found.model.named_parameters() if n in found.shares
-    }
-    for module in found.model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in hollow:
-                setattr(module, name, empty[hollow[id(parameter)]])
+    held = [p for n, p in found.model.named_parameters() if n in found.shares]
+    put_parameters(found.model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in held})
     return found

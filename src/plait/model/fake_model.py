@@ -14,7 +14,7 @@ from plait.config.job import Job, user_line
 from plait.data import batch as data
 from plait.model.make import call, judged, make_model
 from plait.model.sketch import Sketch, sketch
-from plait.randomness.keyed import host_state, restore_host
+from plait.randomness.keyed import host_kept
 from plait.tensors.fake import PartlyFake
 from plait.tensors.torch_private import FakeTensorMode
 
@@ -35,10 +35,9 @@ def sketched(job: Job) -> tuple[nn.Module, Sketch]:
     example = data.example(job.data, data.opened(job.data))
     pairs = lambda n: data.first_samples(example, n)  # noqa: E731
     judge = lambda n: judged(job, pairs(n)[1])  # noqa: E731
-    state = host_state()
     failure: Exception | None = None
     weights = 0
-    try:
+    with host_kept():
         for made_in in (_fake, _partly, nullcontext):
             if made_in is nullcontext and weights > HOLDS:
                 break
@@ -51,8 +50,6 @@ def sketched(job: Job) -> tuple[nn.Module, Sketch]:
                 raise
             except Exception as error:
                 failure = error
-    finally:
-        restore_host(state)
     raise _refused(failure, weights) from failure
 
 

@@ -16,6 +16,7 @@ from plait.config.job import Job
 from plait.model import transformers
 from plait.model.deferred_init import defer
 from plait.tensors.collectives import differing, digest
+from plait.tensors.modules import put_parameters
 from plait.tensors.torch_private import convert, own_buffers
 
 
@@ -57,10 +58,8 @@ def _convert_fake(model: nn.Module, device: torch.device, cast: torch.dtype | No
     def one(t: Tensor) -> Tensor:
         return t.detach().to(device, cast if cast is not None and t.is_floating_point() else t.dtype)
 
-    made = {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()}
+    put_parameters(model, {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()})
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, made[id(parameter)])
         buffers = own_buffers(module)
         buffers.update({name: None if b is None else one(b) for name, b in buffers.items()})
 

@@ -70,16 +70,14 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Product:
-    """[rows, inner] @ [inner, columns] in the forward pass of one sample, `batch` of them side by side."""
+class MatrixProduct:
+    """[rows, inner] @ [inner, columns] in the forward pass of one sample, `batch` side by side, `times` in a row."""
 
     rows: float
     inner: float
     columns: float
     batch: float = 1.0
     times: float = 1.0
-    weight: str = ""
-    """The parameter that is its second matrix; "" for none: a product of two activations."""
     fused: bool = False
     """Inside one kernel that keeps its intermediate values to itself, as flash attention does."""
     grows: Literal["rows", "batch", ""] = "rows"
@@ -89,6 +87,14 @@ class Product:
     def flops(self) -> float:
         """Of the forward pass of a sample."""
         return 2 * self.rows * self.inner * self.columns * self.batch * self.times
+
+
+@dataclass(frozen=True)
+class Product(MatrixProduct):
+    """One that a call of a unit computed."""
+
+    weight: str = ""
+    """The parameter that is its second matrix; "" for none: a product of two activations."""
 
 
 @dataclass

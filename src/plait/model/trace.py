@@ -6,7 +6,6 @@ The run may be on fake tensors, which have shapes and no numbers, or on real one
 import logging
 import random
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import Mutations
-from plait.randomness import distributions, keyed
+from plait.randomness import distributions
+from plait.randomness.distributions import DROPOUTS, DropoutCall, dropout_call, mask_shape
 from plait.tensors import higher_order, scripted
 from plait.tensors.fake import PartlyFake
+from plait.tensors.modules import ModuleState
 from plait.tensors.torch_private import (
     SEEDED,
     BatchNormBase,
@@ -84,41 +85,68 @@ def trace_run(
     """
     fakes = fakes_of(model) if fake else None
     meter = None if units is None else _meter(model, units, fakes)
-    before, weights = _state(model), [(p, p.data) for p in model.parameters()]
-    compiled = [(b, b.clone()) for _, b in scripted.buffers(model)]
-    watcher = _Watcher(model, meter, keys)
+    with _left_as_it_was(model) as replaced:
+        watcher = _Watcher(model, meter, keys)
+        try:
+            with (
+                warnings.catch_warnings(),
+                _quiet(),
+                higher_order.apart(),
+                _keeping(meter),
+                nullcontext() if fakes is None else fakes if keys is None else PartlyFake(fakes),
+            ):
+                warnings.simplefilter("ignore")  # whatever it is, training will say it
+                shown = keys is not None
+                hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
+                given = tree_map_only(torch.Tensor, hide, inputs)
+                writes = watcher.writes = Mutations(model, given, fakes) if keys is None else None
+                with watcher, watcher.operators:
+                    output = call(model, given)
+                    loss = None if judge is None else judge(output)
+            if writes is not None:
+                writes.tell(watcher.seen)
+            if meter is not None:
+                watcher.seen.metered = meter.finish(output, loss)
+        finally:
+            watcher.remove()
+    watcher.seen.counting += replaced
+    return watcher.seen
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch prints pages for what is raised on fake tensors; who catches it says what there is to say."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it prints pages for what is raised here anyway
+    logger.setLevel(logging.CRITICAL)
     try:
-        with (
-            warnings.catch_warnings(),
-            higher_order.apart(),
-            _keeping(meter),
-            nullcontext() if fakes is None else fakes if keys is None else PartlyFake(fakes),
-        ):
-            warnings.simplefilter("ignore")  # whatever it is, training will say it
-            shown = keys is not None
-            hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
-            given = tree_map_only(torch.Tensor, hide, inputs)
-            writes = watcher.writes = Mutations(model, given, fakes) if keys is None else None
-            with watcher, watcher.operators:
-                output = call(model, given)
-                loss = None if judge is None else judge(output)
-        if writes is not None:
-            writes.tell(watcher.seen)
-        if meter is not None:
-            watcher.seen.metered = meter.finish(output, loss)
+        yield
     finally:
-        watcher.remove()
-        watcher.seen.counting += _restore(model, before)
-        for buffer, value in compiled:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[list[str]]:
+    """What a run inside changes on the model is put back: a cache filled on fake tensors must not stay. The list gets the
+    names of buffers that the run replaced."""
+    modules, weights = list(scripted.plain(model)), [(p, p.data) for p in model.parameters()]
+    before, replaced = ModuleState(module for _, module in modules), list[str]()
+    buffers = [(f"{name}.{n}".lstrip("."), m, n, b) for name, m in modules for n, b in own_buffers(m).items()]
+    values = [
+        (b, b.clone()) for b in (*(b for *_, b in buffers), *(b for _, b in scripted.buffers(model))) if b is not None
+    ]
+    try:
+        yield replaced
+    finally:
+        replaced += [name for name, m, n, b in buffers if own_buffers(m).get(n) is not b]
+        before.restore()
+        for buffer, value in values:
+            if not buffer.is_leaf:  # written with what has a gradient
+                buffer.detach_()
             buffer.copy_(value)
         for parameter, data in weights:
             if storage_key(parameter) != storage_key(data):
                 parameter.data = data
-        logger.setLevel(level)
-    return watcher.seen
 
 
 def fakes_of(model: nn.Module) -> FakeTensorMode:
@@ -144,36 +172,6 @@ def _keeping(meter: Meter | None) -> Iterator[None]:
     else:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(meter.pack, meter.unpack):
             yield
-
-
-Kept = list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor], list[tuple[Any, Any]]]]
-
-
-def _state(model: nn.Module) -> Kept:
-    """What a forward pass may change on modules: attributes (caches), which tensors are buffers, their values, and hooks."""
-    values = lambda m: {n: b.clone() for n, b in own_buffers(m).items() if b is not None}  # noqa: E731
-    hooks = lambda m: [(kept, dict(kept)) for kept in vars(m).values() if type(kept) is OrderedDict]  # noqa: E731
-    plain = (m for _, m in scripted.plain(model))
-    return [(m, dict(m.__dict__), dict(own_buffers(m)), values(m), hooks(m)) for m in plain]
-
-
-def _restore(model: nn.Module, before: Kept) -> list[str]:
-    """Put it back (a cache filled on fake tensors must not stay); returns the names of buffers that were replaced."""
-    names = {id(m): name for name, m in model.named_modules()}
-    replaced = []
-    for module, attributes, buffers, values, hooks in before:
-        changed = [n for n, b in buffers.items() if own_buffers(module).get(n) is not b]
-        replaced += [f"{names[id(module)]}.{n}".lstrip(".") for n in changed]
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-        for kept, content in [(own_buffers(module), buffers), *hooks]:
-            kept.clear()
-            kept.update(content)
-        for name, value in values.items():
-            if not buffers[name].is_leaf:  # written with what has a gradient
-                buffers[name].detach_()
-            buffers[name].copy_(value)
-    return replaced
 
 
 class _Watcher(TorchFunctionMode):
@@ -221,8 +219,8 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in keyed.PLAIN_DROPOUTS or func in keyed.FEATURE_DROPOUTS:
-            result = self._dropout(func, *args, **kwargs)
+        if func in DROPOUTS:
+            result = self._dropout(dropout_call(func, *args, **kwargs))
         elif func is higher_order.whole:
             result = self._whole(func, args, kwargs)
         else:
@@ -252,23 +250,16 @@ class _Watcher(TorchFunctionMode):
         self.seen.opaque.append((name, args[0]))
         return result
 
-    def _dropout(
-        self,
-        func: Callable[..., Any],
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        train: bool = True,
-    ):
+    def _dropout(self, call: DropoutCall) -> torch.Tensor:
+        input = call.input
         if isinstance(input, WrapperTensor) and input.inside:
-            return input.like(self._dropout(func, input.local, p, training, inplace, train))
-        if training and train and p > 0.0:
-            shape = distributions.mask_shape(func, input)
+            return input.like(self._dropout(call.on(input.local)))
+        if call.drops:
+            shape = mask_shape(call)
             self.seen.drawn[self.place()] = shape
             if torch.is_grad_enabled():  # a mask is multiplied with, and kept for backward
                 mask = input.new_ones(shape)
-                return input.mul_(mask) if inplace else input * mask
+                return input.mul_(mask) if call.inplace else input * mask
         return input
 
 

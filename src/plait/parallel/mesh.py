@@ -1,6 +1,5 @@
 """The ranks of a plan as a mesh: who shares an axis with whom."""
 
-import math
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -22,15 +21,11 @@ def group_of(plan: Plan, rank: int, axes: tuple[str, ...], only: tuple[int, ...]
         ranks = []
         for moving in product(*(range(getattr(plan, axis)) for axis in axes)):
             if only is None or moving[0] in only:
-                ranks.append(_rank(plan, at | dict(zip(axes, moving))))
+                ranks.append(plan.rank(at | dict(zip(axes, moving))))
         group = dist.new_group(ranks)
         if rank in ranks:
             mine = group
     return mine
-
-
-def _rank(plan: Plan, at: dict[str, int]) -> int:
-    return sum(at[axis] * math.prod(getattr(plan, later) for later in AXES[i + 1 :]) for i, axis in enumerate(AXES))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ Paper
 """
 
 from collections.abc import Iterable
-from math import prod
 from typing import Any
 
 import torch
@@ -99,8 +98,3 @@ def on_host(plan: Plan, category: str, updating: bool) -> bool:
         return False
     there = ("optimizer", "host copies", *(("parameters", "gradients") if plan.offload == "all" else ()))
     return category in there or (updating and category == "temporary")
-
-
-def _part(plan: Plan, shape: tuple[int, ...]) -> int:
-    cut = plan.fsdp > 1 and shape and 0 not in shape
-    return -(-shape[0] // plan.fsdp) * prod(shape[1:]) if cut else prod(shape)

@@ -47,6 +47,7 @@ from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.randomness.keyed import RepeatableForward, host_state, restore_host
 from plait.tensors.float64 import Wide
+from plait.tensors.modules import Attributes, attributes_of, put_back, state_kept
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
 
 AXIS = None
@@ -103,7 +104,7 @@ class Recomputed(RepeatableForward):
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         state, runs = host_state()[:2] if self.host_random else None, 0
-        attributes = [(m, dict(m.__dict__)) for m in self.module.modules()]
+        attributes = attributes_of(self.module.modules())
         buffers = [(held, name, held[name]) for held, name in self.counting]
         buffers = [(held, name, None if b is None else b.clone()) for held, name, b in buffers]
 
@@ -116,32 +117,21 @@ class Recomputed(RepeatableForward):
         return checkpoint(run, *args, **self.options, **kwargs)
 
     @contextmanager
-    def _second(self, state: Any, attributes: list[Any], counting: list[Any]) -> Iterator[None]:
+    def _second(self, state: Any, attributes: Attributes, counting: list[Any]) -> Iterator[None]:
         """Python's and numpy's generators, attributes and buffers as they were before the first pass; put back after."""
-        now, kept = host_state()[:2], [(own_buffers(m), dict(own_buffers(m))) for m in self.module.modules()]
-        for buffers, _ in kept:
-            buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-        for buffers, name, value in counting:
-            buffers[name] = None if value is None else value.clone()
-        later = [(m, dict(m.__dict__)) for m, _ in attributes]
-        _set(attributes)
-        try:
-            if state is not None:
-                restore_host((*state, torch.get_rng_state()))
-            with Wide() if self.wide else nullcontext():  # torch's engine leaves the modes around backward
-                yield
-        finally:
-            if state is not None:
-                restore_host((*now, torch.get_rng_state()))
-            _set(later)
-            for buffers, originals in kept:
-                buffers.update(originals)
-
-
-def _set(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    for module, values in attributes:
-        module.__dict__.clear()
-        module.__dict__.update(values)
+        now = host_state()[:2]
+        with state_kept(self.module.modules(), hooks=False):
+            for buffers, name, value in counting:
+                buffers[name] = None if value is None else value.clone()
+            put_back(attributes)
+            try:
+                if state is not None:
+                    restore_host((*state, torch.get_rng_state()))
+                with Wide() if self.wide else nullcontext():  # torch's engine leaves the modes around backward
+                    yield
+            finally:
+                if state is not None:
+                    restore_host((*now, torch.get_rng_state()))
 
 
 Kept = dict[tuple[Any, int], tuple[list[tuple[Any, int]], Any]]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.data.batch import split
 from plait.model.sketch import Sketch
 from plait.randomness.keyed import Randomness
+from plait.tensors.rows import split
 from plait.tensors.torch_private import leaves, tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 Call = Callable[[nn.Module, Any], Any]

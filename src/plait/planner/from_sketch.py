@@ -21,11 +21,11 @@ from torch import nn
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.model import operations
 from plait.model.costs import OperationCounts, Unit, UnitCall
 from plait.model.experts import MoELayer
 from plait.model.fake_model import HOLDS
 from plait.model.make import call, make_model
+from plait.model.operations import MatrixProduct, Product
 from plait.model.sketch import Sketch
 from plait.model.slices import Slices
 from plait.parallel.expert import find as experts
@@ -37,31 +37,17 @@ Way = Literal["", "columns", "inner", "batch"]
 
 
 @dataclass(frozen=True)
-class PlannedProduct:
-    """[rows, inner] @ [inner, columns] in the forward pass of one sample, `batch` of them at once, `times` in a row."""
+class PlannedProduct(MatrixProduct):
+    """One of a workload, and what a plan may cut of it."""
 
-    rows: float
-    inner: float
-    columns: float
-    batch: float = 1.0
-    times: float = 1.0
     cut: Way = ""
     """Which dim `tp` cuts."""
     weight: bool = True
     """The second matrix is a weight: its gradient is a product of its own that can wait."""
-    fused: bool = False
-    """Inside one kernel that keeps its intermediate values to itself, as flash attention does."""
-    grows: Literal["rows", "batch", ""] = "rows"
-    """What has more with more samples."""
     experts: float = 0.0
     """Its rows go to one of so many experts each; 0: it is none of an expert."""
     sequence: bool = True
     """Its rows are places of the sequence, which `cp` cuts."""
-
-    @property
-    def flops(self) -> float:
-        """Of the forward pass of a sample."""
-        return 2 * self.rows * self.inner * self.columns * self.batch * self.times
 
 
 @dataclass(frozen=True)
@@ -216,17 +202,14 @@ def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], i
     )  # fmt: skip
 
 
-def _product(
-    product: operations.Product, ways: dict[str, Way], routed: dict[str, MoELayer], sliced: bool
-) -> PlannedProduct:
+def _product(product: Product, ways: dict[str, Way], routed: dict[str, MoELayer], sliced: bool) -> PlannedProduct:
     mixture = routed.get(product.weight)
     way = ways.get(product.weight, "")
     if not product.weight and sliced:
         way = "batch"  # heads of attention lie between the maps that are cut
     return PlannedProduct(
-        product.rows, product.inner, product.columns, product.batch, product.times, "" if mixture else way,
-        weight=bool(product.weight), fused=product.fused, grows=product.grows,
-        experts=float(mixture.experts) if mixture else 0.0,
+        product.rows, product.inner, product.columns, product.batch, product.times, product.fused, product.grows,
+        cut="" if mixture else way, weight=bool(product.weight), experts=float(mixture.experts) if mixture else 0.0,
     )  # fmt: skip
 
 

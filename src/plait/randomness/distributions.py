@@ -8,7 +8,7 @@ much of the stream an element uses never depends on what was drawn.
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from plait.randomness.sub_block import SubBlocks, sub_block
 from plait.tensors.torch_private import RECURRENT, FakeTensor, OpOverload
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
-FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
+DROPOUTS = (*PLAIN_DROPOUTS, F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
 COMPOSITES = frozenset({
     F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.rrelu, torch.rrelu,
     F.scaled_dot_product_attention, F.multi_head_attention_forward, F.gumbel_softmax, F.fractional_max_pool2d,
@@ -109,8 +109,30 @@ def draw_mask(
     return mask.mul_(1.0 / (1.0 - p)) if p < 1.0 else mask.zero_()
 
 
-def mask_shape(func: Callable[..., Any], input: Tensor) -> torch.Size:
+class DropoutCall(NamedTuple):
+    """What a dropout function is given; `drops`: it draws, being in training with p other than 0."""
+
+    func: Callable[..., Any]
+    input: Tensor
+    p: float
+    drops: bool
+    inplace: bool
+
+    def on(self, input: Tensor) -> "DropoutCall":
+        """The same call with another input."""
+        return DropoutCall(self.func, input, self.p, self.drops, self.inplace)
+
+
+def dropout_call(
+    func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> DropoutCall:
+    """Of `DROPOUTS`: torch.nn.functional's take (input, p, training, inplace), torch's (input, p, train)."""
+    return DropoutCall(func, input, p, training and train and p != 0.0, inplace)
+
+
+def mask_shape(call: DropoutCall) -> torch.Size:
     """The shape of the mask that a dropout function draws: of its input, or one number for each feature."""
+    func, input = call.func, call.input
     if func in PLAIN_DROPOUTS:
         return input.shape
     unbatched = (func is F.dropout1d and input.dim() == 2) or (func is F.dropout3d and input.dim() == 4)

@@ -32,10 +32,11 @@ from torch.overrides import TorchFunctionMode
 from plait.config.errors import PlaitError, Problem
 from plait.randomness.distributions import (
     COMPOSITES,
-    FEATURE_DROPOUTS,
-    PLAIN_DROPOUTS,
+    DROPOUTS,
     RULES,
+    DropoutCall,
     draw_mask,
+    dropout_call,
     key,
     mask_op,
     mask_shape,
@@ -43,6 +44,7 @@ from plait.randomness.distributions import (
     rule_of,
 )
 from plait.randomness.sub_block import SubBlocks
+from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import SEEDED, DropoutBase, TorchDispatchMode, WrapperTensor, checkpoint_frame
 
 
@@ -71,6 +73,16 @@ def restore_host(state: tuple[Any, Any, Tensor]) -> None:
     torch.set_rng_state(state[2])
 
 
+@contextmanager
+def host_kept() -> Iterator[None]:
+    """Python's, numpy's and torch's generators are afterwards as they were before; also as a decorator."""
+    state = host_state()
+    try:
+        yield
+    finally:
+        restore_host(state)
+
+
 def first_draws() -> tuple[float, float, float]:
     """The next number of Python's, numpy's and torch's generator: after seeding, it tells whether one was drawn from."""
     return random.random(), np.random.random(), float(torch.rand(()))
@@ -86,16 +98,13 @@ class RepeatableForward:
 
     def __init__(self, module: nn.Module):
         self.module, self.enter, self.leave = module, _nothing, _nothing
-        self.replaced = module.__dict__.get("forward")
+        self.own = own_forward(module)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         self.enter()
         try:
-            if self.replaced is not None:
-                return self.replaced(*args, **kwargs)
-            own = type(self.module).forward  # a strategy may have changed the class since
-            return own(self.module, *args, **kwargs)
+            return self.own(*args, **kwargs)
         finally:
             self.leave()
 
@@ -292,34 +301,27 @@ class _Keyed(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in PLAIN_DROPOUTS or func in FEATURE_DROPOUTS:
-            return self._dropout(func, *args, **kwargs)
+        if func in DROPOUTS:
+            return self._dropout(dropout_call(func, *args, **kwargs))
         if func in COMPOSITES and not torch.compiler.is_compiling():
             with KeyedDraws(self.randomness):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _dropout(
-        self,
-        func: Callable[..., Any],
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        train: bool = True,
-    ):
-        if not (training and train) or p == 0.0:
+    def _dropout(self, call: DropoutCall) -> Tensor:
+        input = call.input
+        if not call.drops:
             return input
         if isinstance(input, WrapperTensor) and input.inside:
             before, self.randomness.whose = self.randomness.whose, input
             try:
-                return input.like(self._dropout(func, input.local, p, training, inplace, train))
+                return input.like(self._dropout(call.on(input.local)))
             finally:
                 self.randomness.whose = before
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        mask = self.randomness.keep(input, p, mask_shape(func, input))
-        return input.mul_(mask) if inplace else input * mask
+        if not 0.0 <= call.p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {call.p}")
+        mask = self.randomness.keep(input, call.p, mask_shape(call))
+        return input.mul_(mask) if call.inplace else input * mask
 
 
 def drawn_in_composites(places: Iterable[str], model: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ sharded_tensor    a tensor that stands for a whole of which each rank holds a pa
 sharded_views     its views: which dim is cut then
 sharded_losses    its losses: cross-entropy without the whole logits, and others
 multihead         torch's multi-head attention on a rank's heads
+modules           a module under another forward, tried and put back, with other parameters, in eval mode
 fake              runs on fake tensors: shapes without numbers
 trees             tensors in lists, dicts and objects; the form of a unit's output
 finite            whether numbers are finite

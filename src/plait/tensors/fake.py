@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.tensors.modules import put_parameters
 from plait.tensors.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -52,16 +53,10 @@ class PartlyFake(TorchDispatchMode):
 
 def hollow(model: nn.Module, names: set[str], device: torch.device, fakes: FakeTensorMode | None = None) -> None:
     """Replace parameters by fake ones, which take no memory: other ranks hold them. `fakes`: the mode they belong to."""
-    gone: dict[int, nn.Parameter] = {}
-    fakes, named = fakes or Unknowns(allow_non_fake_inputs=True), {id(p): n for n, p in model.named_parameters()}
-    for module in model.modules():
-        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if named.get(id(parameter)) in names:
-                if id(parameter) not in gone:
-                    with fakes:
-                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    gone[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                setattr(module, key, gone[id(parameter)])
+    gone = [p for n, p in model.named_parameters() if n in names]
+    with fakes or Unknowns(allow_non_fake_inputs=True):
+        empty = [torch.empty(p.shape, dtype=p.dtype, device=device) for p in gone]
+    put_parameters(model, {id(p): nn.Parameter(e, p.requires_grad) for p, e in zip(gone, empty)})
 
 
 ASKED = ("mkldnn_rnn_layer",)

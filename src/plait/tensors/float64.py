@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from plait.tensors.torch_private import tree_leaves, tree_map_only
 
+RELATIVE, ABSOLUTE = 1e-9, 1e-11
+"""Slices of products are summed in another order, nothing else differs."""
 NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
@@ -41,3 +43,10 @@ class Widest(TorchFunctionMode):
 
 def _widened(value: object) -> object:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one shape and format and the same numbers, up to the rounding of float64."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, RELATIVE, ABSOLUTE, True))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+import torch
 from torch import Tensor
 
 Ranges = tuple[tuple[int, int], ...]
@@ -66,16 +67,22 @@ def whole(tensor: Tensor) -> Part:
     return Part(tensor, tuple(tensor.shape), everything(tuple(tensor.shape)))
 
 
-def within(ranges: Ranges, first: int, end: int) -> Ranges:
-    """What lies at `first` to `end` of ranges that stand one after another.
+def within(ranges: Ranges, first: int, count: int) -> Ranges:
+    """Of what is held, the rows `first` … first + count − 1, as they are in the whole.
 
-    >>> within(((0, 4), (10, 4)), 2, 6)
+    >>> within(((0, 4), (10, 4)), 2, 4)
     ((2, 2), (10, 2))
     """
     found, at = [], 0
     for start, length in ranges:
-        low, high = max(first - at, 0), min(end - at, length)
+        low, high = max(first - at, 0), min(first + count - at, length)
         if low < high:
             found.append((start + low, high - low))
         at += length
     return tuple(found) or ((ranges[0][0] if ranges else 0, 0),)
+
+
+def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """These ranges of one dim of a tensor, in storage of their own."""
+    pieces = [whole.narrow(dim, first, length) for first, length in ranges]
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)

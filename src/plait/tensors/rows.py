@@ -25,7 +25,12 @@ class Rows:
     @classmethod
     def even(cls, length: int, ranks: int) -> "Rows":
         """As equal as can be: sizes differ by at most one, the first ranks have the larger ones."""
-        return cls.of([length // ranks + (rank < length % ranks) for rank in range(ranks)])
+        return cls(tuple((split(length, ranks, rank),) for rank in range(ranks)))
+
+    @classmethod
+    def chunks(cls, length: int, ranks: int) -> "Rows":
+        """As `torch.chunk` and FSDP2 cut a dim."""
+        return cls(tuple((chunk(length, ranks, rank),) for rank in range(ranks)))
 
     @classmethod
     def zigzag(cls, length: int, ranks: int) -> "Rows":
@@ -93,14 +98,17 @@ class AndAll(Rows):
         return self.sizes[-1]
 
 
-def within(ranges: Ranges, first: int, count: int) -> Ranges:
-    """Of what is held, the rows first … first + count − 1, as they are in the whole."""
-    found, at = list[tuple[int, int]](), 0
-    for f, n in ranges:
-        a, b = max(at, first), min(at + n, first + count)
-        found += [(f + a - at, b - a)] if b > a else []
-        at += n
-    return _joined(found)
+def split(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(first, count) of part `index` when `size` things are shared out as evenly as they go, larger parts first."""
+    each, extra = divmod(size, parts)
+    return index * each + min(index, extra), each + (index < extra)
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(first, count) of part `index` as `torch.chunk` and FSDP2 cut a dim: equal parts, the last ones short or empty."""
+    each = -(-size // parts)
+    first = min(index * each, size)
+    return first, min(each, size - first)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.config.plan import Plan
 from plait.verify.notes import SHARE, UnitNotes, key
-from plait.verify.probes import TOLERANCE
+from plait.verify.probes import TOLERANCE, apart, size_of
 from plait.verify.sum_faults import Sum, explained
 
 FLOOR = 1e-5
@@ -100,7 +100,7 @@ class Sides:
         """The ranks' rows that are not the reference's, of one place; of what the ranks noted as `what`, if given."""
         known = "|".join((str(step), *where, "0"))
         row, about = self.one.rows[known], self.one.about[known]
-        scale = max(float(row.abs().max()), floor, 1e-300)
+        scale = size_of(row, floor)
         found, partial = [], dict[tuple[int, int, int], list[Wrong]]()
         for rank, micro, mine in self.of(step, what or where[0], *where[1:]):
             notes = self.ranks[rank]
@@ -108,7 +108,7 @@ class Sides:
             actual = notes.rows[mine]
             if expected is None or expected.shape != actual.shape:
                 continue
-            one = Wrong(rank, micro, _apart(expected, actual, scale), expected, actual)
+            one = Wrong(rank, micro, apart(expected, actual, scale), expected, actual)
             at, cut = self.plan.at(rank), notes.about[mine][3]
             if split and (cut != SHARE or where[0] != "back"):
                 partial.setdefault((self.plan.share(rank), micro, at["cp"]), []).append(one)
@@ -118,15 +118,10 @@ class Sides:
                 found.append(one)
         for rows in partial.values():  # shares of a sum, or parts of vectors
             total = torch.stack([one.actual for one in rows]).sum(0)
-            size = _apart(rows[0].expected, total, scale)
+            size = apart(rows[0].expected, total, scale)
             if not size <= TOLERANCE and any(not one.size <= TOLERANCE for one in rows):
                 found += [replace(one, size=size) for one in rows]
         return found
-
-
-def _apart(a: Tensor, b: Tensor, scale: float) -> float:
-    difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
-    return difference if difference == difference else float("inf")
 
 
 def _placed(row: Tensor, one: list[Any], mine: list[Any]) -> tuple[Tensor | None, bool]:
@@ -238,7 +233,7 @@ def _weights(sides: Sides, step: int, unit: str, what: str) -> Finding | None:
         for rank, micro, mine in sides.index[known]:
             held, used = _held(sides, step, known[2], rank), sides.ranks[rank].rows[mine]
             if held is not None:
-                wrong.append(Wrong(rank, micro, _apart(held, used, max(float(held.abs().max()), 1e-300)), held, used))
+                wrong.append(Wrong(rank, micro, apart(held, used, size_of(held)), held, used))
         if bad := [w for w in wrong if not w.size <= TOLERANCE]:
             return _finding("gather", step, bad, len(wrong), unit=unit, name=known[2], axes=("fsdp",))
     return None
@@ -275,7 +270,7 @@ def _how(sides: Sides, step: int, where: tuple[str, ...], wrong: list[Wrong]) ->
                     and min(map(len, (row, one.actual)))
                 ):
                     rows = min(len(row), len(one.actual))
-                    if _apart(row[:rows], one.actual[:rows], max(float(row.abs().max()), 1e-300)) <= TOLERANCE:
+                    if apart(row[:rows], one.actual[:rows], size_of(row)) <= TOLERANCE:
                         return (
                             f"it is that of micro-batch {micro}" if other == step else "it is that of the step before"
                         )
@@ -427,7 +422,7 @@ def _differs(sides: Sides, step: int, where: tuple[str, ...], floor: float) -> f
     """The relative difference of a weight or state, as far as it is larger than rounding; else 0."""
     known, name = key(step, where[0], where[1]), where[1]
     expected = sides.one.rows[known]
-    scale = max(float(expected.abs().max()), floor, 1e-300)
+    scale = size_of(expected, floor)
     worst = 0.0
     groups: dict[str, list[Tensor]] = {}
     for notes, told in zip(sides.ranks, sides.told):
@@ -437,19 +432,19 @@ def _differs(sides: Sides, step: int, where: tuple[str, ...], floor: float) -> f
         return 0.0
     if len(expected) == 1 and where[0] != "weight":  # a count of steps, the same on each part
         return max(
-            (w for rows in groups.values() for r in rows if (w := _apart(expected, r, scale)) > TOLERANCE), default=0.0
+            (w for rows in groups.values() for r in rows if (w := apart(expected, r, scale)) > TOLERANCE), default=0.0
         )
     for turn in range(max(map(len, groups.values()))):
         total = torch.stack([rows[min(turn, len(rows) - 1)] for rows in groups.values()]).sum(0)
-        worst = max(worst, _apart(expected, total, scale))
+        worst = max(worst, apart(expected, total, scale))
     return worst if not worst <= TOLERANCE else 0.0
 
 
 def _ranks_apart(sides: Sides, step: int, what: str, name: str) -> tuple[int, ...]:
     """The ranks whose copy is wrong while another's is right; none when they are alike, or hold parts."""
     known, expected = key(step, what, name), sides.one.rows[key(step, what, name)]
-    scale, rows = max(float(expected.abs().max()), 1e-300), [notes.rows.get(known) for notes in sides.ranks]
-    bad = [r for r, row in enumerate(rows) if row is not None and not _apart(expected, row, scale) <= TOLERANCE]
+    scale, rows = size_of(expected), [notes.rows.get(known) for notes in sides.ranks]
+    bad = [r for r, row in enumerate(rows) if row is not None and not apart(expected, row, scale) <= TOLERANCE]
     return tuple(bad) if len(bad) < len([1 for row in rows if row is not None]) else ()
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from plait.parallel.built import Built
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.fsdp.runtime import stretch
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
 from plait.tensors.part import Part, Ranges, everything, whole, within
+from plait.tensors.rows import chunk
 from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import FakeTensor, in_backward, tree_leaves
 
@@ -361,13 +361,13 @@ class PartLayout:
         """Rows of the parts that the sum is cut into: [parts, SUMS]."""
         rows = []
         for k in range(self.parts):
-            first, end = stretch(t.shape[self.dim], self.parts, k) if self.parts > 1 else (0, 0)
             if self.parts == 1:
                 rows.append(sums(t, self.shape, self.ranges))
                 continue
-            held = within(self.ranges[self.dim], first, end)
+            first, count = chunk(t.shape[self.dim], self.parts, k)
+            held = within(self.ranges[self.dim], first, count)
             ranges = (*self.ranges[: self.dim], held, *self.ranges[self.dim + 1 :])
-            rows.append(sums(t.narrow(self.dim, first, end - first), self.shape, ranges))
+            rows.append(sums(t.narrow(self.dim, first, count), self.shape, ranges))
         return torch.stack(rows)
 
 

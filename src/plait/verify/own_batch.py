@@ -27,7 +27,7 @@ from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Evaluate, Job
 from plait.data.batch import is_map, opened
 from plait.engine.engine import Engine
-from plait.randomness.keyed import host_state, permutation, restore_host
+from plait.randomness.keyed import host_kept, permutation
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import reference
 from plait.verify.probes import TOLERANCE, Probe, Trace, scale_of, tensors
@@ -105,12 +105,12 @@ def _chosen(data: Any, job: Job, own: Own) -> tuple[int, ...]:
         return ()
     length, count = len(data), max(own.steps * own.batch, own.far)
     looked = sorted({i * length // LOOKED_AT for i in range(LOOKED_AT)})
-    state, rows, began = host_state(), list[list[float]](), time.perf_counter()
-    for i in looked:
-        rows.append(_sizes(reference.seeded(job, 0, i, lambda i=i: data[i])))
-        if time.perf_counter() - began > LOOKING:
-            break
-    restore_host(state)
+    rows, began = list[list[float]](), time.perf_counter()
+    with host_kept():
+        for i in looked:
+            rows.append(_sizes(reference.seeded(job, 0, i, lambda i=i: data[i])))
+            if time.perf_counter() - began > LOOKING:
+                break
     looked = looked[: len(rows)]
     extreme: list[int] = []
     for column in zip(*rows) if len({len(row) for row in rows}) == 1 else ():

@@ -7,7 +7,6 @@ gradient of an attention's key bias is): rounding of neighbours is all that such
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 TOLERANCE = 1e-9
@@ -66,6 +65,17 @@ def scale_of(tensors: dict[str, Tensor]) -> float:
     )
 
 
+def size_of(t: Tensor, floor: float = 0.0) -> float:
+    """What differences from a tensor are relative to: its largest number, or `floor` where that is larger."""
+    return max(float(t.abs().max()) if t.numel() else 0.0, floor, 1e-300)
+
+
+def apart(a: Tensor, b: Tensor, scale: float) -> float:
+    """The largest difference of two tensors of one shape, relative to `scale`; infinite where one is not a number."""
+    difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
+    return difference if difference == difference else float("inf")
+
+
 def moved(trace: Trace) -> float:
     """The largest movement of any weight: an update is judged beside the weight it changes and beside the others' updates."""
     return max((float((trace.weights[n] - t).abs().max()) for n, t in trace.initial.items() if t.numel()), default=0.0)
@@ -83,9 +93,7 @@ def tensors(
     for name in names:
         if name in expected:
             a, b = expected[name].double(), actual[name].double()
-            scale = max(float(a.abs().max()) if a.numel() else 0.0, floor, 1e-300)
-            difference = float((a - b).abs().max()) / scale if a.numel() and a.shape == b.shape else 0.0
-            differences[name] = difference if difference == difference and a.shape == b.shape else float("inf")
+            differences[name] = apart(a, b, size_of(a, floor)) if a.shape == b.shape else float("inf")
     if not differences:
         return Probe(code, title)
     worst = max(differences.values())
@@ -192,5 +200,4 @@ def _rows(rank: dict[str, Any], alike: bool) -> list[str]:
 
 def far(a: Tensor, b: Tensor, floor: float) -> bool:
     """Whether two tensors differ by more than the tolerance."""
-    scale = max(float(a.abs().max()) if a.numel() else 0.0, floor, 1e-300)
-    return not bool(((a - b).abs().max() if a.numel() else torch.zeros(())) / scale <= TOLERANCE)
+    return not apart(a, b, size_of(a, floor)) <= TOLERANCE

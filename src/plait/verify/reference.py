@@ -23,6 +23,7 @@ from plait.data.batch import example, is_map
 from plait.model.sketch import sketch
 from plait.randomness.keyed import Randomness, permutation, seed_host
 from plait.tensors.float64 import Wide
+from plait.tensors.modules import evaluating
 from plait.tensors.torch_private import tree_map_only
 from plait.verify.notes import Notes
 
@@ -149,17 +150,14 @@ def evaluate(one: OneDevice) -> dict[str, float]:
     job, wanted = one.job, one.job.evaluate
     if wanted is None:
         return {}
-    data, modes, sums = wanted.data(), [(m, m.training) for m in one.model.modules()], dict[str, list[float]]()
-    one.model.eval()
-    with torch.no_grad(), Wide():
+    data, sums = wanted.data(), dict[str, list[float]]()
+    with evaluating(one.model), torch.no_grad(), Wide():
         for read in _held_out(job, data):
             inputs, targets = _ready(_collate(data, read), *one.how)
             values = wanted.metrics(_call(one.model, inputs), targets)
             for name, row in ((str(name), torch.as_tensor(value)) for name, value in values.items()):
                 total = sums.setdefault(name, [0.0, 0])
                 total[0], total[1] = total[0] + float(row.double().sum()), total[1] + row.numel()
-    for module, training in modes:
-        module.training = training
     return {name: total / count for name, (total, count) in sums.items()}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.verify.notes import key
-from plait.verify.probes import TOLERANCE
+from plait.verify.probes import TOLERANCE, size_of
 
 EXPLAINED = 1e-7
 """A relative difference that an explanation may leave."""
@@ -50,7 +50,7 @@ class Sum:
     def of(sides: Any, step: int, name: str, floor: float) -> "Sum | None":
         """None where contributions were not seen."""
         expected = sides.one.rows[key(step, "sum", name)]
-        scale = max(float(expected.abs().max()), floor, 1e-300)
+        scale = size_of(expected, floor)
         known = key(step, "sum", name)
         has = {r: notes.rows[known] for r, notes in enumerate(sides.ranks) if known in notes.rows}
         rows: dict[int, list[tuple[int, Tensor]]] = {}

@@ -27,7 +27,8 @@ from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
 from plait.parallel.context.sequences import Pair
 from plait.randomness.distributions import bits, key
 from plait.randomness.sub_block import Axis, sub_block
-from plait.tensors.rows import Rows, within
+from plait.tensors.part import within
+from plait.tensors.rows import Rows
 
 
 @dataclass(frozen=True)

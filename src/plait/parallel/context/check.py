@@ -9,8 +9,8 @@ sequence (`Stretch`): then its code counts all. One in which positions meet othe
 without attention that fails at that too runs on the whole sequence; one with attention is refused.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -32,7 +32,7 @@ from plait.parallel.context.attention import (
 from plait.parallel.context.left_out import Running, leave_out
 from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, opened
 from plait.parallel.context.sequence_shard import SequenceLayout
-from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused, short, still, too_short
+from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused, short, too_short
 from plait.parallel.context.unit_in_rows import (
     Besides,
     copied,
@@ -43,6 +43,7 @@ from plait.parallel.context.unit_in_rows import (
     wide,
     widened,
 )
+from plait.tensors.modules import evaluating
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import named_leaves, tree_map_only
 
@@ -91,7 +92,8 @@ def _taken(model: nn.Module, inputs: Any, call: Run, sequence_plan: SequencePlan
         on = len(found) < len(sequence_plan.calls) and sequence_plan.calls[len(found)].stretched
         found.append(tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs)) if on else None)
 
-    with still(model) as stack:
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
         for name in names:
             hook = model.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(hook.remove)
@@ -99,19 +101,6 @@ def _taken(model: nn.Module, inputs: Any, call: Run, sequence_plan: SequencePlan
     if len(found) != len(sequence_plan.calls):
         raise refused("the model calls other units on one sample, or when it does not train", "its course varies")
     return found
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """What is put in the place of modules' forwards inside is taken back."""
-    before = [(module, module.__dict__.get("forward")) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, forward in before:
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
 
 
 def _tried(

@@ -30,7 +30,7 @@ from plait.model.sketch import Sketch
 from plait.model.trace import Call as Run
 from plait.model.trace import trace_run
 from plait.parallel.context.sequences import At, Pair, SequencePlan, UnitPlan, refused, shortened
-from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.randomness.keyed import host_kept, seed_host
 from plait.randomness.sub_block import differing
 from plait.tensors.torch_private import named_leaves, tree_flatten, tree_unflatten
 
@@ -303,8 +303,7 @@ def record(
 
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        state = host_state()
-        stack.callback(restore_host, state)
+        stack.enter_context(host_kept())
         seed_host("course")
         with attention:
             watched = trace_run(model, inputs, call, fake)

@@ -13,22 +13,13 @@ from typing import Any
 from torch import nn
 
 from plait.parallel.context.sequence_shard import SequenceShard
+from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import leaves, tree_map
 
 
 def leave_out(module: nn.Module) -> None:
     """From now on this module runs on plain rows."""
-    module.forward = partial(_plainly, own(module))  # pyrefly: ignore[bad-assignment]
-
-
-def own(module: nn.Module) -> Callable[..., Any]:
-    """A module's forward as it is now, of the class that it has when it is called: a strategy may change that."""
-    replaced = module.__dict__.get("forward")
-    return partial(_of_its_class, module) if replaced is None else replaced
-
-
-def _of_its_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+    module.forward = partial(_plainly, own_forward(module))  # pyrefly: ignore[bad-assignment]
 
 
 def _plainly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plait.model.sketch import Sketch
 from plait.parallel.context.attention import AttentionCall, ShardedAttention, WholeAttention, apart, plainly
-from plait.parallel.context.left_out import Running, leave_out, own
+from plait.parallel.context.left_out import Running, leave_out
 from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
 from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused
 from plait.parallel.context.unit_in_rows import (
@@ -37,6 +37,7 @@ from plait.parallel.context.unit_in_rows import (
     wide,
     widened,
 )
+from plait.tensors.modules import own_forward
 from plait.tensors.rows import AndAll, Rows
 from plait.tensors.torch_private import BatchNormBase, leaves, named_leaves, tree_map, tree_map_only
 
@@ -52,7 +53,7 @@ Layout = Callable[[int, int], Rows]
 
 def on_wholes(module: nn.Module) -> None:
     """From now on this module is given whole sequences; what it returns is held in rows again."""
-    module.forward = partial(_wholly, own(module))  # pyrefly: ignore[bad-assignment]
+    module.forward = partial(_wholly, own_forward(module))  # pyrefly: ignore[bad-assignment]
 
 
 def _wholly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from plait.parallel.context.opened_unit import on_wholes
 from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard, for_loss
 from plait.parallel.context.sequences import At, SequencePlan, UnitPlan, refused, too_short
 from plait.parallel.context.unit_in_rows import Besides, posed, show
+from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import checkpoint_frame, is_unknown, leaves, named_leaves, tree_map, tree_unflatten
 
 
@@ -197,8 +198,7 @@ class _Inside:
     """A unit's own forward, its attentions seeing all stretches; also when it runs again in backward."""
 
     def __init__(self, parallel_units: ContextParallelUnits, call: UnitPlan, module: nn.Module):
-        self.parallel_units, self.how, self.module = parallel_units, call, module
-        self.replaced = module.__dict__.get("forward")
+        self.parallel_units, self.how, self.own = parallel_units, call, own_forward(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         held = self.parallel_units.held
@@ -208,9 +208,3 @@ class _Inside:
         besides = self.parallel_units.besides = {}
         with ShardedAttention(held, self.how.attends, self.parallel_units.answer):
             return posed(self.own, args, kwargs, self.how, held, besides)
-
-    def own(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's forward as it was."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)

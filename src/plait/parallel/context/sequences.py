@@ -6,7 +6,6 @@ attention may have its queries in one and its keys in another. `parallel/context
 
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,15 +139,6 @@ def _held(call: UnitCall, made: UnitPlan, sizes: Sequence[int]) -> UnitCall:
             slot = replace(slot, base=(*slot.base[:dim], sizes[number], *slot.base[dim + 1 :]))
         slots.append(slot)
     return replace(call, template=replace(form, leaves=tuple(slots)))
-
-
-def still(model: nn.Module) -> ExitStack:
-    """The model in eval mode, until the stack is closed."""
-    stack = ExitStack()
-    for module in model.modules():
-        stack.callback(setattr, module, "training", module.training)
-    model.eval()
-    return stack
 
 
 def seeds(model: nn.Module) -> None:

@@ -59,7 +59,7 @@ from plait.model.make import call
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.context.attention import by_ring, by_ulysses, check_heads
-from plait.parallel.context.check import checked_units, restored
+from plait.parallel.context.check import checked_units
 from plait.parallel.context.communication import Communication, communication
 from plait.parallel.context.find import find
 from plait.parallel.context.opened_unit import Layout, worth
@@ -70,6 +70,7 @@ from plait.parallel.precision import trained_format
 from plait.parallel.tensor.wiring import wire
 from plait.randomness.sub_block import Axis, HeldRows
 from plait.tensors.collectives import Absent
+from plait.tensors.modules import forwards_kept
 from plait.tensors.rows import Rows
 
 AXIS = "cp"
@@ -118,7 +119,7 @@ def stretched(built: Built, batch: Callable[[int], Any]) -> Sketch:
         if plan.tp > 1:
             model = copy.deepcopy(model)
             wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
-        stack.enter_context(restored(model))
+        stack.enter_context(forwards_kept(model.modules()))
         parallel_units = ContextParallelUnits(model, sequence_plan, plan.cp)
         parallel_units.wrap()
         found = communication(model, batch(SAMPLES)[0], run, parallel_units, layout(plan))

@@ -1,6 +1,7 @@
 """Gradients of several ranks summed in buckets, inside the last backward of a step (see `parallel/data/strategy.py`)."""
 
 from collections.abc import Container, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def fill(specs: list[Spec], apart: Container[int] = ()) -> list[list[int]]:
             size[kind] = 0
             buckets.append(open_bucket[kind])
         open_bucket[kind].append(i)
-        size[kind] += numel(shape) * dtype.itemsize
+        size[kind] += prod(shape) * dtype.itemsize
     return buckets
 
 
@@ -41,14 +42,6 @@ def tail_of(specs: list[Spec], step_row: int, apart: Container[int] = ()) -> int
     """Elements the row of the step takes in the last bucket: 0 when its format cannot hold it, or there is none."""
     last = specs[fill(specs, apart)[-1][0]][1] if specs else None
     return step_row if last in (torch.float32, torch.float64) else 0
-
-
-def numel(shape: Iterable[int]) -> int:
-    """Elements of a tensor of that shape."""
-    n = 1
-    for s in shape:
-        n *= s
-    return n
 
 
 def laid(flat: Tensor, parameter: Tensor) -> Tensor:

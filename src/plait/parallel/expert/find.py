@@ -25,7 +25,7 @@ from plait.losses.global_batch import BatchPeers
 from plait.model.experts import Format, MoELayer, cut_stacked
 from plait.model.units import has_forward
 from plait.parallel.expert.layers import ListedExperts, StackedExperts, at_home, roles, spelled
-from plait.randomness.keyed import host_state, restore_host
+from plait.randomness.keyed import host_kept, host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import DropoutBase, leaves, tree_leaves, tree_map_only
 
@@ -195,12 +195,13 @@ def _coupled(layer: nn.Module, met: Met, drawn: bool) -> bool:
 SAMPLES = 3
 
 
+@host_kept()
 def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any]) -> tuple[list[MoELayer], list[str]]:
     """The mixtures of experts of a model, and of layers that look like one and cannot be split: why. Leaves it as it is."""
     proposed = [*_stacked(model), *_listed(model)]
     if not proposed:
         return [], []
-    state, met = host_state(), _run(model, inputs, call, proposed)
+    met = _run(model, inputs, call, proposed)
     found, whole = [], []
     for mixture in proposed:
         if mixture.name not in met:
@@ -220,7 +221,6 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
             trained = checked.names & {n for n, p in model.named_parameters() if p.requires_grad}
             told = {"rows": _rows(checked, met) / SAMPLES, "calls": met[checked.name].calls}
             found.append(replace(checked, trained=trained, **told))
-    restore_host(state)
     return found, whole
 
 

@@ -17,7 +17,7 @@ from plait.config.plan import Plan
 from plait.model.experts import MoELayer
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp.runtime import divides
-from plait.randomness.keyed import host_state, restore_host
+from plait.randomness.keyed import host_kept
 
 DIM, MANY, FEW = 160, 2, 4
 """Of each number of dims, `MANY` tensors are tried with dims up to `DIM` (some optimizers act on large dims only), the
@@ -97,25 +97,22 @@ def lots_of(
     return found
 
 
+@host_kept()
 def differs(job: Job, shapes: Shapes, lots: Mapping[str, Lot]) -> tuple[str, str] | None:
     """(class, why) of an optimizer that does something else where ranks have `lots` of parameters of these shapes."""
     held = [lots.get(name, WHOLE) for name in shapes]
     if all(lot == WHOLE for lot in held):
         return None
-    state = host_state()
-    try:
-        failed: tuple[str, str] | None = None
-        for tried in (small(list(shapes.values())), list(shapes.values())):
-            if failed and sum(torch.Size(s).numel() for s in tried) > LARGE:
-                break
-            try:
-                found = (_compared(job, tried, held, course) for course in COURSES)
-                return next((one for one in found if one is not None), None)
-            except _Unmade as error:  # it may choose parameters by their sizes
-                failed = error.args[0], error.args[1]
-        return None if ALONE in held else failed
-    finally:
-        restore_host(state)
+    failed: tuple[str, str] | None = None
+    for tried in (small(list(shapes.values())), list(shapes.values())):
+        if failed and sum(torch.Size(s).numel() for s in tried) > LARGE:
+            break
+        try:
+            found = (_compared(job, tried, held, course) for course in COURSES)
+            return next((one for one in found if one is not None), None)
+        except _Unmade as error:  # it may choose parameters by their sizes
+            failed = error.args[0], error.args[1]
+    return None if ALONE in held else failed
 
 
 class _Unmade(Exception):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from plait.config.plan import Plan
 from plait.parallel.fsdp.collectives import Scatter
 from plait.tensors.part import Part, Ranges, everything, within
+from plait.tensors.rows import chunk
 from plait.tensors.torch_private import (
     end_backward,
     is_view,
@@ -38,7 +39,7 @@ def divides(shape: Sequence[int]) -> bool:
 
 def padded(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
     """Elements of the largest part of a tensor cut along a dim."""
-    return -(-shape[dim] // ranks) * math.prod(n for d, n in enumerate(shape) if d != dim)
+    return chunk(shape[dim], ranks, 0)[1] * math.prod(n for d, n in enumerate(shape) if d != dim)
 
 
 def square(value: float) -> float:
@@ -54,16 +55,10 @@ def along(shape: Sequence[int], ranks: int) -> int:
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
-def stretch(length: int, ranks: int, rank: int) -> tuple[int, int]:
-    """(first, end) of a rank's part of a dim, as FSDP2 cuts it: equal parts, the last ones short or empty."""
-    each = -(-length // ranks)
-    return min(rank * each, length), min((rank + 1) * each, length)
-
-
 def shard_of(whole: tuple[Ranges, ...], dim: int, ranks: int, rank: int) -> tuple[Ranges, ...]:
     """The ranges of a rank's shard of what lies at these ranges, cut along a dim."""
     length = sum(n for _, n in whole[dim])
-    return (*whole[:dim], within(whole[dim], *stretch(length, ranks, rank)), *whole[dim + 1 :])
+    return (*whole[:dim], within(whole[dim], *chunk(length, ranks, rank)), *whole[dim + 1 :])
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,11 @@ from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
-from plait.parallel.fsdp.runtime import FsdpRuntime, divides, keep_one, stretch, without_views
+from plait.parallel.fsdp.runtime import FsdpRuntime, divides, keep_one, without_views
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.tensors.collectives import directly
+from plait.tensors.rows import chunk
 from plait.tensors.torch_private import exchange_by, in_backward, materialise, sum_unused
 
 AXIS = "fsdp"
@@ -152,7 +153,6 @@ def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
     """Takes a rank's part of a whole parameter: its stretch of dim 0."""
 
     def mine(t: Tensor) -> Tensor:
-        first, end = stretch(t.shape[0], plan.fsdp, rank % plan.fsdp)
-        return t[first:end]
+        return t.narrow(0, *chunk(t.shape[0], plan.fsdp, rank % plan.fsdp))
 
     return mine

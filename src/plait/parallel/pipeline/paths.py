@@ -21,6 +21,7 @@ from plait.model.sketch import PROBES, Sketch, single
 from plait.model.trace import Call, Keys, trace_run
 from plait.parallel.pipeline.partition import ForwardPath, StagePartition, check_calls, crossings, homes
 from plait.randomness import keyed
+from plait.tensors.modules import attributes_of, put_back
 from plait.tensors.torch_private import Unknowns, emptied, own_buffers
 from plait.tensors.trees import Slot, Template, taken, template
 
@@ -89,7 +90,7 @@ class ForwardPaths:
             keyed.seed_host(self.seed, "forward", forward.step)
         keys = Keys((self.seed, forward.step, forward.first, forward.samples), self.sketch.places, self.random)
         units = [unit.name for unit in self.sketch.units]
-        held = [(m, dict(vars(m))) for m in self.model.modules()]  # a function kept in one may know it and not its copy
+        held = attributes_of(self.model.modules())  # a function kept in one may know it and not its copy
         for module, other in zip(self.hollow.modules(), self.model.modules()):
             vars(other).update(_parameters=module._parameters, _buffers=own_buffers(module))
         try:
@@ -98,9 +99,7 @@ class ForwardPaths:
             raise self._unknown(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         finally:
             keyed.restore_host(state)
-            for module, attributes in held:
-                vars(module).clear()
-                vars(module).update(attributes)
+            put_back(held)
         calls = tuple(self._judged(single(call)) for call in seen.metered.calls)
         owner = self._owned(calls)
         check_calls(calls, owner)

@@ -18,6 +18,7 @@ from plait.model.meter import tensors_in
 from plait.parallel.pipeline.partition import ForwardPath
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.tensors.fake import hollow
+from plait.tensors.modules import own_forward
 from plait.tensors.torch_private import (
     FakeTensor,
     WrapperTensor,
@@ -153,8 +154,7 @@ class _Unit:
     """A unit's forward on a stage."""
 
     def __init__(self, stages: PipelineStages, name: str, module: nn.Module):
-        self.stages, self.name, self.module = stages, name, module
-        self.replaced = module.__dict__.get("forward")
+        self.stages, self.name, self.own = stages, name, own_forward(module)
         self.number: int | None = None
         self.changed: Any = None
         """An argument that the unit changes and returns, where it does so."""
@@ -241,12 +241,6 @@ class _Unit:
         return (
             copied(run.received[numbers[0]]) if numbers[0] in run.received else self.stages.outputs_of(run, numbers[0])
         )
-
-    def own(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's forward as it was."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 class _Unknown(TorchFunctionMode):

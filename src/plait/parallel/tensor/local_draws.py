@@ -17,9 +17,10 @@ from plait.model.sketch import PROBES, Sketch
 from plait.model.slices import RegionBorder, Slices
 from plait.model.trace import trace_run
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
-from plait.parallel.tensor.vocabulary import heads, rows
+from plait.parallel.tensor.vocabulary import heads
 from plait.randomness.sub_block import differing
 from plait.tensors.collectives import Absent
+from plait.tensors.modules import forwards_kept
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
 
@@ -45,11 +46,10 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
         if name not in slices.owed and not isinstance(model.get_submodule(name), nn.Embedding)
     ]
     try:
-        alone.wrap()
-        handles += alone.install(units, heads(model, slices))
-        watched = trace_run(model, way.batches(PROBES[0]), way.run, way.fake)
+        with forwards_kept(model.get_submodule(one.unit) for one in slices.stretches):
+            handles += [*alone.wrap(), *alone.install(units, heads(model, slices))]
+            watched = trace_run(model, way.batches(PROBES[0]), way.run, way.fake)
     finally:
-        alone.unwrap()
         for handle in handles:
             handle.remove()
     batched = lambda place, d, n: n * PROBES[0] if sketch.places.get(place) == d else n  # noqa: E731
@@ -60,8 +60,8 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
 
 def _spread(output: Tensor, absent: Absent) -> ShardedTensor:
     """A head's logits, of which other ranks would have the other words."""
-    cut = rows(output.shape[-1], absent.size())
-    return ShardedTensor(output.narrow(-1, *cut[0][0]), output.dim() - 1, Rows(cut), absent)
+    rows = Rows.chunks(output.shape[-1], absent.size())
+    return ShardedTensor(rows.take(output, -1, 0), output.dim() - 1, rows, absent)
 
 
 class _AloneUnits(SequenceParallelUnits):

@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.model.slices import ParameterSlice, Slices
-from plait.parallel.fsdp.runtime import stretch
 from plait.tensors.collectives import enter, total
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
-
-
-def rows(length: int, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The rows of each rank."""
-    ends = [stretch(length, ranks, rank) for rank in range(ranks)]
-    return tuple(((first, end - first),) for first, end in ends)
 
 
 def cuts(model: nn.Module, slices: Slices, ranks: int) -> tuple[ParameterSlice, ...]:
@@ -31,7 +24,7 @@ def cuts(model: nn.Module, slices: Slices, ranks: int) -> tuple[ParameterSlice, 
     for name in slices.vocabulary:
         for parameter in model.get_submodule(name).parameters(recurse=False):
             key = named[id(parameter)]
-            found[key] = ParameterSlice(key, 0, rows(parameter.shape[0], ranks))
+            found[key] = ParameterSlice(key, 0, Rows.chunks(parameter.shape[0], ranks).ranks)
     return (*(c for group in slices.groups for c in group.cuts), *found.values())
 
 
@@ -52,7 +45,7 @@ def wire(module: nn.Module, length: int, group: Any, owed: bool = False) -> None
     """Let an embedding or a head of `length` rows work on this rank's. `owed`: an embedding's sum is made elsewhere."""
     kind = _Embedding if isinstance(module, nn.Embedding) else _Head
     module.__class__ = type(module.__class__.__name__, (kind, module.__class__), {})
-    module.__dict__["_rows"] = Rows(rows(length, group.size()))
+    module.__dict__["_rows"] = Rows.chunks(length, group.size())
     module.__dict__["_ranks"] = group
     module.__dict__["_owed"] = owed
 

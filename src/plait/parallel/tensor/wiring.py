@@ -20,6 +20,7 @@ Whether this is right for a block is not argued but checked: `parallel/tensor/fi
 
 import copy
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 from plait.randomness.sub_block import Axis
 from plait.tensors import multihead
 from plait.tensors.collectives import enter, part, total
-from plait.tensors.part import Ranges, everything
+from plait.tensors.modules import put_parameters
+from plait.tensors.part import Ranges, everything, taken
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import tree_map_only
 
@@ -116,7 +118,7 @@ def resized(have: tuple[int, ...], ask: tuple[int, ...], n: int) -> tuple[int, .
     >>> resized((2, 5, 8), (2, 5, 16), 2), resized((2, 5, 8), (2, 5, 4, 4), 2), resized((2, 2, 5, 4), (8, 5, 4), 2)
     ((2, 5, 8), (2, 5, 2, 4), (4, 5, 4))
     """
-    if -1 in ask or _product(ask) != n * _product(have):
+    if -1 in ask or prod(ask) != n * prod(have):
         return ask
     i = _parting(have, ask, n)
     at = next((k for k in range(i, len(ask)) if ask[k] % n == 0), None)
@@ -141,13 +143,6 @@ def _parting(have: tuple[int, ...], ask: tuple[int, ...], n: int) -> int:
                 return start
         i, j = i + 1, j + 1
     return i if i < len(ask) else 0
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def wire(
@@ -177,21 +172,12 @@ def cut_parameters(model: nn.Module, cuts: Mapping[str, ParameterSlice], rank: i
     """Put this rank's slices in the place of parameters, everywhere they are used; the new ones by name."""
     named = dict(model.named_parameters())
     new = {
-        id(named[name]): nn.Parameter(taken(named[name], cut, rank), named[name].requires_grad)
+        id(named[name]): nn.Parameter(taken(named[name].detach(), cut.dim, cut.ranges[rank]), named[name].requires_grad)
         for name, cut in cuts.items()
     }
     found = {name: new[id(named[name])] for name in cuts}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if id(parameter) in new:
-                module._parameters[key] = new[id(parameter)]
+    put_parameters(model, new)
     return found
-
-
-def taken(whole: Tensor, cut: ParameterSlice, rank: int) -> Tensor:
-    """A rank's slice of a tensor, in storage of its own."""
-    pieces = [whole.detach().narrow(cut.dim, first, length) for first, length in cut.ranges[rank]]
-    return torch.cat(pieces, cut.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def layout_of(shape: tuple[int, ...], cut: ParameterSlice, rank: int) -> tuple[tuple[int, ...], tuple[Ranges, ...]]:

@@ -21,7 +21,7 @@ from plait.model.sketch import Sketch
 from plait.model.table import size
 from plait.parallel.fsdp.optimizer_check import small
 from plait.planner.dryrun.allocations import Allocations, MemoryTape
-from plait.randomness.keyed import host_state, restore_host
+from plait.randomness.keyed import host_kept
 from plait.tensors.fake import PartlyFake
 from plait.tensors.torch_private import (
     FakeTensor,
@@ -98,13 +98,9 @@ class _Telling(TorchDispatchMode):
 
 def read(job: Job, own: Mapping[str, Tensor], given: set[str] | None = None) -> Numbers:
     """What steps of the job's optimizer read, from a run on small tensors. `given`: names of those that have a gradient."""
-    state = host_state()
     trained = {n: p for n, p in own.items() if p.requires_grad}
-    try:
-        with no_modes():
-            return Numbers(_read(job, trained, set(trained) if given is None else given))
-    finally:
-        restore_host(state)
+    with host_kept(), no_modes():
+        return Numbers(_read(job, trained, set(trained) if given is None else given))
 
 
 def _read(job: Job, trained: Mapping[str, Tensor], given: set[str]) -> list[list[Any]]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from plait.config.plan import AXES, Plan
+from plait.config.plan import Plan
 from plait.data.batch import BatchShare
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
-from plait.parallel.fsdp.runtime import along, divides, stretch
-from plait.tensors.rows import Rows
+from plait.parallel.fsdp.runtime import along, divides
+from plait.tensors.rows import Rows, chunk
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,19 @@ class RankKinds:
     def like(self, rank: int) -> int:
         """The first rank that is like this one."""
         at, plan = self.plan.at(rank), self.plan
-        dp, fsdp = divmod(self.shares[plan.share(rank)], plan.fsdp)
-        return _rank(plan, (at["pp"], dp, fsdp, self.stretches[at["cp"]], self.slices[at["tp"]]))
+        return self._rank(at["pp"], self.shares[plan.share(rank)], self.stretches[at["cp"]], self.slices[at["tp"]])
+
+    def _rank(self, pp: int, share: int, cp: int, tp: int) -> int:
+        dp, fsdp = divmod(share, self.plan.fsdp)
+        return self.plan.rank({"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp})
 
     def counts(self) -> dict[int, int]:
         """The first rank of each kind, and how many there are."""
         plan, found = self.plan, {}
         shares, stretches, slices = (Counter(firsts) for firsts in (self.shares, self.stretches, self.slices))
         for pp, share, cp, tp in product(range(plan.pp), shares, stretches, slices):
-            dp, fsdp = divmod(share, plan.fsdp)
-            found[_rank(plan, (pp, dp, fsdp, cp, tp))] = shares[share] * stretches[cp] * slices[tp]
+            found[self._rank(pp, share, cp, tp)] = shares[share] * stretches[cp] * slices[tp]
         return found
-
-
-def _rank(plan: Plan, at: tuple[int, ...]) -> int:
-    rank = 0
-    for axis, place in zip(AXES, at):
-        rank = rank * getattr(plan, axis) + place
-    return rank
 
 
 def _firsts(keys: Iterable[Any]) -> tuple[int, ...]:
@@ -62,7 +57,7 @@ def _firsts(keys: Iterable[Any]) -> tuple[int, ...]:
 def _share(plan: Plan, sketch: Sketch, batch: int) -> Iterable[Any]:
     """Samples of each micro-batch, sizes of the parts of what is cut, and experts."""
     lengths = sorted({c.shape(s, r)[0] if c else s[0] for c, s, r in _shapes(plan, sketch)})
-    parts = [tuple(b - a for n in lengths for a, b in [stretch(n, plan.fsdp, i)]) for i in range(plan.fsdp)]
+    parts = [tuple(chunk(n, plan.fsdp, i)[1] for n in lengths) for i in range(plan.fsdp)]
     experts = [tuple(len(m.mine(plan.ep, i)) for m in sketch.mixtures) for i in range(plan.ep)]
     shards, places = plan.expert_shards, range(plan.shares)
     pieces = [_pieces(sketch, plan, i % plan.ep, i // plan.ep % shards) if plan.ep > 1 else () for i in places]
@@ -75,8 +70,7 @@ def _pieces(sketch: Sketch, plan: Plan, part: int, shard: int) -> tuple[int, ...
     """Lengths of this shard's parts of a rank's experts, where those are kept as parts."""
     ranks = plan.expert_shards
     shapes = [s for m in sketch.mixtures for _, s, _ in m.held(m.mine(plan.ep, part)) if divides(s)]
-    ends = (stretch(s[along(s, ranks)], ranks, shard) for s in shapes if ranks > 1)
-    return tuple(end - first for first, end in ends)
+    return tuple(chunk(s[along(s, ranks)], ranks, shard)[1] for s in shapes if ranks > 1)
 
 
 def _shapes(plan: Plan, sketch: Sketch) -> Iterable[tuple[Any, tuple[int, ...], int]]:

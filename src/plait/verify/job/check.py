@@ -36,7 +36,7 @@ from plait.launch.place import Place, cores, pose
 from plait.launch.supervise import Listener
 from plait.model.make import call, make
 from plait.parallel.precision import forward_format
-from plait.randomness.keyed import host_state, restore_host
+from plait.randomness.keyed import host_kept
 from plait.tensors import higher_order
 from plait.verify.job.causes import problems_of, unlike_readers
 from plait.verify.job.trial import WIDE, Known, Point, measure, noted, one_device
@@ -162,9 +162,9 @@ def _opened(job: Job) -> tuple[int | None, Job, Job, bool]:
 
     Data that takes long to open is opened once: those that compare get it unread, and here a copy is read.
     """
-    state, began = host_state(), time.process_time()
-    data = opened(job.data)
-    restore_host(state)
+    began = time.process_time()
+    with host_kept():
+        data = opened(job.data)
     if not is_map(data):
         return None, job, job, False
     if time.process_time() - began > DEAR:
@@ -249,17 +249,17 @@ def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, Plan, tuple[str, .
 def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, float]:
     """(samples to compare in all, seconds for the loss alone), from the time of a forward pass of two samples."""
     model, pair = copy.deepcopy(known[0].model), 2
-    data, state = opened(job.data), host_state()
+    data = opened(job.data)
     from plait.data.batch import example, first_samples
 
-    inputs = move(first_samples(example(job.data, data), pair)[0], CPU, WIDE)
-    seconds = 0.0
-    with torch.no_grad(), forward_format(cut, WIDE, "cpu"), higher_order.apart():
-        for _ in range(2):
-            began = time.process_time()
-            call(model, inputs)
-            seconds = time.process_time() - began
-    restore_host(state)
+    with host_kept():
+        inputs = move(first_samples(example(job.data, data), pair)[0], CPU, WIDE)
+        seconds = 0.0
+        with torch.no_grad(), forward_format(cut, WIDE, "cpu"), higher_order.apart():
+            for _ in range(2):
+                began = time.process_time()
+                call(model, inputs)
+                seconds = time.process_time() - began
     each = max(seconds / pair, 1e-7)
     allowed = max(SECONDS[level], 1.5 * each * job.batch / cores()) * min(cores(), cut.world + 1)
     return int(0.8 * allowed / (6 * each)), 0.2 * allowed

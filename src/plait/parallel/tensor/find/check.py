@@ -15,9 +15,8 @@ same with `Resized`, for sizes that the code computes from its input.
 """
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,16 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice
 from plait.parallel.tensor.find.linear_maps import Map
 from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, ModuleCall, Still, patched, snapshot
 from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
-from plait.tensors.float64 import Wide
-from plait.tensors.torch_private import leaves, own_buffers, tree_map_only
-
-RELATIVE, ABSOLUTE = 1e-9, 1e-11
-"""In float64. Slices of products are summed in another order, nothing else differs."""
+from plait.tensors.float64 import Wide, near
+from plait.tensors.modules import state_kept
+from plait.tensors.part import taken
+from plait.tensors.torch_private import leaves, tree_map_only
 
 Values = dict[tuple[str, int], Any]
 """What each call of each map in a container returns, by name and number of the call."""
@@ -96,7 +94,7 @@ class ReplayedModule:
         replaced = dict(leaf or {})
         replaced |= {n: taken(p, cuts[n].dim, cuts[n].ranges[rank]) for n, p in self.parameters.items() if n in cuts}
         with ExitStack() as stack:
-            stack.enter_context(kept(self.module))
+            stack.enter_context(state_kept(self.module.modules()))
             stack.enter_context(patched(self._opaque(), self._returning(seen, values, cuts, rank)))
             for integer in {integer for group in groups for integer in group.integers}:
                 set_integer(self.follow.model, integer)
@@ -188,32 +186,6 @@ def check(containers: Iterable[ReplayedModule], groups: tuple[ColumnRowPair, ...
     return ""
 
 
-@contextmanager
-def kept(root: nn.Module) -> Iterator[None]:
-    """What a call changes on modules is put back: attributes (numbers, caches), hooks, and buffers, of which it gets copies."""
-    hooks = [(some, dict(some)) for m in root.modules() for some in vars(m).values() if type(some) is OrderedDict]
-    before = [(m, dict(vars(m)), dict(own_buffers(m))) for m in root.modules()]
-    copies = {id(b): b.detach().clone() for _, _, buffers in before for b in buffers.values() if b is not None}
-    try:
-        for module, _, buffers in before:
-            own_buffers(module).update({n: b if b is None else copies[id(b)] for n, b in buffers.items()})
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            own_buffers(module).clear()
-            own_buffers(module).update(buffers)
-        for some, content in hooks:
-            some.clear()
-            some.update(content)
-
-
-def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """These stretches of one dim of a tensor, in storage of their own."""
-    return torch.cat([whole.narrow(dim, first, length) for first, length in ranges], dim)
-
-
 def _random(like: Tensor, g: torch.Generator) -> Tensor:
     if not like.is_floating_point():
         return like
@@ -230,9 +202,7 @@ def _fresh(t: Tensor) -> Tensor:
 def _equal(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and (isinstance(a, (Tensor, int, float, str)) is False or a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, RELATIVE, ABSOLUTE, True))
+    return near(a, b)
 
 
 TRIES = 200

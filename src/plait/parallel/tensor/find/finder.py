@@ -33,13 +33,15 @@ from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.model.meter import tensors_in
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, Slices
 from plait.model.trace import Call
-from plait.parallel.tensor.find.check import ReplayedModule, adapted, check, kept
+from plait.parallel.tensor.find.check import ReplayedModule, adapted, check
 from plait.parallel.tensor.find.linear_maps import LARGE_MODEL, find_maps, packed_attentions, random_weights, tries
 from plait.parallel.tensor.find.propose import Refused, proposals
 from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, Still
 from plait.parallel.tensor.sequence.check import stretched
 from plait.randomness import keyed
+from plait.randomness.keyed import host_kept
 from plait.tensors.float64 import Wide
+from plait.tensors.modules import state_kept
 from plait.tensors.torch_private import leaves, tree_map_only
 
 
@@ -188,16 +190,15 @@ def find(
     of them run on stretches between their regions is found too; name -> why it cannot, or nothing. `given`: the calls of
     units in a run on whole rows; on the few words of a row that the model is followed on it must make the same ones.
     """
-    state, threads = keyed.host_state(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
-        with kept(model), random_weights(model):
+        with host_kept(), state_kept(model.modules()), random_weights(model):
             finder = _Finder(model, (inputs(SAMPLES), given), call, n, tensor or {})
             found = finder.find()
             return stretched(finder.follow, finder.maps, found, units, n, SAMPLES) if units else found
     finally:
         torch.set_num_threads(threads)
-        keyed.restore_host(state)
 
 
 def _units(follow: DataflowTrace, given: Calls) -> Calls:
@@ -239,7 +240,7 @@ class _Finder:
                 break
             follow = DataflowTrace(self.model, opaque, numbers)
             try:
-                with kept(self.model), Wide(), Still():
+                with state_kept(self.model.modules()), Wide(), Still():
                     for number in range(ROUNDS):
                         keyed.seed_host("slices", number)
                         before = keyed.first_draws()

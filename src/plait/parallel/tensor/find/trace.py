@@ -27,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from plait.model.meter import flat, tensors_in
 from plait.randomness import keyed
+from plait.randomness.distributions import DROPOUTS, dropout_call
+from plait.tensors.modules import forwards_kept
 from plait.tensors.torch_private import leaves, storage_key, tree_map, tree_map_only
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type)
@@ -76,8 +78,9 @@ class Still(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in keyed.PLAIN_DROPOUTS or func in keyed.FEATURE_DROPOUTS:
-            return _kept(*args, **kwargs)
+        if func in DROPOUTS:
+            dropout = dropout_call(func, *args, **kwargs)
+            return dropout.input if dropout.inplace else dropout.input.clone()
         if func is torch.nn.functional.scaled_dot_product_attention:
             keys = (*args[1:3], *(kwargs[name] for name in ("key", "value") if name in kwargs))
             if any(
@@ -94,12 +97,9 @@ def hollow(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]
     given = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
     meta = {name: p.detach().to("meta", torch.float64) for name, p in module.named_parameters()}
     trained = any(t.requires_grad for t in (*module.parameters(), *tensors_in((args, kwargs))))
-    own = vars(module).get("forward")
-    vars(module)["forward"] = forward
-    try:
+    with forwards_kept([module]):
+        vars(module)["forward"] = forward
         output = functional_call(module, meta, *given)
-    finally:
-        vars(module)["forward"] = own
     return tree_map_only(Tensor, lambda t: _random(t, trained and torch.is_grad_enabled()), output)
 
 
@@ -109,24 +109,13 @@ def _random(like: Tensor, trained: bool) -> Tensor:
     return torch.empty(like.shape, dtype=torch.float64).uniform_(-0.5, 0.5).requires_grad_(trained).clone()
 
 
-def _kept(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> Tensor:
-    return input if inplace else input.clone()
-
-
 @contextmanager
 def patched(modules: Mapping[str, nn.Module], make: Callable[[str, nn.Module, Any], Any]) -> Iterator[None]:
     """Give modules other forwards: `make(name, module, its forward)`."""
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
-    for name, module in modules.items():
-        module.__dict__["forward"] = make(name, module, module.forward)
-    try:
-        yield
-    finally:
+    with forwards_kept(modules.values()):
         for name, module in modules.items():
-            if own[name] is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own[name]
+            vars(module)["forward"] = make(name, module, module.forward)
+        yield
 
 
 def snapshot(tree: Any) -> Any:

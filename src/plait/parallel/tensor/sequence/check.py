@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from plait.model.slices import ColumnRowPair, PositionwiseUnit, RegionArgument, RegionBorder, Slices
-from plait.parallel.tensor.find.check import ABSOLUTE, RELATIVE, OtherCode, ReplayedModule, ReplayedRun, Values
+from plait.parallel.tensor.find.check import OtherCode, ReplayedModule, ReplayedRun, Values
 from plait.parallel.tensor.find.linear_maps import Map
 from plait.parallel.tensor.find.trace import DataflowTrace, snapshot
 from plait.parallel.tensor.sequence.lazy import GlobalShape, rows_of
 from plait.parallel.tensor.sequence.runtime import put
+from plait.tensors.float64 import near
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import tree_map_only
 
@@ -200,13 +201,6 @@ class OnRows(ReplayedModule):
         if len(dims) != 1:
             raise OtherCode(f"the region of {group.row} is given no stretch" if not dims else "its dims differ")
         return dims.pop()
-
-
-def near(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and format hold the same numbers, up to rounding."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, RELATIVE, ABSOLUTE, True))
 
 
 DEEP = 4

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.randomness.distributions import dropout_call
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import WrapperTensor, plainly, tree_leaves, tree_map, version
 
@@ -255,9 +256,7 @@ class PartialSum(Lazy):
         """What is linear, on the shares."""
         name = func.__name__
         if name == "dropout" and args[0] is self:
-            training = args[2] if len(args) > 2 else kwargs.get("training", True)
-            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            return NotImplemented if training and p else self
+            return NotImplemented if dropout_call(func, *args, **kwargs).drops else self
         if self.made is None and len(args) == 2 and not kwargs:
             other = args[1] if args[0] is self else args[0]
             if name in ADDS and isinstance(other, Tensor):

@@ -19,6 +19,7 @@ from plait.model.slices import PositionwiseUnit, RegionBorder, Slices
 from plait.parallel.tensor.sequence.lazy import GlobalShape, Lazy, LazyGather, PartialSum, plain, rows_of
 from plait.randomness.sub_block import Axis, HeldRows
 from plait.tensors import collectives
+from plait.tensors.modules import own_forward
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import is_unknown, leaves, tree_flatten, tree_map, tree_unflatten
 
@@ -31,7 +32,6 @@ class SequenceParallelUnits:
         self.rows: Rows | None = None
         """Who has which rows in the unit that runs now."""
         self.coming: Rows | None = None
-        self.early: list[Any] = []
         self.posing = False
         """Whether that unit's sequences pose as wholes."""
         self.units = [_Unit(self, one) for one in slices.stretches]
@@ -40,23 +40,18 @@ class SequenceParallelUnits:
         }
         """By the row of a region."""
 
-    def wrap(self) -> None:
-        """Units on stretches know whose rows they run on; also when they are recomputed. After their regions are made."""
+    def wrap(self) -> list[Any]:
+        """Units on stretches know whose rows they run on; also when they are recomputed. After their regions are made.
+
+        Returns the handles of hooks that gather what other stages get.
+        """
+        handles = []
         for unit in self.units:
             module = self.model.get_submodule(unit.on.unit)
             module.forward = _Inside(self, unit.on, module)
             if unit.on.crosses:  # before any other hook
-                self.early.append(module.register_forward_hook(unit.gather))
-
-    def unwrap(self) -> None:
-        """As before `wrap`."""
-        for handle in self.early:
-            handle.remove()
-        for one in self.slices.stretches:
-            kept = self.model.get_submodule(one.unit).__dict__
-            inside = kept.pop("forward", None)
-            if isinstance(inside, _Inside) and inside.replaced is not None:
-                kept["forward"] = inside.replaced
+                handles.append(module.register_forward_hook(unit.gather))
+        return handles
 
     def install(self, units: Iterable[str], heads: Iterable[str]) -> list[Any]:
         """From now on units get rows. After all other hooks on units: these must see plain tensors."""
@@ -200,8 +195,7 @@ class _Inside:
     """A unit's own forward on stretches. What it is given remembers whose rows it is of: it may run again in backward."""
 
     def __init__(self, parallel_units: SequenceParallelUnits, stretched: PositionwiseUnit, module: nn.Module):
-        self.parallel_units, self.on, self.module = parallel_units, stretched, module
-        self.replaced = module.__dict__.get("forward")
+        self.parallel_units, self.on, self.own = parallel_units, stretched, own_forward(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parallel_units, on = self.parallel_units, self.on
@@ -213,15 +207,10 @@ class _Inside:
         if on.posing:
             args, kwargs = put(args, kwargs, on.key, GlobalShape.of(given, on.dim, given.whose_rows.length))
         try:
-            output = self._own(*args, **kwargs)
+            output = self.own(*args, **kwargs)
             return tree_map(rows_of, output) if on.posing else output
         finally:
             parallel_units.rows, parallel_units.posing = before
-
-    def _own(self, *args: Any, **kwargs: Any) -> Any:
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def put(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Any) -> tuple[Any, Any]:

@@ -1,0 +1,109 @@
+"""What is done to modules from outside: another forward, what a call changes put back, other parameters, eval mode."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from plait.tensors.torch_private import own_buffers
+
+Attributes = list[tuple[nn.Module, dict[str, Any]]]
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward as it is now, for another one that is put in its place.
+
+    It is that of the class which the module has when it is called, since a strategy may change that; unless a forward
+    was put on the module itself.
+    """
+    replaced = vars(module).get("forward")
+    return partial(_of_its_class, module) if replaced is None else replaced
+
+
+def _of_its_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+@contextmanager
+def forwards_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What is put in the place of these modules' forwards inside is taken back."""
+    before = [(vars(module), vars(module).get("forward")) for module in modules]
+    try:
+        yield
+    finally:
+        for attributes, forward in before:
+            attributes.pop("forward", None)
+            if forward is not None:
+                attributes["forward"] = forward
+
+
+def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
+    """The attributes of modules as they are now (numbers, caches, a forward of their own), for `put_back`."""
+    return [(module, dict(vars(module))) for module in modules]
+
+
+def put_back(attributes: Attributes) -> None:
+    """Give modules exactly these attributes again."""
+    for module, values in attributes:
+        vars(module).clear()
+        vars(module).update(values)
+
+
+class ModuleState:
+    """What a call may change on modules, as it is now: attributes, which tensors are their buffers, and `hooks`."""
+
+    def __init__(self, modules: Iterable[nn.Module], hooks: bool = True):
+        self.attributes = attributes_of(modules)
+        self.buffers = [own_buffers(module) for module, _ in self.attributes]
+        values = (value for _, values in self.attributes for value in values.values()) if hooks else ()
+        tables: list[dict[Any, Any]] = [*self.buffers, *(value for value in values if type(value) is OrderedDict)]
+        self._tables = [(table, dict(table)) for table in tables]
+
+    def restore(self) -> None:
+        """Put it back. The numbers in buffers are as the call left them."""
+        put_back(self.attributes)
+        for table, content in self._tables:
+            table.clear()
+            table.update(content)
+
+
+@contextmanager
+def state_kept(modules: Iterable[nn.Module], hooks: bool = True) -> Iterator[None]:
+    """What a call inside changes on modules is put back (`ModuleState`), and of their buffers it gets copies to write to.
+
+    `hooks`: theirs too; what runs in every step of training is spared the time.
+    """
+    before = ModuleState(modules, hooks)
+    copies: dict[int, Tensor | None] = {}
+    for table in before.buffers:
+        for name, buffer in table.items():
+            if id(buffer) not in copies:
+                copies[id(buffer)] = None if buffer is None else buffer.clone()
+            table[name] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards each of its modules is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def put_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters in the place of some (id -> the new one), wherever the model uses them: tied ones stay tied."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in new:
+                setattr(module, name, new[id(parameter)])
