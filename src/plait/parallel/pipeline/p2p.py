@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.parallel.pipeline.schedules import Action, Row, made
 from plait.parallel.pipeline.simulate import simulate
@@ -112,7 +113,9 @@ class PointToPoint:
     `ahead`: receives posted before they are waited for, of each sender; 0 where messages run in the order of asking.
     """
 
-    def __init__(self, group: Any, routes: Routes, make: Callable[[StageMessage], list[Tensor]], ahead: int = AHEAD):
+    def __init__(
+        self, group: ProcessGroup, routes: Routes, make: Callable[[StageMessage], list[Tensor]], ahead: int = AHEAD
+    ):
         self.group, self.routes, self.make, self.ahead = group, routes, make, ahead
         self.rank = rank = group.rank()
         self.places = {

@@ -32,7 +32,7 @@ KEPT = 256
 class Forward:
     """A forward pass to come: its inputs, and which samples of which step these are. `step` −1: an evaluation."""
 
-    inputs: Any
+    inputs: object
     samples: int
     first: int = 0
     step: int = -1
@@ -44,7 +44,7 @@ class ForwardPaths:
     def __init__(self, model: nn.Module, sketch: Sketch, cut: StagePartition, call: Call, inputs: Callable[[int], Any]):
         self.model, self.sketch, self.call = model, sketch, call
         self.first = ForwardPath(sketch.calls, cut)
-        self.seed: Any = None
+        self.seed = 0
         """The job's, which the host generators start from."""
         self.fixed = False
         """There is no other course than the first: what crosses is a stretch of a sequence (cp), which no run here shows."""
@@ -135,11 +135,11 @@ class ForwardPaths:
         return PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length", "pp=1")))
 
 
-def signature(inputs: Any) -> tuple[Any, ...]:
+def signature(inputs: object) -> tuple[Any, ...]:
     """The tree of some inputs, shapes and formats of tensors, and what else is in it."""
     spec, rows = taken(inputs)
     return repr(spec), tuple(map(_row, rows))
 
 
-def _row(leaf: Any) -> Any:
+def _row(leaf: object) -> object:
     return leaf[:2] if isinstance(leaf, tuple) and len(leaf) == 3 and isinstance(leaf[1], torch.dtype) else repr(leaf)

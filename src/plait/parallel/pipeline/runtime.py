@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.parallel.pipeline import p2p as boundary
@@ -23,6 +24,7 @@ from plait.parallel.pipeline.paths import Forward
 from plait.parallel.pipeline.schedules import Action, Table
 from plait.parallel.pipeline.split_backward import halves
 from plait.parallel.pipeline.stage import PipelineStages, StageForward
+from plait.randomness.keyed import Randomness
 from plait.tensors.trees import Slot, tensors
 
 
@@ -30,8 +32,8 @@ from plait.tensors.trees import Slot, tensors
 class MicroBatch:
     """One micro-batch of this rank's share: what the stages run on, and how much it weighs."""
 
-    inputs: Any
-    targets: Any
+    inputs: object
+    targets: object
     first: int
     samples: int
     weight: float
@@ -96,12 +98,12 @@ class Clock:
 class PipelineRuntime:
     """This rank's stages, its neighbours and its row of the table."""
 
-    def __init__(self, stages: PipelineStages, group: Any, table: Callable[[int], Table]):
+    def __init__(self, stages: PipelineStages, group: ProcessGroup, table: Callable[[int], Table]):
         self.stages, self.group, self.table = stages, group, table
         self.rank = group.rank()
         self.ahead = AHEAD if stages.device.type == "cpu" else 0
         self.routes = cache(self._routes)
-        self.randomness: Any = None
+        self.randomness: Randomness
         self.number = 0
         """The step, which random numbers are keyed by."""
         self.clock = Clock()
@@ -144,7 +146,7 @@ class PipelineRuntime:
             raise PlaitError(Problem("P026", "the pipeline did not run its table", why=why), FAILED)
         return self.losses
 
-    def forward_only(self, inputs: Any, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
+    def forward_only(self, inputs: object, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
         """(the model's output, True) on the rank of the last stage; elsewhere the output is unknown. No gradients."""
         self.given, self.owner, output = {}, self.table(1).owner, None
         self.clock.spans, self.paths = [], [self.stages.paths.of(Forward(inputs, samples))]

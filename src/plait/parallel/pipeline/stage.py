@@ -101,7 +101,7 @@ class PipelineStages:
         self._checked(output if stage + 1 == self.cut.stages else None, path)
         return output, run
 
-    def _checked(self, output: Any, path: ForwardPath) -> None:
+    def _checked(self, output: object, path: ForwardPath) -> None:
         """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
         what = "the model's output depends on a value that only another stage has"
         if path.aside or not any(map(is_unknown, leaves(output))):  # what nobody looks at may be unknown
@@ -112,9 +112,9 @@ class PipelineStages:
             what = f"code between units writes a value that only another stage has into the buffer {name}"
         raise PlaitError(Problem("P024", what, why="only what units return travels", fix=("pp=1",)))
 
-    def look(self, made: Any, of: str) -> None:
+    def look(self, result: object, of: str) -> None:
         """P024 when what the job's own code made of the model's output is unknown."""
-        if any(map(is_unknown, leaves(made))):
+        if any(map(is_unknown, leaves(result))):
             what = f"the job's {of} depends on a value that only another stage has"
             why = "only what units return travels, not what they leave in lists, caches or attributes"
             raise PlaitError(Problem("P024", what, why=why, fix=("let the unit return it", "pp=1")))
@@ -144,7 +144,7 @@ class PipelineStages:
         return template.fill(t for t, _ in known)
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: object) -> Any:
     """What the model's code may change in place, when the value itself is also for other stages."""
     return tree.clone() if isinstance(tree, Tensor) else tree_map_only(Tensor, torch.clone, tree)
 
@@ -156,7 +156,7 @@ class _Unit:
         self.stages, self.name, self.module = stages, name, module
         self.replaced = module.__dict__.get("forward")
         self.number: int | None = None
-        self.changed: Any = None
+        self.changed: object = None
         """An argument that the unit changes and returns, where it does so."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,14 +204,14 @@ class _Unit:
         finally:
             self.stages.elsewhere = ""
 
-    def check(self, run: StageForward, found: Iterable[Any]) -> None:
+    def check(self, run: StageForward, values: Iterable[object]) -> None:
         """P024 when an unknown is among what the unit is given, or returns."""
-        if any(map(is_unknown, found)):
+        if any(map(is_unknown, values)):
             what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
             why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
             raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
 
-    def keep(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def keep(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
 
         What was received is put in again: hooks on the unit may see it, but have done their work on it where it was made.
@@ -262,7 +262,7 @@ class _Unknown(TorchFunctionMode):
             return func(*args, **kwargs)
         known: list[tuple[Tensor, Tensor, int]] = []
 
-        def fake(leaf: Any) -> Any:
+        def fake(leaf: object) -> object:
             if not isinstance(leaf, Tensor) or is_unknown(leaf):
                 return leaf
             hollow = isinstance(leaf, (WrapperTensor, FakeTensor))
@@ -285,7 +285,7 @@ class _Unknown(TorchFunctionMode):
         with self.stages.fakes, torch.no_grad():
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.stages.device)
 
-    def _unknown(self, leaf: Any) -> bool:
+    def _unknown(self, leaf: object) -> bool:
         lost = self.stages.current.lost if self.stages.current is not None else ()
         return is_unknown(leaf) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
 

@@ -36,7 +36,6 @@ Paper
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
@@ -115,7 +114,7 @@ def apply(built: Built) -> None:
             built.partial.append((tuple(name for name, ranks in homes.items() if ranks == alike), group))
     built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
 
-    def finish(_: Any) -> None:
+    def finish(_: object) -> None:
         stages.skip = _passed(built, sketch)
         stages.install()
         pipe.randomness = built.randomness
