@@ -5,7 +5,7 @@ reason. The result goes into the sketch, from which `parallel/tensor/strategy.py
 """
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,10 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.model.make import BuiltModel
 from plait.model.meter import OUTPUT
 from plait.model.sketch import Sketch
 from plait.model.slices import ColumnRowPair, Slices
+from plait.model.trace import Call
 from plait.parallel.expert import find as experts
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.find.finder import find
@@ -28,7 +31,14 @@ from plait.tensors.torch_private import fake_failures, tree_leaves
 
 
 def slices_of(
-    sketch: Sketch, model: nn.Module, inputs: Any, call: Any, job: Any, plan: Plan, *, handed_on: Set[str] = frozenset()
+    sketch: Sketch,
+    model: nn.Module,
+    inputs: Callable[[int], object],
+    call: Call,
+    job: Job,
+    plan: Plan,
+    *,
+    handed_on: Set[str] = frozenset(),
 ) -> Slices:
     """The slices of a job's model that can be cut under a plan. `handed_on`: units whose output goes to another stage."""
     given = tuple((c.unit, c.given) for c in sketch.calls)
@@ -60,7 +70,7 @@ def _owed(found: Slices, sketch: Sketch, model: nn.Module, plan: Plan, crossing:
             yield name
 
 
-def _routed(sketch: Sketch, model: nn.Module, inputs: Any, call: Any) -> set[str]:
+def _routed(sketch: Sketch, model: nn.Module, inputs: Callable[[int], object], call: Call) -> set[str]:
     """Parameters of experts that are given as many rows as the data says: nobody could say beforehand what they send."""
     if not sketch.by_values or sketch.mixtures:  # without numbers no row is sent anywhere
         return set()
@@ -85,11 +95,19 @@ def _whole(group: ColumnRowPair, sketch: Sketch, plan: Plan, routed: set[str]) -
 
 
 def sliced(
-    sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan, *, handed_on: Set[str] = frozenset()
+    sketch: Sketch,
+    made: BuiltModel,
+    pairs: Callable[[int], Any],
+    call: Call,
+    job: Job,
+    plan: Plan,
+    *,
+    wide: bool,
+    handed_on: Set[str] = frozenset(),
 ) -> Sketch:
-    """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples, and whether
-    the run is `verify`'s, in which nothing becomes float32."""
-    found = slices_of(sketch, made.model, batches[0], call, job, plan, handed_on=handed_on)
+    """The sketch with the slices of the model. `pairs`: n -> inputs and targets of n samples; `wide`: the run is `verify`'s,
+    in which nothing becomes float32."""
+    found = slices_of(sketch, made.model, lambda n: pairs(n)[0], call, job, plan, handed_on=handed_on)
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
     shares = [n for one in (*found.groups, *found.stretches) for n in one.partial] + [
@@ -97,7 +115,7 @@ def sliced(
     ]
 
     if found.stretches:
-        found = _with_draws(_ways(sketch, made, batches, call, job), found, sketch, plan)
+        found = _with_draws(_ways(sketch, made, pairs, call, job, wide=wide), found, sketch, plan)
     cuts = vocabulary.cuts(made.model, found, plan.tp)
     if not cuts:
         why = (
@@ -118,18 +136,20 @@ def _with_draws(ways: list[Runnable], found: Slices, sketch: Sketch, plan: Plan)
     raise AssertionError  # the last way raised
 
 
-def _ways(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any) -> list[Runnable]:
+def _ways(
+    sketch: Sketch, made: BuiltModel, pairs: Callable[[int], Any], call: Call, job: Job, *, wide: bool
+) -> list[Runnable]:
     """How to run the job, to see what it draws: on tensors without numbers; with numbers, for a loss that looks at
     them; and with the sum of the outputs in its place, where it cannot be computed of so few samples."""
 
-    def run(loss: Any, model: nn.Module, pair: Any) -> Any:
-        with Wide() if batches[2] else nullcontext():
+    def run(loss: Callable[[Any, Any], Any], model: nn.Module, pair: tuple[object, object]) -> object:
+        with Wide() if wide else nullcontext():
             return loss(call(model, pair[0]), pair[1])
 
-    def everything(outputs: Any, targets: Any) -> Any:
+    def everything(outputs: object, targets: object) -> object:
         return sum(t.sum() for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad)
 
-    real = Runnable(made.model, batches[1], partial(run, job.loss), False)
+    real = Runnable(made.model, pairs, partial(run, job.loss), False)
     if sketch.by_values:
         return [real, replace(real, run=partial(run, everything))]
     fake = replace(real, model=made.fake, fake=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from plait.model.sketch import PROBES, Sketch
@@ -40,7 +39,7 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
     units, alone = [unit.name for unit in sketch.units], _AloneUnits(model, slices, Absent(ranks))
     handles = [hook for one in slices.stretches for border in one.borders for hook in alone.border(border, slices)]
     handles += [
-        model.get_submodule(name).register_forward_hook(lambda m, a, output: _spread(output, alone.group))
+        model.get_submodule(name).register_forward_hook(alone.spread)
         for name in slices.vocabulary
         if name not in slices.owed and not isinstance(model.get_submodule(name), nn.Embedding)
     ]
@@ -58,16 +57,10 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
     return differing(whole, local), tuple(sorted(alone.lengths))
 
 
-def _spread(output: Tensor, absent: Absent) -> ShardedTensor:
-    """A head's logits, of which other ranks would have the other words."""
-    cut = rows(output.shape[-1], absent.ranks)
-    return ShardedTensor(output.narrow(-1, *cut[0][0]), output.dim() - 1, Rows(cut), absent)
-
-
 class _AloneUnits(SequenceParallelUnits):
     """Units on the stretches of a rank whose group is not there: what would be received is empty."""
 
-    def __init__(self, model: nn.Module, slices: Slices, group: Any):
+    def __init__(self, model: nn.Module, slices: Slices, group: Absent):
         super().__init__(model, slices, group)
         self.lengths: set[int] = set()
 
@@ -76,18 +69,18 @@ class _AloneUnits(SequenceParallelUnits):
         gathered: dict[int, tuple[Tensor, Tensor]] = {}
 
         def begins(key: int | str, dim: int) -> Callable[..., Any]:
-            def entering(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def entering(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 x = kwargs[key] if isinstance(key, str) else args[key]
                 if gathered.get(id(x), (None,))[0] is not x:
-                    gathered[id(x)] = x, self.begin(x, dim, border.row)
+                    gathered[id(x)] = x, self.begin(x, dim)
                 return put(args, kwargs, key, gathered[id(x)][1])
 
             return entering
 
-        def ends(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def ends(module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> Any:
             gathered.clear()
             first, *rest = output if isinstance(output, tuple) else (output,)
-            mine = self.end(first, border.given[0].dim or 0, border.row)
+            mine = self.end(first, border.given[0].dim or 0)
             return (mine, *rest) if isinstance(output, tuple) else mine
 
         found = [
@@ -101,19 +94,16 @@ class _AloneUnits(SequenceParallelUnits):
         end = container if isinstance(container, nn.MultiheadAttention) else self.model.get_submodule(border.row)
         return [*found, end.register_forward_hook(ends)]
 
-    def taken(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        self.lengths.add(rows.length)
-        return rows.take(x, dim, self.group.rank())
+    def spread(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> ShardedTensor:
+        """A head's logits, of which other ranks would have the other words."""
+        cut = rows(output.shape[-1], self.group.size())
+        return ShardedTensor(output.narrow(-1, *cut[0][0]), output.dim() - 1, Rows(cut), self.group)
 
-    def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        return self.taken(x, dim, rows, at).clone()  # no view: code may add to it in place
+    def split(self, length: int) -> Rows:
+        """Notes the length too."""
+        self.lengths.add(length)
+        return super().split(length)
 
-    def gathered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        others = rows.length - x.shape[dim]
-        return torch.cat([x, x.new_empty([others if d == dim else n for d, n in enumerate(x.shape)])], dim)
-
-    def entered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        return self.gathered(x, dim, rows, at)
-
-    def summed(self, x: Tensor, at: str) -> Tensor:
-        return x.view_as(x)
+    def left(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
+        """This rank's rows of its own share: nobody has the others."""
+        return self.taken(x, dim, rows)

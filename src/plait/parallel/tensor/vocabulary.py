@@ -6,15 +6,14 @@ the logits of its rows; they stand for the whole in a `ShardedTensor`, which kno
 gathering them. Rows need not divide by the ranks.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from plait.model.slices import ParameterSlice, Slices
 from plait.parallel.fsdp.runtime import stretch
-from plait.tensors.collectives import enter, total
+from plait.tensors.collectives import Absent, enter, total
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
 
@@ -48,7 +47,7 @@ def heads(model: nn.Module, slices: Slices) -> tuple[str, ...]:
     return tuple(name for name, m in tables if isinstance(m, nn.Linear) and "forward" not in vars(m))
 
 
-def wire(module: nn.Module, length: int, group: Any, owed: bool = False) -> None:
+def wire(module: nn.Module, length: int, group: ProcessGroup | Absent, owed: bool = False) -> None:
     """Let an embedding or a head of `length` rows work on this rank's. `owed`: an embedding's sum is made elsewhere."""
     kind = _Embedding if isinstance(module, nn.Embedding) else _Head
     module.__class__ = type(module.__class__.__name__, (kind, module.__class__), {})
@@ -59,7 +58,7 @@ def wire(module: nn.Module, length: int, group: Any, owed: bool = False) -> None
 
 class _Embedding(nn.Embedding):
     _rows: Rows
-    _ranks: Any
+    _ranks: ProcessGroup | Absent
     _owed: bool
 
     def forward(self, input: Tensor) -> Tensor:
@@ -81,9 +80,9 @@ class _Embedding(nn.Embedding):
 
 class _Head(nn.Linear):
     _rows: Rows
-    _ranks: Any
+    _ranks: ProcessGroup | Absent
 
-    def forward(self, input: Tensor) -> Any:
+    def forward(self, input: Tensor) -> ShardedTensor:
         if not self.__dict__.get("_gathered"):  # by `parallel/tensor/sequence/runtime.py`, from stretches
             input = enter(input, self._ranks)
         logits = F.linear(input, self.weight, self.bias)

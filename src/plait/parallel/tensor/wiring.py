@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from plait.model.sketch import Sketch
@@ -32,7 +33,7 @@ from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 from plait.randomness.sub_block import Axis
 from plait.tensors import multihead
-from plait.tensors.collectives import enter, part, total
+from plait.tensors.collectives import Absent, enter, part, total
 from plait.tensors.part import Ranges, everything
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import tree_map_only
@@ -68,10 +69,10 @@ class LocalSizes(TorchFunctionMode):
             return args, kwargs
         return (x, resized(tuple(x.shape), shape, self.n)), {}
 
-    def _unflattened(self, x: Tensor, dim: Any, given: Any) -> tuple[Any, ...]:
-        shape = _sizes(given)
+    def _unflattened(self, x: Tensor, dim: object, sizes: object) -> tuple[Any, ...]:
+        shape = _sizes(sizes)
         if shape is None or not isinstance(dim, int):
-            return x, dim, given
+            return x, dim, sizes
         return x, dim, resized((x.shape[dim],), shape, self.n)
 
     def _split(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -103,11 +104,10 @@ class LocalSizes(TorchFunctionMode):
         )
 
 
-def _sizes(given: Any) -> tuple[int, ...] | None:
+def _sizes(sizes: object) -> tuple[int, ...] | None:
     """Whole numbers, or None when it is something else (a dtype, a tensor)."""
-    if not isinstance(given, (tuple, list)):
-        return None
-    return tuple(given) if all(isinstance(s, int) for s in given) else None
+    whole = isinstance(sizes, (tuple, list)) and all(isinstance(size, int) for size in sizes)
+    return tuple(sizes) if whole else None
 
 
 def resized(have: tuple[int, ...], ask: tuple[int, ...], n: int) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def wire(
     model: nn.Module,
     sketch: Sketch,
     own: Mapping[str, nn.Parameter],
-    ranks: Any,
+    ranks: ProcessGroup | Absent,
     parallel_units: SequenceParallelUnits | None = None,
 ) -> tuple[list[ColumnRowPair], dict[str, nn.Parameter]]:
     """Cut what of a model is its `own` (not another stage's): the regions that are cut, and a rank's slices by name."""
@@ -203,7 +203,7 @@ def layout_of(shape: tuple[int, ...], cut: ParameterSlice, rank: int) -> tuple[t
 
 def set_integer(model: nn.Module, integer: DividedNumber) -> None:
     """Divide a number that a module's code has fixed. An object that holds it is copied for this module first."""
-    holder: Any = model.get_submodule(integer.module)
+    holder: object = model.get_submodule(integer.module)
     *path, name = integer.path.split(".")
     for step in path:
         inner = copy.copy(vars(holder)[step])  # a module's own __setattr__ would look for parameters
@@ -219,7 +219,7 @@ class SlicedRegion:
         self,
         model: nn.Module,
         group: ColumnRowPair,
-        ranks: Any,
+        ranks: ProcessGroup | Absent,
         on: tuple[RegionBorder, SequenceParallelUnits] | None = None,
     ):
         """`on`: where it begins and ends in a unit that runs on stretches of the sequence."""
@@ -249,7 +249,7 @@ class SlicedRegion:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return tuple(map(self._entered, args)), {key: self._entered(value) for key, value in kwargs.items()}
 
-    def _entered(self, value: Any) -> Any:
+    def _entered(self, value: object) -> object:
         if not (isinstance(value, Tensor) and value.requires_grad):
             return value
         if id(value) not in self.entered:
@@ -261,15 +261,15 @@ class SlicedRegion:
         self.gathered.clear()
         if self.on is not None:
             border, parallel_units = self.on
-            return parallel_units.end(output, border.dim, border.row)
+            return parallel_units.end(output, border.dim)
         return total(output, self.ranks)
 
     def _gathered(self, value: Tensor, dim: int) -> Tensor:
         """All rows of what a unit on stretches gives the region; its gradient needs no other sum."""
         assert self.on is not None
-        border, parallel_units = self.on
+        _, parallel_units = self.on
         if id(value) not in self.gathered:
-            whole = parallel_units.begin(value, dim, border.row)
+            whole = parallel_units.begin(value, dim)
             self.gathered[id(value)] = value, whole
             self.entered[id(whole)] = whole, whole
         return self.gathered[id(value)][1]
@@ -289,7 +289,7 @@ class SlicedRegion:
                 return args, {**kwargs, key: mine}
             return (*args[:key], mine, *args[key + 1 :]), kwargs
 
-        def handed_on(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def handed_on(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
             """A module may return what it was given: others must get it as it was."""
             back = lambda t: next((value for mine, value in replaced if t is mine), t)  # noqa: E731
             output = tree_map_only(Tensor, back, output) if replaced else output

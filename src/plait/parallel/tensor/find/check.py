@@ -16,7 +16,7 @@ same with `Resized`, for sizes that the code computes from its input.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges
 from plait.parallel.tensor.find.linear_maps import Map
-from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, ModuleCall, Still, patched, snapshot
+from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, ModuleCall, Patch, Still, patched, snapshot
 from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
 from plait.tensors.float64 import Wide
@@ -116,10 +116,10 @@ class ReplayedModule:
     def _opaque(self) -> dict[str, nn.Module]:
         return {made.name: self.follow.opaque[made.name] for made in self.inside}
 
-    def _returning(self, seen: ReplayedRun, values: Values, cuts: Mapping[str, ParameterSlice], rank: int) -> Any:
+    def _returning(self, seen: ReplayedRun, values: Values, cuts: Mapping[str, ParameterSlice], rank: int) -> Patch:
         counts: dict[str, int] = {}
 
-        def make(name: str, module: nn.Module, forward: Any) -> Any:
+        def make(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             cut = cuts.get(f"{name}.weight")
             column = name in self.maps and cut is not None and cut.dim == self.maps[name].out
 
@@ -141,7 +141,7 @@ class ReplayedModule:
         """What it is given, its own tensors fresh, those that are cut with this rank's part."""
         part = {a.key: a.dim for group in groups for a in group.arguments if a.module == self.name}
 
-        def given(key: int | str, value: Any) -> Any:
+        def given(key: int | str, value: object) -> object:
             if not isinstance(value, Tensor):
                 return tree_map_only(Tensor, lambda t: _fresh(t) if t.requires_grad else t.clone(), value)
             fresh, dim = _fresh(value), part.get(key)
@@ -309,7 +309,7 @@ def _numbers(container: ReplayedModule, group: ColumnRowPair) -> Iterator[tuple[
 def _modules(container: ReplayedModule, group: ColumnRowPair) -> dict[str, nn.Module]:
     """The container, the modules around columns and row in it, and those called between them."""
     bits = sum(1 << made.bit for made in container.inside if made.name in group.columns)
-    found: dict[str, Any] = {}
+    found: dict[str, nn.Module] = {}
     around = {f for made in container.inside if made.name in (*group.columns, group.row) for f in made.parents}
     frames = container.follow.frames
     for frame in container.frames:

@@ -24,7 +24,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +126,7 @@ def _unfit(name: str, module: nn.Module, follow: DataflowTrace) -> str:
 _COUNTS = re.compile(r"(^|_)(idx|index|id|number|layer|block|depth|i)$")
 
 
-def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> Any:
+def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> tuple[object, ...]:
     """A value that alike containers have in common, for layers of these names in it."""
     first, *rest = containers
     modules = []
@@ -174,7 +173,7 @@ ALONE = "it is no layer between two others that nothing else reads"
 
 def find(
     model: nn.Module,
-    inputs: Callable[[int], Any],
+    inputs: Callable[[int], object],
     call: Call,
     n: int,
     tensor: Mapping[str, str] | None = None,
@@ -207,7 +206,7 @@ def _units(follow: DataflowTrace, given: Calls) -> Calls:
 
 
 class _Finder:
-    def __init__(self, model: nn.Module, given: tuple[Any, Calls], call: Call, n: int, tensor: Mapping[str, str]):
+    def __init__(self, model: nn.Module, given: tuple[object, Calls], call: Call, n: int, tensor: Mapping[str, str]):
         self.model, self.n = model, n
         self.packed = dict(packed_attentions(model))
         inner = tuple(f"{name}." for name in self.packed)
@@ -223,11 +222,11 @@ class _Finder:
                 self.holders.setdefault(id(p), []).append(name)
         self.groups: list[ColumnRowPair] = []
         self.reasons: dict[str, str] = {}
-        self.known: dict[Any, ColumnRowPair] = {}
-        self.last: dict[Any, tuple[list[ReplayedModule], tuple[ColumnRowPair, ...]]] = {}
+        self.known: dict[tuple[object, ...], ColumnRowPair] = {}
+        self.last: dict[tuple[object, ...], tuple[list[ReplayedModule], tuple[ColumnRowPair, ...]]] = {}
         self.large = sum(p.numel() for p in model.parameters()) > LARGE_MODEL
 
-    def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call, given: Calls) -> DataflowTrace:
+    def _followed(self, opaque: Mapping[str, nn.Module], example: object, call: Call, given: Calls) -> DataflowTrace:
         """One run, or several of a model that decides at random; short if it can be, and without the maps' numbers.
 
         Longer where a few words take another course than whole rows do: a mask that only a long row needs.

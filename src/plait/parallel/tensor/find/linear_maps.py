@@ -202,12 +202,12 @@ def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
     return nn.Parameter(drawn.expand(p.shape), p.requires_grad)
 
 
-def short(example: Any, length: int = LENGTH) -> Any:
+def short(example: object, length: int = LENGTH) -> Any:
     """The first few words of each row, where the inputs are rows of words: what holds for them holds for more."""
     return tree_map_only(Tensor, lambda t: t[:, :length] if t.dim() == 2 and not t.is_floating_point() else t, example)
 
 
-def tries(example: Any) -> list[tuple[Any, bool]]:
+def tries(example: object) -> list[tuple[object, bool]]:
     """(inputs, whether maps have numbers) to follow the model on. Long rows only when it cannot run on short ones."""
     shorts = [(short(example, n), False) for n in (LENGTH, *LONGER)]
     size = lambda tree: sum(t.numel() for t in tree_leaves(tree) if isinstance(t, Tensor))  # noqa: E731

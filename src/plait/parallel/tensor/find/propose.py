@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, RegionArgument
 from plait.parallel.tensor.find.check import ReplayedModule, ReplayedRun
@@ -270,7 +271,7 @@ def _gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
 def _no_strangers(inputs: list[Tensor], known: set[int], container: ReplayedModule, flat: list[Tensor]) -> None:
     """Refuse when what the row is given depends on a trained tensor that came by no way we know."""
     nodes = {t.grad_fn for t in flat if t.grad_fn is not None}
-    met: set[Any] = set()
+    met: set[Node] = set()
     stack = [x.grad_fn for x in inputs if x.grad_fn is not None]
     while stack:
         node = stack.pop()

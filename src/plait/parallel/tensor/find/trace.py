@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
@@ -45,7 +45,7 @@ class ModuleCall:
     """What it was given, as it was before the call."""
     given: int
     """Sources of that."""
-    state: Any = None
+    state: tuple[Any, Any, Tensor]
     """Of the host's generators of random numbers, before the call."""
     left: int = 0
     """When it ended."""
@@ -64,7 +64,7 @@ class MapCall:
     parents: tuple[int, ...]
     reads: int
     """Sources of its input."""
-    output: Any
+    output: object
     returned: bool = False
     """The model returns its output as it is."""
     used: tuple[int, ...] = ()
@@ -113,9 +113,13 @@ def _kept(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
     return input if inplace else input.clone()
 
 
+Patch = Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]]
+"""(name, module, its forward) -> the forward in its place."""
+
+
 @contextmanager
-def patched(modules: Mapping[str, nn.Module], make: Callable[[str, nn.Module, Any], Any]) -> Iterator[None]:
-    """Give modules other forwards: `make(name, module, its forward)`."""
+def patched(modules: Mapping[str, nn.Module], make: Patch) -> Iterator[None]:
+    """Give modules other forwards."""
     own = {name: vars(module).get("forward") for name, module in modules.items()}
     for name, module in modules.items():
         module.__dict__["forward"] = make(name, module, module.forward)
@@ -129,10 +133,10 @@ def patched(modules: Mapping[str, nn.Module], make: Callable[[str, nn.Module, An
                 module.__dict__["forward"] = own[name]
 
 
-def snapshot(tree: Any) -> Any:
+def snapshot(tree: object) -> Any:
     """The same arguments; objects that a call may change, such as a cache of keys, are copied, their tensors are not."""
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf: object) -> object:
         if isinstance(leaf, (Tensor, *_PLAIN)) or callable(leaf) or not hasattr(leaf, "__dict__"):
             return leaf
         try:
@@ -158,7 +162,7 @@ _VALUES = {
 """Functions through which code decides by what a tensor holds."""
 
 
-def _never(_: Any) -> Any:
+def _never(_: object) -> Tensor:
     raise RuntimeError("the model goes back through what it computed")
 
 
@@ -184,9 +188,9 @@ class DataflowTrace(TorchFunctionMode):
         self._of: dict[int, int] = {}
         self._written: dict[int, int] = {}
         self._used: dict[int, int] = {}
-        self._nodes: dict[Any, int] = {}
-        self._held: dict[int, Any] = {}
-        self._alive: list[Any] = []
+        self._nodes: dict[Node, int] = {}
+        self._held: dict[int, weakref.ref[Tensor]] = {}
+        self._alive: list[object] = []
 
     def run(self, call: Callable[[], Any]) -> "DataflowTrace":
         """Follow `call()`, which runs the model. Several runs add up."""
@@ -310,7 +314,7 @@ class DataflowTrace(TorchFunctionMode):
             if key not in self._held:
                 self._held[key] = weakref.ref(tensor, functools.partial(self._forget, key))
 
-    def _forget(self, key: int, _: Any) -> None:
+    def _forget(self, key: int, _: object) -> None:
         for known in (self._of, self._used, self._held):
             known.pop(key, None)
 
@@ -324,7 +328,7 @@ class DataflowTrace(TorchFunctionMode):
                 found |= self._walked(tensor.grad_fn)
         return found
 
-    def _parameter(self, tensor: Any) -> int:
+    def _parameter(self, tensor: object) -> int:
         name = self.parameters.get(id(tensor))
         if name is None:
             return 0
@@ -338,7 +342,7 @@ class DataflowTrace(TorchFunctionMode):
         self._written[storage] = self._written.get(storage, 0) | found
         self._alive.append(tensor)
 
-    def _walked(self, node: Any) -> int:
+    def _walked(self, node: Node) -> int:
         """The sources in autograd's graph behind a node."""
         known, stack = self._nodes, [node]
         while stack:

@@ -23,12 +23,12 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from plait.model.slices import ColumnRowPair, PositionwiseUnit, RegionArgument, RegionBorder, Slices
+from plait.model.slices import ColumnRowPair, ParameterSlice, PositionwiseUnit, RegionArgument, RegionBorder, Slices
 from plait.parallel.tensor.find.check import ABSOLUTE, RELATIVE, OtherCode, ReplayedModule, ReplayedRun, Values
 from plait.parallel.tensor.find.linear_maps import Map
-from plait.parallel.tensor.find.trace import DataflowTrace, snapshot
+from plait.parallel.tensor.find.trace import DataflowTrace, Patch, snapshot
 from plait.parallel.tensor.sequence.lazy import GlobalShape, rows_of
 from plait.parallel.tensor.sequence.runtime import put
 from plait.tensors.rows import Rows
@@ -106,7 +106,7 @@ class OnRows(ReplayedModule):
         modules = dict(self.module.named_modules(prefix=self.name))
         for name in dict.fromkeys([*self.column, *(name for names in self.around.values() for name in names)]):
 
-            def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
+            def enter(_: object, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
                 number = counts[name] = counts.get(name, -1) + 1
                 if self.cut is None:
                     self.before[name, number] = args, kwargs
@@ -151,13 +151,13 @@ class OnRows(ReplayedModule):
             raise OtherCode(f"on a stretch {name} is given something else than that stretch of the whole")
         return dims[0]
 
-    def _returning(self, seen: ReplayedRun, values: Any, cuts: Any, rank: int) -> Callable[..., Any]:
+    def _returning(self, seen: ReplayedRun, values: Values, cuts: Mapping[str, ParameterSlice], rank: int) -> Patch:
         if self.cut is None:
             return super()._returning(seen, values, cuts, rank)
         before = {(name, number): x for name, number, x in self.base.given}
         counts: dict[str, int] = {}
 
-        def make(name: str, module: Any, forward: Any) -> Any:
+        def make(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 at = name, counts.setdefault(name, 0)
                 counts[name] += 1
@@ -169,7 +169,7 @@ class OnRows(ReplayedModule):
 
         return make
 
-    def _answer(self, name: str, given: Tensor, before: Tensor, value: Any) -> Any:
+    def _answer(self, name: str, given: Tensor, before: Tensor, value: object) -> Any:
         """What a map returns: columns all rows, a row this rank's, others those that they are given."""
         given, copied = rows_of(given), tree_map_only(Tensor, torch.clone, value)
         if (name in self.column or name in self.row) and not near(given, before):
