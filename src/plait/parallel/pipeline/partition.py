@@ -5,8 +5,12 @@ earlier ones (skip connections, encoder outputs, masks computed from them) cross
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from math import inf
+from operator import add
 from typing import Any, NoReturn
 
 import numpy as np
@@ -96,12 +100,11 @@ def check(sketch: Sketch, made: StagePartition, looped: bool, shared: bool = Fal
 
     `looped`: a rank has several stages, and so runs the code between units several times. `shared`: ranks compute units together.
     """
-    inside = lambda name: any(f"{name}.".startswith(f"{u.name}.") for u in sketch.units)  # noqa: E731
     for norm in sketch.batch_norms:
-        if not inside(norm):
+        if not sketch.has(norm):
             _refuse(f"{norm} keeps batch statistics and lies in no unit", "every stage would keep others")
     for buffer in sketch.counting if looped else ():
-        if not inside(buffer):
+        if not sketch.has(buffer):
             why = "a rank with several stages runs that code once for each"
             _refuse(f"code between units changes the buffer {buffer} in every forward pass", why)
     for name, by in sketch.rewritten.items():
@@ -140,9 +143,9 @@ def check_calls(calls: tuple[UnitCall, ...], owners: tuple[int, ...]) -> None:
             _refuse(f"{unit} returns numbers or a count of tensors that depend on the batch", why)
 
 
-def _refuse(what: str, why: str, hint: str = "return the tensor") -> NoReturn:
-    fix = (hint, "pp=1")
-    raise PlaitError(Problem("P024", what, why=why, fix=fix if "besides" in what else fix[1:]))
+def _refuse(what: str, why: str) -> NoReturn:
+    fix = ("return the tensor", "pp=1") if "besides" in what else ("pp=1",)
+    raise PlaitError(Problem("P024", what, why=why, fix=fix))
 
 
 def _given(sketch: Sketch, stages: int, first: tuple[str, ...]) -> list[int]:
@@ -180,27 +183,21 @@ def across(sketch: Sketch) -> list[float]:
 
 def _balanced(sketch: Sketch, stages: int) -> list[int]:
     """The boundaries with the fewest bytes across among those whose longest stage is within `SLACK` of the best."""
-    cost, bytes_ = costs(sketch), across(sketch)
-    total = [0.0]
-    for c in cost:
-        total.append(total[-1] + c)
-    n = len(cost)
-    best = _search(n, stages, lambda a, b: total[b] - total[a], max)[0]
-    limit = best * SLACK
+    total, sent = list(accumulate(costs(sketch), initial=0.0)), across(sketch)
+    n = len(total) - 1
+    limit = SLACK * _search(n, stages, lambda a, b: total[b] - total[a], max)[0]
 
     def bytes_of(a: int, b: int) -> float:
-        return (
-            bytes_[b]
-            if total[b] - total[a] <= limit and b < n
-            else 0.0
-            if total[b] - total[a] <= limit
-            else float("inf")
-        )
+        if total[b] - total[a] > limit:
+            return inf
+        return sent[b] if b < n else 0.0
 
-    return _search(n, stages, bytes_of, lambda x, y: x + y)[1]
+    return _search(n, stages, bytes_of, add)[1]
 
 
-def _search(n: int, stages: int, price, join) -> tuple[float, list[int]]:
+def _search(
+    n: int, stages: int, price: Callable[[int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
     """(smallest joined price, boundaries) of cutting 0 … n into stretches, by dynamic programming."""
     rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):

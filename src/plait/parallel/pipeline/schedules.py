@@ -22,13 +22,8 @@ a backward twice as long as the forward (F = I = W = 1):
 | `auto`        | any v, both      | at most the best's    | at most vp, or what is asked for       |
 
 Each stage of v on a rank is 1/v as large, and so is what it holds. `plait.parallel.pipeline.simulate` plays a table.
-
-What a pipeline schedule is made of: actions, and the table that orders each rank's. No torch.
-
-`plait.parallel.pipeline.schedules` makes tables and explains the actions; `plait.parallel.pipeline.simulate` plays them on a virtual clock.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -50,14 +45,6 @@ class Action:
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.micro}"
 
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """ValueError when the text is not an action."""
-        found = re.fullmatch(r"([FBIW])(\d+)\.(\d+)", text)
-        if not found:
-            raise ValueError(f"{text!r} is not an action such as F0.3")
-        return cls(cast(Kind, found[1]), int(found[2]), int(found[3]))
-
 
 Row = tuple[Action, ...]
 """What one rank does, in order."""
@@ -78,33 +65,6 @@ class Table:
     owner: tuple[int, ...]
     rows: tuple[Row, ...]
     live: tuple[int, ...]
-
-    def to_text(self) -> str:
-        """A line of sizes, a line of owners, and a line for each rank; `from_text` reads it back."""
-        lines = [
-            f"{self.name} ranks {self.ranks} stages {self.stages} microbatches {self.microbatches}",
-            f"owner {' '.join(map(str, self.owner))}",
-        ]
-        for rank, (row, live) in enumerate(zip(self.rows, self.live, strict=True)):
-            lines.append(f"rank {rank} live {live}: {' '.join(map(str, row))}".rstrip())
-        return "\n".join(lines) + "\n"
-
-    @classmethod
-    def from_text(cls, text: str) -> "Table":
-        """ValueError when the text is not a table."""
-        first, second, *rest = [line.strip() for line in text.strip().splitlines()] + ["", ""]
-        head = re.fullmatch(r"(\S+) ranks (\d+) stages (\d+) microbatches (\d+)", first)
-        lines = [re.fullmatch(r"rank (\d+) live (\d+):(.*)", line) for line in rest if line]
-        owner = re.fullmatch(r"owner((?: \d+)*)", second)
-        if not head or not owner or not all(lines):
-            raise ValueError("not a table: a line of sizes, a line of owners and a line for each rank are wanted")
-        found = [line for line in lines if line]
-        owners = tuple(map(int, owner[1].split()))
-        sizes = int(head[2]), int(head[3]), int(head[4])
-        if [int(line[1]) for line in found] != list(range(sizes[0])) or len(owners) != sizes[1]:
-            raise ValueError(f"not a table: {len(found)} rows for {sizes[0]} ranks, {len(owners)} owners")
-        rows = tuple(tuple(map(Action.parse, line[3].split())) for line in found)
-        return cls(head[1], *sizes, owners, rows, tuple(int(line[2]) for line in found))
 
 
 def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:

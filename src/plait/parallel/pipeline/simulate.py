@@ -12,6 +12,7 @@ from typing import NamedTuple
 from plait.parallel.pipeline.schedules import Action, Table
 
 Stages = tuple[Sequence[float], Sequence[float], Sequence[float]]
+"""Times of F, I and W of each stage."""
 
 
 class Event(NamedTuple):
@@ -110,17 +111,14 @@ def simulate(
 
 
 def makespan(table: Table, times: Stages, link: float | Sequence[float] = 0.0) -> float:
-    """When the last action of `simulate` ends, and nothing else: several times as fast. `times`: F, I and W of each stage."""
+    """When the last action of `simulate` ends, and nothing else: several times as fast."""
     took, starts = _timed(table, times, link, 0.0)
     last = ((row[-1], begun[-1]) for row, begun in zip(table.rows, starts) if row)
     return max((begun + took[action.kind][action.stage] for action, begun in last), default=0.0)
 
 
 def _timed(
-    table: Table,
-    times: tuple[Sequence[float], Sequence[float], Sequence[float]],
-    link: float | Sequence[float],
-    send: float,
+    table: Table, times: Stages, link: float | Sequence[float], send: float
 ) -> tuple[dict[str, list[float]], list[list[float]]]:
     """(seconds of each kind of action on each stage, when each action of each row begins)."""
     for name, given in zip(("forward", "backward_input", "backward_weight"), times):

@@ -8,8 +8,9 @@ share, a decoder's first layer, which each attention to the encoder's states lea
 leads to, and those behind an operator written in Python, which computes all its gradients at once.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,16 +29,9 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
     goals = {get_gradient_edge(t).node for t in inputs}
     leading = _leading([get_gradient_edge(t).node for t, _ in given], goals)
     later, now = _put_off([node for node in leading if node not in goals], leading)
-    came: dict[Node, tuple[Any, ...]] = {}
+    came: dict[Node, tuple[Tensor | None, ...]] = {}
     group = GraphExecGroup()
-
-    def keep(node: Node) -> Any:
-        def kept(grads: tuple[Any, ...]) -> None:
-            came[node] = grads
-
-        return node.register_prehook(kept)
-
-    handles = [keep(node) for node, _ in later]
+    handles = [node.register_prehook(partial(came.__setitem__, node)) for node, _ in later]
     inner = [(t, g) for t, g in given if get_gradient_edge(t).node in leading]
     if inner:
         with group:
@@ -62,10 +56,7 @@ def _put_off(nodes: list[Node], leading: Collection[Node]) -> tuple[list[tuple[N
     """(operators on the way to the inputs, each with the parameters that the second half finds from it; the parameters that
     are not put off)."""
     led = {node: {id(t): t for t in _parameters(node, leading)} for node in nodes}
-    times: dict[int, int] = {}
-    for found in led.values():
-        for key in found:
-            times[key] = times.get(key, 0) + 1
+    times = Counter(key for found in led.values() for key in found)
     later, now = list[tuple[Node, list[Tensor]]](), dict[int, Tensor]()
     for node, found in led.items():
         if isinstance(node, BackwardCFunction) or any(times[key] > 1 for key in found):

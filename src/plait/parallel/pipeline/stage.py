@@ -133,7 +133,10 @@ class PipelineStages:
             run.lost[key] = tensor
 
     def outputs_of(self, run: StageForward, call: int) -> Any:
-        """Unknowns in the shape of what a call returns: those of last time, unless the model's code wrote to them."""
+        """What a call on another stage returns: what was received, to be written to; or unknowns in its shape, those of last
+        time unless the model's code wrote to them."""
+        if call in run.received:
+            return copied(run.received[call])
         calls = self.whole.calls if run.path is self.paths.first else run.path.calls
         template, samples, unknowns = calls[call].template, run.samples, run.path.unknowns
         known = unknowns.get((call, samples))
@@ -182,7 +185,7 @@ class _Unit:
             if back is not None:
                 self.changed = args[back] if isinstance(back, int) else kwargs[back]
             self.number = number
-            return copied(run.received[number]) if number in run.received else stages.outputs_of(run, number)
+            return stages.outputs_of(run, number)
         given = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
         self.check(
             run, given if not run.path.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
@@ -238,9 +241,7 @@ class _Unit:
         numbers = [i for i, call in enumerate(run.path.calls) if call.unit == self.name] if run is not None else []
         if run is None or len(numbers) != 1 or run.path.cut.owner[numbers[0]] == run.stage:
             return self.own(*args, **kwargs)
-        return (
-            copied(run.received[numbers[0]]) if numbers[0] in run.received else self.stages.outputs_of(run, numbers[0])
-        )
+        return self.stages.outputs_of(run, numbers[0])
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward as it was."""

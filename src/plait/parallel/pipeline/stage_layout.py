@@ -41,10 +41,6 @@ class StageLayout:
         """Names of the units of a rank."""
         return {unit for stage in self.stages(index) for unit in self.cut.units(self.sketch, stage)}
 
-    def shared(self, index: int) -> dict[str, tuple[int, ...]]:
-        """The parameters of a rank that others hold too, and who does, in the order of their names."""
-        return {n: ranks for n, ranks in sorted(self.homes.items()) if index in ranks and len(ranks) > 1}
-
     def part(self, index: int) -> Sketch:
         """The sketch of a rank's stages. Of what its calls need, what comes from another stage is left out."""
         sketch, units = self.sketch, self.units(index)

@@ -62,8 +62,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile}
-    for key, given in others.items():
+    for key, given in {"processes=one": plan.processes == "one", "compile=true": plan.compile}.items():
         if given:
             yield Problem("P027", f"pp={plan.pp} does not work with {key}", fix=(f'--plan "pp={plan.pp}"',))
     if plan.shares > batch:
