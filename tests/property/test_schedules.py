@@ -134,7 +134,6 @@ def test_uneven_times(job: tuple[int, int, int, Costs]) -> None:
             else:
                 assert start >= ends["F", s, micro]
                 assert s == p * v - 1 or start >= ends["I", s + 1, micro] + wait(s)
-        assert played.live == found.live
         assert played.makespan >= max(played.busy) and sum(played.busy) > 0
 
 

@@ -31,7 +31,7 @@ from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.mesh import group_of
 from plait.parallel.order import ORDER
-from plait.parallel.pipeline.stage_layout import StageLayout
+from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor import choose
 from plait.randomness.keyed import Randomness

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.parallel.pipeline.schedules import Action, Row, made
+from plait.parallel.pipeline.schedules import Action, Row, Table
 from plait.parallel.pipeline.simulate import simulate
 from plait.tensors.trees import Slot
 
@@ -70,7 +70,7 @@ def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Ca
             needs[rank].append((need, gives if to != rank else None))
             if gives and to != rank:
                 order.setdefault((rank, to), []).append(gives[1])
-    found: Routes = {}
+    orders: Routes = {}
     turns = _turns(played, owner)
     for (rank, to), messages in order.items():
         back, had, first, taken = order.get((to, rank), []), set[StageMessage](), 0, list[int]()
@@ -81,15 +81,17 @@ def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Ca
                 first += 1
             if gives and gives[0] == to:
                 taken.append(first)
-        found[rank, to] = MessageOrder(tuple(messages), tuple(taken), tuple(turns[message] for message in messages))
-    return found
+        orders[rank, to] = MessageOrder(tuple(messages), tuple(taken), tuple(turns[message] for message in messages))
+    return orders
 
 
 def _turns(rows: list[Row], owner: tuple[int, ...]) -> dict[StageMessage, int]:
     """The order in which messages are made when all actions take the same time and messages none: as every action takes
     time, whatever a rank sends comes after what it needed for it."""
     ones = [1.0] * len(owner)
-    run = simulate(made("", 1 + max((a.micro for row in rows for a in row), default=0), owner, rows), ones, ones, ones)
+    run = simulate(
+        Table.of("", 1 + max((a.micro for row in rows for a in row), default=0), owner, rows), ones, ones, ones
+    )
     ends = ((event.end, _ends(event.action, owner)[1]) for event in run.events)
     order = sorted((end, gives[1]) for end, gives in ends if gives)
     return {message: turn for turn, (_, message) in enumerate(order)}
@@ -193,22 +195,16 @@ def _tag(message: StageMessage) -> int:
     return ((message.micro * 64 + message.stage % 64) * 2 + message.forward) * 4096 + 32768
 
 
-Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape and number format of a message."""
-
-
-def activations(slots: Sequence[Slot], samples: int) -> list[Form]:
-    """The messages with these tensors: one for each."""
-    return [(slot.shape(samples), slot.dtype) for slot in slots]
-
-
-def gradients(slots: Sequence[Slot], samples: int) -> list[Form]:
-    """The messages with their gradients, as `packed` makes them: one for each number format."""
+def empty(slots: Sequence[Slot], samples: int, device: torch.device, *, forward: bool) -> list[Tensor]:
+    """What a message is received into: a tensor for each slot, or gradients of those that have any, as `packed` makes them:
+    a tensor for each number format."""
+    if forward:
+        return [torch.empty(slot.shape(samples), dtype=slot.dtype, device=device) for slot in slots]
     sizes: dict[torch.dtype, int] = {}
     for slot in slots:
         if slot.grad:
             sizes[slot.dtype] = sizes.get(slot.dtype, 0) + prod(slot.shape(samples)) + 1
-    return [((n,), dtype) for dtype, n in sizes.items()]
+    return [torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()]
 
 
 def packed(values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:

@@ -27,6 +27,8 @@ Each stage of v on a rank is 1/v as large, and so is what it holds. `plait.paral
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal, cast
 
 from plait.config.plan import SCHEDULES
@@ -52,19 +54,39 @@ Row = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule for `ranks` ranks, `stages` stages and `microbatches` micro-batches.
-
-    `owner[stage]` is the rank that holds a stage; `rows[rank]` its actions in order; `live[rank]` the largest number of
-    activations, one for each (stage, micro-batch), that the rank holds at once.
-    """
+    """The order in which ranks run the forwards and backwards of so many micro-batches."""
 
     name: str
-    ranks: int
-    stages: int
     microbatches: int
     owner: tuple[int, ...]
+    """The rank that holds each stage."""
     rows: tuple[Row, ...]
-    live: tuple[int, ...]
+    """What each rank does, in order."""
+
+    @classmethod
+    def of(cls, name: str, microbatches: int, owner: tuple[int, ...], rows: Iterable[Iterable[Action]]) -> "Table":
+        """A table of these rows.
+
+        An I with its W right behind becomes a B on stage 0: no stage before it waits for the I, and a backward in one
+        piece is cheaper than in two.
+        """
+        return cls(name, microbatches, owner, tuple(map(_joined, rows)))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.owner)
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """The most activations that each rank holds at once, one for each (stage, micro-batch): from F to the end of B or W."""
+        signs = {"F": 1, "B": -1, "I": 0, "W": -1}
+        return tuple(max(accumulate((signs[action.kind] for action in row), initial=0)) for row in self.rows)
 
 
 def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -78,36 +100,14 @@ def folded(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(rank for turn in range(stages_per_rank) for rank in (back if turn % 2 else there))
 
 
-def held(row: Iterable[Action]) -> int:
-    """The largest number of activations that a rank with this row holds at once: from F to the end of B or W."""
-    now = most = 0
+def _joined(row: Iterable[Action]) -> Row:
+    joined: list[Action] = []
     for action in row:
-        if action.kind == "F":
-            now += 1
-            most = max(most, now)
-        elif action.kind != "I":
-            now -= 1
-    return most
-
-
-def made(name: str, microbatches: int, owner: tuple[int, ...], rows: Iterable[Iterable[Action]]) -> Table:
-    """A table of these rows, with what each rank holds counted.
-
-    An I with its W right behind becomes a B on stage 0: no stage before it waits for the I, and a backward in one piece
-    is cheaper than in two.
-    """
-    done = tuple(_joined(tuple(row)) for row in rows)
-    return Table(name, len(done), len(owner), microbatches, owner, done, tuple(map(held, done)))
-
-
-def _joined(row: Row) -> Row:
-    found: list[Action] = []
-    for action in row:
-        if action.kind == "W" and action.stage == 0 and found and found[-1] == Action("I", 0, action.micro):
-            found.pop()
+        if action.kind == "W" and action.stage == 0 and joined and joined[-1] == Action("I", 0, action.micro):
+            joined.pop()
             action = Action("B", 0, action.micro)
-        found.append(action)
-    return tuple(found)
+        joined.append(action)
+    return tuple(joined)
 
 
 SPLIT = ("zb", "zbv", "auto")
@@ -118,17 +118,17 @@ def problems(schedule: str, ranks: int, microbatches: int, stages_per_rank: int 
     """Why there is no such table, a sentence each; empty when there is. `schedule` is one of `SCHEDULES`."""
     if schedule not in SCHEDULES:
         return [f"no schedule is called {schedule!r}; known: {', '.join(SCHEDULES)}"]
-    found = []
+    sentences = []
     for what, n in (("ranks", ranks), ("micro-batches", microbatches), ("stages per rank", stages_per_rank)):
         if n < 1:
-            found.append(f"a pipeline has at least 1 of {what}, not {n}")
+            sentences.append(f"a pipeline has at least 1 of {what}, not {n}")
     if schedule in ("1f1b", "zb") and stages_per_rank > 1:
-        found.append(f"{schedule} has 1 stage per rank, not {stages_per_rank}")
+        sentences.append(f"{schedule} has 1 stage per rank, not {stages_per_rank}")
     if schedule == "interleaved" and stages_per_rank == 1:
-        found.append("interleaved needs stages_per_rank ≥ 2; with 1 it is 1f1b")
+        sentences.append("interleaved needs stages_per_rank ≥ 2; with 1 it is 1f1b")
     if schedule == "zbv" and stages_per_rank != 2:
-        found.append(f"zbv has 2 stages per rank, one on each arm of the V, not {stages_per_rank}")
-    return found
+        sentences.append(f"zbv has 2 stages per rank, one on each arm of the V, not {stages_per_rank}")
+    return sentences
 
 
 def textbook(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Table:
@@ -137,7 +137,7 @@ def textbook(schedule: str, ranks: int, microbatches: int, stages_per_rank: int 
         raise ValueError("; ".join(wrong))
     owner = (folded if schedule == "zbv" else looped)(ranks, stages_per_rank)
     rank_row = ROWS[schedule]
-    return made(
+    return Table.of(
         schedule, microbatches, owner, (rank_row(r, ranks, microbatches, stages_per_rank) for r in range(ranks))
     )
 

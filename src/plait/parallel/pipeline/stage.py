@@ -5,7 +5,7 @@ another and costs nothing, and a unit of this stage that is handed one is an err
 skip connections and whatever else the model's code does between its units simply work, on every stage.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,10 +141,14 @@ class PipelineStages:
         template, samples, unknowns = calls[call].template, run.samples, run.path.unknowns
         known = unknowns.get((call, samples))
         if known is None or any(version(t) != before for t, before in known):
-            with self.fakes, torch.no_grad():
-                made = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.device) for s in template.slots]
-            known = unknowns[call, samples] = [(t, version(t)) for t in made]
+            new = [self.new_unknown(slot.shape(samples), slot.dtype) for slot in template.slots]
+            known = unknowns[call, samples] = [(t, version(t)) for t in new]
         return template.fill(t for t, _ in known)
+
+    def new_unknown(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A fake tensor on the run's device."""
+        with self.fakes, torch.no_grad():
+            return torch.empty(shape, dtype=dtype, device=self.device)
 
 
 def copied(tree: object) -> Any:
@@ -186,9 +190,9 @@ class _Unit:
                 self.changed = args[back] if isinstance(back, int) else kwargs[back]
             self.number = number
             return stages.outputs_of(run, number)
-        given = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
+        values = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
         self.check(
-            run, given if not run.path.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+            run, values if not run.path.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         )
         stages.inside += 1
         try:
@@ -224,10 +228,10 @@ class _Unit:
             return output
         self.number = None
         if run.path.cut.owner[number] != run.stage:
-            given = copied(run.received[number]) if number in run.received else output
+            result = copied(run.received[number]) if number in run.received else output
             if self.changed is None:
-                return given
-            refill(self.changed, given)
+                return result
+            refill(self.changed, result)
             return self.changed
         if number not in run.wanted:
             return output
@@ -261,15 +265,17 @@ class _Unknown(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.stages.inside or not any(map(self._unknown, arguments(args, kwargs))):
             return func(*args, **kwargs)
-        known: list[tuple[Tensor, Tensor, int]] = []
+        replaced: list[tuple[Tensor, Tensor, int]] = []
 
         def fake(leaf: object) -> object:
             if not isinstance(leaf, Tensor) or is_unknown(leaf):
                 return leaf
-            hollow = isinstance(leaf, (WrapperTensor, FakeTensor))
-            made = self._like(leaf) if hollow else self.stages.fakes.from_tensor(leaf.detach())
-            known.append((leaf, made, version(made)))
-            return made
+            if isinstance(leaf, (WrapperTensor, FakeTensor)):
+                other = self.stages.new_unknown(leaf.shape, leaf.dtype)
+            else:
+                other = self.stages.fakes.from_tensor(leaf.detach())
+            replaced.append((leaf, other, version(other)))
+            return other
 
         args, kwargs = tree_map(fake, (args, kwargs))
         try:
@@ -277,14 +283,10 @@ class _Unknown(TorchFunctionMode):
                 result = func(*args, **kwargs)
         except Exception as error:
             raise self._refused(func, error) from error
-        for real, made, before in known:
-            if version(made) != before:
+        for real, other, before in replaced:
+            if version(other) != before:
                 self.stages.lose(real)
         return result
-
-    def _like(self, leaf: Tensor) -> Tensor:
-        with self.stages.fakes, torch.no_grad():
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.stages.device)
 
     def _unknown(self, leaf: object) -> bool:
         lost = self.stages.current.lost if self.stages.current is not None else ()
@@ -298,6 +300,6 @@ class _Unknown(TorchFunctionMode):
         what = (
             f"{place} the model's code asks for numbers that only another stage has: {getattr(func, '__name__', func)}"
         )
-        told = str(error).partition("\n")[0]
-        why = f"its course, or a shape, depends on values ({type(error).__name__}: {told})"
+        first_line = str(error).partition("\n")[0]
+        why = f"its course, or a shape, depends on values ({type(error).__name__}: {first_line})"
         return PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))

@@ -44,12 +44,11 @@ from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.context.sequences import as_held
 from plait.parallel.mesh import group_of
-from plait.parallel.pipeline.partition import check
+from plait.parallel.pipeline.partition import StageLayout, check, table_of
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.schedules import SPLIT, problems
 from plait.parallel.pipeline.stage import PipelineStages
-from plait.parallel.pipeline.stage_layout import StageLayout, table_of
 from plait.randomness.keyed import RepeatableForward
 from plait.tensors.torch_private import recompute_once
 
