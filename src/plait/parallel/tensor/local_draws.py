@@ -7,7 +7,7 @@ with its units on the first rank's stretches and the other ranks absent, and wha
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,19 +23,21 @@ from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
 
 
-@dataclass(frozen=True)
-class Runnable:
-    """A model, and how to run it: `batches(n)` makes inputs and targets of n samples, `run(model, batch)` the loss."""
+def on_first_rank(
+    model: nn.Module,
+    pairs: Callable[[int], Any],
+    run: Callable[[nn.Module, Any], Any],
+    slices: Slices,
+    sketch: Sketch,
+    *,
+    ranks: int,
+    fake: bool,
+) -> Slices:
+    """The slices with what units draw on stretches, and the lengths of their sequences, as the first rank has them.
 
-    model: nn.Module
-    batches: Callable[[int], Any]
-    run: Callable[[nn.Module, Any], Any]
-    fake: bool = True
-
-
-def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> tuple[frozenset[Any], tuple[int, ...]]:
-    """((place, dim) along which the first rank draws less than one device, lengths of the sequences of units on stretches)."""
-    model = way.model if way.fake else copy.deepcopy(way.model)
+    `pairs(n)` makes inputs and targets of n samples, `run(model, pair)` the loss; `fake`: of a model without numbers.
+    """
+    model = model if fake else copy.deepcopy(model)
     units, alone = [unit.name for unit in sketch.units], _AloneUnits(model, slices, Absent(ranks))
     handles = [hook for one in slices.stretches for border in one.borders for hook in alone.border(border, slices)]
     handles += [
@@ -46,7 +48,7 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
     try:
         alone.wrap()
         handles += alone.install(units, heads(model, slices))
-        watched = trace_run(model, way.batches(PROBES[0]), way.run, way.fake)
+        watched = trace_run(model, pairs(PROBES[0]), run, fake)
     finally:
         alone.unwrap()
         for handle in handles:
@@ -54,7 +56,7 @@ def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> 
     batched = lambda place, d, n: n * PROBES[0] if sketch.places.get(place) == d else n  # noqa: E731
     whole = {p: [batched(p, d, n) for d, n in enumerate(shape)] for p, shape in sketch.drawn.items()}
     local = {place: tuple(shape) for place, shape in watched.drawn.items()}
-    return differing(whole, local), tuple(sorted(alone.lengths))
+    return replace(slices, drawn=differing(whole, local), lengths=tuple(sorted(alone.lengths)))
 
 
 class _AloneUnits(SequenceParallelUnits):
@@ -83,7 +85,7 @@ class _AloneUnits(SequenceParallelUnits):
             mine = self.end(first, border.given[0].dim or 0)
             return (mine, *rest) if isinstance(output, tuple) else mine
 
-        found = [
+        begin = [
             self.model.get_submodule(one.module).register_forward_pre_hook(
                 begins(one.key, one.dim or 0), with_kwargs=True
             )
@@ -92,7 +94,7 @@ class _AloneUnits(SequenceParallelUnits):
         group = next(group for group in slices.groups if group.row == border.row)
         container = self.model.get_submodule(group.container)  # torch's attention calls no module of its own
         end = container if isinstance(container, nn.MultiheadAttention) else self.model.get_submodule(border.row)
-        return [*found, end.register_forward_hook(ends)]
+        return [*begin, end.register_forward_hook(ends)]
 
     def spread(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> ShardedTensor:
         """A head's logits, of which other ranks would have the other words."""

@@ -11,12 +11,13 @@ is `PartialSum` until then: each rank's share of a sum, of which a unit on stret
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from plait.model.slices import PositionwiseUnit, RegionBorder, Slices
+from plait.model.slices import PositionwiseUnit, Slices
 from plait.parallel.tensor.sequence.lazy import (
     GlobalShape,
     Lazy,
@@ -45,9 +46,7 @@ class SequenceParallelUnits(SequenceCollectives):
         self.posing = False
         """Whether that unit's sequences pose as wholes."""
         self.units = [_Unit(self, one) for one in slices.stretches]
-        self.borders: dict[str, tuple[RegionBorder, SequenceParallelUnits]] = {
-            border.row: (border, self) for one in slices.stretches for border in one.borders
-        }
+        self.borders = {border.row: border for one in slices.stretches for border in one.borders}
         """By the row of a region."""
 
     def wrap(self) -> None:
@@ -146,37 +145,35 @@ class _Unit:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key, dim, parallel_units = self.on.key, self.on.dim, self.parallel_units
-        given = kwargs[key] if isinstance(key, str) else args[key]
-        if isinstance(given, PartialSum):
-            given = given.stretch(dim, parallel_units.split(given.shape[dim]))
-        if isinstance(given, LazyGather) and given.cut == dim:
-            local, rows = given.mine(), given.rows
+        hidden = kwargs[key] if isinstance(key, str) else args[key]
+        if isinstance(hidden, PartialSum):
+            hidden = hidden.stretch(dim, parallel_units.split(hidden.shape[dim]))
+        if isinstance(hidden, LazyGather) and hidden.cut == dim:
+            local, rows = hidden.mine(), hidden.rows
         else:
-            given = plain(given)
-            rows = parallel_units.split(given.shape[dim])
-            local = parallel_units.taken(given, dim, rows)
+            hidden = plain(hidden)
+            rows = parallel_units.split(hidden.shape[dim])
+            local = parallel_units.taken(hidden, dim, rows)
         self.rows = parallel_units.coming = rows
         put = lambda k, value: local if k == key else tree_map(plain, value)  # noqa: E731
         return tuple(put(i, a) for i, a in enumerate(args)), {k: put(k, a) for k, a in kwargs.items()}
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
-        rows, self.rows = self.rows, None
-        if rows is None:
-            return None
-        return self._each(output, lambda x, dim: LazyGather.of(x, dim, rows, self.parallel_units))
+        """What the next unit gets, or the code between them, is a whole that is not gathered yet."""
+        return self._each(output, partial(LazyGather.of, by=self.parallel_units))
 
     def gather(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
         """What another stage gets is whole."""
+        return self._each(output, self.parallel_units.gathered)
+
+    def _each(self, output: object, make: Callable[[Tensor, int, Rows], Tensor]) -> Any:
         rows, self.rows = self.rows, None
         if rows is None:
             return None
-        return self._each(output, lambda x, dim: self.parallel_units.gathered(x, dim, rows))
-
-    def _each(self, output: object, make: Callable[[Tensor, int], Tensor]) -> Any:
         leaves(output)  # makes trees of dataclasses
         flat, spec = tree_flatten(output)
         for i, dim in self.on.returned:
-            flat[i] = make(flat[i], dim) if isinstance(flat[i], Tensor) else flat[i]
+            flat[i] = make(flat[i], dim, rows) if isinstance(flat[i], Tensor) else flat[i]
         return tree_unflatten(flat, spec)
 
 
@@ -189,12 +186,12 @@ class _Inside:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parallel_units, on = self.parallel_units, self.on
-        given: Tensor = kwargs[on.key] if isinstance(on.key, str) else args[on.key]
-        rows: Rows = vars(given).setdefault("whose_rows", parallel_units.coming)
+        hidden: Tensor = kwargs[on.key] if isinstance(on.key, str) else args[on.key]
+        rows: Rows = vars(hidden).setdefault("whose_rows", parallel_units.coming)
         before = parallel_units.rows, parallel_units.posing
         parallel_units.rows, parallel_units.posing = rows, on.posing
         if on.posing:
-            args, kwargs = put(args, kwargs, on.key, GlobalShape.of(given, on.dim, rows.length))
+            args, kwargs = put(args, kwargs, on.key, GlobalShape.of(hidden, on.dim, rows.length))
         try:
             output = self._own(*args, **kwargs)
             return tree_map(rows_of, output) if on.posing else output
