@@ -91,10 +91,10 @@ def test_only_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """13: what was there is overwritten."""
     real = runtime.PipelineRuntime._backward
 
-    def backward(self: Any, action: Any, piece: Any) -> None:
+    def backward(self: Any, action: Any) -> None:
         for parameter in self.stages.model.parameters():
             parameter.grad = None
-        real(self, action, piece)
+        real(self, action)
 
     monkeypatch.setattr(runtime.PipelineRuntime, "_backward", backward)
     sees(jobs.groups(), "pp=2 microbatches=2", "G", "0.weight")

@@ -59,7 +59,7 @@ def compared(group: Any, case: Any, stretched: bool) -> Any:
     expected = case(whole.clone(), more.clone(), a)
     wanted = torch.autograd.grad((expected * weight).sum(), [whole, more, a], allow_unused=True)
     mine = [t[group.rank()].clone().requires_grad_() for t in (shares, others)]
-    found = case(*(PartialSum.of(t.clone(), handing, "embed") for t in mine), a)
+    found = case(*(PartialSum.of(t.clone(), handing) for t in mine), a)
     if stretched:
         late = found.stretch(1, rows)
         assert isinstance(late, LazyGather)
@@ -104,9 +104,9 @@ def test_it_is_summed_once() -> None:
                 made.append("scattered")
                 return super().left(x, *how)
 
-            def summed(self, x: Tensor, at: str) -> Tensor:
+            def summed(self, x: Tensor) -> Tensor:
                 made.append("summed")
-                return super().summed(x, at)
+                return super().summed(x)
 
             def gathered(self, x: Tensor, *how: Any) -> Tensor:
                 made.append("gathered")
@@ -114,9 +114,9 @@ def test_it_is_summed_once() -> None:
 
         handing = Heard(nn.Module(), Slices(), group)
         rows, whole = handing.split(5), of(0, *SHAPE) * group.size()
-        x = PartialSum.of(of(0, *SHAPE), handing, "embed")
+        x = PartialSum.of(of(0, *SHAPE), handing)
         assert torch.equal(x.whole(), whole) and x.stretch(1, rows) is x.whole() and torch.equal(x + 1, whole + 1)
-        y = PartialSum.of(of(0, *SHAPE), handing, "embed")
+        y = PartialSum.of(of(0, *SHAPE), handing)
         assert (
             y.stretch(1, rows) is y.stretch(1, rows) and torch.equal(y.whole(), whole) and torch.equal(y + 1, whole + 1)
         )

@@ -58,8 +58,8 @@ NOTHING = [torch.empty(0)]
 def asked(planned: Table, found: Routes, rank: int, ahead: int) -> list[tuple[str, Message]]:
     """What a rank asks for and waits for in its row, as `Pipe.step` goes through it."""
     wire = Wire(rank)
-    post = PointToPoint(wire, found, lambda letter: NOTHING, ahead)
-    to = {letter: b for (a, b), route in found.items() if a == rank for letter in route.letters}
+    post = PointToPoint(wire, found, lambda message: NOTHING, ahead)
+    to = {message: b for (a, b), route in found.items() if a == rank for message in route.messages}
     for action in planned.rows[rank]:
         if action.kind != "W":
             forward = action.kind == "F"
@@ -113,11 +113,11 @@ def tables(schedule: str) -> list[Table]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nobody_waits_forever_where_messages_run_in_order(schedule: str) -> None:
     for planned in tables(schedule):
-        found = routes(planned.rows, planned.owner, lambda letter: True)
+        found = routes(planned.rows, planned.owner, lambda message: True)
         logs = [asked(planned, found, rank, 0) for rank in range(planned.ranks)]
         for one_stream in (False, True):
             told = stuck(logs, one_stream)
-            assert not told, (planned.to_text(), one_stream, told)
+            assert not told, (planned, one_stream, told)
 
 
 def test_nobody_waits_forever_where_some_messages_are_empty() -> None:
@@ -140,7 +140,7 @@ def test_few_receives_are_posted_before_they_are_needed() -> None:
     most = 0
     for schedule in ("1f1b", "interleaved", "zb", "zbv"):
         for planned in tables(schedule):
-            found = routes(planned.rows, planned.owner, lambda letter: True)
+            found = routes(planned.rows, planned.owner, lambda message: True)
             for rank in range(planned.ranks):
                 open_ = set[Message]()
                 for what, message in asked(planned, found, rank, 0):

@@ -175,7 +175,7 @@ def test_long_tables_are_played_from_short_ones(schedule: str, v: int, ranks: in
     real = simulate(table(schedule, ranks, micro, v), *times, 0.05)
     assert played((schedule, ranks, v), micro, times, 0.05) == pytest.approx(real.makespan, rel=0.02)
     if schedule != "gpipe":
-        assert alive(Plan(pp=ranks, schedule=schedule, stages_per_rank=v, microbatches=micro)) == real.live
+        assert alive(Plan(pp=ranks, schedule=schedule, stages_per_rank=v, microbatches=micro)) == real.table.live
 
 
 def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_the_host_has_room() -> None:

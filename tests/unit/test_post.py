@@ -47,8 +47,8 @@ def unwired(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(rank: int, planned: Any, found: Routes) -> tuple[Wire, int]:
     """(what was asked of the wire in a rank's row, the most messages that were kept at once)."""
     wire, most = Wire(rank), 0
-    post = PointToPoint(wire, found, lambda letter: [torch.empty(1)])
-    to = {letter: b for (a, b), route in found.items() if a == rank for letter in route.letters}
+    post = PointToPoint(wire, found, lambda message: [torch.empty(1)])
+    to = {message: b for (a, b), route in found.items() if a == rank for message in route.messages}
     for kind, stage, micro in ((a.kind, a.stage, a.micro) for a in planned.rows[rank] if a.kind != "W"):
         forward = kind == "F"
         if StageMessage(forward, stage, micro) in post.places:
@@ -67,7 +67,7 @@ def play(rank: int, planned: Any, found: Routes) -> tuple[Wire, int]:
 @pytest.mark.parametrize("ranks", (2, 3, 4))
 def test_both_ends_of_every_pair_use_one_order(schedule: str, per_rank: int, ranks: int) -> None:
     planned = table(schedule, ranks, 7, per_rank)
-    found = routes(planned.rows, planned.owner, lambda letter: True)
+    found = routes(planned.rows, planned.owner, lambda message: True)
     wires = [play(r, planned, found)[0] for r in range(ranks)]
     for a, b in found:
         sent = [tag for what, peer, tag, *_ in wires[a].log if what == "send" and peer == b]
@@ -79,20 +79,20 @@ def test_what_was_sent_is_let_go_however_many_micro_batches() -> None:
     kept = []
     for microbatches in (8, 64):
         planned = table("1f1b", 4, microbatches)
-        found = routes(planned.rows, planned.owner, lambda letter: True)
+        found = routes(planned.rows, planned.owner, lambda message: True)
         kept.append([play(r, planned, found)[1] for r in range(4)])
     assert kept[0] == kept[1] and max(kept[1]) <= 8
 
 
 def test_what_came_back_says_what_was_taken() -> None:
     planned = table("1f1b", 2, 3)
-    found = routes(planned.rows, planned.owner, lambda letter: True)
-    assert found[0, 1].letters == tuple(StageMessage(True, 1, m) for m in range(3))
+    found = routes(planned.rows, planned.owner, lambda message: True)
+    assert found[0, 1].messages == tuple(StageMessage(True, 1, m) for m in range(3))
     assert found[1, 0].taken == (1, 2, 3)  # a gradient follows the output it is of
     assert found[0, 1].taken == (0, 0, 1)
 
 
 def test_messages_with_nothing_in_them_do_not_exist() -> None:
     planned = table("gpipe", 3, 2)
-    found = routes(planned.rows, planned.owner, lambda letter: letter.forward)
+    found = routes(planned.rows, planned.owner, lambda message: message.forward)
     assert sorted(found) == [(0, 1), (1, 2)]

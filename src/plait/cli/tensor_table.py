@@ -24,7 +24,7 @@ from plait.model.fake_model import sketched
 from plait.model.make import call
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Slices
 from plait.model.table import aligned, short
-from plait.parallel.pipeline.stage_layout import StageLayout
+from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.tensor import choose, vocabulary
 from plait.tensors.rows import Rows
 

@@ -331,7 +331,7 @@ def _sound(engine: Engine, step: Step, report: Callable[[dict[str, Any]], None])
 
 def _whole(engine: Engine, report: Callable[[dict[str, Any]], None]) -> None:
     """Say what of the model ranks hold, or compute, whole under tp and cp."""
-    lines = [choose.told(engine.built.whole)] if engine.built.plan.tp > 1 else []
+    lines = [choose.summary(engine.built.whole)] if engine.built.plan.tp > 1 else []
     for line in (*lines, *opened_units(engine.built.whole)) if engine.place.rank == 0 else ():
         report({"kind": "note", "text": f"note  {line}"})
 

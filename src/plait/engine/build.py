@@ -31,7 +31,7 @@ from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.mesh import group_of
 from plait.parallel.order import ORDER
-from plait.parallel.pipeline.stage_layout import StageLayout
+from plait.parallel.pipeline.partition import StageLayout
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor import choose
 from plait.randomness.keyed import Randomness
@@ -155,9 +155,9 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
     if expert.wanted(plan):
         found = replace(found, mixtures=expert.found(*find.find(made.model, inputs, once), plan))
     if plan.tp > 1:
-        batches = inputs, built.pairs, cast is torch.float64
         handed_on = StageLayout.of(plan, found, job.stages).handed_on if plan.pp > 1 else frozenset()
-        found = choose.sliced(found, made, batches, once, job, plan, handed_on=handed_on)
+        wide = cast is torch.float64
+        found = choose.sliced(found, made, built.pairs, once, job, plan, wide=wide, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
     found = context.stretched(built, built.pairs) if plan.cp > 1 else found

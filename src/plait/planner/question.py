@@ -18,8 +18,7 @@ from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
 from plait.parallel import mutations
 from plait.parallel.fsdp import optimizer_check
-from plait.parallel.pipeline.partition import check
-from plait.parallel.pipeline.stage_layout import StageLayout
+from plait.parallel.pipeline.partition import StageLayout, check
 from plait.planner.dryrun.optimizer_step import optimizer_state
 from plait.planner.from_sketch import Cuts, cuts_of, workload_of
 from plait.planner.space import SearchSpace

@@ -13,8 +13,7 @@ from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.context.sequences import as_held
 from plait.parallel.context.strategy import rows
-from plait.parallel.pipeline.partition import check
-from plait.parallel.pipeline.stage_layout import StageLayout
+from plait.parallel.pipeline.partition import StageLayout, check
 from plait.planner.dryrun.dry_run import known
 
 

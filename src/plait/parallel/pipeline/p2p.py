@@ -15,8 +15,6 @@ rank asks for a message, it asks for the earlier ones that it is sent, which may
 
 A sent tensor is kept until its receiver has it. Nobody asks: each message that comes back says, by its place in the
 table, how many of ours its sender had taken by then.
-
-What crosses the boundary between two stages: the messages of one micro-batch.
 """
 
 from collections import deque
@@ -27,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from plait.parallel.pipeline.schedules import Action, Row, made
+from plait.parallel.pipeline.schedules import Action, Row, Table
 from plait.parallel.pipeline.simulate import simulate
 from plait.tensors.trees import Slot
 
@@ -47,7 +46,7 @@ class StageMessage(NamedTuple):
 class MessageOrder(NamedTuple):
     """All messages from one rank to another, in order."""
 
-    letters: tuple[StageMessage, ...]
+    messages: tuple[StageMessage, ...]
     taken: tuple[int, ...]
     """For each: how many of the messages the other way, from the first on, its sender has taken before it sends."""
     turns: tuple[int, ...]
@@ -71,9 +70,9 @@ def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Ca
             needs[rank].append((need, gives if to != rank else None))
             if gives and to != rank:
                 order.setdefault((rank, to), []).append(gives[1])
-    found: Routes = {}
+    orders: Routes = {}
     turns = _turns(played, owner)
-    for (rank, to), letters in order.items():
+    for (rank, to), messages in order.items():
         back, had, first, taken = order.get((to, rank), []), set[StageMessage](), 0, list[int]()
         for need, gives in needs[rank]:
             if need is not None:
@@ -82,18 +81,20 @@ def routes(rows: Iterable[Iterable[Action]], owner: tuple[int, ...], crosses: Ca
                 first += 1
             if gives and gives[0] == to:
                 taken.append(first)
-        found[rank, to] = MessageOrder(tuple(letters), tuple(taken), tuple(turns[letter] for letter in letters))
-    return found
+        orders[rank, to] = MessageOrder(tuple(messages), tuple(taken), tuple(turns[message] for message in messages))
+    return orders
 
 
 def _turns(rows: list[Row], owner: tuple[int, ...]) -> dict[StageMessage, int]:
     """The order in which messages are made when all actions take the same time and messages none: as every action takes
     time, whatever a rank sends comes after what it needed for it."""
     ones = [1.0] * len(owner)
-    run = simulate(made("", 1 + max((a.micro for row in rows for a in row), default=0), owner, rows), ones, ones, ones)
+    run = simulate(
+        Table.of("", 1 + max((a.micro for row in rows for a in row), default=0), owner, rows), ones, ones, ones
+    )
     ends = ((event.end, _ends(event.action, owner)[1]) for event in run.events)
     order = sorted((end, gives[1]) for end, gives in ends if gives)
-    return {letter: turn for turn, (_, letter) in enumerate(order)}
+    return {message: turn for turn, (_, message) in enumerate(order)}
 
 
 def _ends(action: Action, owner: tuple[int, ...]) -> tuple[StageMessage | None, tuple[int, StageMessage] | None]:
@@ -112,16 +113,18 @@ class PointToPoint:
     `ahead`: receives posted before they are waited for, of each sender; 0 where messages run in the order of asking.
     """
 
-    def __init__(self, group: Any, routes: Routes, make: Callable[[StageMessage], list[Tensor]], ahead: int = AHEAD):
+    def __init__(
+        self, group: ProcessGroup, routes: Routes, make: Callable[[StageMessage], list[Tensor]], ahead: int = AHEAD
+    ):
         self.group, self.routes, self.make, self.ahead = group, routes, make, ahead
         self.rank = rank = group.rank()
         self.places = {
-            letter: (a, i) for (a, b), r in routes.items() if b == rank for i, letter in enumerate(r.letters)
+            message: (a, i) for (a, b), r in routes.items() if b == rank for i, message in enumerate(r.messages)
         }
         self.senders = sorted({a for a, b in routes if b == rank})
         self.posted = dict.fromkeys(self.senders, 0)
         mine = [route for ends, route in routes.items() if rank in ends and not ahead]
-        self.turns = {letter: turn for route in mine for letter, turn in zip(route.letters, route.turns)}
+        self.turns = {message: turn for route in mine for message, turn in zip(route.messages, route.turns)}
         self.coming = deque(sorted(self.turns.keys() & self.places, key=self.turns.__getitem__))
         """What no receive is posted for, in the order of the step."""
         self.waiting: dict[StageMessage, tuple[list[Tensor], list[Any]]] = {}
@@ -132,22 +135,22 @@ class PointToPoint:
         for sender in self.senders:
             self._post(sender, ahead)
 
-    def send(self, letter: StageMessage, to: int, values: list[Tensor]) -> None:
+    def send(self, message: StageMessage, to: int, values: list[Tensor]) -> None:
         """Hand a message over, without waiting."""
         if not self.ahead:
-            self._post_before(self.turns[letter])
+            self._post_before(self.turns[message])
         values = [t.contiguous() for t in values]
-        works = [dist.isend(t, group=self.group, group_dst=to, tag=_tag(letter) + k) for k, t in enumerate(values)]
+        works = [dist.isend(t, group=self.group, group_dst=to, tag=_tag(message) + k) for k, t in enumerate(values)]
         self.sent[to].append((works, values))
 
-    def receive(self, letter: StageMessage) -> list[Tensor]:
+    def receive(self, message: StageMessage) -> list[Tensor]:
         """Wait for a message."""
-        sender, place = self.places[letter]
+        sender, place = self.places[message]
         if self.ahead:
             self._post(sender, max(place + 1, self.taken[sender] + 1 + self.ahead))
         else:
-            self._post_before(self.turns[letter] + 1)
-        tensors, works = self.waiting.pop(letter)
+            self._post_before(self.turns[message] + 1)
+        tensors, works = self.waiting.pop(message)
         for work in works:
             work.wait()
         self.taken[sender] += 1
@@ -162,20 +165,22 @@ class PointToPoint:
 
     def _post(self, sender: int, until: int) -> None:
         """Post receives in the sender's order: the first `until` of its messages."""
-        for letter in self.routes[sender, self.rank].letters[self.posted[sender] : until]:
-            self._ask(letter, sender)
+        for message in self.routes[sender, self.rank].messages[self.posted[sender] : until]:
+            self._ask(message, sender)
             self.posted[sender] += 1
 
     def _post_before(self, turn: int) -> None:
         """Post receives in the order of the step: of all messages, whoever sends them, that come before this turn."""
         while self.coming and self.turns[self.coming[0]] < turn:
-            letter = self.coming.popleft()
-            self._ask(letter, self.places[letter][0])
+            message = self.coming.popleft()
+            self._ask(message, self.places[message][0])
 
-    def _ask(self, letter: StageMessage, sender: int) -> None:
-        tensors = self.make(letter)
-        works = [dist.irecv(t, group=self.group, group_src=sender, tag=_tag(letter) + k) for k, t in enumerate(tensors)]
-        self.waiting[letter] = tensors, works
+    def _ask(self, message: StageMessage, sender: int) -> None:
+        tensors = self.make(message)
+        works = [
+            dist.irecv(t, group=self.group, group_src=sender, tag=_tag(message) + k) for k, t in enumerate(tensors)
+        ]
+        self.waiting[message] = tensors, works
 
     def _release(self, to: int, known: int) -> None:
         while self.gone[to] < known:
@@ -185,49 +190,38 @@ class PointToPoint:
             self.gone[to] += 1
 
 
-def _tag(letter: StageMessage) -> int:
+def _tag(message: StageMessage) -> int:
     """The first of up to 4,096 tags of a message."""
-    return ((letter.micro * 64 + letter.stage % 64) * 2 + letter.forward) * 4096 + 32768
+    return ((message.micro * 64 + message.stage % 64) * 2 + message.forward) * 4096 + 32768
 
 
-Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape and number format of a message."""
-
-
-def there(slots: Sequence[Slot], samples: int) -> list[Form]:
-    """The messages with activations: one for each tensor."""
-    return [(slot.shape(samples), slot.dtype) for slot in slots]
-
-
-def back(slots: Sequence[Slot], samples: int) -> list[Form]:
-    """The messages with their gradients, as `packed` makes them: one for each number format."""
+def empty(slots: Sequence[Slot], samples: int, device: torch.device, *, forward: bool) -> list[Tensor]:
+    """What a message is received into: a tensor for each slot, or gradients of those that have any, as `packed` makes them:
+    a tensor for each number format."""
+    if forward:
+        return [torch.empty(slot.shape(samples), dtype=slot.dtype, device=device) for slot in slots]
     sizes: dict[torch.dtype, int] = {}
     for slot in slots:
         if slot.grad:
             sizes[slot.dtype] = sizes.get(slot.dtype, 0) + prod(slot.shape(samples)) + 1
-    return [((n,), dtype) for dtype, n in sizes.items()]
+    return [torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()]
 
 
-def packed(values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+def packed(values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Gradients of values, those of a number format as one message: each flat, and behind it 0, or zeros and 1 where there
     is none, since no gradient and one of zeros are not the same to an optimizer. (A dry run on real tensors receives zeros.)"""
     parts: dict[torch.dtype, list[Tensor]] = {}
-    for value, gradient in zip(values, gradients):
-        found = value.new_zeros(value.numel()) if gradient is None else gradient.reshape(-1)
-        parts.setdefault(value.dtype, []).extend((found, value.new_full((1,), float(gradient is None))))
-    return [torch.cat(found) for found in parts.values()]
+    for value, grad in zip(values, grads):
+        flat = value.new_zeros(value.numel()) if grad is None else grad.reshape(-1)
+        parts.setdefault(value.dtype, []).extend((flat, value.new_full((1,), float(grad is None))))
+    return [torch.cat(flats) for flats in parts.values()]
 
 
 def unpacked(messages: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of values again: views of the messages."""
     rest = {message.dtype: message for message in messages}
-    found: list[Tensor | None] = []
+    grads: list[Tensor | None] = []
     for value in values:
         own, none, rest[value.dtype] = rest[value.dtype].tensor_split((value.numel(), value.numel() + 1))
-        found.append(own.view(value.shape) if bool(none == 0) else None)
-    return found
-
-
-def size(forms: Sequence[Form]) -> int:
-    """Bytes of messages."""
-    return sum(prod(shape) * dtype.itemsize for shape, dtype in forms)
+        grads.append(own.view(value.shape) if bool(none == 0) else None)
+    return grads

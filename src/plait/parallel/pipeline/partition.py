@@ -1,21 +1,28 @@
-"""Where to cut a model into stages: boundaries in the order of its unit calls, for balanced time and few bytes across.
+"""Where to cut a model into stages, for balanced time and few bytes across, and which rank has which stages and parameters.
 
-A cut is pure arithmetic on a sketch. Stages are stretches of the sequence of unit calls; what later stages need of
+All of it is arithmetic on a sketch and a plan. Stages are stretches of the sequence of unit calls; what later stages need of
 earlier ones (skip connections, encoder outputs, masks computed from them) crosses every boundary between.
 """
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
+from math import inf
+from operator import add
 from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.plan import Plan
 from plait.model.costs import UnitCall
 from plait.model.meter import BETWEEN
 from plait.model.sketch import Sketch
+from plait.parallel.pipeline.schedule_search import table
+from plait.parallel.pipeline.schedules import Table
 from plait.tensors.trees import Slot
 
 SLACK = 1.1
@@ -31,20 +38,16 @@ class StagePartition:
     crossing: tuple[tuple[int, ...], ...]
     """By stage: calls of earlier stages that it or a later one needs. Nothing crosses into stage 0."""
 
-    def units(self, sketch: Sketch, stage: int) -> set[str]:
-        """Names of the units with a call in a stage."""
-        return {unit for unit, stages in homes(sketch, self).items() if stage in stages}
 
-
-def homes(sketch: Sketch, made: StagePartition) -> dict[str, list[int]]:
+def homes(sketch: Sketch, partition: StagePartition) -> dict[str, list[int]]:
     """The stages of the calls of each unit. A unit that these runs of the sketch left out goes with the one before it."""
-    found: dict[str, list[int]] = {}
-    for call, stage in zip(sketch.calls, made.owner):
-        found.setdefault(call.unit, []).append(stage)
+    stages_of: dict[str, list[int]] = {}
+    for call, stage in zip(sketch.calls, partition.owner):
+        stages_of.setdefault(call.unit, []).append(stage)
     before = 0
     for unit in sketch.units:
-        before = found.setdefault(unit.name, [before])[-1]
-    return found
+        before = stages_of.setdefault(unit.name, [before])[-1]
+    return stages_of
 
 
 @dataclass(frozen=True)
@@ -85,23 +88,22 @@ def cut(sketch: Sketch, stages: int, first: tuple[str, ...] | None = None) -> St
         why = sketch.unmeasured or f"its units are called {len(calls)} times in a forward pass"
         fix = (f"at most {max(len(calls), 1)} stages", "Job(units=…) names smaller units")
         raise PlaitError(Problem("P023", f"the model cannot be cut into {stages} stages", why=why, fix=fix))
-    starts = _given(sketch, stages, first) if first is not None else _balanced(sketch, stages)
+    starts = _chosen(sketch, stages, first) if first is not None else _balanced(sketch, stages)
     bounds = [0, *starts, len(calls)]
     owner = tuple(s for s in range(stages) for _ in range(bounds[s], bounds[s + 1]))
     return StagePartition(stages, owner, crossings(calls, sketch.needs, owner, stages))
 
 
-def check(sketch: Sketch, made: StagePartition, looped: bool, shared: bool = False) -> None:
+def check(sketch: Sketch, partition: StagePartition, looped: bool, shared: bool = False) -> None:
     """P024 when a value goes from a unit to another stage by a way that is not what the unit returns.
 
     `looped`: a rank has several stages, and so runs the code between units several times. `shared`: ranks compute units together.
     """
-    inside = lambda name: any(f"{name}.".startswith(f"{u.name}.") for u in sketch.units)  # noqa: E731
     for norm in sketch.batch_norms:
-        if not inside(norm):
+        if not sketch.has(norm):
             _refuse(f"{norm} keeps batch statistics and lies in no unit", "every stage would keep others")
     for buffer in sketch.counting if looped else ():
-        if not inside(buffer):
+        if not sketch.has(buffer):
             why = "a rank with several stages runs that code once for each"
             _refuse(f"code between units changes the buffer {buffer} in every forward pass", why)
     for name, by in sketch.rewritten.items():
@@ -111,8 +113,8 @@ def check(sketch: Sketch, made: StagePartition, looped: bool, shared: bool = Fal
             _refuse(f"code outside of {where} changes its weight {name}", "stages have the weights of their own units")
     if sketch.differentiates:
         _refuse("the model takes derivatives in its forward pass", "they go back through units of other stages")
-    check_calls(sketch.calls, made.owner)
-    beside = min(ForwardPath(sketch.calls, made).aside, default=None) if shared else None
+    check_calls(sketch.calls, partition.owner)
+    beside = min(ForwardPath(sketch.calls, partition).aside, default=None) if shared else None
     if beside is not None:
         why = "other stages would run it to know what it leaves in objects, and beside tp, cp or ep its ranks compute it together"
         _refuse(f"unit {sketch.calls[beside].unit} hands on a value besides what it returns", why)
@@ -140,25 +142,25 @@ def check_calls(calls: tuple[UnitCall, ...], owners: tuple[int, ...]) -> None:
             _refuse(f"{unit} returns numbers or a count of tensors that depend on the batch", why)
 
 
-def _refuse(what: str, why: str, hint: str = "return the tensor") -> NoReturn:
-    fix = (hint, "pp=1")
-    raise PlaitError(Problem("P024", what, why=why, fix=fix if "besides" in what else fix[1:]))
+def _refuse(what: str, why: str) -> NoReturn:
+    fix = ("return the tensor", "pp=1") if "besides" in what else ("pp=1",)
+    raise PlaitError(Problem("P024", what, why=why, fix=fix))
 
 
-def _given(sketch: Sketch, stages: int, first: tuple[str, ...]) -> list[int]:
+def _chosen(sketch: Sketch, stages: int, first: tuple[str, ...]) -> list[int]:
     if len(first) != stages - 1:
         what = f"Job(stages=…) names {len(first)} cuts, {stages} stages need {stages - 1}"
         raise PlaitError(Problem("P023", what, fix=("one unit for the start of each stage but the first",)))
     names = [call.unit for call in sketch.calls]
-    found = []
+    starts = []
     for unit in first:
         if unit not in names:
             what = f"Job(stages=…) names no unit of the model: {unit}        {did_you_mean(unit, sorted(set(names)))}"
             raise PlaitError(Problem("P023", what, fix=("plait sketch JOB lists the units",)))
-        found.append(names.index(unit))
-    if found != sorted(set(found)) or found[0] == 0:
+        starts.append(names.index(unit))
+    if starts != sorted(set(starts)) or starts[0] == 0:
         raise PlaitError(Problem("P023", "Job(stages=…) is not in the order of the units' calls", why=", ".join(first)))
-    return found
+    return starts
 
 
 def costs(sketch: Sketch) -> list[float]:
@@ -180,27 +182,21 @@ def across(sketch: Sketch) -> list[float]:
 
 def _balanced(sketch: Sketch, stages: int) -> list[int]:
     """The boundaries with the fewest bytes across among those whose longest stage is within `SLACK` of the best."""
-    cost, bytes_ = costs(sketch), across(sketch)
-    total = [0.0]
-    for c in cost:
-        total.append(total[-1] + c)
-    n = len(cost)
-    best = _search(n, stages, lambda a, b: total[b] - total[a], max)[0]
-    limit = best * SLACK
+    total, sent = list(accumulate(costs(sketch), initial=0.0)), across(sketch)
+    n = len(total) - 1
+    limit = SLACK * _search(n, stages, lambda a, b: total[b] - total[a], max)[0]
 
     def bytes_of(a: int, b: int) -> float:
-        return (
-            bytes_[b]
-            if total[b] - total[a] <= limit and b < n
-            else 0.0
-            if total[b] - total[a] <= limit
-            else float("inf")
-        )
+        if total[b] - total[a] > limit:
+            return inf
+        return sent[b] if b < n else 0.0
 
-    return _search(n, stages, bytes_of, lambda x, y: x + y)[1]
+    return _search(n, stages, bytes_of, add)[1]
 
 
-def _search(n: int, stages: int, price, join) -> tuple[float, list[int]]:
+def _search(
+    n: int, stages: int, price: Callable[[int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
     """(smallest joined price, boundaries) of cutting 0 … n into stretches, by dynamic programming."""
     rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
@@ -222,8 +218,75 @@ def crossings(
     calls: tuple[UnitCall, ...], needs: tuple[int, ...], owner: tuple[int, ...], stages: int
 ) -> tuple[tuple[int, ...], ...]:
     """By stage: calls before it that it, a later stage, or the model's output (`needs`) needs."""
-    found = []
+    by_stage = []
     for stage in range(stages):
         needed = {i for j, call in enumerate(calls) if owner[j] >= stage for i in call.needs} | set(needs)
-        found.append(tuple(sorted(i for i in needed if owner[i] < stage)))
-    return tuple(found)
+        by_stage.append(tuple(sorted(i for i in needed if owner[i] < stage)))
+    return tuple(by_stage)
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """How a model lies on the ranks of a pipeline. Ranks here are indices on the axis `pp`."""
+
+    sketch: Sketch
+    """Of the whole model."""
+    cut: StagePartition
+    owner: tuple[int, ...]
+    """The rank of each stage."""
+    homes: dict[str, tuple[int, ...]]
+    """The ranks that hold each parameter."""
+
+    @staticmethod
+    def of(plan: Plan, sketch: Sketch, first: tuple[str, ...] | None = None) -> "StageLayout":
+        """By the plan; `first`: the first unit of each stage but stage 0, when the user chose. P023 as `cut` has it."""
+        partition = cut(sketch, plan.pp * plan.stages_per_rank, first)
+        owner = table_of(plan, plan.microbatches).owner
+        return StageLayout(sketch, partition, owner, _ranks_of_parameters(sketch, partition, owner, plan.pp))
+
+    @property
+    def handed_on(self) -> set[str]:
+        """Units whose output goes to another stage."""
+        return {self.sketch.calls[call].unit for calls in self.cut.crossing for call in calls}
+
+    def units(self, index: int) -> set[str]:
+        """Names of the units with a call in a stage of a rank."""
+        called = homes(self.sketch, self.cut).items()
+        return {unit for unit, stages in called if any(self.owner[stage] == index for stage in stages)}
+
+    def part(self, index: int) -> Sketch:
+        """The sketch of a rank's stages. Of what its calls need, what comes from another stage is left out."""
+        sketch, units = self.sketch, self.units(index)
+        names = {n for n, ranks in self.homes.items() if index in ranks}
+        stage, mine = self.cut.owner, [i for i, c in enumerate(self.sketch.calls) if c.unit in units]
+        number = {i: k for k, i in enumerate(mine)}
+        out = {i for j, c in enumerate(sketch.calls) for i in c.needs if stage[i] != stage[j]} | set(sketch.needs)
+        near = lambda i: tuple(number[j] for j in sketch.calls[i].needs if j in number and stage[j] == stage[i])  # noqa: E731
+        inside = lambda module: any(f"{module}.".startswith(f"{u}.") for u in units)  # noqa: E731
+        return replace(
+            sketch,
+            parameters=tuple(row for row in sketch.parameters if row[0] in names),
+            frozen=tuple(row for row in sketch.frozen if row[0] in names),
+            batch_norms=tuple(n for n in sketch.batch_norms if inside(n)),
+            units=tuple(u for u in sketch.units if u.name in units),
+            calls=tuple(replace(sketch.calls[i], needs=near(i)) for i in mine),
+            needs=tuple(number[i] for i in mine if i in out),
+            rest=tuple(n for n in sketch.rest if n in names),
+        )
+
+
+def table_of(plan: Plan, microbatches: int) -> Table:
+    """The order of a pipeline's forwards and backwards, for so many micro-batches."""
+    return table(plan.schedule, plan.pp, microbatches, plan.stages_per_rank)
+
+
+def _ranks_of_parameters(
+    sketch: Sketch, partition: StagePartition, owner: tuple[int, ...], ranks: int
+) -> dict[str, tuple[int, ...]]:
+    """The ranks of a pipeline that hold each parameter: those with a unit that has it; all, when code between units may."""
+    holders: dict[str, set[int]] = {name: set() for name, _, _ in (*sketch.parameters, *sketch.frozen)}
+    stages = homes(sketch, partition)
+    for unit in sketch.units:
+        for name in unit.parameters:
+            holders[name] |= {owner[stage] for stage in stages[unit.name]} if unit.closed else set(range(ranks))
+    return {name: tuple(sorted(r or range(ranks))) for name, r in holders.items()}

@@ -1,7 +1,7 @@
 """The path of a forward pass: which units it calls, what they return, and so what crosses between stages.
 
 As a rule it is that of the sketch. Inputs of another size (padded to another length, images of another size), and models
-that decide at random what to run, take others: then every rank finds the course itself, by running a hollow copy of
+that decide at random what to run, take others: then every rank finds the path itself, by running a hollow copy of
 the model, on fake tensors, with the inputs that all of them have and the host generators where training has them.
 Nothing has to be sent to agree on it. What a stage owns stays: a call belongs to the stage of its unit.
 """
@@ -26,29 +26,29 @@ from plait.tensors.torch_private import Unknowns, emptied, own_buffers
 from plait.tensors.trees import Slot, Template, taken, template
 
 KEPT = 256
-"""Courses that are remembered."""
+"""Paths that are remembered."""
 
 
 @dataclass(frozen=True)
 class Forward:
     """A forward pass to come: its inputs, and which samples of which step these are. `step` −1: an evaluation."""
 
-    inputs: Any
+    inputs: object
     samples: int
     first: int = 0
     step: int = -1
 
 
 class ForwardPaths:
-    """The courses of a model under a cut. `call` runs the model in the format of training."""
+    """The forward paths of a model that is cut into stages. `call` runs the model in the format of training."""
 
     def __init__(self, model: nn.Module, sketch: Sketch, cut: StagePartition, call: Call, inputs: Callable[[int], Any]):
         self.model, self.sketch, self.call = model, sketch, call
         self.first = ForwardPath(sketch.calls, cut)
-        self.seed: Any = None
+        self.seed = 0
         """The job's, which the host generators start from."""
         self.fixed = False
-        """There is no other course than the first: what crosses is a stretch of a sequence (cp), which no run here shows."""
+        """There is no other path than the first: what crosses is a stretch of a sequence (cp), which no run here shows."""
         self.fakes = Unknowns(allow_non_fake_inputs=True)
         self.form: Template = template(taken(inputs(PROBES[0])), taken(inputs(PROBES[1])), PROBES)
         """Of the inputs that the sketch has seen."""
@@ -57,17 +57,17 @@ class ForwardPaths:
         self.owner = homes(sketch, cut)
         try:
             self.hollow: nn.Module | None = emptied(model, self.fakes)
-        except Exception:  # a model that cannot be copied has the first course only
+        except Exception:  # a model that cannot be copied has the first path only
             self.hollow = None
 
     def of(self, forward: Forward) -> ForwardPath:
-        """The course of a forward pass. P025 when it cannot be found, P024 when stages cannot follow it."""
+        """The path of a forward pass. P025 when it cannot be found, P024 when stages cannot follow it."""
         if self.fixed:
             return self.first
-        found = signature(forward.inputs)
-        if found == self._usual(forward.samples) and not self.random:
+        form = signature(forward.inputs)
+        if form == self._usual(forward.samples) and not self.random:
             return self.first
-        key = (found, self.model.training, (forward.step, forward.first) if self.random else None)
+        key = (form, self.model.training, (forward.step, forward.first) if self.random else None)
         if key not in self.known or (self.random and forward.step < 0):
             self.known[key] = self._run(forward)
             while len(self.known) > KEPT:
@@ -94,17 +94,17 @@ class ForwardPaths:
         for module, other in zip(self.hollow.modules(), self.model.modules()):
             vars(other).update(_parameters=module._parameters, _buffers=own_buffers(module))
         try:
-            seen = trace_run(self.hollow, forward.inputs, self.call, True, units, keys)
+            trace = trace_run(self.hollow, forward.inputs, self.call, True, units, keys)
         except Exception as error:
             raise self._unknown(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         finally:
             keyed.restore_host(state)
             put_back(held)
-        calls = tuple(self._judged(single(call)) for call in seen.metered.calls)
+        calls = tuple(self._judged(single(call)) for call in trace.metered.calls)
         owner = self._owned(calls)
         check_calls(calls, owner)
         stages = self.first.cut.stages
-        cut = StagePartition(stages, owner, crossings(calls, seen.metered.needs, owner, stages))
+        cut = StagePartition(stages, owner, crossings(calls, trace.metered.needs, owner, stages))
         return ForwardPath(calls, cut, tuple(keys.after) if self.sketch.host_random else ())
 
     def _judged(self, call: UnitCall) -> UnitCall:
@@ -134,11 +134,11 @@ class ForwardPaths:
         return PlaitError(Problem("P025", what, why=why, fix=("pad samples to one length", "pp=1")))
 
 
-def signature(inputs: Any) -> tuple[Any, ...]:
+def signature(inputs: object) -> tuple[Any, ...]:
     """The tree of some inputs, shapes and formats of tensors, and what else is in it."""
     spec, rows = taken(inputs)
     return repr(spec), tuple(map(_row, rows))
 
 
-def _row(leaf: Any) -> Any:
+def _row(leaf: object) -> object:
     return leaf[:2] if isinstance(leaf, tuple) and len(leaf) == 3 and isinstance(leaf[1], torch.dtype) else repr(leaf)

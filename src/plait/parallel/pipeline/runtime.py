@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
-from plait.parallel.pipeline import p2p as boundary
-from plait.parallel.pipeline.p2p import AHEAD, PointToPoint, Routes, StageMessage, routes
+from plait.parallel.pipeline.p2p import AHEAD, PointToPoint, Routes, StageMessage, empty, packed, routes, unpacked
 from plait.parallel.pipeline.partition import ForwardPath
 from plait.parallel.pipeline.paths import Forward
 from plait.parallel.pipeline.schedules import Action, Table
 from plait.parallel.pipeline.split_backward import halves
 from plait.parallel.pipeline.stage import PipelineStages, StageForward
+from plait.randomness.keyed import Randomness
 from plait.tensors.trees import Slot, tensors
 
 
@@ -30,8 +31,8 @@ from plait.tensors.trees import Slot, tensors
 class MicroBatch:
     """One micro-batch of this rank's share: what the stages run on, and how much it weighs."""
 
-    inputs: Any
-    targets: Any
+    inputs: object
+    targets: object
     first: int
     samples: int
     weight: float
@@ -96,12 +97,12 @@ class Clock:
 class PipelineRuntime:
     """This rank's stages, its neighbours and its row of the table."""
 
-    def __init__(self, stages: PipelineStages, group: Any, table: Callable[[int], Table]):
+    def __init__(self, stages: PipelineStages, group: ProcessGroup, table: Callable[[int], Table]):
         self.stages, self.group, self.table = stages, group, table
         self.rank = group.rank()
         self.ahead = AHEAD if stages.device.type == "cpu" else 0
         self.routes = cache(self._routes)
-        self.randomness: Any = None
+        self.randomness: Randomness
         self.number = 0
         """The step, which random numbers are keyed by."""
         self.clock = Clock()
@@ -113,20 +114,13 @@ class PipelineRuntime:
         self, pieces: list[MicroBatch], forward: Callable[[MicroBatch], Any], loss: Callable[[Any, MicroBatch], Tensor]
     ) -> list[Tensor]:
         """Forward and backward of all pieces by the table; the losses, on the rank of the last stage."""
-        self.clock.spans, self.given = [], dict[tuple[int, int], dict[int, Any]]()
         self.back: dict[tuple[int, int], list[Tensor | None]] = {}
         self.open: dict[tuple[int, int], _Open] = {}
         self.losses: list[Tensor] = []
-        find = self.stages.paths.of
-        self.paths = [find(Forward(p.inputs, p.samples, p.first, self.number)) for p in pieces]
-        done: list[Action] = []
+        self.clock.spans = []
         if not pieces:
             return []
-        table = self.table(len(pieces))
-        self.owner = table.owner
-        sizes = [piece.samples for piece in pieces]
-        empty = lambda letter: self._empty(letter, sizes[letter.micro])  # noqa: E731
-        self.post = PointToPoint(self.group, self.routes(len(pieces), _messages(self.paths)), empty, self.ahead)
+        table = self._begin([Forward(p.inputs, p.samples, p.first, self.number) for p in pieces], len(pieces))
         for action in table.rows[self.rank]:
             self.clock.begin(action)
             piece = pieces[action.micro]
@@ -135,21 +129,18 @@ class PipelineRuntime:
                 self._forward(action, piece, forward, loss)
             else:
                 with self.randomness.replay():
-                    self._backward(action, piece)
+                    self._backward(action)
             self.clock.computed()
-            done.append(action)
         self.post.close()
-        if done != list(table.rows[self.rank]) or self.open:
-            why = f"ran {' '.join(map(str, done))}"
+        if self.open:
+            why = f"ran {' '.join(map(str, table.rows[self.rank]))}"
             raise PlaitError(Problem("P026", "the pipeline did not run its table", why=why), FAILED)
         return self.losses
 
-    def forward_only(self, inputs: Any, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
+    def forward_only(self, inputs: object, samples: int, call: Callable[[], Any]) -> tuple[Any, bool]:
         """(the model's output, True) on the rank of the last stage; elsewhere the output is unknown. No gradients."""
-        self.given, self.owner, output = {}, self.table(1).owner, None
-        self.clock.spans, self.paths = [], [self.stages.paths.of(Forward(inputs, samples))]
-        empty = lambda letter: self._empty(letter, samples)  # noqa: E731
-        self.post = PointToPoint(self.group, self.routes(0, _messages(self.paths)), empty, self.ahead)
+        self._begin([Forward(inputs, samples)], 0)
+        output = None
         for stage in range(self.stages.cut.stages):
             if self.owner[stage] == self.rank:
                 received, _ = self._received(stage, 0, grad=False)
@@ -157,6 +148,20 @@ class PipelineRuntime:
                 self._pass_on(stage, 0, run.kept)
         self.post.close()
         return output, self.owner[-1] == self.rank
+
+    def _begin(self, forwards: list[Forward], microbatches: int) -> Table:
+        """Find the paths of forward passes and post receives; `microbatches` is 0 when nothing goes back."""
+        self.handed: dict[tuple[int, int], dict[int, Any]] = {}
+        self.clock.spans, self.paths = [], [self.stages.paths.of(forward) for forward in forwards]
+        table = self.table(len(forwards))
+        self.owner = table.owner
+
+        def make(message: StageMessage) -> list[Tensor]:
+            samples = forwards[message.micro].samples
+            return empty(self._slots(message), samples, self.stages.device, forward=message.forward)
+
+        self.post = PointToPoint(self.group, self.routes(microbatches, _messages(self.paths)), make, self.ahead)
+        return table
 
     # — one action —
 
@@ -181,20 +186,20 @@ class PipelineRuntime:
         outputs = self._pass_on(stage, micro, run.kept)
         self.open[stage, micro] = _Open(leaves, outputs, None if loss is None else loss * piece.scale, run)
 
-    def _backward(self, action: Action, piece: MicroBatch) -> None:
+    def _backward(self, action: Action) -> None:
         stage, micro = action.stage, action.micro
         was = self.open[stage, micro]
         self.stages.again = was.run
         if action.kind == "W":
             was.weights()
         else:
-            outputs, gradients = self._ends(was, stage, micro)
+            outputs, grads = self._ends(was, stage, micro)
             if action.kind == "I" and was.leaves:
-                was.weights = halves(outputs, gradients, was.leaves)
+                was.weights = halves(outputs, grads, was.leaves)
             elif action.kind == "I":  # nobody waits for gradients of the first stage's inputs
-                was.weights = lambda: _run(outputs, gradients)
+                was.weights = lambda: _run(outputs, grads)
             else:
-                _run(outputs, gradients)
+                _run(outputs, grads)
             self._send_back(was, stage, micro)
         if action.kind != "I":
             del self.open[stage, micro]
@@ -218,7 +223,7 @@ class PipelineRuntime:
         if self.owner[stage - 1] == self.rank:
             self.back[stage - 1, micro] = back
         elif back:
-            self._send(StageMessage(False, stage - 1, micro), self.owner[stage - 1], boundary.packed(was.leaves, back))
+            self._send(StageMessage(False, stage - 1, micro), self.owner[stage - 1], packed(was.leaves, back))
 
     # — what crosses —
 
@@ -228,17 +233,12 @@ class PipelineRuntime:
         rows: Iterable[Iterable[Action]] = table.rows
         if not microbatches:
             rows = [[Action("F", s, 0) for s, r in enumerate(table.owner) if r == rank] for rank in range(table.ranks)]
-        return routes(rows, table.owner, lambda letter: bool(self._slots(letter)))
+        return routes(rows, table.owner, lambda message: bool(self._slots(message)))
 
-    def _slots(self, letter: StageMessage) -> list[Slot]:
+    def _slots(self, message: StageMessage) -> list[Slot]:
         """The tensors of a message; for gradients, those of their tensors."""
-        slots = self.paths[letter.micro].slots(letter.stage + (not letter.forward))
-        return [s for s in slots if s.grad or letter.forward]
-
-    def _empty(self, letter: StageMessage, samples: int) -> list[Tensor]:
-        """What a message is received into."""
-        forms = (boundary.there if letter.forward else boundary.back)(self._slots(letter), samples)
-        return [torch.empty(shape, dtype=dtype, device=self.stages.device) for shape, dtype in forms]
+        slots = self.paths[message.micro].slots(message.stage + (not message.forward))
+        return [s for s in slots if s.grad or message.forward]
 
     def _received(self, stage: int, micro: int, grad: bool) -> tuple[dict[int, Any], list[Tensor]]:
         """Outputs of earlier stages' calls that cross into this one, as leaves; and those that take gradients."""
@@ -246,47 +246,47 @@ class PipelineRuntime:
         calls = path.cut.crossing[stage]
         if not calls:
             return {}, []
-        letter = StageMessage(True, stage, micro)
-        slots = self._slots(letter)
+        message = StageMessage(True, stage, micro)
+        slots = self._slots(message)
         if self.owner[stage - 1] == self.rank:
-            values = self.given.pop((stage, micro))
-            found = [t.detach() for call in calls for t in tensors(values[call])]
+            outputs = self.handed.pop((stage, micro))
+            values = [t.detach() for call in calls for t in tensors(outputs[call])]
         else:
-            found = self._receive(letter) if slots else []
-        found = [t.requires_grad_(slot.grad and grad) for t, slot in zip(found, slots)]
-        source = iter(found)
+            values = self._receive(message) if slots else []
+        values = [t.requires_grad_(slot.grad and grad) for t, slot in zip(values, slots)]
+        source = iter(values)
         received = {call: path.calls[call].template.fill(source) for call in calls}
-        return received, [t for t in found if t.requires_grad]
+        return received, [t for t in values if t.requires_grad]
 
     def _pass_on(self, stage: int, micro: int, kept: dict[int, Any]) -> list[Tensor]:
         """Send what crosses out of a stage; the tensors that gradients will come back for."""
         if stage + 1 == self.stages.cut.stages:
             return []
-        letter, to = StageMessage(True, stage + 1, micro), self.owner[stage + 1]
-        found = [t for call in self.paths[micro].cut.crossing[stage + 1] for t in tensors(kept[call])]
+        message, to = StageMessage(True, stage + 1, micro), self.owner[stage + 1]
+        values = [t for call in self.paths[micro].cut.crossing[stage + 1] for t in tensors(kept[call])]
         if to == self.rank:
-            self.given[stage + 1, micro] = kept
-        elif found:
-            self._send(letter, to, [t.detach() for t in found])
-        return [t for t, slot in zip(found, self._slots(letter)) if slot.grad]
+            self.handed[stage + 1, micro] = kept
+        elif values:
+            self._send(message, to, [t.detach() for t in values])
+        return [t for t, slot in zip(values, self._slots(message)) if slot.grad]
 
     def _gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> list[Tensor | None]:
         if self.owner[stage + 1] == self.rank:
             return self.back.pop((stage, micro))
-        letter = StageMessage(False, stage, micro)
-        if not self._slots(letter):
+        message = StageMessage(False, stage, micro)
+        if not self._slots(message):
             return []
-        return boundary.unpacked(self._receive(letter), outputs)
+        return unpacked(self._receive(message), outputs)
 
-    def _send(self, letter: StageMessage, to: int, values: list[Tensor]) -> None:
+    def _send(self, message: StageMessage, to: int, values: list[Tensor]) -> None:
         self.clock.computed()
-        self.post.send(letter, to, values)
+        self.post.send(message, to, values)
         self.clock.lap("send ")
 
-    def _receive(self, letter: StageMessage) -> list[Tensor]:
-        found = self.post.receive(letter)
+    def _receive(self, message: StageMessage) -> list[Tensor]:
+        values = self.post.receive(message)
         self.clock.lap("receive ")
-        return found
+        return values
 
 
 def _messages(paths: list[ForwardPath]) -> tuple[Any, ...]:
@@ -295,6 +295,6 @@ def _messages(paths: list[ForwardPath]) -> tuple[Any, ...]:
     return tuple(tuple((bool(slots), any(s.grad for s in slots)) for slots in row) for row in crossing)
 
 
-def _run(outputs: list[Tensor], gradients: list[Tensor | None]) -> None:
+def _run(outputs: list[Tensor], grads: list[Tensor | None]) -> None:
     if outputs:
-        torch.autograd.backward(outputs, gradients)
+        torch.autograd.backward(outputs, grads)

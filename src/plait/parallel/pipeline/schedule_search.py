@@ -14,7 +14,7 @@ from itertools import chain, product
 from typing import Literal
 
 from plait.config.plan import SCHEDULES
-from plait.parallel.pipeline.schedules import Action, Table, folded, looped, made, problems
+from plait.parallel.pipeline.schedules import Action, Table, folded, looped, problems
 from plait.parallel.pipeline.schedules import textbook as textbook_table
 from plait.parallel.pipeline.simulate import Played, hops, simulate
 
@@ -102,9 +102,9 @@ def textbook_tables(ranks: int, microbatches: int, stages_per_rank: int, split: 
     """Every table of `plait.parallel.pipeline.schedules` there is for these numbers, but `auto`."""
     for name in SCHEDULES:
         if name != "auto" and not problems(name, ranks, microbatches, stages_per_rank):
-            found = textbook_table(name, ranks, microbatches, stages_per_rank)
-            if split or not any(action.kind == "W" for row in found.rows for action in row):
-                yield found
+            textbook = textbook_table(name, ranks, microbatches, stages_per_rank)
+            if split or not any(action.kind == "W" for row in textbook.rows for action in row):
+                yield textbook
 
 
 def packed_all(
@@ -128,10 +128,10 @@ def _limits(owner: tuple[int, ...], costs: Costs, limit: Limit, microbatches: in
         return [float(limit)] * ranks
     if limit is not None:
         return list(limit)
-    found = [0.0] * ranks
+    needs = [0.0] * ranks
     for rank, size in zip(owner, costs.saved or (1.0,) * len(owner)):
-        found[rank] += size * (microbatches or ranks)
-    return found
+        needs[rank] += size * (microbatches or ranks)
+    return needs
 
 
 def packed(microbatches: int, owner: tuple[int, ...], costs: Costs, limits: Sequence[float], taste: Taste) -> Table:
@@ -145,7 +145,7 @@ def packed(microbatches: int, owner: tuple[int, ...], costs: Costs, limits: Sequ
                 heapq.heappush(wakes, wake)
     if min(packer.weights) < microbatches:
         raise AssertionError(f"a greedy list is stuck at {packer.rows}")
-    return made("auto", microbatches, owner, packer.rows)
+    return Table.of("auto", microbatches, owner, packer.rows)
 
 
 class _Packer:

@@ -22,16 +22,13 @@ a backward twice as long as the forward (F = I = W = 1):
 | `auto`        | any v, both      | at most the best's    | at most vp, or what is asked for       |
 
 Each stage of v on a rank is 1/v as large, and so is what it holds. `plait.parallel.pipeline.simulate` plays a table.
-
-What a pipeline schedule is made of: actions, and the table that orders each rank's. No torch.
-
-`plait.parallel.pipeline.schedules` makes tables and explains the actions; `plait.parallel.pipeline.simulate` plays them on a virtual clock.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal, cast
 
 from plait.config.plan import SCHEDULES
@@ -50,14 +47,6 @@ class Action:
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.micro}"
 
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """ValueError when the text is not an action."""
-        found = re.fullmatch(r"([FBIW])(\d+)\.(\d+)", text)
-        if not found:
-            raise ValueError(f"{text!r} is not an action such as F0.3")
-        return cls(cast(Kind, found[1]), int(found[2]), int(found[3]))
-
 
 Row = tuple[Action, ...]
 """What one rank does, in order."""
@@ -65,46 +54,39 @@ Row = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule for `ranks` ranks, `stages` stages and `microbatches` micro-batches.
-
-    `owner[stage]` is the rank that holds a stage; `rows[rank]` its actions in order; `live[rank]` the largest number of
-    activations, one for each (stage, micro-batch), that the rank holds at once.
-    """
+    """The order in which ranks run the forwards and backwards of so many micro-batches."""
 
     name: str
-    ranks: int
-    stages: int
     microbatches: int
     owner: tuple[int, ...]
+    """The rank that holds each stage."""
     rows: tuple[Row, ...]
-    live: tuple[int, ...]
-
-    def to_text(self) -> str:
-        """A line of sizes, a line of owners, and a line for each rank; `from_text` reads it back."""
-        lines = [
-            f"{self.name} ranks {self.ranks} stages {self.stages} microbatches {self.microbatches}",
-            f"owner {' '.join(map(str, self.owner))}",
-        ]
-        for rank, (row, live) in enumerate(zip(self.rows, self.live, strict=True)):
-            lines.append(f"rank {rank} live {live}: {' '.join(map(str, row))}".rstrip())
-        return "\n".join(lines) + "\n"
+    """What each rank does, in order."""
 
     @classmethod
-    def from_text(cls, text: str) -> "Table":
-        """ValueError when the text is not a table."""
-        first, second, *rest = [line.strip() for line in text.strip().splitlines()] + ["", ""]
-        head = re.fullmatch(r"(\S+) ranks (\d+) stages (\d+) microbatches (\d+)", first)
-        lines = [re.fullmatch(r"rank (\d+) live (\d+):(.*)", line) for line in rest if line]
-        owner = re.fullmatch(r"owner((?: \d+)*)", second)
-        if not head or not owner or not all(lines):
-            raise ValueError("not a table: a line of sizes, a line of owners and a line for each rank are wanted")
-        found = [line for line in lines if line]
-        owners = tuple(map(int, owner[1].split()))
-        sizes = int(head[2]), int(head[3]), int(head[4])
-        if [int(line[1]) for line in found] != list(range(sizes[0])) or len(owners) != sizes[1]:
-            raise ValueError(f"not a table: {len(found)} rows for {sizes[0]} ranks, {len(owners)} owners")
-        rows = tuple(tuple(map(Action.parse, line[3].split())) for line in found)
-        return cls(head[1], *sizes, owners, rows, tuple(int(line[2]) for line in found))
+    def of(cls, name: str, microbatches: int, owner: tuple[int, ...], rows: Iterable[Iterable[Action]]) -> "Table":
+        """A table of these rows.
+
+        An I with its W right behind becomes a B on stage 0: no stage before it waits for the I, and a backward in one
+        piece is cheaper than in two.
+        """
+        return cls(name, microbatches, owner, tuple(map(_joined, rows)))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.owner)
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """The most activations that each rank holds at once, one for each (stage, micro-batch): from F to the end of B or W."""
+        signs = {"F": 1, "B": -1, "I": 0, "W": -1}
+        return tuple(max(accumulate((signs[action.kind] for action in row), initial=0)) for row in self.rows)
 
 
 def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -118,36 +100,14 @@ def folded(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(rank for turn in range(stages_per_rank) for rank in (back if turn % 2 else there))
 
 
-def held(row: Iterable[Action]) -> int:
-    """The largest number of activations that a rank with this row holds at once: from F to the end of B or W."""
-    now = most = 0
+def _joined(row: Iterable[Action]) -> Row:
+    joined: list[Action] = []
     for action in row:
-        if action.kind == "F":
-            now += 1
-            most = max(most, now)
-        elif action.kind != "I":
-            now -= 1
-    return most
-
-
-def made(name: str, microbatches: int, owner: tuple[int, ...], rows: Iterable[Iterable[Action]]) -> Table:
-    """A table of these rows, with what each rank holds counted.
-
-    An I with its W right behind becomes a B on stage 0: no stage before it waits for the I, and a backward in one piece
-    is cheaper than in two.
-    """
-    done = tuple(_joined(tuple(row)) for row in rows)
-    return Table(name, len(done), len(owner), microbatches, owner, done, tuple(map(held, done)))
-
-
-def _joined(row: Row) -> Row:
-    found: list[Action] = []
-    for action in row:
-        if action.kind == "W" and action.stage == 0 and found and found[-1] == Action("I", 0, action.micro):
-            found.pop()
+        if action.kind == "W" and action.stage == 0 and joined and joined[-1] == Action("I", 0, action.micro):
+            joined.pop()
             action = Action("B", 0, action.micro)
-        found.append(action)
-    return tuple(found)
+        joined.append(action)
+    return tuple(joined)
 
 
 SPLIT = ("zb", "zbv", "auto")
@@ -158,17 +118,17 @@ def problems(schedule: str, ranks: int, microbatches: int, stages_per_rank: int 
     """Why there is no such table, a sentence each; empty when there is. `schedule` is one of `SCHEDULES`."""
     if schedule not in SCHEDULES:
         return [f"no schedule is called {schedule!r}; known: {', '.join(SCHEDULES)}"]
-    found = []
+    sentences = []
     for what, n in (("ranks", ranks), ("micro-batches", microbatches), ("stages per rank", stages_per_rank)):
         if n < 1:
-            found.append(f"a pipeline has at least 1 of {what}, not {n}")
+            sentences.append(f"a pipeline has at least 1 of {what}, not {n}")
     if schedule in ("1f1b", "zb") and stages_per_rank > 1:
-        found.append(f"{schedule} has 1 stage per rank, not {stages_per_rank}")
+        sentences.append(f"{schedule} has 1 stage per rank, not {stages_per_rank}")
     if schedule == "interleaved" and stages_per_rank == 1:
-        found.append("interleaved needs stages_per_rank ≥ 2; with 1 it is 1f1b")
+        sentences.append("interleaved needs stages_per_rank ≥ 2; with 1 it is 1f1b")
     if schedule == "zbv" and stages_per_rank != 2:
-        found.append(f"zbv has 2 stages per rank, one on each arm of the V, not {stages_per_rank}")
-    return found
+        sentences.append(f"zbv has 2 stages per rank, one on each arm of the V, not {stages_per_rank}")
+    return sentences
 
 
 def textbook(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Table:
@@ -177,7 +137,7 @@ def textbook(schedule: str, ranks: int, microbatches: int, stages_per_rank: int 
         raise ValueError("; ".join(wrong))
     owner = (folded if schedule == "zbv" else looped)(ranks, stages_per_rank)
     rank_row = ROWS[schedule]
-    return made(
+    return Table.of(
         schedule, microbatches, owner, (rank_row(r, ranks, microbatches, stages_per_rank) for r in range(ranks))
     )
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from plait.parallel.pipeline.schedules import Action, Table
 
 Stages = tuple[Sequence[float], Sequence[float], Sequence[float]]
+"""Times of F, I and W of each stage."""
 
 
 class Event(NamedTuple):
@@ -59,26 +60,15 @@ class Played:
         """The share of time × ranks in which nothing is computed."""
         return sum(self.idle) / (self.makespan * self.table.ranks) if self.makespan else 0.0
 
-    def held(self, rank: int) -> list[tuple[float, int, float]]:
-        """(time, activations, bytes) from each moment on at which they change: from F's start to the end of B or W."""
-        found: list[tuple[float, int, float]] = []
-        count, size = 0, 0.0
-        for event in self.events:
-            if event.rank == rank and event.action.kind != "I":
-                sign, when = (1, event.start) if event.action.kind == "F" else (-1, event.end)
-                count, size = count + sign, size + sign * self.saved[event.action.stage]
-                found.append((when, count, size))
-        return found
-
-    @cached_property
-    def live(self) -> tuple[int, ...]:
-        """The most activations each rank held."""
-        return tuple(max((n for _, n, _ in self.held(rank)), default=0) for rank in range(self.table.ranks))
-
     @cached_property
     def bytes(self) -> tuple[float, ...]:
-        """The most bytes of activations each rank held."""
-        return tuple(max((n for _, _, n in self.held(rank)), default=0.0) for rank in range(self.table.ranks))
+        """The most bytes of activations each rank held: from the start of F to the end of B or W."""
+        now, most = [0.0] * self.table.ranks, [0.0] * self.table.ranks
+        for rank, action, _, _ in self.events:
+            if action.kind != "I":
+                now[rank] += self.saved[action.stage] if action.kind == "F" else -self.saved[action.stage]
+                most[rank] = max(most[rank], now[rank])
+        return tuple(most)
 
 
 def simulate(
@@ -110,22 +100,19 @@ def simulate(
 
 
 def makespan(table: Table, times: Stages, link: float | Sequence[float] = 0.0) -> float:
-    """When the last action of `simulate` ends, and nothing else: several times as fast. `times`: F, I and W of each stage."""
+    """When the last action of `simulate` ends, and nothing else: several times as fast."""
     took, starts = _timed(table, times, link, 0.0)
     last = ((row[-1], begun[-1]) for row, begun in zip(table.rows, starts) if row)
     return max((begun + took[action.kind][action.stage] for action, begun in last), default=0.0)
 
 
 def _timed(
-    table: Table,
-    times: tuple[Sequence[float], Sequence[float], Sequence[float]],
-    link: float | Sequence[float],
-    send: float,
+    table: Table, times: Stages, link: float | Sequence[float], send: float
 ) -> tuple[dict[str, list[float]], list[list[float]]]:
     """(seconds of each kind of action on each stage, when each action of each row begins)."""
-    for name, given in zip(("forward", "backward_input", "backward_weight"), times):
-        if len(given) != table.stages:
-            raise ValueError(f"{name} has {len(given)} times for {table.stages} stages")
+    for name, numbers in zip(("forward", "backward_input", "backward_weight"), times):
+        if len(numbers) != table.stages:
+            raise ValueError(f"{name} has {len(numbers)} times for {table.stages} stages")
     forward, backward_input, backward_weight = times
     whole = [i + w for i, w in zip(backward_input, backward_weight)]
     kinds = {"F": forward, "B": whole, "I": backward_input, "W": backward_weight}

@@ -8,8 +8,9 @@ share, a decoder's first layer, which each attention to the encoder's states lea
 leads to, and those behind an operator written in Python, which computes all its gradients at once.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,27 +25,20 @@ def halves(outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[T
 
     Shapes of `gradients` are those of `outputs`; None stands for a scalar's 1. The graph lives until the second half.
     """
-    given = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad and t.grad_fn is not None]
+    ends = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad and t.grad_fn is not None]
     goals = {get_gradient_edge(t).node for t in inputs}
-    leading = _leading([get_gradient_edge(t).node for t, _ in given], goals)
+    leading = _leading([get_gradient_edge(t).node for t, _ in ends], goals)
     later, now = _put_off([node for node in leading if node not in goals], leading)
-    came: dict[Node, tuple[Any, ...]] = {}
+    came: dict[Node, tuple[Tensor | None, ...]] = {}
     group = GraphExecGroup()
-
-    def keep(node: Node) -> Any:
-        def kept(grads: tuple[Any, ...]) -> None:
-            came[node] = grads
-
-        return node.register_prehook(kept)
-
-    handles = [keep(node) for node, _ in later]
-    inner = [(t, g) for t, g in given if get_gradient_edge(t).node in leading]
+    handles = [node.register_prehook(partial(came.__setitem__, node)) for node, _ in later]
+    inner = [(t, g) for t, g in ends if get_gradient_edge(t).node in leading]
     if inner:
         with group:
             torch.autograd.backward(*map(list, zip(*inner)), retain_graph=True, inputs=[*inputs, *now])
     for handle in handles:
         handle.remove()
-    outer = [(t, g) for t, g in given if get_gradient_edge(t).node not in leading]
+    outer = [(t, g) for t, g in ends if get_gradient_edge(t).node not in leading]
 
     def weights() -> None:
         with group:
@@ -62,32 +56,29 @@ def _put_off(nodes: list[Node], leading: Collection[Node]) -> tuple[list[tuple[N
     """(operators on the way to the inputs, each with the parameters that the second half finds from it; the parameters that
     are not put off)."""
     led = {node: {id(t): t for t in _parameters(node, leading)} for node in nodes}
-    times: dict[int, int] = {}
-    for found in led.values():
-        for key in found:
-            times[key] = times.get(key, 0) + 1
+    times = Counter(key for parameters in led.values() for key in parameters)
     later, now = list[tuple[Node, list[Tensor]]](), dict[int, Tensor]()
-    for node, found in led.items():
-        if isinstance(node, BackwardCFunction) or any(times[key] > 1 for key in found):
-            now |= found
-        elif found:
-            later.append((node, list(found.values())))
+    for node, parameters in led.items():
+        if isinstance(node, BackwardCFunction) or any(times[key] > 1 for key in parameters):
+            now |= parameters
+        elif parameters:
+            later.append((node, list(parameters.values())))
     return later, list(now.values())
 
 
 def _leading(roots: list[Node], goals: set[Node]) -> Collection[Node]:
     """Nodes from which a goal can be reached, those next to it first: in an order that is always the same."""
-    found, met, stack = dict.fromkeys(goals), set[Node](), [(node, False) for node in roots]
+    leading, met, stack = dict.fromkeys(goals), set[Node](), [(node, False) for node in roots]
     while stack:
         node, done = stack.pop()
         if done:
-            if any(n in found for n, _ in node.next_functions):
-                found[node] = None
+            if any(n in leading for n, _ in node.next_functions):
+                leading[node] = None
         elif node not in met:
             met.add(node)
             stack.append((node, True))
             stack += [(n, False) for n, _ in node.next_functions if n is not None and n not in met]
-    return found
+    return leading
 
 
 def _parameters(node: Node, leading: Collection[Node]) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ another and costs nothing, and a unit of this stage that is handed one is an err
 skip connections and whatever else the model's code does between its units simply work, on every stage.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class PipelineStages:
         self._checked(output if stage + 1 == self.cut.stages else None, path)
         return output, run
 
-    def _checked(self, output: Any, path: ForwardPath) -> None:
+    def _checked(self, output: object, path: ForwardPath) -> None:
         """P024 when the model's output is unknown where the loss is computed, or a buffer was replaced by an unknown."""
         what = "the model's output depends on a value that only another stage has"
         if path.aside or not any(map(is_unknown, leaves(output))):  # what nobody looks at may be unknown
@@ -113,9 +113,9 @@ class PipelineStages:
             what = f"code between units writes a value that only another stage has into the buffer {name}"
         raise PlaitError(Problem("P024", what, why="only what units return travels", fix=("pp=1",)))
 
-    def look(self, made: Any, of: str) -> None:
+    def look(self, result: object, of: str) -> None:
         """P024 when what the job's own code made of the model's output is unknown."""
-        if any(map(is_unknown, leaves(made))):
+        if any(map(is_unknown, leaves(result))):
             what = f"the job's {of} depends on a value that only another stage has"
             why = "only what units return travels, not what they leave in lists, caches or attributes"
             raise PlaitError(Problem("P024", what, why=why, fix=("let the unit return it", "pp=1")))
@@ -134,18 +134,25 @@ class PipelineStages:
             run.lost[key] = tensor
 
     def outputs_of(self, run: StageForward, call: int) -> Any:
-        """Unknowns in the shape of what a call returns: those of last time, unless the model's code wrote to them."""
+        """What a call on another stage returns: what was received, to be written to; or unknowns in its shape, those of last
+        time unless the model's code wrote to them."""
+        if call in run.received:
+            return copied(run.received[call])
         calls = self.whole.calls if run.path is self.paths.first else run.path.calls
         template, samples, unknowns = calls[call].template, run.samples, run.path.unknowns
         known = unknowns.get((call, samples))
         if known is None or any(version(t) != before for t, before in known):
-            with self.fakes, torch.no_grad():
-                made = [torch.empty(s.shape(samples), dtype=s.dtype, device=self.device) for s in template.slots]
-            known = unknowns[call, samples] = [(t, version(t)) for t in made]
+            new = [self.new_unknown(slot.shape(samples), slot.dtype) for slot in template.slots]
+            known = unknowns[call, samples] = [(t, version(t)) for t in new]
         return template.fill(t for t, _ in known)
 
+    def new_unknown(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A fake tensor on the run's device."""
+        with self.fakes, torch.no_grad():
+            return torch.empty(shape, dtype=dtype, device=self.device)
 
-def copied(tree: Any) -> Any:
+
+def copied(tree: object) -> Any:
     """What the model's code may change in place, when the value itself is also for other stages."""
     return tree.clone() if isinstance(tree, Tensor) else tree_map_only(Tensor, torch.clone, tree)
 
@@ -156,7 +163,7 @@ class _Unit:
     def __init__(self, stages: PipelineStages, name: str, module: nn.Module):
         self.stages, self.name, self.own = stages, name, own_forward(module)
         self.number: int | None = None
-        self.changed: Any = None
+        self.changed: object = None
         """An argument that the unit changes and returns, where it does so."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,10 +189,10 @@ class _Unit:
             if back is not None:
                 self.changed = args[back] if isinstance(back, int) else kwargs[back]
             self.number = number
-            return copied(run.received[number]) if number in run.received else stages.outputs_of(run, number)
-        given = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
+            return stages.outputs_of(run, number)
+        values = arguments(args, kwargs)  # a list or a cache may hold what nobody looks at
         self.check(
-            run, given if not run.path.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+            run, values if not run.path.aside else (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         )
         stages.inside += 1
         try:
@@ -204,14 +211,14 @@ class _Unit:
         finally:
             self.stages.elsewhere = ""
 
-    def check(self, run: StageForward, found: Iterable[Any]) -> None:
+    def check(self, run: StageForward, values: Iterable[object]) -> None:
         """P024 when an unknown is among what the unit is given, or returns."""
-        if any(map(is_unknown, found)):
+        if any(map(is_unknown, values)):
             what = f"unit {self.name} of stage {run.stage} is handed a value that only another stage has"
             why = "the way from the unit that made it could not be followed (through a Python number, a list, another library)"
             raise PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))
 
-    def keep(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def keep(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         """After all other hooks: put what later stages need by, and give the model's code a copy it may write to.
 
         What was received is put in again: hooks on the unit may see it, but have done their work on it where it was made.
@@ -221,10 +228,10 @@ class _Unit:
             return output
         self.number = None
         if run.path.cut.owner[number] != run.stage:
-            given = copied(run.received[number]) if number in run.received else output
+            result = copied(run.received[number]) if number in run.received else output
             if self.changed is None:
-                return given
-            refill(self.changed, given)
+                return result
+            refill(self.changed, result)
             return self.changed
         if number not in run.wanted:
             return output
@@ -238,9 +245,7 @@ class _Unit:
         numbers = [i for i, call in enumerate(run.path.calls) if call.unit == self.name] if run is not None else []
         if run is None or len(numbers) != 1 or run.path.cut.owner[numbers[0]] == run.stage:
             return self.own(*args, **kwargs)
-        return (
-            copied(run.received[numbers[0]]) if numbers[0] in run.received else self.stages.outputs_of(run, numbers[0])
-        )
+        return self.stages.outputs_of(run, numbers[0])
 
 
 class _Unknown(TorchFunctionMode):
@@ -254,15 +259,17 @@ class _Unknown(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.stages.inside or not any(map(self._unknown, arguments(args, kwargs))):
             return func(*args, **kwargs)
-        known: list[tuple[Tensor, Tensor, int]] = []
+        replaced: list[tuple[Tensor, Tensor, int]] = []
 
-        def fake(leaf: Any) -> Any:
+        def fake(leaf: object) -> object:
             if not isinstance(leaf, Tensor) or is_unknown(leaf):
                 return leaf
-            hollow = isinstance(leaf, (WrapperTensor, FakeTensor))
-            made = self._like(leaf) if hollow else self.stages.fakes.from_tensor(leaf.detach())
-            known.append((leaf, made, version(made)))
-            return made
+            if isinstance(leaf, (WrapperTensor, FakeTensor)):
+                other = self.stages.new_unknown(leaf.shape, leaf.dtype)
+            else:
+                other = self.stages.fakes.from_tensor(leaf.detach())
+            replaced.append((leaf, other, version(other)))
+            return other
 
         args, kwargs = tree_map(fake, (args, kwargs))
         try:
@@ -270,16 +277,12 @@ class _Unknown(TorchFunctionMode):
                 result = func(*args, **kwargs)
         except Exception as error:
             raise self._refused(func, error) from error
-        for real, made, before in known:
-            if version(made) != before:
+        for real, other, before in replaced:
+            if version(other) != before:
                 self.stages.lose(real)
         return result
 
-    def _like(self, leaf: Tensor) -> Tensor:
-        with self.stages.fakes, torch.no_grad():
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.stages.device)
-
-    def _unknown(self, leaf: Any) -> bool:
+    def _unknown(self, leaf: object) -> bool:
         lost = self.stages.current.lost if self.stages.current is not None else ()
         return is_unknown(leaf) or (bool(lost) and isinstance(leaf, Tensor) and storage_key(leaf) in lost)
 
@@ -291,6 +294,6 @@ class _Unknown(TorchFunctionMode):
         what = (
             f"{place} the model's code asks for numbers that only another stage has: {getattr(func, '__name__', func)}"
         )
-        told = str(error).partition("\n")[0]
-        why = f"its course, or a shape, depends on values ({type(error).__name__}: {told})"
+        first_line = str(error).partition("\n")[0]
+        why = f"its course, or a shape, depends on values ({type(error).__name__}: {first_line})"
         return PlaitError(Problem("P024", what, why=why, fix=("pp=1", "Job(stages=…) cuts elsewhere")))

@@ -36,7 +36,6 @@ Paper
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
@@ -45,12 +44,11 @@ from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.context.sequences import as_held
 from plait.parallel.mesh import group_of
-from plait.parallel.pipeline.partition import check
+from plait.parallel.pipeline.partition import StageLayout, check, table_of
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.schedules import SPLIT, problems
 from plait.parallel.pipeline.stage import PipelineStages
-from plait.parallel.pipeline.stage_layout import StageLayout, table_of
 from plait.randomness.keyed import RepeatableForward
 from plait.tensors.torch_private import recompute_once
 
@@ -63,8 +61,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    others = {"processes=one": plan.processes == "one", "compile=true": plan.compile}
-    for key, given in others.items():
+    for key, given in {"processes=one": plan.processes == "one", "compile=true": plan.compile}.items():
         if given:
             yield Problem("P027", f"pp={plan.pp} does not work with {key}", fix=(f'--plan "pp={plan.pp}"',))
     if plan.shares > batch:
@@ -115,7 +112,7 @@ def apply(built: Built) -> None:
             built.partial.append((tuple(name for name, ranks in homes.items() if ranks == alike), group))
     built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
 
-    def finish(_: Any) -> None:
+    def finish(_: object) -> None:
         stages.skip = _passed(built, sketch)
         stages.install()
         pipe.randomness = built.randomness

@@ -5,7 +5,7 @@ reason. The result goes into the sketch, from which `parallel/tensor/strategy.py
 """
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,24 +15,34 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.model.make import BuiltModel
 from plait.model.meter import OUTPUT
 from plait.model.sketch import Sketch
 from plait.model.slices import ColumnRowPair, Slices
+from plait.model.trace import Call
 from plait.parallel.expert import find as experts
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.find.finder import find
-from plait.parallel.tensor.local_draws import Runnable, on_first_rank
+from plait.parallel.tensor.local_draws import on_first_rank
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import fake_failures, tree_leaves
 
 
 def slices_of(
-    sketch: Sketch, model: nn.Module, inputs: Any, call: Any, job: Any, plan: Plan, *, handed_on: Set[str] = frozenset()
+    sketch: Sketch,
+    model: nn.Module,
+    inputs: Callable[[int], object],
+    call: Call,
+    job: Job,
+    plan: Plan,
+    *,
+    handed_on: Set[str] = frozenset(),
 ) -> Slices:
     """The slices of a job's model that can be cut under a plan. `handed_on`: units whose output goes to another stage."""
-    given = tuple((c.unit, c.given) for c in sketch.calls)
-    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan), given=given)
+    calls_of_units = tuple((c.unit, c.given) for c in sketch.calls)
+    found = find(model, inputs, call, plan.tp, job.tensor, _rowwise(sketch, plan), given=calls_of_units)
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
     share = lambda g: sum(sizes[c.parameter] for c in g.cuts) / sum(sizes.values())  # noqa: E731
     routed = _routed(sketch, model, inputs, call)
@@ -60,7 +70,7 @@ def _owed(found: Slices, sketch: Sketch, model: nn.Module, plan: Plan, crossing:
             yield name
 
 
-def _routed(sketch: Sketch, model: nn.Module, inputs: Any, call: Any) -> set[str]:
+def _routed(sketch: Sketch, model: nn.Module, inputs: Callable[[int], object], call: Call) -> set[str]:
     """Parameters of experts that are given as many rows as the data says: nobody could say beforehand what they send."""
     if not sketch.by_values or sketch.mixtures:  # without numbers no row is sent anywhere
         return set()
@@ -85,81 +95,87 @@ def _whole(group: ColumnRowPair, sketch: Sketch, plan: Plan, routed: set[str]) -
 
 
 def sliced(
-    sketch: Sketch, made: Any, batches: Any, call: Any, job: Any, plan: Plan, *, handed_on: Set[str] = frozenset()
+    sketch: Sketch,
+    made: BuiltModel,
+    pairs: Callable[[int], Any],
+    call: Call,
+    job: Job,
+    plan: Plan,
+    *,
+    wide: bool,
+    handed_on: Set[str] = frozenset(),
 ) -> Sketch:
-    """The sketch with the slices of the model. `batches`: (n -> inputs, n -> inputs and targets) of n samples, and whether
-    the run is `verify`'s, in which nothing becomes float32."""
-    found = slices_of(sketch, made.model, batches[0], call, job, plan, handed_on=handed_on)
+    """The sketch with the slices of the model. `pairs`: n -> inputs and targets of n samples; `wide`: the run is `verify`'s,
+    in which nothing becomes float32."""
+    found = slices_of(sketch, made.model, lambda n: pairs(n)[0], call, job, plan, handed_on=handed_on)
     names = {id(p): n for n, p in made.model.named_parameters()}
     biases = (made.model.get_submodule(g.row)._parameters.get("bias") for g in found.groups)
-    shares = [n for one in (*found.groups, *found.stretches) for n in one.partial] + [
-        names[id(b)] for b in biases if b is not None
-    ]
-
+    shares = [n for one in (*found.groups, *found.stretches) for n in one.partial]
+    shares += [names[id(b)] for b in biases if b is not None]
     if found.stretches:
-        found = _with_draws(_ways(sketch, made, batches, call, job), found, sketch, plan)
+        found = _with_draws(found, sketch, made, pairs, call, job, n=plan.tp, wide=wide)
     cuts = vocabulary.cuts(made.model, found, plan.tp)
     if not cuts:
-        why = (
-            "; ".join(f"{name or 'the model'}: {reason}" for name, _, reason in found.whole[:3])
-            or "it has no linear maps"
-        )
+        reasons = "; ".join(f"{name or 'the model'}: {reason}" for name, _, reason in found.whole[:3])
+        why = reasons or "it has no linear maps"
         fix = (f'plait plan JOB --plan "tp={plan.tp}" --show tensor', "dp or fsdp instead of tp")
         raise PlaitError(Problem("P034", f"tp={plan.tp} can cut nothing of the model", why=why, fix=fix))
     return replace(sketch, slices=found, cuts=cuts, shares=tuple(dict.fromkeys(shares)))
 
 
-def _with_draws(ways: list[Runnable], found: Slices, sketch: Sketch, plan: Plan) -> Slices:
-    """The slices with what units draw on stretches, and the lengths of their sequences, by the first of the ways that works."""
-    for last, way in zip([False] * (len(ways) - 1) + [True], ways):
-        with suppress(*(() if last else fake_failures())):
-            drawn, lengths = on_first_rank(way, found, sketch, plan.tp)
-            return replace(found, drawn=drawn, lengths=lengths)
-    raise AssertionError  # the last way raised
+def _with_draws(
+    found: Slices,
+    sketch: Sketch,
+    made: BuiltModel,
+    pairs: Callable[[int], Any],
+    call: Call,
+    job: Job,
+    *,
+    n: int,
+    wide: bool,
+) -> Slices:
+    """The slices with what units draw on stretches, and the lengths of their sequences.
 
+    They are seen in a run on tensors without numbers; with numbers, for a loss that looks at them; or with the sum of the
+    outputs in the place of the loss, where it cannot be computed of so few samples: the first that works.
+    """
 
-def _ways(sketch: Sketch, made: Any, batches: Any, call: Any, job: Any) -> list[Runnable]:
-    """How to run the job, to see what it draws: on tensors without numbers; with numbers, for a loss that looks at
-    them; and with the sum of the outputs in its place, where it cannot be computed of so few samples."""
-
-    def run(loss: Any, model: nn.Module, pair: Any) -> Any:
-        with Wide() if batches[2] else nullcontext():
+    def run(loss: Callable[[Any, Any], Any], model: nn.Module, pair: tuple[object, object]) -> object:
+        with Wide() if wide else nullcontext():
             return loss(call(model, pair[0]), pair[1])
 
-    def everything(outputs: Any, targets: Any) -> Any:
+    def everything(outputs: object, targets: object) -> object:
         return sum(t.sum() for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad)
 
-    real = Runnable(made.model, batches[1], partial(run, job.loss), False)
-    if sketch.by_values:
-        return [real, replace(real, run=partial(run, everything))]
-    fake = replace(real, model=made.fake, fake=True)
-    return [fake, real, replace(fake, run=partial(run, everything))]
+    def drawn(model: nn.Module, loss: Callable[[Any, Any], Any], fake: bool) -> Slices:
+        return on_first_rank(model, pairs, partial(run, loss), found, sketch, ranks=n, fake=fake)
+
+    ways = [(made.model, job.loss, False), (made.model, everything, False)]
+    if not sketch.by_values:
+        ways = [(made.fake, job.loss, True), ways[0], (made.fake, everything, True)]
+    for way in ways[:-1]:
+        with suppress(*fake_failures()):
+            return drawn(*way)
+    return drawn(*ways[-1])
 
 
-def told(sketch: Sketch) -> str:
+def summary(sketch: Sketch) -> str:
     """How much of a model is cut, in one line."""
     sizes = {n: prod(shape) for n, shape, _ in (*sketch.parameters, *sketch.frozen)}
     cut = sum(sizes[c.parameter] for c in sketch.cuts) / sum(sizes.values())
-    reasons = [f"{name or 'the model'}: {why}" for name, _, why in sketch.slices.whole[:1]]
-    return f"slices hold {cut:.0%} of the weights" + (
-        f", the rest is whole on every rank ({reasons[0]})" if reasons else ""
-    )
+    reasons = [f", the rest is whole on every rank ({n or 'the model'}: {why})" for n, _, why in sketch.slices.whole]
+    return f"slices hold {cut:.0%} of the weights" + "".join(reasons[:1])
 
 
 def _rowwise(sketch: Sketch, plan: Plan) -> dict[str, str]:
     """The units that might run on stretches between their regions, and why some must not."""
-    if (
-        not plan.sequence_parallel
-        or plan.ep * plan.cp > 1
-        or plan.compile
-        or (plan.pp > 1 and plan.stages_per_rank > 1)
-    ):
+    looped = plan.pp > 1 and plan.stages_per_rank > 1
+    if not plan.sequence_parallel or plan.ep * plan.cp > 1 or plan.compile or looped:
         return {}
-    shared = {u.name: "" if u.closed else "its parameters are used outside of it too" for u in sketch.units}
+    open_ = {u.name: "its parameters are used outside of it too" for u in sketch.units if not u.closed}
     writes = {c.unit: "it writes into what it is given" for c in sketch.calls if c.writes}
-    leaks = {
-        c.unit: "it hands on values besides what it returns" for c in sketch.calls if c.leaks or set(c.aside) - {OUTPUT}
-    }
+    leaking = [c.unit for c in sketch.calls if c.leaks or set(c.aside) - {OUTPUT}]
+    leaks = dict.fromkeys(leaking, "it hands on values besides what it returns")
     times = Counter(c.unit for c in sketch.calls if plan.pp > 1)
     often = {unit: "it is called more than once, perhaps on several stages" for unit, n in times.items() if n > 1}
-    return {c.unit: "" for c in sketch.calls} | {u: why for u, why in shared.items() if why} | writes | leaks | often
+    return {c.unit: "" for c in sketch.calls} | open_ | writes | leaks | often

@@ -7,10 +7,9 @@ with its units on the first rank's stretches and the other ranks absent, and wha
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from plait.model.sketch import PROBES, Sketch
@@ -25,49 +24,45 @@ from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
 
 
-@dataclass(frozen=True)
-class Runnable:
-    """A model, and how to run it: `batches(n)` makes inputs and targets of n samples, `run(model, batch)` the loss."""
+def on_first_rank(
+    model: nn.Module,
+    pairs: Callable[[int], Any],
+    run: Callable[[nn.Module, Any], Any],
+    slices: Slices,
+    sketch: Sketch,
+    *,
+    ranks: int,
+    fake: bool,
+) -> Slices:
+    """The slices with what units draw on stretches, and the lengths of their sequences, as the first rank has them.
 
-    model: nn.Module
-    batches: Callable[[int], Any]
-    run: Callable[[nn.Module, Any], Any]
-    fake: bool = True
-
-
-def on_first_rank(way: Runnable, slices: Slices, sketch: Sketch, ranks: int) -> tuple[frozenset[Any], tuple[int, ...]]:
-    """((place, dim) along which the first rank draws less than one device, lengths of the sequences of units on stretches)."""
-    model = way.model if way.fake else copy.deepcopy(way.model)
+    `pairs(n)` makes inputs and targets of n samples, `run(model, pair)` the loss; `fake`: of a model without numbers.
+    """
+    model = model if fake else copy.deepcopy(model)
     units, alone = [unit.name for unit in sketch.units], _AloneUnits(model, slices, Absent(ranks))
     handles = [hook for one in slices.stretches for border in one.borders for hook in alone.border(border, slices)]
     handles += [
-        model.get_submodule(name).register_forward_hook(lambda m, a, output: _spread(output, alone.group))
+        model.get_submodule(name).register_forward_hook(alone.spread)
         for name in slices.vocabulary
         if name not in slices.owed and not isinstance(model.get_submodule(name), nn.Embedding)
     ]
     try:
         with forwards_kept(model.get_submodule(one.unit) for one in slices.stretches):
             handles += [*alone.wrap(), *alone.install(units, heads(model, slices))]
-            watched = trace_run(model, way.batches(PROBES[0]), way.run, way.fake)
+            watched = trace_run(model, pairs(PROBES[0]), run, fake)
     finally:
         for handle in handles:
             handle.remove()
     batched = lambda place, d, n: n * PROBES[0] if sketch.places.get(place) == d else n  # noqa: E731
     whole = {p: [batched(p, d, n) for d, n in enumerate(shape)] for p, shape in sketch.drawn.items()}
     local = {place: tuple(shape) for place, shape in watched.drawn.items()}
-    return differing(whole, local), tuple(sorted(alone.lengths))
-
-
-def _spread(output: Tensor, absent: Absent) -> ShardedTensor:
-    """A head's logits, of which other ranks would have the other words."""
-    rows = Rows.chunks(output.shape[-1], absent.size())
-    return ShardedTensor(rows.take(output, -1, 0), output.dim() - 1, rows, absent)
+    return replace(slices, drawn=differing(whole, local), lengths=tuple(sorted(alone.lengths)))
 
 
 class _AloneUnits(SequenceParallelUnits):
     """Units on the stretches of a rank whose group is not there: what would be received is empty."""
 
-    def __init__(self, model: nn.Module, slices: Slices, group: Any):
+    def __init__(self, model: nn.Module, slices: Slices, group: Absent):
         super().__init__(model, slices, group)
         self.lengths: set[int] = set()
 
@@ -76,21 +71,21 @@ class _AloneUnits(SequenceParallelUnits):
         gathered: dict[int, tuple[Tensor, Tensor]] = {}
 
         def begins(key: int | str, dim: int) -> Callable[..., Any]:
-            def entering(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def entering(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 x = kwargs[key] if isinstance(key, str) else args[key]
                 if gathered.get(id(x), (None,))[0] is not x:
-                    gathered[id(x)] = x, self.begin(x, dim, border.row)
+                    gathered[id(x)] = x, self.begin(x, dim)
                 return put(args, kwargs, key, gathered[id(x)][1])
 
             return entering
 
-        def ends(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def ends(module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> Any:
             gathered.clear()
             first, *rest = output if isinstance(output, tuple) else (output,)
-            mine = self.end(first, border.given[0].dim or 0, border.row)
+            mine = self.end(first, border.given[0].dim or 0)
             return (mine, *rest) if isinstance(output, tuple) else mine
 
-        found = [
+        begin = [
             self.model.get_submodule(one.module).register_forward_pre_hook(
                 begins(one.key, one.dim or 0), with_kwargs=True
             )
@@ -99,21 +94,18 @@ class _AloneUnits(SequenceParallelUnits):
         group = next(group for group in slices.groups if group.row == border.row)
         container = self.model.get_submodule(group.container)  # torch's attention calls no module of its own
         end = container if isinstance(container, nn.MultiheadAttention) else self.model.get_submodule(border.row)
-        return [*found, end.register_forward_hook(ends)]
+        return [*begin, end.register_forward_hook(ends)]
 
-    def taken(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        self.lengths.add(rows.length)
-        return rows.take(x, dim, self.group.rank())
+    def spread(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> ShardedTensor:
+        """A head's logits, of which other ranks would have the other words."""
+        rows = Rows.chunks(output.shape[-1], self.group.size())
+        return ShardedTensor(rows.take(output, -1, 0), output.dim() - 1, rows, self.group)
 
-    def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        return self.taken(x, dim, rows, at).clone()  # no view: code may add to it in place
+    def split(self, length: int) -> Rows:
+        """Notes the length too."""
+        self.lengths.add(length)
+        return super().split(length)
 
-    def gathered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        others = rows.length - x.shape[dim]
-        return torch.cat([x, x.new_empty([others if d == dim else n for d, n in enumerate(x.shape)])], dim)
-
-    def entered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        return self.gathered(x, dim, rows, at)
-
-    def summed(self, x: Tensor, at: str) -> Tensor:
-        return x.view_as(x)
+    def left(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
+        """This rank's rows of its own share: nobody has the others."""
+        return self.taken(x, dim, rows)

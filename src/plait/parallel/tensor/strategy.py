@@ -73,15 +73,13 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    whys = {
-        "processes=one": "" if plan.processes != "one" else "slices are of processes, not of threads",
-        "compile=true": ""
-        if not plan.compile
-        else "a compiled graph draws whole masks, where a process needs its slice",
-    }
+    whys = {}
+    if plan.processes == "one":
+        whys["processes=one"] = "slices are of processes, not of threads"
+    if plan.compile:
+        whys["compile=true"] = "a compiled graph draws whole masks, where a process needs its slice"
     for key, why in whys.items():
-        if why:
-            yield Problem("P033", f"tp={plan.tp} does not work with {key}", why=why, fix=(f'--plan "tp={plan.tp}"',))
+        yield Problem("P033", f"tp={plan.tp} does not work with {key}", why=why, fix=(f'--plan "tp={plan.tp}"',))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
@@ -92,12 +90,10 @@ def apply(built: Built) -> None:
     rank, shapes = built.at["tp"], {n: tuple(p.shape) for n, p in built.own.items()}
     cuts = {c.parameter: c for c in built.sketch.cuts if c.parameter in built.own}
     torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
-    model, units, mine = built.model, [unit.name for unit in built.sketch.units], {id(p) for p in built.own.values()}
-    slices = built.sketch.slices
-    on, owed = (one for one in slices.stretches if one.unit in units), (name for name in slices.owed if name in units)
-    slices = replace(slices, stretches=tuple(on), owed=tuple(owed))
-    tables = vocabulary.heads(model, slices)
-    heads = [n for n in tables if all(id(p) in mine for p in model.get_submodule(n).parameters())]
+    model, units, slices = built.model, [unit.name for unit in built.sketch.units], built.sketch.slices
+    stretches = tuple(one for one in slices.stretches if one.unit in units)
+    slices = replace(slices, stretches=stretches, owed=tuple(name for name in slices.owed if name in units))
+    heads = vocabulary.held(model, vocabulary.heads(model, slices), built.own)
     parallel_units = SequenceParallelUnits(model, slices, built.groups["tp"])
     regions, own = wire(model, built.sketch, built.own, built.groups["tp"], parallel_units)
     parallel_units.wrap()
@@ -120,6 +116,6 @@ def _sums(built: Built, cuts: dict[str, ParameterSlice]) -> None:
     rank = built.at["tp"]
     built.partial.append((tuple(n for n in built.sketch.shares if n in built.own), built.groups["tp"]))
     for alike in holding_alike(built.sketch.cuts):
-        made = group_of(built.plan, built.place.rank, ("tp",), alike)
+        group = group_of(built.plan, built.place.rank, ("tp",), alike)
         if rank in alike:
-            built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), made))
+            built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), group))

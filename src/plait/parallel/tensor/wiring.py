@@ -4,8 +4,6 @@ The block's own code runs on a slice as it does on the whole. Only its borders a
 entered (its gradient is summed over the ranks), what the row returns is a share of a sum (it is added up). See
 `parallel/tensor/strategy.py` for the technique, `model/slices.py` for the values, `tensors/collectives.py` for the collectives.
 
-Sizes in a block's code that are those of the whole, made those of a rank's slice while the code runs.
-
 Many models compute sizes from what their *input* has: `y.view(B, T, C)` with C the width of the residual stream, after
 an attention over the rank's own heads, has n times fewer numbers than it asks for. No attribute can be divided there.
 `LocalSizes(n)` runs the block's own code and corrects such requests when they cannot be meant:
@@ -15,7 +13,7 @@ an attention over the rank's own heads, has n times fewer numbers than it asks f
 - `split` into parts larger than the dim, or that do not fill it: the parts are divided;
 - `expand` of a dim that is neither 1 nor as requested, but n times smaller: it stays as it is.
 
-Whether this is right for a block is not argued but checked: `parallel/tensor/find/finder.py` runs the block with it on every rank's slice.
+Whether this is right for a block is not argued but checked: `parallel/tensor/find/check.py` runs it on every rank's slice.
 """
 
 import copy
@@ -25,15 +23,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from plait.model.sketch import Sketch
-from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, RegionArgument, RegionBorder
+from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, RegionArgument
 from plait.parallel.tensor import vocabulary
-from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
+from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
 from plait.randomness.sub_block import Axis
 from plait.tensors import multihead
-from plait.tensors.collectives import enter, part, total
+from plait.tensors.collectives import Absent, enter, part, total
 from plait.tensors.modules import put_parameters
 from plait.tensors.part import Ranges, everything, taken
 from plait.tensors.rows import Rows
@@ -57,30 +56,29 @@ class LocalSizes(TorchFunctionMode):
         elif func in (Tensor.unflatten, torch.unflatten) and not kwargs and len(args) == 3:
             args = self._unflattened(*args)
         elif func in _SPLITS:
-            args, kwargs = self._split(func, args, kwargs)
+            args, kwargs = self._split(args, kwargs)
         elif func is Tensor.expand and not kwargs:
             args = self._expanded(args)
         return func(*args, **kwargs)
 
     def _shaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         x, *rest = args
-        given = kwargs.get("shape", kwargs.get("size")) if not rest else rest[0] if len(rest) == 1 else rest
-        shape = _sizes([given] if isinstance(given, int) else given)
+        sizes = kwargs.get("shape", kwargs.get("size")) if not rest else rest[0] if len(rest) == 1 else rest
+        shape = _sizes([sizes] if isinstance(sizes, int) else sizes)
         if shape is None:
             return args, kwargs
         return (x, resized(tuple(x.shape), shape, self.n)), {}
 
-    def _unflattened(self, x: Tensor, dim: Any, given: Any) -> tuple[Any, ...]:
-        shape = _sizes(given)
+    def _unflattened(self, x: Tensor, dim: object, sizes: object) -> tuple[Any, ...]:
+        shape = _sizes(sizes)
         if shape is None or not isinstance(dim, int):
-            return x, dim, given
+            return x, dim, sizes
         return x, dim, resized((x.shape[dim],), shape, self.n)
 
-    def _split(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`split(x, size or sizes, dim=0)`."""
         names = ("split_size", "split_size_or_sections", "split_sizes")
-        name = next((k for k in names if k in kwargs), None)
-        parts = args[1] if len(args) > 1 else kwargs.get(name) if name else None
+        parts = args[1] if len(args) > 1 else next((kwargs[k] for k in names if k in kwargs), None)
         dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
         size = args[0].shape[dim]
         if isinstance(parts, int):
@@ -105,11 +103,10 @@ class LocalSizes(TorchFunctionMode):
         )
 
 
-def _sizes(given: Any) -> tuple[int, ...] | None:
+def _sizes(sizes: object) -> tuple[int, ...] | None:
     """Whole numbers, or None when it is something else (a dtype, a tensor)."""
-    if not isinstance(given, (tuple, list)):
-        return None
-    return tuple(given) if all(isinstance(s, int) for s in given) else None
+    whole = isinstance(sizes, (tuple, list)) and all(isinstance(size, int) for size in sizes)
+    return tuple(sizes) if whole else None
 
 
 def resized(have: tuple[int, ...], ask: tuple[int, ...], n: int) -> tuple[int, ...]:
@@ -149,23 +146,22 @@ def wire(
     model: nn.Module,
     sketch: Sketch,
     own: Mapping[str, nn.Parameter],
-    ranks: Any,
+    ranks: ProcessGroup | Absent,
     parallel_units: SequenceParallelUnits | None = None,
 ) -> tuple[list[ColumnRowPair], dict[str, nn.Parameter]]:
     """Cut what of a model is its `own` (not another stage's): the regions that are cut, and a rank's slices by name."""
     regions = [g for g in sketch.slices.groups if all(c.parameter in own for c in g.cuts)]
-    mine = {id(p) for p in own.values()}
-    tables = [m for m in sketch.slices.vocabulary if all(id(p) in mine for p in model.get_submodule(m).parameters())]
+    tables = vocabulary.held(model, sketch.slices.vocabulary, own)
     lengths = {name: next(model.get_submodule(name).parameters()).shape[0] for name in tables}
-    found = cut_parameters(model, {c.parameter: c for c in sketch.cuts if c.parameter in own}, ranks.rank())
+    parts = cut_parameters(model, {c.parameter: c for c in sketch.cuts if c.parameter in own}, ranks.rank())
     for region in regions:
         for integer in region.integers:
             set_integer(model, integer)
-        SlicedRegion(model, region, ranks, None if parallel_units is None else parallel_units.borders.get(region.row))
+        SlicedRegion(model, region, ranks, parallel_units)
     owed = () if parallel_units is None else parallel_units.slices.owed
     for name in tables:
         vocabulary.wire(model.get_submodule(name), lengths[name], ranks, name in owed)
-    return regions, found
+    return regions, parts
 
 
 def cut_parameters(model: nn.Module, cuts: Mapping[str, ParameterSlice], rank: int) -> dict[str, nn.Parameter]:
@@ -175,9 +171,8 @@ def cut_parameters(model: nn.Module, cuts: Mapping[str, ParameterSlice], rank: i
         id(named[name]): nn.Parameter(taken(named[name].detach(), cut.dim, cut.ranges[rank]), named[name].requires_grad)
         for name, cut in cuts.items()
     }
-    found = {name: new[id(named[name])] for name in cuts}
     put_parameters(model, new)
-    return found
+    return {name: new[id(named[name])] for name in cuts}
 
 
 def layout_of(shape: tuple[int, ...], cut: ParameterSlice, rank: int) -> tuple[tuple[int, ...], tuple[Ranges, ...]]:
@@ -189,7 +184,7 @@ def layout_of(shape: tuple[int, ...], cut: ParameterSlice, rank: int) -> tuple[t
 
 def set_integer(model: nn.Module, integer: DividedNumber) -> None:
     """Divide a number that a module's code has fixed. An object that holds it is copied for this module first."""
-    holder: Any = model.get_submodule(integer.module)
+    holder: object = model.get_submodule(integer.module)
     *path, name = integer.path.split(".")
     for step in path:
         inner = copy.copy(vars(holder)[step])  # a module's own __setattr__ would look for parameters
@@ -205,16 +200,17 @@ class SlicedRegion:
         self,
         model: nn.Module,
         group: ColumnRowPair,
-        ranks: Any,
-        on: tuple[RegionBorder, SequenceParallelUnits] | None = None,
+        ranks: ProcessGroup | Absent,
+        parallel_units: SequenceParallelUnits | None,
     ):
-        """`on`: where it begins and ends in a unit that runs on stretches of the sequence."""
-        self.ranks, self.on = ranks, on
+        self.ranks, self.parallel_units = ranks, parallel_units
+        self.border = None if parallel_units is None else parallel_units.borders.get(group.row)
+        """Where it begins and ends in a unit that runs on stretches of the sequence."""
         self.entered: dict[int, tuple[Tensor, Tensor]] = {}
         """What the columns were given, by its id, and the same entered: several columns share one tensor, and one sum."""
         self.gathered: dict[int, tuple[Tensor, Tensor]] = {}
         """Stretches, by their id, and the wholes they are of."""
-        for argument in on[0].given if on else ():
+        for argument in () if self.border is None else self.border.given:
             self._wrap(model.get_submodule(argument.module), argument, self._gathered)
         for name in group.columns:
             column = model.get_submodule(name)
@@ -235,7 +231,7 @@ class SlicedRegion:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return tuple(map(self._entered, args)), {key: self._entered(value) for key, value in kwargs.items()}
 
-    def _entered(self, value: Any) -> Any:
+    def _entered(self, value: object) -> object:
         if not (isinstance(value, Tensor) and value.requires_grad):
             return value
         if id(value) not in self.entered:
@@ -245,17 +241,15 @@ class SlicedRegion:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         self.entered.clear()
         self.gathered.clear()
-        if self.on is not None:
-            border, parallel_units = self.on
-            return parallel_units.end(output, border.dim, border.row)
+        if self.parallel_units is not None and self.border is not None:
+            return self.parallel_units.end(output, self.border.dim)
         return total(output, self.ranks)
 
     def _gathered(self, value: Tensor, dim: int) -> Tensor:
         """All rows of what a unit on stretches gives the region; its gradient needs no other sum."""
-        assert self.on is not None
-        border, parallel_units = self.on
+        assert self.parallel_units is not None
         if id(value) not in self.gathered:
-            whole = parallel_units.begin(value, dim, border.row)
+            whole = self.parallel_units.begin(value, dim)
             self.gathered[id(value)] = value, whole
             self.entered[id(whole)] = whole, whole
         return self.gathered[id(value)][1]
@@ -271,11 +265,9 @@ class SlicedRegion:
                 return args, kwargs
             mine = make(value, argument.dim)
             replaced.append((mine, value))
-            if isinstance(key, str):
-                return args, {**kwargs, key: mine}
-            return (*args[:key], mine, *args[key + 1 :]), kwargs
+            return put(args, kwargs, key, mine)
 
-        def handed_on(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def handed_on(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
             """A module may return what it was given: others must get it as it was."""
             back = lambda t: next((value for mine, value in replaced if t is mine), t)  # noqa: E731
             output = tree_map_only(Tensor, back, output) if replaced else output

@@ -1,4 +1,4 @@
-"""Running the code between columns and row on a rank's slice, and comparing it with the whole.
+"""Running the code between columns and row on a rank's slice, comparing it with the whole, and trying what makes them equal.
 
 Maps are linear: with rows of its weight taken away, a column returns just the features that are left. So the check
 needs no weights of maps at all. Every map in the container returns random numbers, in the whole run and in a rank's
@@ -6,16 +6,14 @@ run the same ones, of which a column returns the rank's features. What the code 
 the row is given is the rank's slice of what it is given in the whole, what any other map is given is equal, and so is
 what the container returns, as far as anything looks at it.
 
-What a container's code needs besides cut parameters to run on a slice: whole numbers divided, sizes corrected.
-
 Code that says `view(B, T, self.num_heads, -1)` runs on a slice when `num_heads` is divided. Which numbers those are is
 not told by their names: each number of the modules concerned is changed in a run of the whole, and those that change
 nothing are left alone. Combinations of the others are tried, the fewest first, until one passes the check; then the
-same with `Resized`, for sizes that the code computes from its input.
+same with `LocalSizes`, for sizes that the code computes from its input.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,12 +24,12 @@ from torch.func import functional_call
 
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice
 from plait.parallel.tensor.find.linear_maps import Map
-from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, ModuleCall, Still, patched, snapshot
+from plait.parallel.tensor.find.trace import DataflowTrace, MapCall, ModuleCall, Patch, Still, patched, snapshot
 from plait.parallel.tensor.wiring import LocalSizes, set_integer
 from plait.randomness import keyed
 from plait.tensors.float64 import Wide, near
 from plait.tensors.modules import state_kept
-from plait.tensors.part import taken
+from plait.tensors.part import Ranges, taken
 from plait.tensors.torch_private import leaves, tree_map_only
 
 Values = dict[tuple[str, int], Any]
@@ -57,6 +55,9 @@ class ReplayedRun:
 class ReplayedModule:
     """One call of a module, which can be repeated with other values and on a rank's slice."""
 
+    than = "than in the whole"
+    """How a message ends that a map is called more often in the repetition."""
+
     def __init__(self, follow: DataflowTrace, number: int, maps: Mapping[str, Map]):
         self.follow, self.frame, self.maps = follow, follow.frames[number], maps
         self.name, self.module = self.frame.name, self.frame.module
@@ -74,12 +75,12 @@ class ReplayedModule:
     def values(self, seed: int) -> Values:
         """Random outputs for every call of a map."""
         g = torch.Generator().manual_seed(seed)
-        found: Values = {}
+        outputs: Values = {}
         counts: dict[str, int] = {}
-        for made in self.inside:
-            number = counts[made.name] = counts.get(made.name, -1) + 1
-            found[made.name, number] = tree_map_only(Tensor, lambda t: _random(t, g), made.output)
-        return found
+        for call in self.inside:
+            number = counts[call.name] = counts.get(call.name, -1) + 1
+            outputs[call.name, number] = tree_map_only(Tensor, lambda t: _random(t, g), call.output)
+        return outputs
 
     def run(
         self,
@@ -89,16 +90,17 @@ class ReplayedModule:
         leaf: Mapping[str, Tensor] | None = None,
     ) -> ReplayedRun:
         """Run it whole, or as `rank` of the groups does. `leaf`: parameters to use instead of its own."""
-        seen, groups = ReplayedRun(), tuple(groups)
+        shown, groups = ReplayedRun(), tuple(groups)
         cuts = {cut.parameter: cut for group in groups for cut in group.cuts}
         replaced = dict(leaf or {})
         replaced |= {n: taken(p, cuts[n].dim, cuts[n].ranges[rank]) for n, p in self.parameters.items() if n in cuts}
         with ExitStack() as stack:
             stack.enter_context(state_kept(self.module.modules()))
-            stack.enter_context(patched(self._opaque(), self._returning(seen, values, cuts, rank)))
+            opaque = {made.name: self.follow.opaque[made.name] for made in self.inside}
+            stack.enter_context(patched(opaque, self._returning(shown, values, cuts, rank)))
             for integer in {integer for group in groups for integer in group.integers}:
                 set_integer(self.follow.model, integer)
-            args, kwargs = self._arguments(seen, groups, rank)
+            args, kwargs = self._arguments(shown, groups, rank)
             for mode in (Wide(), Still()):
                 stack.enter_context(mode)
             stack.enter_context(torch.enable_grad())
@@ -107,50 +109,51 @@ class ReplayedModule:
             keyed.restore_host(self.frame.state)
             own = {name[len(self.name) + bool(self.name) :]: p for name, p in replaced.items()}
             output = functional_call(self.module, own, args, kwargs) if own else self.module(*args, **kwargs)
-        handed = {id(t): key for key, t in seen.arguments.items()}
-        seen.output = [handed.get(id(t), t) for t in leaves(output)]
-        return seen
+        handed = {id(t): key for key, t in shown.arguments.items()}
+        shown.output = [handed.get(id(t), t) for t in leaves(output)]
+        return shown
 
-    def _opaque(self) -> dict[str, nn.Module]:
-        return {made.name: self.follow.opaque[made.name] for made in self.inside}
-
-    def _returning(self, seen: ReplayedRun, values: Values, cuts: Mapping[str, ParameterSlice], rank: int) -> Any:
+    def _returning(self, shown: ReplayedRun, values: Values, cuts: Mapping[str, ParameterSlice], rank: int) -> Patch:
         counts: dict[str, int] = {}
 
-        def make(name: str, module: nn.Module, forward: Any) -> Any:
+        def make(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             cut = cuts.get(f"{name}.weight")
             column = name in self.maps and cut is not None and cut.dim == self.maps[name].out
+            features = cut.ranges[rank] if column and cut is not None else None
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 number = counts[name] = counts.get(name, -1) + 1
                 if (name, number) not in values:
-                    raise OtherCode(f"{name} is called more often than in the whole")
-                seen.given.append((name, number, next(iter((*args, *kwargs.values())), torch.zeros(()))))
-                made = values[name, number]
-                if column and cut is not None:
-                    return taken(made, self.maps[name].feature, cut.ranges[rank])
-                return tree_map_only(Tensor, lambda t: t.clone(), made)
+                    raise OtherCode(f"{name} is called more often {self.than}")
+                shown.given.append((name, number, next(iter((*args, *kwargs.values())), torch.zeros(()))))
+                return self._answer(shown.given[-1], values[name, number], features)
 
             return call
 
         return make
 
-    def _arguments(self, seen: ReplayedRun, groups: tuple[ColumnRowPair, ...], rank: int) -> tuple[Any, Any]:
+    def _answer(self, call: tuple[str, int, Tensor], value: object, features: Ranges | None) -> Any:
+        """What a map returns: these features of the value, or all of it."""
+        if features is not None and isinstance(value, Tensor):
+            return taken(value, self.maps[call[0]].feature, features)
+        return tree_map_only(Tensor, torch.clone, value)
+
+    def _arguments(self, shown: ReplayedRun, groups: tuple[ColumnRowPair, ...], rank: int) -> tuple[Any, Any]:
         """What it is given, its own tensors fresh, those that are cut with this rank's part."""
         part = {a.key: a.dim for group in groups for a in group.arguments if a.module == self.name}
 
-        def given(key: int | str, value: Any) -> Any:
+        def copied(key: int | str, value: object) -> object:
             if not isinstance(value, Tensor):
                 return tree_map_only(Tensor, lambda t: _fresh(t) if t.requires_grad else t.clone(), value)
             fresh, dim = _fresh(value), part.get(key)
             if dim is not None and value.shape[dim] > 1:
                 n = len(groups[0].cuts[0].ranges)
                 fresh = fresh.chunk(n, dim)[rank]
-            seen.arguments[key] = fresh
+            shown.arguments[key] = fresh
             return fresh
 
         args, kwargs = snapshot(self.frame.args), snapshot(self.frame.kwargs)
-        return tuple(given(i, a) for i, a in enumerate(args)), {k: given(k, a) for k, a in kwargs.items()}
+        return tuple(copied(i, a) for i, a in enumerate(args)), {k: copied(k, a) for k, a in kwargs.items()}
 
     def differs(self, whole: ReplayedRun, part: ReplayedRun, groups: Iterable[ColumnRowPair], rank: int) -> str:
         """What is wrong with a rank's run, or nothing."""
@@ -199,7 +202,7 @@ def _fresh(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_().clone()
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and (isinstance(a, (Tensor, int, float, str)) is False or a == b)
     return near(a, b)
@@ -245,12 +248,12 @@ def _choices(
     divisors = sorted({n, *own, *(n // d for d in own if n % d == 0)} - {1}, reverse=True) if sizes else [n]
     fixed = {(i.module, i.path) for g in (*before, group) for i in g.integers}
     values = container.values(2)
-    found = []
+    choices = []
     for module, path, value in _numbers(container, group):
         ways = tuple(DividedNumber(module, path, d) for d in divisors if value % d == 0)
         if ways and (module, path) not in fixed and _matters(container, ways[0], values):
-            found.append(ways)
-    return found
+            choices.append(ways)
+    return choices
 
 
 def _matters(container: ReplayedModule, integer: DividedNumber, values: Values) -> bool:
@@ -279,10 +282,10 @@ def _numbers(container: ReplayedModule, group: ColumnRowPair) -> Iterator[tuple[
 def _modules(container: ReplayedModule, group: ColumnRowPair) -> dict[str, nn.Module]:
     """The container, the modules around columns and row in it, and those called between them."""
     bits = sum(1 << made.bit for made in container.inside if made.name in group.columns)
-    found: dict[str, Any] = {}
+    between: dict[str, nn.Module] = {}
     around = {f for made in container.inside if made.name in (*group.columns, group.row) for f in made.parents}
     frames = container.follow.frames
     for frame in container.frames:
         if frame is frames[frame.parents[-1]] and (frame.parents[-1] in around or frame.given & bits):
-            found[frame.name] = frame.module
-    return found
+            between[frame.name] = frame.module
+    return between

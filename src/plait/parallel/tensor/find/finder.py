@@ -1,30 +1,23 @@
 """Finding the slices of any model: propose what to cut, and check that it computes the same.
 
-The model runs once (`parallel/tensor/find/trace.py`), and every linear map learns which others its input was computed from. Maps
-whose output reaches nothing but one other map are columns, that one is their row. What each rank needs of the columns
-is read off gradients (`parallel/tensor/find/propose.py`), what the code needs to run on a slice is tried (`parallel/tensor/find/check.py`), and
-nothing is accepted that was not seen to give every rank its slice of the whole, in float64 (`parallel/tensor/find/check.py`).
-
-All of it happens in one process, on the model itself with random numbers in the place of its weights, which are put
-back. No names of models, layers or attributes are known here.
-
-Slices of what torch itself provides: its packed attention, embeddings and heads.
+The model runs once (`trace.py`), and every linear map learns which others its input was computed from. Maps whose output
+reaches nothing but one other map are columns, that one is their row. What each rank needs of the columns is read off
+gradients (`propose.py`), what the code needs to run on a slice is tried, and nothing is accepted that was not seen to
+give every rank its slice of the whole, in float64 (`check.py`). All of it happens in one process, on the model itself
+with random numbers in the place of its weights, which are put back. No names of models, layers or attributes are known.
 
 `nn.MultiheadAttention` calls no layers that could be followed: it is cut by its heads, as `tensors/multihead.py` computes it.
-Embeddings and heads are cut by rows of the vocabulary. What remains to be seen is how the model uses them.
+Embeddings and heads are cut by rows of the vocabulary, where the model uses them for nothing else.
 
-Blocks that are alike: what was found for one is tried first for the others.
-
-Two containers are alike when their modules have the same classes, the same numbers and words as attributes and
-parameters of the same shapes, and are given tensors of the same shapes. Only numbers that count blocks may differ. It
-saves the search, not the proof: the check is made for each.
+What was found for one block is tried first for those that are alike: whose modules have the same classes, the same
+numbers and words as attributes and parameters of the same shapes, and are given tensors of the same shapes. Only
+numbers that count blocks may differ. It saves the search, not the proof: the check is made for each.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +35,7 @@ from plait.randomness import keyed
 from plait.randomness.keyed import host_kept
 from plait.tensors.float64 import Wide
 from plait.tensors.modules import state_kept
+from plait.tensors.rows import Rows
 from plait.tensors.torch_private import leaves, tree_map_only
 
 
@@ -57,15 +51,12 @@ def attention(name: str, module: nn.MultiheadAttention, follow: DataflowTrace, n
     if own & follow.stray:
         raise Refused(f"{min(own & follow.stray)} is used outside of {name}")
     step = width // n
-    one: tuple[Ranges, ...] = tuple(((r * step, step),) for r in range(n))
+    one = Rows.even(width, n).ranks
     three: tuple[Ranges, ...] = tuple(tuple((p * width + r * step, step) for p in range(3)) for r in range(n))
-    dims = {"q_proj_weight": 0, "k_proj_weight": 0, "v_proj_weight": 0, "bias_k": 2, "bias_v": 2}
-    cuts = [
-        ParameterSlice(f"{name}.{k}", 0, three)
-        for k in ("in_proj_weight", "in_proj_bias")
-        if getattr(module, k) is not None
-    ]
-    cuts += [ParameterSlice(f"{name}.{k}", dim, one) for k, dim in dims.items() if getattr(module, k) is not None]
+    fused = {"in_proj_weight": (0, three), "in_proj_bias": (0, three)}
+    apart = {"q_proj_weight": (0, one), "k_proj_weight": (0, one), "v_proj_weight": (0, one)}
+    places = fused | apart | {"bias_k": (2, one), "bias_v": (2, one)}
+    cuts = [ParameterSlice(f"{name}.{k}", *place) for k, place in places.items() if getattr(module, k) is not None]
     cuts.append(ParameterSlice(f"{name}.out_proj.weight", 1, one))
     integers = (DividedNumber(name, "num_heads", n), DividedNumber(f"{name}.out_proj", "in_features", n))
     return ColumnRowPair(name, (name,), f"{name}.out_proj", tuple(cuts), integers)
@@ -85,22 +76,22 @@ def vocabulary(
     named = {n: modules[n] for n, word in wanted.items() if word == "vocabulary"}
     lengths |= {int(m.weight.shape[0]) for m in named.values() if isinstance(m.weight, torch.Tensor)}
     heads = {n: m for n, m in follow.opaque.items() if isinstance(m, nn.Linear) and m.out_features in lengths}
-    found, reasons = dict[str, nn.Module](), dict[str, str]()
+    fitting, reasons = dict[str, nn.Module](), dict[str, str]()
     for name, module in ({n: m for n, m in tables.items() if m.num_embeddings in lengths} | heads | named).items():
         reason = _unfit(name, module, follow)
         if not reason and wanted.get(name, "vocabulary") == "vocabulary":
-            found[name] = module
+            fitting[name] = module
         else:
             reasons[name] = reason or f"Job.tensor wants it {wanted[name]}"
     running = {frame.name for frame in follow.frames} | {made.name for made in follow.calls}
-    for name, module in dict(found).items():
+    for name, module in dict(fitting).items():
         for other, holder in modules.items():
             used = other in running or other not in tables
-            if used and other not in found and any(p is module.weight for p in holder.parameters(recurse=False)):
-                found.pop(name, None)
+            if used and other not in fitting and any(p is module.weight for p in holder.parameters(recurse=False)):
+                fitting.pop(name, None)
                 why = f", and {reasons[other]}" if other in reasons else ""
                 reasons[name] = f"{other or 'the model'} has the same weight{why}"
-    return tuple(found), reasons
+    return tuple(fitting), reasons
 
 
 def _unfit(name: str, module: nn.Module, follow: DataflowTrace) -> str:
@@ -116,11 +107,9 @@ def _unfit(name: str, module: nn.Module, follow: DataflowTrace) -> str:
         return "" if called else f"{name} is not called"
     if not isinstance(module, nn.Linear):
         return f"{name} is neither nn.Embedding nor nn.Linear"
-    calls = follow.made_by(name)
-    bits = sum(1 << made.bit for made in calls)
-    readers = {made.name for made in follow.calls if made.reads & bits}
-    if readers:
+    if readers := follow.readers(follow.sources_of(name)):
         return f"what {name} returns reaches {min(readers)}"
+    calls = follow.made_by(name)
     if not calls or not all(made.returned for made in calls):
         return f"the model does not return what {name} returns as it is"
     return ""
@@ -129,7 +118,7 @@ def _unfit(name: str, module: nn.Module, follow: DataflowTrace) -> str:
 _COUNTS = re.compile(r"(^|_)(idx|index|id|number|layer|block|depth|i)$")
 
 
-def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> Any:
+def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> tuple[object, ...]:
     """A value that alike containers have in common, for layers of these names in it."""
     first, *rest = containers
     modules = []
@@ -139,12 +128,10 @@ def signature(containers: Iterable[ReplayedModule], names: Iterable[str]) -> Any
         )
         shapes = tuple((k, tuple(p.shape), p.requires_grad) for k, p in module.named_parameters(recurse=False))
         modules.append((name, type(module), plain, shapes))
-    given = [
-        (tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t)
-        for t in leaves((first.frame.args, first.frame.kwargs))
-    ]
+    arguments = leaves((first.frame.args, first.frame.kwargs))
+    forms = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in arguments)
     inner = tuple(name[len(first.name) :] for name in names)
-    return inner, tuple(modules), tuple(given), tuple(first.frame.kwargs), len(rest)
+    return inner, tuple(modules), forms, tuple(first.frame.kwargs), len(rest)
 
 
 def renamed(group: ColumnRowPair, container: str) -> ColumnRowPair:
@@ -176,7 +163,7 @@ ALONE = "it is no layer between two others that nothing else reads"
 
 def find(
     model: nn.Module,
-    inputs: Callable[[int], Any],
+    inputs: Callable[[int], object],
     call: Call,
     n: int,
     tensor: Mapping[str, str] | None = None,
@@ -194,7 +181,7 @@ def find(
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
         with host_kept(), state_kept(model.modules()), random_weights(model):
-            finder = _Finder(model, (inputs(SAMPLES), given), call, n, tensor or {})
+            finder = _Finder(model, call, n, tensor or {}, inputs=inputs(SAMPLES), given=given)
             found = finder.find()
             return stretched(finder.follow, finder.maps, found, units, n, SAMPLES) if units else found
     finally:
@@ -208,27 +195,25 @@ def _units(follow: DataflowTrace, given: Calls) -> Calls:
 
 
 class _Finder:
-    def __init__(self, model: nn.Module, given: tuple[Any, Calls], call: Call, n: int, tensor: Mapping[str, str]):
+    def __init__(
+        self, model: nn.Module, call: Call, n: int, tensor: Mapping[str, str], *, inputs: object, given: Calls
+    ):
         self.model, self.n = model, n
-        self.packed = dict(packed_attentions(model))
+        self.packed = packed_attentions(model)
         inner = tuple(f"{name}." for name in self.packed)
         self.maps = {k: v for k, v in find_maps(model).items() if not inner or not k.startswith(inner)}
         opaque = {name: m.module for name, m in self.maps.items()} | dict[str, nn.Module](self.packed)
         self.wanted = _wanted(tensor, [*opaque, *(k for k, m in model.named_modules() if isinstance(m, nn.Embedding))])
         wide = lambda t: t.to("cpu", torch.float64 if t.is_floating_point() else t.dtype)  # noqa: E731
-        example = tree_map_only(Tensor, wide, given[0])
-        self.follow = self._followed(opaque, example, call, given[1])
+        example = tree_map_only(Tensor, wide, inputs)
+        self.follow = self._followed(opaque, example, call, given)
         self.holders: dict[int, list[str]] = {}
         for name, module in model.named_modules():
             for p in module.parameters(recurse=False):
                 self.holders.setdefault(id(p), []).append(name)
-        self.groups: list[ColumnRowPair] = []
-        self.reasons: dict[str, str] = {}
-        self.known: dict[Any, ColumnRowPair] = {}
-        self.last: dict[Any, tuple[list[ReplayedModule], tuple[ColumnRowPair, ...]]] = {}
         self.large = sum(p.numel() for p in model.parameters()) > LARGE_MODEL
 
-    def _followed(self, opaque: Mapping[str, nn.Module], example: Any, call: Call, given: Calls) -> DataflowTrace:
+    def _followed(self, opaque: Mapping[str, nn.Module], example: object, call: Call, given: Calls) -> DataflowTrace:
         """One run, or several of a model that decides at random; short if it can be, and without the maps' numbers.
 
         Longer where a few words take another course than whole rows do: a mask that only a long row needs.
@@ -260,6 +245,10 @@ class _Finder:
 
     def find(self) -> Slices:
         """Everything, in the order in which rows are called."""
+        self.groups: list[ColumnRowPair] = []
+        self.reasons: dict[str, str] = {}
+        self.known: dict[tuple[object, ...], ColumnRowPair] = {}
+        self.last: dict[tuple[object, ...], tuple[list[ReplayedModule], tuple[ColumnRowPair, ...]]] = {}
         tables, why = vocabulary(self.model, self.follow, self.wanted)
         packed = []
         for name in dict.fromkeys(made.name for made in self.follow.calls):
@@ -273,31 +262,25 @@ class _Finder:
             except Refused as refused:
                 for layer in (name, *columns):
                     self.reasons.setdefault(layer, str(refused))
-        for containers, groups in self.last.values() if self.large else ():  # of blocks alike, the first and the last
-            if check(containers, groups):
-                self.large = False
-                return self._again()
+        if self.large and any(check(*last) for last in self.last.values()):  # of blocks alike, the first and the last
+            self.large = False  # they turned out to be different: each is checked
+            return self.find()
         self.groups += packed
         self.reasons = why | self.reasons
         self._granted(tables)
         return Slices(tuple(self.groups), tables, self._whole(tables))
 
-    def _again(self) -> Slices:
-        """Blocks that are alike turned out to be different: each is checked."""
-        self.groups, self.reasons, self.known, self.last = [], {}, {}, {}
-        return self.find()
-
     def _columns(self, row: str) -> list[str]:
         """The maps whose output reaches this row and nothing else."""
-        made = [c for call in self.follow.made_by(row) for c in self.follow.maps_in(call.reads)]
-        names = list(dict.fromkeys(c.name for c in made))
+        sources = [c for call in self.follow.made_by(row) for c in self.follow.maps_in(call.reads)]
+        names = list(dict.fromkeys(c.name for c in sources))
         taken = {name for g in self.groups for name in (*g.columns, g.row)}
         if row in names or {*names, row} & taken or self.wanted.get(row) == "column":
             return []
         for name in names:
-            bits = sum(1 << c.bit for c in self.follow.made_by(name))
-            readers = {c.name for c in self.follow.calls if c.reads & bits} - {row}
-            if bits & self.follow.output:
+            returned = self.follow.sources_of(name)
+            readers = self.follow.readers(returned) - {row}
+            if returned & self.follow.output:
                 reason = f"what {name} returns reaches what the model returns, not {row} alone"
             elif readers:
                 reason = f"what {name} returns reaches {min(readers)} too, not {row} alone"
@@ -322,9 +305,9 @@ class _Finder:
         containers = self._containers(self.follow.made_by(row))
         before = tuple(g for g in self.groups if _inside(g.container, containers[0].name))
         alike = signature(containers, (*columns, row))
-        found = self.known.get(alike)
-        if found is not None:
-            again = renamed(found, containers[0].name)
+        known = self.known.get(alike)
+        if known is not None:
+            again = renamed(known, containers[0].name)
             self._alone(again)
             self.last[alike] = (containers, (*before, again))
             if self.large or not check(*self.last[alike]):
@@ -343,11 +326,11 @@ class _Finder:
         reasons = []
         for proposal in proposals(containers[0], [self.maps[c] for c in columns], self.maps[row], self.n):
             self._alone(proposal)
-            found, wrong = adapted(containers[0], proposal, before)
-            if found is not None:
-                wrong = check(containers[1:], (*before, found))
+            group, wrong = adapted(containers[0], proposal, before)
+            if group is not None:
+                wrong = check(containers[1:], (*before, group))
                 if not wrong:
-                    return found
+                    return group
             reasons.append(wrong)
         raise Refused(reasons[0])
 
@@ -360,7 +343,7 @@ class _Finder:
             if len(holders) > 1:
                 raise Refused(f"{' and '.join(holders)} have the same weight")
             bit = 1 << self.follow.bits[name] if name in self.follow.bits else 0
-            readers = {c.name for c in self.follow.calls if c.reads & bit} - {group.row}
+            readers = self.follow.readers(bit) - {group.row}
             if holders[0] not in layers and (readers or self.follow.output & bit):
                 raise Refused(f"{name} is used between the layers and beside them")
 
@@ -401,13 +384,13 @@ class _Finder:
         cut = {c.parameter for g in self.groups for c in g.cuts}
         cut |= {f"{name}.weight" for name in tables}
         total = sum(p.numel() for p in self.model.parameters())
-        found = []
+        rows = []
         for name, module in self.model.named_modules():
             own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
             size = sum(p.numel() for p in own if self.follow.parameters[id(p)] not in cut)
             if size and name not in tables:
-                found.append((name, size / total, self.reasons.get(name, ALONE)))
-        return tuple(sorted(found, key=lambda row: -row[1]))
+                rows.append((name, size / total, self.reasons.get(name, ALONE)))
+        return tuple(sorted(rows, key=lambda row: -row[1]))
 
 
 def _wanted(tensor: Mapping[str, str], layers: list[str]) -> dict[str, str]:

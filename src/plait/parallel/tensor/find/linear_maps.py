@@ -83,17 +83,17 @@ class Map:
 def find_maps(model: nn.Module) -> dict[str, Map]:
     """Every linear map of a model, by name."""
     tried: dict[type, int | None] = {}
-    found = {}
+    maps = {}
     for name, module in model.named_modules():
-        made = _known(name, module)
-        if made is None and _foreign(module):
+        linear = _known(name, module)
+        if linear is None and _foreign(module):
             if type(module) not in tried:
                 tried[type(module)] = _orientation(module)
             into = tried[type(module)]
-            made = None if into is None else Map(name, module, 1 - into, into, known=False)
-        if made is not None:
-            found[name] = made
-    return found
+            linear = None if into is None else Map(name, module, 1 - into, into, known=False)
+        if linear is not None:
+            maps[name] = linear
+    return maps
 
 
 def _known(name: str, module: nn.Module) -> Map | None:
@@ -114,10 +114,9 @@ def _known(name: str, module: nn.Module) -> Map | None:
 
 def _foreign(module: nn.Module) -> bool:
     """It has nothing but a matrix, and perhaps a vector beside it."""
-    own = dict(module.named_parameters(recurse=False))
-    shapes = {k: p.dim() for k, p in own.items()}
-    plain = shapes in ({"weight": 2}, {"weight": 2, "bias": 1}) and not any(True for _ in module.children())
-    return plain and not any(True for _ in module.buffers()) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    dims = {k: p.dim() for k, p in module.named_parameters(recurse=False)}
+    more = [*module.children(), *module.buffers()] or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return not more and dims in ({"weight": 2}, {"weight": 2, "bias": 1})
 
 
 def _orientation(module: nn.Module) -> int | None:
@@ -130,10 +129,10 @@ def _orientation(module: nn.Module) -> int | None:
 def _multiplies(module: nn.Module, weight: Tensor, bias: Tensor | None, into: int) -> bool:
     x = torch.randn(2, 3, weight.shape[into], dtype=weight.dtype)
     want = x @ (weight if into == 0 else weight.t())
-    given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     try:
         with torch.no_grad():
-            got = functional_call(module, given, (x,))
+            got = functional_call(module, parameters, (x,))
             return isinstance(got, Tensor) and torch.allclose(got, want if bias is None else want + bias)
     except Exception:  # it is something else
         return False
@@ -143,11 +142,10 @@ def _random(like: Tensor) -> Tensor:
     return torch.randn(like.shape, dtype=torch.float64)
 
 
-def packed_attentions(model: nn.Module) -> Iterator[tuple[str, nn.MultiheadAttention]]:
-    """Every `nn.MultiheadAttention` whose forward is torch's own."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward:
-            yield name, module
+def packed_attentions(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
+    """Every `nn.MultiheadAttention` whose forward is torch's own, by name."""
+    every = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    return {name: m for name, m in every.items() if type(m).forward is nn.MultiheadAttention.forward}
 
 
 LENGTH = 5
@@ -202,15 +200,15 @@ def _drawn(p: nn.Parameter, g: torch.Generator, alike: bool) -> nn.Parameter:
     return nn.Parameter(drawn.expand(p.shape), p.requires_grad)
 
 
-def short(example: Any, length: int = LENGTH) -> Any:
+def short(example: object, length: int = LENGTH) -> Any:
     """The first few words of each row, where the inputs are rows of words: what holds for them holds for more."""
     return tree_map_only(Tensor, lambda t: t[:, :length] if t.dim() == 2 and not t.is_floating_point() else t, example)
 
 
-def tries(example: Any) -> list[tuple[Any, bool]]:
+def tries(example: object) -> list[tuple[object, bool]]:
     """(inputs, whether maps have numbers) to follow the model on. Long rows only when it cannot run on short ones."""
     shorts = [(short(example, n), False) for n in (LENGTH, *LONGER)]
     size = lambda tree: sum(t.numel() for t in tree_leaves(tree) if isinstance(t, Tensor))  # noqa: E731
-    found = [one for k, one in enumerate(shorts) if not k or size(one[0]) != size(shorts[k - 1][0])]
-    whole = [] if size(found[-1][0]) == size(example) else [(example, False)]
-    return [*found, *whole, (example, True)]
+    different = [one for k, one in enumerate(shorts) if not k or size(one[0]) != size(shorts[k - 1][0])]
+    whole = [] if size(different[-1][0]) == size(example) else [(example, False)]
+    return [*different, *whole, (example, True)]

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from plait.model.slices import ColumnRowPair, DividedNumber, ParameterSlice, Ranges, RegionArgument
-from plait.parallel.tensor.find.check import ReplayedModule, ReplayedRun
+from plait.parallel.tensor.find.check import ReplayedModule, taken
 from plait.parallel.tensor.find.linear_maps import Map
+from plait.tensors.rows import Rows
 
 ROUNDS = (2, 24)
 """At least and at most so many draws of random numbers."""
@@ -70,14 +72,14 @@ def _proposal(container: ReplayedModule, columns: list[Map], row: Map, rows: tup
     n = len(rows)
     cuts: list[ParameterSlice] = []
     integers: list[DividedNumber] = []
+    divisors = set[int]()
     for column in columns:
-        ranges, divisor = _column(column, needs.columns[column.name])
+        ranges = _column(column, needs.columns[column.name])
+        divisors.add(divisor := column.weight.shape[column.out] // sum(length for _, length in ranges[0]))
         cuts += [ParameterSlice(f"{column.name}.weight", column.out, ranges)]
         cuts += [ParameterSlice(f"{column.name}.bias", 0, ranges)] if column.bias is not None else []
         integers += _own(column, "out", divisor)
-    if all(
-        cut.ranges[0] == ((0, _features(c)),) for c in columns for cut in cuts if cut.parameter == f"{c.name}.weight"
-    ):
+    if divisors == {1}:
         names = " and ".join(c.name for c in columns)
         raise Refused(f"every part of what {row.name} is given depends on all features of {names}")
     cuts.append(ParameterSlice(f"{row.name}.weight", row.into, rows))
@@ -105,43 +107,38 @@ def _own(map_: Map, role: str, divisor: int) -> list[DividedNumber]:
     return [DividedNumber(map_.name, name, divisor) for name in names]
 
 
-def _features(column: Map) -> int:
-    return column.weight.shape[column.out]
-
-
-def _column(column: Map, masks: list[Tensor]) -> tuple[tuple[Ranges, ...], int]:
-    """What each rank holds of a column, and by what the number of its features is divided."""
-    sets = [frozenset(m.nonzero().flatten().tolist()) for m in masks]
-    size = _features(column)
+def _column(column: Map, masks: list[Tensor]) -> tuple[Ranges, ...]:
+    """What each rank holds of a column."""
+    sets = _along(masks, 0)
+    size = column.weight.shape[column.out]
     if len(frozenset().union(*sets)) < size:
         raise Refused(f"not all features of {column.name} make a difference on the job's inputs")
-    if len({len(s) for s in sets}) > 1 or size % len(sets[0]):
-        raise Refused(f"ranks would need {_counts(sets)} of the {size} features of {column.name}")
-    _apart(sets, column.name)
-    return tuple(ranges_of(s) for s in sets), size // len(sets[0])
+    return _shared_out(sets, size, column.name)
 
 
-def _counts(sets: Sets) -> str:
-    return ", ".join(str(len(s)) for s in sets)
-
-
-def _apart(sets: Sets, name: str) -> None:
-    """Ranks hold the same or nothing in common: then gradients are summed over those that hold the same."""
+def _shared_out(sets: Sets, size: int, name: str) -> tuple[Ranges, ...]:
+    """What each rank holds of a dim. `Refused` unless all of it is held, by each rank as much, and any two hold the same or
+    nothing in common: then gradients are summed over those that hold the same."""
+    whole = len(frozenset().union(*sets)) == size
+    if not whole or len({len(s) for s in sets}) > 1 or size % len(sets[0]):
+        counts = ", ".join(str(len(s)) for s in sets)
+        raise Refused(f"ranks would need {counts} of the {size} features of {name}")
     for (i, a), (j, b) in itertools.combinations(enumerate(sets), 2):
         if a != b and a & b:
             part = f"{len(a & b)} of {len(a)} features of {name}"
             raise Refused(f"processes {i} and {j} would share {part} and not the others: too few heads of keys")
+    return tuple(map(ranges_of, sets))
 
 
 def ranges_of(indices: Iterable[int]) -> Ranges:
     """Stretches of a set of indices, ascending."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for i in sorted(indices):
-        if found and i == found[-1][0] + found[-1][1]:
-            found[-1][1] += 1
+        if ranges and i == ranges[-1][0] + ranges[-1][1]:
+            ranges[-1][1] += 1
         else:
-            found.append([i, 1])
-    return tuple((first, length) for first, length in found)
+            ranges.append([i, 1])
+    return tuple((first, length) for first, length in ranges)
 
 
 def _divided(masks: list[Tensor], name: str) -> tuple[int, tuple[Ranges, ...]] | None:
@@ -149,12 +146,7 @@ def _divided(masks: list[Tensor], name: str) -> tuple[int, tuple[Ranges, ...]] |
     for dim in range(masks[0].dim()):
         sets = _along(masks, dim)
         if len(set(sets)) > 1:
-            size = masks[0].shape[dim]
-            whole = len(frozenset().union(*sets)) == size
-            if not whole or len({len(s) for s in sets}) > 1 or size % len(sets[0]):
-                raise Refused(f"ranks would need {_counts(sets)} of the {size} features of {name}")
-            _apart(sets, name)
-            return dim, tuple(ranges_of(s) for s in sets)
+            return dim, _shared_out(sets, masks[0].shape[dim], name)
     return None
 
 
@@ -165,91 +157,78 @@ def _along(masks: list[Tensor], dim: int) -> Sets:
 
 def _arguments(container: ReplayedModule, needs: Needs, n: int) -> tuple[RegionArgument, ...]:
     """Tensors the container is given that the code between columns and row uses directly."""
-    given = dict(enumerate(container.frame.args)) | container.frame.kwargs
-    found = []
+    values = dict(enumerate(container.frame.args)) | container.frame.kwargs
+    arguments = []
     for key, masks in needs.arguments.items():
         if not any(mask.any() for mask in masks):
             continue
-        trained = given[key].requires_grad
+        trained = values[key].requires_grad
         if trained and key in needs.elsewhere:
             raise Refused(
                 f"the argument {key!r} of {container.name or 'the model'} is used between the layers and beside them"
             )
         cut = _divided(masks, f"the argument {key!r}")
         if cut is not None:
-            step = given[key].shape[cut[0]] // n
-            if cut[1] != tuple(((r * step, step),) for r in range(n)):
+            if cut[1] != Rows.even(values[key].shape[cut[0]], n).ranks:
                 raise Refused(f"ranks would need parts of the argument {key!r} that are no slices")
-            found.append(RegionArgument(container.name, key, cut[0]))
+            arguments.append(RegionArgument(container.name, key, cut[0]))
         elif trained:
-            found.append(RegionArgument(container.name, key, None))
-    return tuple(found)
+            arguments.append(RegionArgument(container.name, key, None))
+    return tuple(arguments)
 
 
 # — gradients —
 
 
 def _needs(container: ReplayedModule, columns: list[Map], row: Map, rows: tuple[Ranges, ...]) -> Needs:
-    found: Needs | None = None
+    needs = Needs({}, {}, {}, set())
     for number in range(ROUNDS[1]):
-        seen, leaf, made = _traced(container, columns, 100 + number)
-        found = _added(found, _round(container, row, rows, (seen, leaf, made)))
-        complete = all(torch.stack(m).any(0).all() for m in found.columns.values())
+        _add_round(needs, container, columns, row, rows, seed=100 + number)
+        complete = all(torch.stack(masks).any(0).all() for masks in needs.columns.values())
         if number + 1 >= ROUNDS[0] and complete:
             break
-    assert found is not None
-    return found
-
-
-def _traced(
-    container: ReplayedModule, columns: list[Map], seed: int
-) -> tuple[ReplayedRun, dict[str, Tensor], dict[str, list[Tensor]]]:
-    """A whole run in which gradients of what columns return, of parameters and of arguments can be asked for."""
-    values = container.values(seed)
-    made: dict[str, list[Tensor]] = {c.name: [] for c in columns}
-    for (name, _), value in values.items():
-        if name in made:
-            made[name].append(value.requires_grad_())
-    leaf = {name: p.detach().clone().requires_grad_() for name, p in container.parameters.items()}
-    return container.run(values, leaf=leaf), leaf, made
-
-
-def _round(
-    container: ReplayedModule,
-    row: Map,
-    rows: tuple[Ranges, ...],
-    traced: tuple[ReplayedRun, dict[str, Tensor], dict[str, list[Tensor]]],
-) -> Needs:
-    seen, leaf, made = traced
-    inputs = [x for name, _, x in seen.given if name == row.name]
-    if not all(torch.isfinite(x).all() for x in inputs):
-        raise Refused(f"on random numbers {row.name} is given infinite ones, which proves nothing")
-    direct: dict[int | str, Tensor] = {k: t for k, t in seen.arguments.items() if t.requires_grad}
-    flat = [*itertools.chain(*made.values()), *leaf.values(), *direct.values()]
-    known = {id(t) for t in (*itertools.chain(*made.values()), *leaf.values())}
-    _no_strangers(inputs, known, container, flat)
-    needs = Needs({c: [] for c in made}, {}, {}, set())
-    features = {name: container.maps[name].feature for name in made}
-    for ranges in rows:
-        picked = [_picked(x, row.feature, ranges) for x in inputs]
-        grads = iter(_gradients(picked, flat))
-        for name, tensors in made.items():
-            masks = [next(grads) for _ in tensors]
-            needs.columns[name].append(torch.stack([_features_of(m, features[name]) for m in masks]).any(0))
-        for name in leaf:
-            needs.parameters.setdefault(name, []).append(next(grads))
-        for key in direct:
-            needs.arguments.setdefault(key, []).append(next(grads))
-    others = [x for name, _, x in seen.given if name != row.name and isinstance(x, Tensor)]
-    others += [t for i in container.frame.live if isinstance(t := seen.output[i], Tensor)]
-    names = [*leaf, *direct]
-    used = _gradients(others, [*leaf.values(), *direct.values()])
-    needs.elsewhere = {name for name, mask in zip(names, used) if mask.any()}
     return needs
 
 
-def _picked(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    return torch.cat([x.narrow(dim, first, length) for first, length in ranges], dim)
+def _add_round(
+    needs: Needs, container: ReplayedModule, columns: list[Map], row: Map, rows: tuple[Ranges, ...], *, seed: int
+) -> None:
+    """Add what gradients of a whole run on other random numbers show."""
+    values = container.values(seed)
+    outputs: dict[str, list[Tensor]] = {c.name: [] for c in columns}
+    for (name, _), value in values.items():
+        if name in outputs:
+            outputs[name].append(value.requires_grad_())
+    leaf = {name: p.detach().clone().requires_grad_() for name, p in container.parameters.items()}
+    run = container.run(values, leaf=leaf)
+    inputs = [x for name, _, x in run.given if name == row.name]
+    if not all(torch.isfinite(x).all() for x in inputs):
+        raise Refused(f"on random numbers {row.name} is given infinite ones, which proves nothing")
+    direct: dict[int | str, Tensor] = {k: t for k, t in run.arguments.items() if t.requires_grad}
+    known = [*itertools.chain(*outputs.values()), *leaf.values()]
+    _no_strangers(inputs, known, list(direct.values()), container)
+    for rank, ranges in enumerate(rows):
+        grads = iter(_gradients([taken(x, row.feature, ranges) for x in inputs], [*known, *direct.values()]))
+        for column in columns:
+            masks = [_features_of(next(grads), column.feature) for _ in outputs[column.name]]
+            _add(needs.columns, column.name, rank, torch.stack(masks).any(0))
+        for name in leaf:
+            _add(needs.parameters, name, rank, next(grads))
+        for key in direct:
+            _add(needs.arguments, key, rank, next(grads))
+    others = [x for name, _, x in run.given if name != row.name and isinstance(x, Tensor)]
+    others += [t for i in container.frame.live if isinstance(t := run.output[i], Tensor)]
+    used = _gradients(others, [*leaf.values(), *direct.values()])
+    needs.elsewhere |= {name for name, mask in zip([*leaf, *direct], used) if mask.any()}
+
+
+def _add(masks: dict[Any, list[Tensor]], key: int | str, rank: int, mask: Tensor) -> None:
+    """Add to what a rank needs of a tensor; ranks come in order."""
+    known = masks.setdefault(key, [])
+    if rank < len(known):
+        known[rank] |= mask
+    else:
+        known.append(mask)
 
 
 def _features_of(mask: Tensor, dim: int) -> Tensor:
@@ -267,10 +246,11 @@ def _gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(t, dtype=torch.bool) if d is None else d != 0 for t, d in zip(inputs, grads)]
 
 
-def _no_strangers(inputs: list[Tensor], known: set[int], container: ReplayedModule, flat: list[Tensor]) -> None:
+def _no_strangers(inputs: list[Tensor], known: list[Tensor], direct: list[Tensor], container: ReplayedModule) -> None:
     """Refuse when what the row is given depends on a trained tensor that came by no way we know."""
-    nodes = {t.grad_fn for t in flat if t.grad_fn is not None}
-    met: set[Any] = set()
+    leaves = {id(t) for t in known}
+    nodes = {t.grad_fn for t in (*known, *direct) if t.grad_fn is not None}
+    met: set[Node] = set()
     stack = [x.grad_fn for x in inputs if x.grad_fn is not None]
     while stack:
         node = stack.pop()
@@ -278,22 +258,7 @@ def _no_strangers(inputs: list[Tensor], known: set[int], container: ReplayedModu
             continue
         met.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
+        if variable is not None and id(variable) not in leaves:
             where = container.name or "the model"
             raise Refused(f"a trained tensor reaches the code of {where} by another way than its arguments")
         stack += [k for k, _ in node.next_functions if k is not None]
-
-
-def _added(a: Needs | None, b: Needs) -> Needs:
-    if a is None:
-        return b
-
-    def either(x: dict[Any, list[Tensor]], y: dict[Any, list[Tensor]]) -> dict[Any, list[Tensor]]:
-        return {k: [m | o for m, o in zip(x[k], y[k])] for k in x}
-
-    return Needs(
-        either(a.columns, b.columns),
-        either(a.parameters, b.parameters),
-        either(a.arguments, b.arguments),
-        a.elsewhere | b.elsewhere,
-    )

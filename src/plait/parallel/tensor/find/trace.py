@@ -7,12 +7,11 @@ functions are not among them), and autograd's graph is walked backwards (it ends
 
 Maps return random numbers of the right shape: no weight of one is read, and the run costs the same for a model whose
 weights do not fit, or that has none yet. Only a model that differentiates in its own forward needs their `numbers`.
-
-Calls of a model's modules as the finder of slices keeps them, and how it listens to modules without changing them.
 """
 
 import copy
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
@@ -47,7 +46,7 @@ class ModuleCall:
     """What it was given, as it was before the call."""
     given: int
     """Sources of that."""
-    state: Any = None
+    state: tuple[Any, Any, Tensor]
     """Of the host's generators of random numbers, before the call."""
     left: int = 0
     """When it ended."""
@@ -66,7 +65,7 @@ class MapCall:
     parents: tuple[int, ...]
     reads: int
     """Sources of its input."""
-    output: Any
+    output: object
     returned: bool = False
     """The model returns its output as it is."""
     used: tuple[int, ...] = ()
@@ -94,12 +93,12 @@ class Still(TorchFunctionMode):
 
 def hollow(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a map would return, with random numbers in it; only shapes are computed."""
-    given = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
+    on_meta = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
     meta = {name: p.detach().to("meta", torch.float64) for name, p in module.named_parameters()}
     trained = any(t.requires_grad for t in (*module.parameters(), *tensors_in((args, kwargs))))
     with forwards_kept([module]):
         vars(module)["forward"] = forward
-        output = functional_call(module, meta, *given)
+        output = functional_call(module, meta, *on_meta)
     return tree_map_only(Tensor, lambda t: _random(t, trained and torch.is_grad_enabled()), output)
 
 
@@ -109,19 +108,23 @@ def _random(like: Tensor, trained: bool) -> Tensor:
     return torch.empty(like.shape, dtype=torch.float64).uniform_(-0.5, 0.5).requires_grad_(trained).clone()
 
 
+Patch = Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]]
+"""(name, module, its forward) -> the forward in its place."""
+
+
 @contextmanager
-def patched(modules: Mapping[str, nn.Module], make: Callable[[str, nn.Module, Any], Any]) -> Iterator[None]:
-    """Give modules other forwards: `make(name, module, its forward)`."""
+def patched(modules: Mapping[str, nn.Module], make: Patch) -> Iterator[None]:
+    """Give modules other forwards."""
     with forwards_kept(modules.values()):
         for name, module in modules.items():
             vars(module)["forward"] = make(name, module, module.forward)
         yield
 
 
-def snapshot(tree: Any) -> Any:
+def snapshot(tree: object) -> Any:
     """The same arguments; objects that a call may change, such as a cache of keys, are copied, their tensors are not."""
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf: object) -> object:
         if isinstance(leaf, (Tensor, *_PLAIN)) or callable(leaf) or not hasattr(leaf, "__dict__"):
             return leaf
         try:
@@ -147,7 +150,7 @@ _VALUES = {
 """Functions through which code decides by what a tensor holds."""
 
 
-def _never(_: Any) -> Any:
+def _never(_: object) -> Tensor:
     raise RuntimeError("the model goes back through what it computed")
 
 
@@ -166,16 +169,16 @@ class DataflowTrace(TorchFunctionMode):
         self.bits: dict[str, int] = {}
         self.parameters = {id(p): name for name, p in model.named_parameters()}
         self.hidden = {id(p) for m in opaque.values() for p in m.parameters()}
-        self._next, self._time, self._off = 0, 0, 0
+        self._new_bits, self._time, self._off = itertools.count(), 0, 0
         self._stack: list[ModuleCall] = []
         self._own: list[set[int]] = [set()]
         self._kept: set[str] = set()
         self._of: dict[int, int] = {}
         self._written: dict[int, int] = {}
         self._used: dict[int, int] = {}
-        self._nodes: dict[Any, int] = {}
-        self._held: dict[int, Any] = {}
-        self._alive: list[Any] = []
+        self._nodes: dict[Node, int] = {}
+        self._held: dict[int, weakref.ref[Tensor]] = {}
+        self._alive: list[object] = []
 
     def run(self, call: Callable[[], Any]) -> "DataflowTrace":
         """Follow `call()`, which runs the model. Several runs add up."""
@@ -189,9 +192,9 @@ class DataflowTrace(TorchFunctionMode):
         self._use(returned)
         known = {id(t) for t in returned}
         for made in self.calls[earlier:]:
-            found = leaves(made.output)
-            made.returned = any(id(t) in known for t in found)
-            made.used = tuple(i for i, t in enumerate(found) if id(t) in self._used)
+            parts = leaves(made.output)
+            made.returned = any(id(t) in known for t in parts)
+            made.used = tuple(i for i, t in enumerate(parts) if id(t) in self._used)
         for frame in self.frames[first:]:
             places = [i for i, t in enumerate(frame.output) if isinstance(t, Tensor)]
             frame.live = tuple(i for i in places if self._used.get(id(frame.output[i]), 0) > frame.left)
@@ -202,6 +205,14 @@ class DataflowTrace(TorchFunctionMode):
     def made_by(self, name: str) -> list[MapCall]:
         """The calls of one map."""
         return [made for made in self.calls if made.name == name]
+
+    def sources_of(self, name: str) -> int:
+        """What the calls of one map are as sources."""
+        return sum(1 << made.bit for made in self.made_by(name))
+
+    def readers(self, sources: int) -> set[str]:
+        """The maps whose input was computed from any of these sources."""
+        return {made.name for made in self.calls if made.reads & sources}
 
     def maps_in(self, sources: int) -> list[MapCall]:
         """The calls among sources."""
@@ -222,7 +233,7 @@ class DataflowTrace(TorchFunctionMode):
                 output = forward(*args, **kwargs) if self.numbers else hollow(module, forward, args, kwargs)
             finally:
                 self._off -= 1
-            self.calls.append(MapCall(name, self._bit(), self._parents(), reads, output))
+            self.calls.append(MapCall(name, next(self._new_bits), self._parents(), reads, output))
             self._alive.append(output)
             for tensor in tensors_in(output):
                 self._of[id(tensor)] = 1 << self.calls[-1].bit
@@ -255,10 +266,6 @@ class DataflowTrace(TorchFunctionMode):
     def _parents(self) -> tuple[int, ...]:
         return self._stack[-1].parents if self._stack else ()
 
-    def _bit(self) -> int:
-        self._next += 1
-        return self._next - 1
-
     # — tensors —
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -266,31 +273,31 @@ class DataflowTrace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self._off:
             return result
-        given, made = [*flat(args), *flat(kwargs)], list(flat(result))
+        inputs, outputs = [*flat(args), *flat(kwargs)], list(flat(result))
         name = getattr(func, "__name__", "")
-        if made or name in _VALUES or name == "__setitem__":
-            self._use(given)
-            found = self._sources(given)
+        if outputs or name in _VALUES or name == "__setitem__":
+            self._use(inputs)
+            sources = self._sources(inputs)
             if name in _VALUES:
-                self.output |= found
-            if found and name == "__setitem__":
-                self._mark_storage(given[0], found)
-            old = {id(t) for t in given}
-            for tensor in made if found else ():
-                self._of[id(tensor)] = self._of.get(id(tensor), 0) | found
+                self.output |= sources
+            if sources and name == "__setitem__":
+                self._mark_storage(inputs[0], sources)
+            old = {id(t) for t in inputs}
+            for tensor in outputs if sources else ():
+                self._of[id(tensor)] = self._of.get(id(tensor), 0) | sources
                 if id(tensor) in old:  # in place, or out=
-                    self._mark_storage(tensor, found)
-        self._hold(made)
+                    self._mark_storage(tensor, sources)
+        self._hold(outputs)
         return result
 
-    def _use(self, given: list[Tensor]) -> None:
+    def _use(self, tensors: list[Tensor]) -> None:
         self._time += 1
-        for tensor in given:
+        for tensor in tensors:
             self._used[id(tensor)] = self._time
             name = self.parameters.get(id(tensor))
             if name is not None:
                 (self._kept if id(tensor) in self._own[-1] else self.stray).add(name)
-        self._hold(given)
+        self._hold(tensors)
 
     def _hold(self, tensors: Iterable[Tensor]) -> None:
         """What is known of a tensor is forgotten with it: its number may then be another's."""
@@ -299,35 +306,35 @@ class DataflowTrace(TorchFunctionMode):
             if key not in self._held:
                 self._held[key] = weakref.ref(tensor, functools.partial(self._forget, key))
 
-    def _forget(self, key: int, _: Any) -> None:
+    def _forget(self, key: int, _: object) -> None:
         for known in (self._of, self._used, self._held):
             known.pop(key, None)
 
     def _sources(self, tensors: Iterator[Tensor] | list[Tensor]) -> int:
-        found = 0
+        sources = 0
         for tensor in tensors:
-            found |= self._of.get(id(tensor), 0) | self._parameter(tensor)
+            sources |= self._of.get(id(tensor), 0) | self._parameter(tensor)
             if self._written:
-                found |= self._written.get(storage_key(tensor), 0)
+                sources |= self._written.get(storage_key(tensor), 0)
             if tensor.grad_fn is not None:
-                found |= self._walked(tensor.grad_fn)
-        return found
+                sources |= self._walked(tensor.grad_fn)
+        return sources
 
-    def _parameter(self, tensor: Any) -> int:
+    def _parameter(self, tensor: object) -> int:
         name = self.parameters.get(id(tensor))
         if name is None:
             return 0
         if name not in self.bits:
-            self.bits[name] = self._bit()
+            self.bits[name] = next(self._new_bits)
         return 1 << self.bits[name]
 
-    def _mark_storage(self, tensor: Tensor, found: int) -> None:
+    def _mark_storage(self, tensor: Tensor, sources: int) -> None:
         """Also views of it, made before or after, see what was written."""
         storage = storage_key(tensor)
-        self._written[storage] = self._written.get(storage, 0) | found
+        self._written[storage] = self._written.get(storage, 0) | sources
         self._alive.append(tensor)
 
-    def _walked(self, node: Any) -> int:
+    def _walked(self, node: Node) -> int:
         """The sources in autograd's graph behind a node."""
         known, stack = self._nodes, [node]
         while stack:

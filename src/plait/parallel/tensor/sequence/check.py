@@ -1,22 +1,18 @@
 """Which units may run on a stretch of the sequence between their regions: found, and checked before it is done.
 
 Outside its regions a transformer's block computes every position alone: norms, dropout, residuals. A unit is run once
-on the whole and then on a rank's stretch of its hidden states. Where a region begins, the stretch must be that of what
-the region was given in the whole run, and becomes it; where it ends, the rank gets its stretch of what the row returned.
+on the whole and then on a rank's stretch of its hidden states, in one process. As in `parallel/tensor/find/check.py`, maps
+return the same random numbers in both runs, in float64. Where a region begins, the stretch must be that of what the
+region was given in the whole run, and becomes it; where it ends, the rank gets its stretch of what the row returned.
 If what the unit returns is the stretch of what it returned in the whole, and nothing else told the ranks apart, its code
-works row by row. As in `parallel/tensor/find/check.py`, maps return random numbers, in float64, and no processes are needed.
+works row by row.
 
 A region may begin at its columns, or at the module that they lie in, when its code looks at how long the sequence is.
 Gradients that come from stretches are shares of a sum over the ranks: of parameters they are added up once after
 backward. Nothing adds up those of other tensors, so a unit that uses one of these on stretches stays as it is.
-
-One call of a unit, on the whole and on a rank's stretch of the sequence, in one process: see `parallel/tensor/sequence/check.py`.
-
-Where a region begins, a run on a stretch compares what it is given with the stretch of what the whole run was given,
-and goes on with that whole; its row returns this rank's rows. Maps return the same random numbers in both runs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -32,16 +28,22 @@ from plait.parallel.tensor.find.trace import DataflowTrace, snapshot
 from plait.parallel.tensor.sequence.lazy import GlobalShape, rows_of
 from plait.parallel.tensor.sequence.runtime import put
 from plait.tensors.float64 import near
+from plait.tensors.part import Ranges
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import tree_map_only
 
+DEEP = 4
+"""A unit with more regions tries all at the columns, or all at the modules around them."""
+NO_SEQUENCE = "nothing that it is given has a dim of a sequence that it keeps"
 
-class OnRows(ReplayedModule):
-    """One call of a unit: run whole, then on stretches."""
 
+class UnitOnRows(ReplayedModule):
+    """One call of a unit, run whole and then on stretches: whether it runs on stretches, and how."""
+
+    than = "on a stretch than on the whole"
     base: ReplayedRun
     """What the whole run showed."""
-    made: Values
+    values_of_maps: Values
     """What maps return in both."""
 
     def __init__(self, follow: DataflowTrace, number: int, maps: Mapping[str, Map], groups: list[ColumnRowPair]):
@@ -79,7 +81,7 @@ class OnRows(ReplayedModule):
 
     # — what replaces what in a run on a stretch —
 
-    def _arguments(self, seen: ReplayedRun, groups: tuple[ColumnRowPair, ...], rank: int) -> tuple[Any, Any]:
+    def _arguments(self, shown: ReplayedRun, groups: tuple[ColumnRowPair, ...], rank: int) -> tuple[Any, Any]:
         known: dict[int, Tensor] = {}
         self.others: list[Tensor] = []
 
@@ -96,7 +98,7 @@ class OnRows(ReplayedModule):
             whole = kwargs[key] if isinstance(key, str) else args[key]
             self.others = [t for t in self.others if t is not whole]
             args, kwargs = put(args, kwargs, key, self._mine(whole, dim))
-        seen.arguments |= {k: v for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)}
+        shown.arguments |= {k: v for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)}
         return args, kwargs
 
     @contextmanager
@@ -107,7 +109,7 @@ class OnRows(ReplayedModule):
         modules = dict(self.module.named_modules(prefix=self.name))
         for name in dict.fromkeys([*self.column, *(name for names in self.around.values() for name in names)]):
 
-            def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
+            def enter(_: object, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
                 number = counts[name] = counts.get(name, -1) + 1
                 if self.cut is None:
                     self.before[name, number] = args, kwargs
@@ -123,7 +125,7 @@ class OnRows(ReplayedModule):
 
     def _begins(self, name: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if (name, number) not in self.before:
-            raise OtherCode(f"{name} is called more often on a stretch than on the whole")
+            raise OtherCode(f"{name} is called more often {self.than}")
         before, group = self.before[name, number], self.level[name]
         for key, value in (*enumerate(args), *kwargs.items()):
             whole = (before[1] if isinstance(key, str) else before[0])[key]
@@ -152,31 +154,17 @@ class OnRows(ReplayedModule):
             raise OtherCode(f"on a stretch {name} is given something else than that stretch of the whole")
         return dims[0]
 
-    def _returning(self, seen: ReplayedRun, values: Any, cuts: Any, rank: int) -> Callable[..., Any]:
-        if self.cut is None:
-            return super()._returning(seen, values, cuts, rank)
-        before = {(name, number): x for name, number, x in self.base.given}
-        counts: dict[str, int] = {}
-
-        def make(name: str, module: Any, forward: Any) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                at = name, counts.setdefault(name, 0)
-                counts[name] += 1
-                if at not in values:
-                    raise OtherCode(f"{name} is called more often on a stretch than on the whole")
-                return self._answer(name, next(iter((*args, *kwargs.values()))), before[at], values[at])
-
-            return call
-
-        return make
-
-    def _answer(self, name: str, given: Tensor, before: Tensor, value: Any) -> Any:
+    def _answer(self, call: tuple[str, int, Tensor], value: object, features: Ranges | None) -> Any:
         """What a map returns: columns all rows, a row this rank's, others those that they are given."""
-        given, copied = rows_of(given), tree_map_only(Tensor, torch.clone, value)
-        if (name in self.column or name in self.row) and not near(given, before):
+        if self.cut is None:
+            return super()._answer(call, value, features)
+        name, number, x = call
+        before = next(x for other, at, x in self.base.given if (other, at) == (name, number))
+        x, copied = rows_of(x), tree_map_only(Tensor, torch.clone, value)
+        if (name in self.column or name in self.row) and not near(x, before):
             raise OtherCode(f"on a stretch {name} is given something else")
         if name in self.column:
-            self.wholes += [given] if id(given) not in self.full else []
+            self.wholes += [x] if id(x) not in self.full else []
             if self.column[name].container != name:
                 return copied
             return (self._mine(copied[0], self.dim_of(self.column[name])), *copied[1:])
@@ -184,11 +172,11 @@ class OnRows(ReplayedModule):
             return self._mine(copied, self.dim_of(self.row[name]))
         if name not in self.maps or self.maps[name].weight.dim() != 2:
             raise OtherCode(f"{name} is not cut and may look at several positions")
-        if given.shape == before.shape:
+        if x.shape == before.shape:
             raise OtherCode(f"{name} is computed whole, between stretches")
         self.alone.add(name)
-        self.stretches.append(given)
-        return self._mine(copied, self.along(name, given, before))
+        self.stretches.append(x)
+        return self._mine(copied, self.along(name, x, before))
 
     def _mine(self, whole: Tensor, dim: int) -> Tensor:
         assert self.cut is not None
@@ -202,63 +190,16 @@ class OnRows(ReplayedModule):
             raise OtherCode(f"the region of {group.row} is given no stretch" if not dims else "its dims differ")
         return dims.pop()
 
-
-DEEP = 4
-"""A unit with more regions tries all at the columns, or all at the modules around them."""
-NO_SEQUENCE = "nothing that it is given has a dim of a sequence that it keeps"
-
-
-def stretched(
-    follow: DataflowTrace, maps: Mapping[str, Map], slices: Slices, units: Mapping[str, str], ranks: int, samples: int
-) -> Slices:
-    """The slices with the units that run on stretches. `units`: name -> why not, or nothing, in the order of calls."""
-    found: list[PositionwiseUnit] = []
-    reasons: list[tuple[str, str]] = []
-    handed: set[int] = set()
-    for unit, reason in units.items():
-        groups = [g for g in slices.groups if _within(g.row, unit)]
-        frames = [i for i, frame in enumerate(follow.frames) if frame.name == unit]
-        if not frames:
-            continue
-        made: list[PositionwiseUnit] = []
-        try:
-            if reason:
-                raise OtherCode(reason)
-            if any(not _within(name, unit) for g in groups for name in g.columns):
-                raise OtherCode("a region of its goes through other units too")
-            for number in frames:
-                known = [*made[-1:], *found[-1:]]
-                made.append(_Unit(follow, number, maps, groups).found(known, ranks, samples, handed))
-            if any(one != made[0] for one in made):
-                raise OtherCode("its calls differ")
-        except OtherCode as strayed:
-            reasons += [(unit, str(strayed))] if groups else []
-            continue
-        found.append(made[0])
-        for number in frames:
-            handed |= {id(follow.frames[number].output[i]) for i, _ in made[0].returned}
-    if not any(one.borders for one in found):
-        found = []
-    return replace(slices, stretches=tuple(found), unstretched=tuple(reasons))
-
-
-def _within(name: str, unit: str) -> bool:
-    return f"{name}.".startswith(f"{unit}.")
-
-
-class _Unit(OnRows):
-    """Whether it runs on stretches, and how."""
-
-    def found(self, known: list[PositionwiseUnit], ranks: int, samples: int, handed: set[int]) -> PositionwiseUnit:
-        """How it runs on stretches. Strayed when it does not."""
+    def checked(self, known: list[PositionwiseUnit], ranks: int, samples: int, handed: set[int]) -> PositionwiseUnit:
+        """How it runs on stretches. `OtherCode` when it does not."""
         places = list(self._places(samples, handed))
         places.sort(key=lambda place: place not in [(one.key, one.dim) for one in known])
         if not places:
             raise OtherCode(NO_SEQUENCE)
         try:
-            self.made = self.values(1)
+            self.values_of_maps = self.values(1)
             with self.listened():
-                self.base = self.run(self.made)
+                self.base = self.run(self.values_of_maps)
         except Exception as error:
             raise OtherCode(f"its code cannot be run alone ({type(error).__name__})") from error
         reasons = []
@@ -302,37 +243,37 @@ class _Unit(OnRows):
             self.fresh()
             leaf = {n: p.detach().clone().requires_grad_() for n, p in self.parameters.items()}
             with self.listened():
-                seen = self.run(self.made, leaf=leaf)
-            returned = self._returned(seen)
+                shown = self.run(self.values_of_maps, leaf=leaf)
+            returned = self._returned(shown)
             partial = self._shares(leaf)
         return PositionwiseUnit(self.name, key, dim, returned, self._borders(), posing=self.posing, partial=partial)
 
     def _argument(self, key: int | str) -> Tensor:
         return self.frame.kwargs[key] if isinstance(key, str) else self.frame.args[key]
 
-    def _returned(self, seen: ReplayedRun) -> tuple[tuple[int, int], ...]:
-        """(leaf, dim) of what it returns as stretches. Strayed when something else is not what it is in the whole."""
-        found = []
-        if len(seen.output) != len(self.base.output):
+    def _returned(self, shown: ReplayedRun) -> tuple[tuple[int, int], ...]:
+        """(leaf, dim) of what it returns as stretches. `OtherCode` when something else is not what it is in the whole."""
+        returned = []
+        if len(shown.output) != len(self.base.output):
             raise OtherCode("on a stretch it returns something else")
-        for i, (a, b) in enumerate(zip(self.base.output, map(rows_of, seen.output))):
+        for i, (a, b) in enumerate(zip(self.base.output, map(rows_of, shown.output))):
             if not isinstance(a, Tensor) or not isinstance(b, Tensor):
                 if type(a) is not type(b) or (isinstance(a, (int, float, str)) and a != b):
                     raise OtherCode("on a stretch it returns something else")
-                found += [(i, self.hidden[1])] if a == self.hidden[0] and type(a) is type(self.hidden[0]) else []
+                returned += [(i, self.hidden[1])] if a == self.hidden[0] and type(a) is type(self.hidden[0]) else []
             elif a.shape != b.shape:
-                found.append((i, self.along(f"the caller of {self.name}", b, a)))
+                returned.append((i, self.along(f"the caller of {self.name}", b, a)))
                 self.stretches.append(b)
             elif not near(a, b) and i in self.frame.live:
                 raise OtherCode("on a stretch it returns something else")
             else:
                 self.wholes.append(b)
-        if not found:
+        if not returned:
             raise OtherCode(NO_SEQUENCE)
-        return tuple(found)
+        return tuple(returned)
 
     def _shares(self, leaf: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Names of parameters that are used on stretches. Strayed when a gradient would not be added up as it should."""
+        """Names of parameters that are used on stretches. `OtherCode` when a gradient would not be added up as it should."""
         mine = _reached(self.stretches, [*leaf.values(), *self.others, *self.full.values()])
         whole = _reached(self.wholes, [*leaf.values(), *self.full.values()])
         cut = {c.parameter for g in self.groups for c in g.cuts}
@@ -354,13 +295,51 @@ class _Unit(OnRows):
         return tuple(dict.fromkeys(names))
 
     def _borders(self) -> tuple[RegionBorder, ...]:
-        found = []
+        borders = []
         for group in self.groups:
             dim = self.dim_of(group)
-            given = tuple(RegionArgument(name, key, dim) for name, key in self.entered[group.row])
+            arguments = tuple(RegionArgument(name, key, dim) for name, key in self.entered[group.row])
             packed = group.container in group.columns  # its `out_proj` returns [samples, sequence, features] always
-            found.append(RegionBorder(group.row, given, 1 if packed else dim))
-        return tuple(found)
+            borders.append(RegionBorder(group.row, arguments, 1 if packed else dim))
+        return tuple(borders)
+
+
+def stretched(
+    follow: DataflowTrace, maps: Mapping[str, Map], slices: Slices, units: Mapping[str, str], ranks: int, samples: int
+) -> Slices:
+    """The slices with the units that run on stretches. `units`: name -> why not, or nothing, in the order of calls."""
+    positionwise: list[PositionwiseUnit] = []
+    reasons: list[tuple[str, str]] = []
+    handed: set[int] = set()
+    for unit, reason in units.items():
+        groups = [g for g in slices.groups if _within(g.row, unit)]
+        frames = [i for i, frame in enumerate(follow.frames) if frame.name == unit]
+        if not frames:
+            continue
+        of_calls: list[PositionwiseUnit] = []
+        try:
+            if reason:
+                raise OtherCode(reason)
+            if any(not _within(name, unit) for g in groups for name in g.columns):
+                raise OtherCode("a region of its goes through other units too")
+            for number in frames:
+                known = [*of_calls[-1:], *positionwise[-1:]]
+                of_calls.append(UnitOnRows(follow, number, maps, groups).checked(known, ranks, samples, handed))
+            if any(one != of_calls[0] for one in of_calls):
+                raise OtherCode("its calls differ")
+        except OtherCode as strayed:
+            reasons += [(unit, str(strayed))] if groups else []
+            continue
+        positionwise.append(of_calls[0])
+        for number in frames:
+            handed |= {id(follow.frames[number].output[i]) for i, _ in of_calls[0].returned}
+    if not any(one.borders for one in positionwise):
+        positionwise = []
+    return replace(slices, stretches=tuple(positionwise), unstretched=tuple(reasons))
+
+
+def _within(name: str, unit: str) -> bool:
+    return f"{name}.".startswith(f"{unit}.")
 
 
 def _reached(ends: Iterable[Tensor], starts: list[Tensor]) -> set[int]:
@@ -368,5 +347,5 @@ def _reached(ends: Iterable[Tensor], starts: list[Tensor]) -> set[int]:
     ends = [t for t in ends if t.requires_grad]
     if not ends or not starts:
         return set()
-    found = torch.autograd.grad([t.sum() for t in ends], starts, allow_unused=True, retain_graph=True)
-    return {id(t) for t, gradient in zip(starts, found) if gradient is not None}
+    gradients = torch.autograd.grad([t.sum() for t in ends], starts, allow_unused=True, retain_graph=True)
+    return {id(t) for t, gradient in zip(starts, gradients) if gradient is not None}

@@ -11,33 +11,42 @@ is `PartialSum` until then: each rank's share of a sum, of which a unit on stret
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from plait.model.slices import PositionwiseUnit, RegionBorder, Slices
-from plait.parallel.tensor.sequence.lazy import GlobalShape, Lazy, LazyGather, PartialSum, plain, rows_of
+from plait.model.slices import PositionwiseUnit, Slices
+from plait.parallel.tensor.sequence.lazy import (
+    GlobalShape,
+    Lazy,
+    LazyGather,
+    PartialSum,
+    SequenceCollectives,
+    plain,
+    rows_of,
+)
 from plait.randomness.sub_block import Axis, HeldRows
-from plait.tensors import collectives
+from plait.tensors.collectives import Absent
 from plait.tensors.modules import own_forward
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import is_unknown, leaves, tree_flatten, tree_map, tree_unflatten
 
 
-class SequenceParallelUnits:
+class SequenceParallelUnits(SequenceCollectives):
     """The units on stretches in the model of one rank."""
 
-    def __init__(self, model: nn.Module, slices: Slices, group: Any):
-        self.model, self.slices, self.group = model, slices, group
+    def __init__(self, model: nn.Module, slices: Slices, group: ProcessGroup | Absent):
+        super().__init__(group)
+        self.model, self.slices = model, slices
         self.rows: Rows | None = None
         """Who has which rows in the unit that runs now."""
         self.coming: Rows | None = None
         self.posing = False
         """Whether that unit's sequences pose as wholes."""
         self.units = [_Unit(self, one) for one in slices.stretches]
-        self.borders: dict[str, tuple[RegionBorder, SequenceParallelUnits]] = {
-            border.row: (border, self) for one in slices.stretches for border in one.borders
-        }
+        self.borders = {border.row: border for one in slices.stretches for border in one.borders}
         """By the row of a region."""
 
     def wrap(self) -> list[Any]:
@@ -63,30 +72,26 @@ class SequenceParallelUnits:
         for name in dict.fromkeys((*on, *units, *heads)):
             module = self.model.get_submodule(name)
             if name not in on:
-                enter = self._head(name) if name in heads else _whole
+                enter = self._head if name in heads else _whole
                 handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                 continue
             handles.append(module.register_forward_pre_hook(on[name].enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(on[name].leave))
         for name in self.slices.owed:
-            handles.append(self.model.get_submodule(name).register_forward_hook(self._owing(name)))
+            handles.append(self.model.get_submodule(name).register_forward_hook(self._owing))
         return handles
 
-    def _owing(self, name: str) -> Callable[..., Any]:
+    def _owing(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """An embedding hands on a share of a sum."""
-        return lambda module, args, output: None if is_unknown(output) else PartialSum.of(output, self, name)
+        return None if is_unknown(output) else PartialSum.of(output, self)
 
-    def _head(self, name: str) -> Callable[..., Any]:
+    def _head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A head cut by words begins a region of its own, and none ends there."""
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            late = args[0] if args and isinstance(args[0], LazyGather) and args[0].gathered is None else None
-            module.__dict__["_gathered"] = late is not None
-            if late is None:
-                return _whole(module, args, kwargs)
-            return (self.entered(late.local, late.cut, late.rows, name), *args[1:]), kwargs
-
-        return enter
+        late = args[0] if args and isinstance(args[0], LazyGather) and args[0].gathered is None else None
+        module.__dict__["_gathered"] = late is not None
+        if late is None:
+            return _whole(module, args, kwargs)
+        return (self.entered(late.local, late.cut, late.rows), *args[1:]), kwargs
 
     def __call__(self, place: str, dim: int, whole: int | None, local: int) -> Axis | None:
         """A rule for `randomness/sub_block.py`: what a unit on stretches draws."""
@@ -105,37 +110,15 @@ class SequenceParallelUnits:
         """Who has which rows of a sequence."""
         return Rows.even(length, self.group.size())
 
-    def begin(self, x: Tensor, dim: int, row: str) -> Tensor:
-        """All rows of what the region of a row begins with."""
-        return self.entered(rows_of(x), dim, self._here, row)
+    def begin(self, x: Tensor, dim: int) -> Tensor:
+        """All rows of what a region begins with."""
+        return self.entered(rows_of(x), dim, self._here)
 
-    def end(self, x: Tensor, dim: int, row: str) -> Tensor:
+    def end(self, x: Tensor, dim: int) -> Tensor:
         """What its unit gets of the sum."""
         rows = self._here
-        mine = self.left(x, dim, rows, row)
+        mine = self.left(x, dim, rows)
         return GlobalShape.of(mine, dim, rows.length) if self.posing else mine
-
-    # — what travels; `at`: the unit whose input or output it is, or the row of the region —
-
-    def taken(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        """This rank's rows of a whole that all ranks have."""
-        return collectives.part(x, dim, rows, self.group)
-
-    def gathered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        """The whole, for code that does the same with it on all ranks."""
-        return collectives.gather(x, dim, rows, self.group)
-
-    def entered(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        """The whole, where a region begins."""
-        return collectives.gather_partial(x, dim, rows, self.group)
-
-    def left(self, x: Tensor, dim: int, rows: Rows, at: str) -> Tensor:
-        """This rank's rows of the sum, where one ends."""
-        return collectives.scatter_sum(x, dim, rows, self.group)
-
-    def summed(self, x: Tensor, at: str) -> Tensor:
-        """The sum, where all ranks go on with all of it."""
-        return collectives.total(x, self.group)
 
 
 def _whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,7 +127,7 @@ def _whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return None
 
 
-def _ended(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _ended(module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
     return tree_map(plain, output) if any(isinstance(leaf, Lazy) for leaf in leaves(output)) else None
 
 
@@ -157,37 +140,35 @@ class _Unit:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key, dim, parallel_units = self.on.key, self.on.dim, self.parallel_units
-        given = kwargs[key] if isinstance(key, str) else args[key]
-        if isinstance(given, PartialSum):
-            given = given.stretch(dim, parallel_units.split(given.shape[dim]))
-        if isinstance(given, LazyGather) and given.cut == dim:
-            local, rows = given.mine(), given.rows
+        hidden = kwargs[key] if isinstance(key, str) else args[key]
+        if isinstance(hidden, PartialSum):
+            hidden = hidden.stretch(dim, parallel_units.split(hidden.shape[dim]))
+        if isinstance(hidden, LazyGather) and hidden.cut == dim:
+            local, rows = hidden.mine(), hidden.rows
         else:
-            given = plain(given)
-            rows = parallel_units.split(given.shape[dim])
-            local = parallel_units.taken(given, dim, rows, self.on.unit)
+            hidden = plain(hidden)
+            rows = parallel_units.split(hidden.shape[dim])
+            local = parallel_units.taken(hidden, dim, rows)
         self.rows = parallel_units.coming = rows
         put = lambda k, value: local if k == key else tree_map(plain, value)  # noqa: E731
         return tuple(put(i, a) for i, a in enumerate(args)), {k: put(k, a) for k, a in kwargs.items()}
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        rows, self.rows = self.rows, None
-        if rows is None:
-            return None
-        return self._each(output, lambda x, dim: LazyGather.of(x, dim, rows, self.parallel_units, self.on.unit))
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
+        """What the next unit gets, or the code between them, is a whole that is not gathered yet."""
+        return self._each(output, partial(LazyGather.of, by=self.parallel_units))
 
-    def gather(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def gather(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
         """What another stage gets is whole."""
+        return self._each(output, self.parallel_units.gathered)
+
+    def _each(self, output: object, make: Callable[[Tensor, int, Rows], Tensor]) -> Any:
         rows, self.rows = self.rows, None
         if rows is None:
             return None
-        return self._each(output, lambda x, dim: self.parallel_units.gathered(x, dim, rows, self.on.unit))
-
-    def _each(self, output: Any, make: Callable[[Tensor, int], Tensor]) -> Any:
         leaves(output)  # makes trees of dataclasses
         flat, spec = tree_flatten(output)
         for i, dim in self.on.returned:
-            flat[i] = make(flat[i], dim) if isinstance(flat[i], Tensor) else flat[i]
+            flat[i] = make(flat[i], dim, rows) if isinstance(flat[i], Tensor) else flat[i]
         return tree_unflatten(flat, spec)
 
 
@@ -199,13 +180,12 @@ class _Inside:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parallel_units, on = self.parallel_units, self.on
-        given: Any = kwargs[on.key] if isinstance(on.key, str) else args[on.key]
-        if "whose_rows" not in given.__dict__:
-            given.whose_rows = parallel_units.coming
+        hidden: Tensor = kwargs[on.key] if isinstance(on.key, str) else args[on.key]
+        rows: Rows = vars(hidden).setdefault("whose_rows", parallel_units.coming)
         before = parallel_units.rows, parallel_units.posing
-        parallel_units.rows, parallel_units.posing = given.whose_rows, on.posing
+        parallel_units.rows, parallel_units.posing = rows, on.posing
         if on.posing:
-            args, kwargs = put(args, kwargs, on.key, GlobalShape.of(given, on.dim, given.whose_rows.length))
+            args, kwargs = put(args, kwargs, on.key, GlobalShape.of(hidden, on.dim, rows.length))
         try:
             output = self.own(*args, **kwargs)
             return tree_map(rows_of, output) if on.posing else output
@@ -213,7 +193,7 @@ class _Inside:
             parallel_units.rows, parallel_units.posing = before
 
 
-def put(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Any) -> tuple[Any, Any]:
+def put(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: object) -> tuple[Any, Any]:
     """The arguments with another value at one place."""
     if isinstance(key, str):
         return args, {**kwargs, key: value}
