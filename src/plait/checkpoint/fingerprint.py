@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
-from plait.data.batch import is_map
+from plait.data.batch import MapStyle, is_map
 from plait.randomness.keyed import host_state, restore_host, seed_host
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def of(training: "Training") -> Told:
     }
 
 
-def samples(data: Any, seed: int) -> Told:
+def samples(data: object, seed: int) -> Told:
     """Length of data that is read by index, and digests of some samples; nothing but its kind of what is only iterated."""
     if not is_map(data):
         return {"kind": type(data).__name__}
@@ -77,7 +77,7 @@ def samples(data: Any, seed: int) -> Told:
     return {"kind": "map", "length": length, "samples": found}
 
 
-def _sample(data: Any, seed: int, i: int) -> str:
+def _sample(data: MapStyle, seed: int, i: int) -> str:
     seed_host(seed, "sample", 0, i)
     return _digest(data[i])
 
@@ -95,25 +95,27 @@ def structure(model: nn.Module) -> Told:
     return dict(sorted({**told, **own}.items()))
 
 
-def code(function: Any) -> Told:
+def code(function: object) -> Told:
     """A digest of a function, and the simple values that its code uses by name."""
-    named = function.func if isinstance(function, functools.partial) else function
-    foreign = isinstance(named, FunctionType) and named.__code__.co_filename.startswith(LIBRARIES)
-    used = function.keywords.items() if foreign and named is not function else () if foreign else _used(function)
+    inner = function.func if isinstance(function, functools.partial) else function
+    if isinstance(inner, FunctionType) and inner.__code__.co_filename.startswith(LIBRARIES):
+        used = function.keywords.items() if isinstance(function, functools.partial) else ()
+    else:
+        used = _used(function)
     values = {name: _shown(value) for name, value in used if _simple(value)}
     return {"code": _digest(function), "values": dict(list(values.items())[: 4 * VALUES])}
 
 
-def _simple(value: Any) -> bool:
+def _simple(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return "".join(c for c in text if c.isprintable())[:SHOWN]
 
 
-def _used(function: Any) -> Iterator[tuple[str, Any]]:
+def _used(function: object) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a function closes over, its defaults and the globals that it names."""
     if isinstance(function, functools.partial):
         yield from function.keywords.items()
@@ -147,7 +149,7 @@ def _names(of: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def _attributes(value: object) -> list[tuple[str, Any]]:
     own = getattr(value, "__dict__", None)
     return [(k, v) for k, v in own.items() if not k.startswith("__")][:200] if isinstance(own, dict) else []
 
@@ -158,7 +160,7 @@ def _own(module: str) -> bool:
     return bool(file) and not file.startswith(LIBRARIES)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     found = hashlib.sha256()
     for part in _told(value, set(), 0):
         found.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
@@ -166,7 +168,7 @@ def _digest(value: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def _told(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
+def _told(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
     """What a value is, without addresses and lines: equal for equal values, in every process."""
     if _simple(value) or isinstance(value, (complex, bytes)):
         yield repr(value)
@@ -182,7 +184,7 @@ def _told(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
         yield from _parts(value, seen | {id(value)}, depth + 1)
 
 
-def _parts(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
+def _parts(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
     yield type(value).__qualname__
     inner: list[Any] = []
     if isinstance(value, (list, tuple)):
@@ -281,23 +283,23 @@ def _refusal(manifest: "Manifest", what: str, why: str) -> Problem:
     )
 
 
-def _table(value: Any) -> Told:
+def _table(value: object) -> Told:
     return value if isinstance(value, dict) else {}
 
 
-def _line(told: list[str], name: str, old: Any, new: Any) -> None:
+def _line(told: list[str], name: str, old: object, new: object) -> None:
     if old != new:
         told.append(f"{name} {_shown(old)} → {_shown(new)}")
 
 
-def _arguments(told: list[str], old: Any, new: dict[str, str]) -> None:
+def _arguments(told: list[str], old: object, new: dict[str, str]) -> None:
     if not isinstance(old, dict):
         return
     for name in sorted({*old, *new}):
         _line(told, f"--job.{_shown(name)}", old.get(name, "(the job's own)"), new.get(name, "(the job's own)"))
 
 
-def _data(found: Changes, manifest: "Manifest", old: Any, new: Told) -> None:
+def _data(found: Changes, manifest: "Manifest", old: object, new: Told) -> None:
     was = _table(old)
     if was.get("kind") != new.get("kind"):
         if was:
@@ -317,7 +319,7 @@ def _data(found: Changes, manifest: "Manifest", old: Any, new: Told) -> None:
         found.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
 
 
-def _function(told: list[str], name: str, old: Any, new: Told | None, known: bool) -> None:
+def _function(told: list[str], name: str, old: object, new: Told | None, known: bool) -> None:
     if not known or (old is None and new is None):
         return
     if old is None or new is None:
@@ -332,7 +334,7 @@ def _function(told: list[str], name: str, old: Any, new: Told | None, known: boo
     return None
 
 
-def _schedule(told: list[str], old: Any, job: Job, seen: int) -> None:
+def _schedule(told: list[str], old: object, job: Job, seen: int) -> None:
     if isinstance(old, (int, float)) and job.schedule is not None:
         new = factor(job, seen)
         if new is not None and abs(new - old) > 1e-12 * max(abs(new), abs(old)):
@@ -375,7 +377,7 @@ def hyperparameters(manifest: "Manifest", training: "Training", now: Told) -> tu
     ]
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -7,7 +7,7 @@ between.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +52,7 @@ def _plain_layout(optimizer: Optimizer) -> bool:
     return [len(group.get("params", ())) for group in told["param_groups"]] == sizes
 
 
-def _within(value: Any) -> Iterator[Optimizer]:
+def _within(value: dict[str, object] | Iterable[object]) -> Iterator[Optimizer]:
     """Optimizers among attributes, also in lists and dicts."""
     for each in value.values() if isinstance(value, dict) else value:
         if isinstance(each, Optimizer):
@@ -92,7 +92,7 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in found.items() if _json(v)}
 
 
-def _json(value: Any) -> bool:
+def _json(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_json, value))
     return value is None or isinstance(value, (bool, int, float, str))
@@ -199,7 +199,7 @@ class Trial:
         return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(self.parameters, other.parameters))
 
 
-def _kept(key: str, value: Any) -> Any:
+def _kept(key: str, value: object) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -316,16 +316,17 @@ def _numbered(trial: Trial, number: int) -> Tensor | None:
     return ordered[number] if number < len(ordered) else None
 
 
-def _unlike(fresh: Any, saved: Any, shape: tuple[int, ...]) -> str | None:
+def _unlike(fresh: object, saved: object, shape: tuple[int, ...]) -> str | None:
     """How a saved value differs in kind from what the optimizer makes itself."""
     if fresh is None:
         return None
-    many = isinstance(fresh, Tensor) and fresh.dim() > 0
-    if isinstance(saved, _Whole) != many:
-        return "is a tensor" if isinstance(saved, _Whole) else "is a number, and should be a tensor"
+    many = fresh if isinstance(fresh, Tensor) and fresh.dim() > 0 else None
     if isinstance(saved, _Whole):
-        same = tuple(fresh.shape) == shape
-        return "has not the parameter's shape" if same and not saved.alike else None
+        if many is None:
+            return "is a tensor"
+        return "has not the parameter's shape" if tuple(many.shape) == shape and not saved.alike else None
+    if many is not None:
+        return "is a number, and should be a tensor"
     if isinstance(fresh, Tensor) != isinstance(saved, Tensor) or isinstance(fresh, str) != isinstance(saved, str):
         return "is of another kind than the optimizer makes"
     return None

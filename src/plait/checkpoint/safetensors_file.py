@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def write(
     return Written(len(head) + end, hashlib.sha256(head).hexdigest(), digests)
 
 
-def _write_all(file: Any, data: Any) -> None:
+def _write_all(file: FileIO, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while len(view):
         view = view[file.write(view) :]
@@ -174,7 +175,7 @@ class ShardFile:
         return (raw.clone() if at % dtype.itemsize else raw).view(dtype).reshape(stored.shape)
 
 
-def _numbers(key: str, value: Any) -> list[int]:
+def _numbers(key: str, value: object) -> list[int]:
     if (
         not isinstance(value, list)
         or len(value) > MOST_DIMS
@@ -184,7 +185,7 @@ def _numbers(key: str, value: Any) -> list[int]:
     return value
 
 
-def _stored(key: str, value: Any) -> Stored:
+def _stored(key: str, value: object) -> Stored:
     if not isinstance(value, dict) or str(value.get("dtype")) not in DTYPES:
         raise ValueError(f"{key} has an unknown number format")
     shape, offsets = _numbers(key, value.get("shape")), _numbers(key, value.get("data_offsets"))

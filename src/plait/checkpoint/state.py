@@ -155,7 +155,7 @@ def _same_group(mine: tuple[dict[str, Any], list[str]], saved: dict[str, Any]) -
     return kinds and set(mine[1]) <= set(saved["params"])
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(a: object, b: object) -> bool:
     number = (int, float)
     if isinstance(a, (list, tuple)) and isinstance(b, list):
         return len(a) == len(b) and all(map(_alike, a, b))
@@ -237,5 +237,5 @@ def implausible(training: "Training", manifest: Manifest, hyper: list[dict[str, 
     return optimizer_state.plausible(training, lambda i: kept.get(ordered[i]), hyper)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]]) if isinstance(value, dict) else value

@@ -140,7 +140,7 @@ def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
             yield Problem("J004", what, fix=(f"{field.name}={expected}",))
 
 
-def _of_torch(value: Any) -> bool:
+def _of_torch(value: object) -> bool:
     """Whether it is a class of modules or of schedulers, and no function."""
     return isinstance(value, type) and (hasattr(value, "forward") or hasattr(value, "step"))
 
@@ -160,8 +160,8 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
     module = _execute(file.resolve())
     make = getattr(module, function, None)
-    signature = _signature(make)
-    if not callable(make) or signature is None:
+    signature = _signature(make) if callable(make) else None
+    if make is None or signature is None:
         known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         hint = did_you_mean(function, known) if known else "define  def job() -> plait.Job"
         raise PlaitError(Problem("J002", f"{path} has no function `{function}`        {hint}", where=path))
@@ -207,7 +207,7 @@ def _execute(file: Path) -> Any:
     return module
 
 
-def _signature(make: Any) -> inspect.Signature | None:
+def _signature(make: Callable[..., Any]) -> inspect.Signature | None:
     """With annotations written as text evaluated, unless one names what exists for type checkers only."""
     for evaluated in (True, False):
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from plait.config.device import Rates
 from plait.config.errors import PlaitError, Problem, did_you_mean
@@ -26,27 +26,27 @@ GIB, GB, TERA = 2**30, 1e9, 1e12
 Check = Callable[[Any], bool]
 
 
-def _text(value: Any) -> bool:
+def _text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and LEAST <= value <= MOST
 
 
-def _part(value: Any) -> bool:
+def _part(value: object) -> bool:
     return _positive(value) and value <= 1
 
 
-def _count(value: Any) -> bool:
+def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**20
 
 
-def _texts(value: Any) -> bool:
+def _texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_text, value))
 
 
-def _numbers(value: Any) -> bool:
+def _numbers(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_positive, value))
 
 
@@ -118,7 +118,7 @@ def _tables(said: dict[str, Any]) -> list[tuple[str, list[Any]]]:
     ]
 
 
-def _faults(table: str, row: Any, where: str) -> list[Problem]:
+def _faults(table: str, row: object, where: str) -> list[Problem]:
     head = f"[{table}] " if table else ""
     if not isinstance(row, dict):
         return [Problem("M012", f"{table} is a table of keys", where=where)]
@@ -141,7 +141,7 @@ def _faults(table: str, row: Any, where: str) -> list[Problem]:
     return [Problem("M012", f"{head}{what}", where=where) for what in _disagreements(table, row)]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         return json.dumps(value, default=str)[:60]
     except (ValueError, RecursionError):

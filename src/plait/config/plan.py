@@ -87,7 +87,7 @@ def from_file(path: Path, keys: Keys) -> dict[str, Any]:
     return _checked(values, keys, str(path), problems)
 
 
-def as_word(key: Key, value: Any) -> str:
+def as_word(key: Key, value: object) -> str:
     """A value as it stands on a line."""
     if key.wildcard and value == 0:
         return "*"
@@ -103,7 +103,7 @@ def as_toml(values: dict[str, Any], keys: Keys) -> str:
     return "\n".join(lines)
 
 
-def _toml(key: Key, value: Any) -> str:
+def _toml(key: Key, value: object) -> str:
     text = as_word(key, value)
     return json.dumps(text) if isinstance(value, str) or text == "*" else text
 
@@ -112,7 +112,7 @@ def _tables(keys: Keys) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.table for key in keys.values()))
 
 
-def _flatten(data: Any, keys: Keys, path: Path) -> tuple[dict[str, Any], list[Problem]]:
+def _flatten(data: object, keys: Keys, path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """The keys of all tables in one dict, and what is wrong with the tables."""
     tables, where = _tables(keys), str(path)
     values, problems = dict[str, Any](), list[Problem]()
@@ -134,7 +134,7 @@ def _flatten(data: Any, keys: Keys, path: Path) -> tuple[dict[str, Any], list[Pr
     return values, problems
 
 
-def _misplaced(name: str, content: Any, keys: Keys, path: Path) -> Problem:
+def _misplaced(name: str, content: object, keys: Keys, path: Path) -> Problem:
     if name in _tables(keys):
         key = next(k for k in keys if keys[k].table == name)
         what, fix = f"`{name}` is a table of keys, not {_shown(content)}", (f"[{name}] {key} = …",)
@@ -180,7 +180,7 @@ def _twice(key: str, where: str) -> Problem:
     return Problem("T002", f"`{_short(key)}` is given twice", where=where, fix=("keep one",))
 
 
-def _value(name: str, key: Key, value: Any, where: str) -> tuple[list[Problem], Any]:
+def _value(name: str, key: Key, value: object, where: str) -> tuple[list[Problem], Any]:
     """What is wrong with a value, and what it stands for in a `Plan`."""
     number = isinstance(value, int) and not isinstance(value, bool)
     if key.wildcard and value == "*":
@@ -212,7 +212,7 @@ def _short(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value from a plan, as a file would have it, but short: it may be anything."""
     if isinstance(value, (dict, list)):
         return "{…}" if isinstance(value, dict) else "[…]"
@@ -222,7 +222,7 @@ def _shown(value: Any) -> str:
         return "a number of thousands of digits"
 
 
-def _bare(value: Any) -> str:
+def _bare(value: object) -> str:
     return _short(value) if isinstance(value, str) else _shown(value)
 
 

@@ -11,9 +11,9 @@ travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -36,7 +36,7 @@ class Position:
     epoch: int = 0
     start: int = 0
     samples: int = 0
-    state: Any = None
+    state: object = None
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Micro:
 
     first: int
     count: int
-    inputs: Any
-    targets: Any
+    inputs: object
+    targets: object
     ids: tuple[int, ...]
     spare: tuple[Any, Any] | None = None
     """(inputs, targets) of one sample beside an empty micro-batch, for a forward pass that every rank must make."""
@@ -97,7 +97,18 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * each + min(index, extra), each + (index < extra)
 
 
-def is_map(data: Any) -> bool:
+class MapStyle(Protocol):
+    """A data set that is read by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> object: ...
+
+
+Data = MapStyle | Iterable[object]
+
+
+def is_map(data: object) -> TypeGuard[MapStyle]:
     """Whether the data set is read by index (torch's IterableDataset inherits a `__getitem__` that only raises)."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
@@ -129,7 +140,7 @@ def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
     return data
 
 
-def _once(data: Any) -> bool:
+def _once(data: object) -> bool:
     """Whether it is a generator, or what Python's own functions make of one (map, zip, itertools)."""
     return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
 
@@ -144,7 +155,7 @@ class _Remade:
         return iter(self.make())
 
 
-def example(make: Callable[[], Any], data: Any, where: str = "Job(data=…)") -> Any:
+def example(make: Callable[[], Any], data: object, where: str = "Job(data=…)") -> Any:
     """What `first_samples` can read beside `data`: of an iterable another one, since reading moves it, read once."""
     return data if is_map(data) else _First(opened(make, where))
 
@@ -152,7 +163,7 @@ def example(make: Callable[[], Any], data: Any, where: str = "Job(data=…)") ->
 class _First:
     """The first sample of an iterable, as a data set."""
 
-    def __init__(self, data: Any):
+    def __init__(self, data: Iterable[object]):
         state = host_state()
         self.sample = next(iter(data), None)
         restore_host(state)
@@ -174,7 +185,7 @@ def empty(why: str, where: str = "") -> PlaitError:
     return PlaitError(Problem("J007", "the data is empty", why=why, where=where))
 
 
-def checked(data: Any, where: str) -> Any:
+def checked(data: object, where: str) -> Any:
     """`data` when it can be read by `batches`, with at least one sample. J007 otherwise."""
     if isinstance(data, DataLoader) and data.batch_sampler is not None:
         what = "the data is a DataLoader that already makes batches"
@@ -197,7 +208,7 @@ LABELS = ("labels", "label", "targets", "target", "y")
 """What the targets are called in a sample that is a dict, the likeliest first."""
 
 
-def collate(data: Any, samples: list[Any]) -> tuple[Any, Any]:
+def collate(data: object, samples: list[Any]) -> tuple[Any, Any]:
     """(inputs, targets) of some samples: the data set's own `collate` when it has one, else torch's default. J007."""
     if hasattr(data, "collate"):
         pairs = data.collate(samples)
@@ -222,22 +233,23 @@ def collate(data: Any, samples: list[Any]) -> tuple[Any, Any]:
     return pairs[0], pairs[1]
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
-def _no_pair(sample: Any) -> Problem:
+def _no_pair(sample: object) -> Problem:
     """J007 with what to write, from the sample's own keys."""
     fix = ["return inputs, targets    from __getitem__ (inputs may be a tensor, a tuple or a dict)"]
-    label = next((n for n in LABELS if n in sample), None) if isinstance(sample, dict) else None
+    keys = sample if isinstance(sample, dict) else {}
+    label = next((n for n in LABELS if n in keys), None)
     if label is not None:
         fix = [f'x = dict(data[i]); return x, x.pop("{label}")    in __getitem__ of a class around the data set']
-        if any(isinstance(value, list) for value in sample.values()):
+        if any(isinstance(value, list) for value in keys.values()):
             fix.append('dataset.with_format("torch")    its values are lists, not tensors')
     return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_told(sample)}", fix=tuple(fix))
 
 
-def _told(value: Any) -> str:
+def _told(value: object) -> str:
     """A sample in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
@@ -248,7 +260,7 @@ def _told(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def first_samples(data: Any, count: int) -> tuple[Any, Any]:
+def first_samples(data: Data, count: int) -> tuple[Any, Any]:
     """A collated batch of `count` samples for the sketch: the first sample, repeated. Leaves the generators as they were.
 
     `data.sketched_beside()`, where there is one, gives samples: the batch has the first of them, and the lengths of all.
@@ -261,7 +273,7 @@ def first_samples(data: Any, count: int) -> tuple[Any, Any]:
     return beside(data, samples, company) if company else collate(data, samples)
 
 
-def rows_of(data: Any, sample: Any) -> SampleRows:
+def rows_of(data: object, sample: object) -> SampleRows:
     """Where the samples are in what the data set's `collate` returns. The generators stay as they were."""
     state = host_state()
     try:
@@ -270,7 +282,7 @@ def rows_of(data: Any, sample: Any) -> SampleRows:
         restore_host(state)
 
 
-def beside(data: Any, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:
+def beside(data: object, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:
     """The samples collated beside others, without the rows of these: with the shapes of the whole."""
     rows, alone = rows_of(data, samples[0]), collate(data, samples)
     together = collate(data, [*samples, *company])
@@ -278,7 +290,7 @@ def beside(data: Any, samples: list[Any], company: list[Any]) -> tuple[Any, Any]
     return pair if rows.holds(pair, alone) else alone
 
 
-def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
+def part(data: object, samples: list[Any], first: int, ids: list[int]) -> "Micro":
     """The micro-batch of these samples. Without ids it is empty, and one of `samples` is beside it."""
     samples = samples[: len(ids) or 1]
     inputs, targets = collate(data, samples)

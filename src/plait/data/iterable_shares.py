@@ -10,16 +10,17 @@ read; that together they are the whole, by its first samples and, where the data
 """
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part, split
+from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, part, split
 from plait.data.iterable_streams import digest, number_of
 from plait.randomness.keyed import host_state, restore_host, seed_host
 from plait.tensors.collectives import exchange
@@ -30,20 +31,30 @@ CPU = torch.device("cpu")
 Taken = tuple[list[Any], bool]
 
 
-def known_by(data: Any, ranks: int) -> bool:
+class Shardable(Protocol):
+    """An iterable that can give a part of itself."""
+
+    def __iter__(self) -> Iterator[object]: ...
+
+    def shard(self, *, num_shards: int, index: int) -> Iterable[object]:
+        """Part `index` of `num_shards`."""
+        ...
+
+
+def known_by(data: object, ranks: int) -> TypeGuard[Shardable]:
     """Whether an iterable can give each of so many ranks its part only; Hugging Face's know into how many they can be cut."""
     most = getattr(data, "num_shards", None)
     can = callable(getattr(data, "shard", None)) and not is_map(data)
     return ranks > 1 and can and not (isinstance(most, int) and most < ranks)
 
 
-def whole(data: Any) -> Any:
+def whole(data: Data) -> Data:
     """An iterable without its shares, for a rank that stands for all."""
     return _Whole(data) if hasattr(data, "shard") and not is_map(data) else data
 
 
 class _Whole:
-    def __init__(self, data: Any):
+    def __init__(self, data: Data):
         self.data = data
         for name in ("collate", "set_epoch"):
             if hasattr(data, name):
@@ -81,10 +92,10 @@ def read_before(at: Position, ranks: int) -> tuple[int, list[int]]:
 class OfShare(IterableDataset):
     """What this rank reads of its share, step by step; its counts and places are not yet those of the batch."""
 
-    def __init__(self, data: Any, batch: int, seed: int, share: BatchShare, at: Position):
+    def __init__(self, data: Shardable, batch: int, seed: int, share: BatchShare, at: Position):
         self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
         self.reads: Callable[[], None] = lambda: None
-        self.last: Any = None
+        self.last: object = None
         """A sample, for a rank that runs along without one."""
 
     def __iter__(self) -> Iterator[Batch]:
@@ -144,7 +155,7 @@ class OfShare(IterableDataset):
 class Merge:
     """Makes the steps' batches of what each rank of the group read. All ranks go along."""
 
-    def __init__(self, share: BatchShare, batch: int, group: Any, every_nth: bool, length: int | None):
+    def __init__(self, share: BatchShare, batch: int, group: ProcessGroup | None, every_nth: bool, length: int | None):
         self.share, self.batch, self.group, self.every_nth, self.length = share, batch, group, every_nth, length
 
     def batches(self, source: Iterator[Batch], at: Position) -> Iterator[Batch]:
@@ -199,7 +210,7 @@ def overlapping(ranks: int) -> PlaitError:
     return PlaitError(Problem("J023", what, where="Job(data=…)", fix=fix))
 
 
-def every_nth(data: Any, seed: int, share: BatchShare, rank: int, group: Any) -> bool:
+def every_nth(data: Shardable, seed: int, share: BatchShare, rank: int, group: ProcessGroup | None) -> bool:
     """Whether shares are every Nth sample, as far as their first samples tell; `data` is read from its start. J023."""
     each, state = max(2, LOOKED_AT // share.ranks), host_state()
     if hasattr(data, "set_epoch"):

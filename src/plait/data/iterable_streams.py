@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.config.errors import PlaitError, Problem
 from plait.tensors.torch_private import tree_leaves
@@ -31,12 +32,12 @@ def digest(samples: list[Any]) -> tuple[int, ...]:
     return tuple([*told, *[0] * PARTS][:PARTS])
 
 
-def number_of(sample: Any) -> int:
+def number_of(sample: object) -> int:
     """A number that tells a sample's values."""
     return zlib.crc32(repr([_number(leaf) for leaf in tree_leaves(sample)]).encode())
 
 
-def _number(leaf: Any) -> int:
+def _number(leaf: object) -> int:
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy() if leaf.numel() else b""
     if isinstance(leaf, np.ndarray):
@@ -44,7 +45,7 @@ def _number(leaf: Any) -> int:
     return zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
 
 
-def agree(read: int, seen: tuple[int, ...], group: Any, where: str) -> bool:
+def agree(read: int, seen: tuple[int, ...], group: ProcessGroup | None, where: str) -> bool:
     """Whether every rank of the group read `read` samples that are the same; all ranks call it.
 
     False when they differ in noise only. J022 when they are other samples.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part
+from plait.data.batch import Batch, BatchShare, Data, MapStyle, Micro, Position, empty, is_map, part
 from plait.data.iterable_shares import OfShare, known_by, read_before
 from plait.data.iterable_streams import digest
 from plait.data.padding import packed
@@ -20,7 +20,7 @@ from plait.tensors.torch_private import tree_map_only
 
 
 def batches(
-    data: Any, batch: int, seed: int, share: BatchShare, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
+    data: Data, batch: int, seed: int, share: BatchShare, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
 ) -> Iterator[Batch]:  # fmt: skip
     """The endless sequence of this rank's batches, from position `at` on.
 
@@ -33,17 +33,16 @@ def batches(
             for item in plan:
                 yield source[item]
             return
-        told: Any = DataLoader(
-            _Told(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle
-        )
+        loaded = DataLoader(_Told(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle)
     else:
-        stream = (OfShare if known_by(data, share.ranks) else _Streamed)(data, batch, seed, share, at)
+        shared = known_by(data, share.ranks)
+        stream = OfShare(data, batch, seed, share, at) if shared else _Streamed(data, batch, seed, share, at)
         stream.reads = reads
         if workers == 0:
             yield from stream
             return
-        told = DataLoader(_ToldStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
-    for item in told:
+        loaded = DataLoader(_ToldStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
+    for item in loaded:
         if isinstance(item, _Failed):
             raise item.error()
         yield item
@@ -52,10 +51,10 @@ def batches(
 class _Told(Dataset):
     """A source of batches whose failures are returned: torch would make new exceptions of their text in the rank."""
 
-    def __init__(self, source: Any):
+    def __init__(self, source: "_Mapped"):
         self.source = source
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: "Item") -> "Batch | _Failed":
         try:
             return _shared(self.source[index])
         except RAISED as error:
@@ -63,10 +62,10 @@ class _Told(Dataset):
 
 
 class _ToldStream(IterableDataset):
-    def __init__(self, source: Any):
+    def __init__(self, source: "OfShare | _Streamed"):
         self.source = source
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> "Iterator[Batch | _Failed]":
         try:
             for batch in self.source:
                 yield _shared(batch)
@@ -112,13 +111,17 @@ def _shorter(at: Position, length: int) -> PlaitError:
     )  # fmt: skip
 
 
+Item = tuple[Position, int, list[tuple[int, list[int]]], Position]
+"""Of a step: its position, size, (first, sample ids) of each micro-batch, and the position after it."""
+
+
 class _Plan:
     """The sampler: for each step the position and, per micro-batch, the sample ids. Plain numbers, so it pickles."""
 
     def __init__(self, length: int, batch: int, seed: int, share: BatchShare, at: Position):
         self.length, self.batch, self.seed, self.share, self.at = length, batch, seed, share, at
 
-    def __iter__(self) -> Iterator[tuple[Position, int, list[tuple[int, list[int]]], Position]]:
+    def __iter__(self) -> Iterator[Item]:
         at, order, epoch = self.at, None, -1
         if at.start >= self.length:
             raise _shorter(at, self.length)
@@ -141,13 +144,13 @@ def _advance(at: Position, size: int, ends: bool) -> Position:
 class _Mapped:
     """Loads the samples of one step, the host generators that the data draws from seeded before each sample."""
 
-    def __init__(self, data: Any, seed: int, reads: Callable[[], None]):
+    def __init__(self, data: MapStyle, seed: int, reads: Callable[[], None]):
         self.data, self.seed, self.reads = data, seed, reads
         self.drawn: set[int] = set()
         seed_host("untouched")
         self.untouched = first_draws()
 
-    def __getitem__(self, item: tuple[Position, int, list[tuple[int, list[int]]], Position]) -> Batch:
+    def __getitem__(self, item: Item) -> Batch:
         at, size, parts, after = item
         while True:
             seed_host("untouched")
@@ -171,7 +174,7 @@ class _Mapped:
 class _Streamed(IterableDataset):
     """Batches of an iterable: every rank reads every sample and keeps its own."""
 
-    def __init__(self, data: Any, batch: int, seed: int, share: BatchShare, at: Position):
+    def __init__(self, data: Data, batch: int, seed: int, share: BatchShare, at: Position):
         self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
         self.reads: Callable[[], None] = lambda: None
 
@@ -201,7 +204,7 @@ class _Streamed(IterableDataset):
         seed_host(self.seed, "epoch", at.epoch)  # an iterable may shuffle as soon as it is opened
         if isinstance(at.state, dict) and "shares" in at.state:
             read_before(at, 1)  # of other shares: only every Nth sample can be found again
-        elif at is self.at and at.state is not None:
+        elif at is self.at and at.state is not None and hasattr(self.data, "load_state_dict"):
             self.data.load_state_dict(at.state)
             return iter(self.data)
         source = iter(self.data)

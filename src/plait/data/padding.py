@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from plait.data.batch import Batch, Micro, collate, is_map, rows_of
+from plait.data.batch import Batch, MapStyle, Micro, collate, is_map, rows_of
 from plait.data.batch_rows import Pair, SampleRows
 from plait.data.iterable_shares import known_by
 from plait.randomness.keyed import host_state, restore_host, seed_host
@@ -31,7 +32,7 @@ LOOSE = "shapes of a micro-batch depend on which samples come together, and the 
 class Padding:
     """Pads the micro-batches of one data set. All ranks of the group go along, batch by batch."""
 
-    def __init__(self, data: Any, group: Any, device: torch.device):
+    def __init__(self, data: object, group: ProcessGroup | None, device: torch.device):
         self.data, self.group, self.device = data, group, device
         self.rows: SampleRows | None = None
         self.loose = False
@@ -128,7 +129,7 @@ class Padding:
         return replace(micro, inputs=inputs, targets=targets, spare=pair)
 
 
-def fetching(data: Any, seed: int, batch: Batch, ranks: int) -> Fetch:
+def fetching(data: object, seed: int, batch: Batch, ranks: int) -> Fetch:
     """Gives samples of a step's global batch by their ids, wherever they are read; None where a rank reads its share only."""
     if is_map(data):
         return lambda i: _read(data, seed, batch.position.epoch, i)
@@ -137,7 +138,7 @@ def fetching(data: Any, seed: int, batch: Batch, ranks: int) -> Fetch:
     return lambda i: unpacked(batch.around[i - batch.position.start])
 
 
-def _read(data: Any, seed: int, epoch: int, i: int) -> Any:
+def _read(data: MapStyle, seed: int, epoch: int, i: int) -> Any:
     seed_host(seed, "sample", epoch, i)
     return data[i]
 
@@ -151,7 +152,7 @@ class Packed:
     shape: tuple[int, ...]
 
 
-def packed(samples: Any) -> Any:
+def packed(samples: object) -> Any:
     """Samples whose tensors are bytes."""
 
     def one(t: Tensor) -> Any:
@@ -163,7 +164,7 @@ def packed(samples: Any) -> Any:
     return tree_map_only(Tensor, one, samples)
 
 
-def unpacked(samples: Any) -> Any:
+def unpacked(samples: object) -> Any:
     """Samples as they were."""
 
     def one(p: Packed) -> Tensor:

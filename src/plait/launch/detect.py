@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from plait.config.device import CORES, Device
 from plait.config.errors import PlaitError, Problem
@@ -101,7 +102,7 @@ def _seen() -> DeviceSeen:
         pynvml.nvmlShutdown()
 
 
-def _up(pynvml: Any, device: Any, link: int) -> bool:
+def _up(pynvml: ModuleType, device: object, link: int) -> bool:
     """Whether an NVLink is active; a device without it says that it has no such link."""
     try:
         return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))

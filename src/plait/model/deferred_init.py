@@ -70,12 +70,12 @@ class _Following(TorchDispatchMode):
         self.known: dict[int, tuple[int, Tensor]] = {}
         self.count = 0
 
-    def index(self, t: Any) -> int | None:
+    def index(self, t: object) -> int | None:
         """The number of a tensor's storage, or None when it is not followed."""
         found = self.known.get(storage_key(t)) if isinstance(t, Tensor) else None
         return None if found is None else found[0]
 
-    def made(self, result: Any) -> list[int]:
+    def made(self, result: object) -> list[int]:
         """Start following the large storages that an operation made; their numbers."""
         new = []
         for t in tree_leaves(result):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
@@ -30,7 +31,11 @@ class BuiltModel:
 
 
 def make(
-    job: Job, device: torch.device, cast: torch.dtype | None, group: Any, share: Callable[[Tensor], Tensor] | None
+    job: Job,
+    device: torch.device,
+    cast: torch.dtype | None,
+    group: ProcessGroup | None,
+    share: Callable[[Tensor], Tensor] | None,
 ) -> BuiltModel:
     """The job's model on this rank, in `cast` if given. With `share`, a large model is never held: see `model/deferred_init.py`.
 
@@ -133,7 +138,9 @@ def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.
     return optimizer, names
 
 
-def _same_everywhere(model: nn.Module, digests: dict[str, Tensor], group: Any, device: torch.device) -> None:
+def _same_everywhere(
+    model: nn.Module, digests: dict[str, Tensor], group: ProcessGroup | None, device: torch.device
+) -> None:
     named = dict([*model.named_parameters(), *model.named_buffers()]) | digests
     wrong = differing(list(named.items()), group, device)
     if wrong:
@@ -144,19 +151,19 @@ def _same_everywhere(model: nn.Module, digests: dict[str, Tensor], group: Any, d
         )  # fmt: skip
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
+def call(model: nn.Module, inputs: object) -> Any:
     """The model's outputs. It runs as in training: it keeps nothing for generation."""
     with transformers.without_cache(model):
         return called(model, inputs)
 
 
-def called(model: nn.Module, inputs: Any) -> Any:
+def called(model: nn.Module, inputs: object) -> Any:
     """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def judged(job: Job, targets: Any) -> Callable[[Any], Any]:
+def judged(job: Job, targets: object) -> Callable[[Any], Any]:
     """Makes the loss of the model's output for these targets."""
     return lambda outputs: job.loss(outputs, targets)

@@ -23,6 +23,8 @@ from plait.model.operations import Effort
 from plait.tensors.torch_private import OpOverload, leaves, storage_key, tree_map, version
 from plait.tensors.trees import carried, flat, learn, taken, tensors_in
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call: those by place, and by name."""
 NONE: frozenset[int] = frozenset()
 BETWEEN, OUTPUT, KNOWN = -1, -2, -3
 ROUTED = "routed_by_plait"
@@ -107,7 +109,7 @@ class Meter:
         self.running: nn.Module | None = None
         self.depth = 0
         self.given: list[tuple[Tensor, int]] = []
-        self.asked: Any = ()
+        self.asked: Arguments = (), {}
         self.of: dict[int, frozenset[int]] = {}
         self.made: dict[int, int] = {}
         self.written: dict[int, frozenset[int]] = {}
@@ -119,7 +121,7 @@ class Meter:
 
     # — calls —
 
-    def enter(self, name: str, module: nn.Module, given: Any) -> None:
+    def enter(self, name: str, module: nn.Module, given: Arguments) -> None:
         """A module is called with `given`."""
         with self._look():
             self._entered(name, module, given)
@@ -132,7 +134,7 @@ class Meter:
         finally:
             self.looking = False
 
-    def _entered(self, name: str, module: nn.Module, given: Any) -> None:
+    def _entered(self, name: str, module: nn.Module, given: Arguments) -> None:
         self.seen.entered.add(name)
         if self.running is not None:
             self.depth += module is self.running
@@ -149,7 +151,7 @@ class Meter:
         self.running, self.depth = module, 0
         self.given, self.asked = [(t, version(t)) for t in tensors], given
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def leave(self, module: nn.Module, output: object) -> Any:
         """The module returns `output`; None, or the same with other tensors where it also leaves those in what it was given."""
         if module is not self.running:
             return None
@@ -159,7 +161,7 @@ class Meter:
         with self._look():
             return self._left(output)
 
-    def _left(self, output: Any) -> Any:
+    def _left(self, output: object) -> Any:
         left = {id(t) for t in tensors_in(self.asked)} - {id(t) for t, _ in self.given}
         twice = [t for t in leaves(output) if isinstance(t, Tensor) and id(t) in left]
         if twice and not carried(output) and _place(self.asked, output) is None:
@@ -169,7 +171,7 @@ class Meter:
         self._returned(output)
         return None
 
-    def _returned(self, output: Any) -> None:
+    def _returned(self, output: object) -> None:
         self.running = None
         this_call = len(self.seen.calls) - 1
         tensors, this = list(tensors_in(output)), frozenset((this_call,))
@@ -202,9 +204,9 @@ class Meter:
             if version(tensor) != before:
                 call.writes = True
                 self._mark_storage(tensor, this)
-        self.given, self.asked = [], ()
+        self.given, self.asked = [], ((), {})
 
-    def finish(self, output: Any, loss: Any = None) -> Metered:
+    def finish(self, output: object, loss: object = None) -> Metered:
         """The run is over and returned `output`, of which a loss was made, if it is given: else that may depend on all of it."""
         self.seen.needs = tuple(sorted(self.sources(tensors_in(output))))
         for i, _ in self._carried(tensors_in(output)):
@@ -227,7 +229,7 @@ class Meter:
 
     # — dependencies —
 
-    def sources(self, tensors: Any) -> frozenset[int]:
+    def sources(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         """The calls that these tensors were computed from."""
         found = NONE
         for tensor in tensors:
@@ -236,7 +238,7 @@ class Meter:
                 found |= self.written.get(storage_key(tensor), NONE)
         return found
 
-    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """A torch function was called by the model's own code."""
         if self.looking:
             return
@@ -276,7 +278,7 @@ class Meter:
         return frozenset(found)
 
     def _passed(
-        self, carried: frozenset[tuple[int, int]], func: Callable[..., Any], given: list[Tensor], result: Any
+        self, carried: frozenset[tuple[int, int]], func: Callable[..., Any], given: list[Tensor], result: object
     ) -> None:
         """A function is given what calls did not return: its results depend on them."""
         name, results = getattr(func, "__name__", ""), list(flat(result))
@@ -309,7 +311,7 @@ class Meter:
 
     # — operators and what autograd keeps —
 
-    def operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """An operator ran."""
         for tensor in flat(args):
             homes = self.parameters.get(id(tensor))
@@ -349,7 +351,7 @@ def homes(model: nn.Module, units: Mapping[int, str]) -> Iterator[tuple[nn.Modul
     yield from walk(model, "")
 
 
-def _place(asked: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> int | str | None:
+def _place(asked: Arguments, output: object) -> int | str | None:
     """Which of the arguments (args, kwargs) is itself the output."""
     return next((key for key, value in (*enumerate(asked[0]), *asked[1].items()) if value is output), None)
 

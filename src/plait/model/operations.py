@@ -9,7 +9,7 @@ and an addition are two operations.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from plait.tensors.torch_private import OpOverload, schema, storage_key
 
 
-def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
     """What one call of an operator such as `torch.ops.aten.mm.default` computes."""
     packet = func.overloadpacket
     formula = OURS.get(packet) or flop_registry.get(packet)
@@ -106,7 +106,7 @@ class Effort:
         func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        result: Any,
+        result: object,
         names: Mapping[int, str],
     ) -> int:
         """Note one operator; returns its floating-point operations. `names`: of parameters, by storage."""
@@ -114,7 +114,7 @@ class Effort:
         given, made = _tensors(args), _tensors((result,))
         if flops:
             self.operators += 1
-            self.products += _products(func.overloadpacket, args, made, flops, names)
+            self.products += _products(func, args, made, flops, names)
             if func.overloadpacket in ATTENTION:
                 self.keys += args[1].numel() + args[2].numel()
             return flops
@@ -138,7 +138,7 @@ SECOND = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (
 """Where the two matrices stand in the arguments."""
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values: Iterable[object]) -> list[Tensor]:
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -149,9 +149,10 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _products(
-    packet: Any, args: tuple[Any, ...], made: list[Tensor], flops: int, names: Mapping[int, str]
+    func: OpOverload, args: tuple[Any, ...], made: list[Tensor], flops: int, names: Mapping[int, str]
 ) -> list[Product]:
     """The products of one operator."""
+    packet = func.overloadpacket
     weight = next((names[storage_key(t)] for t in _tensors(args) if t.dim() > 1 and storage_key(t) in names), "")
     if packet in ATTENTION:
         b, h, s, d = args[0].shape

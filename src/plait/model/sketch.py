@@ -317,7 +317,7 @@ def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0
     return OperationCounts(tuple(line(small, large, PROBES)), wide, whole - wide, float(small.operators), keys)
 
 
-def _fit(small: Any, large: Any, name: str) -> Figure:
+def _fit(small: object, large: object, name: str) -> Figure:
     """The line through both runs; when only one can be used, all of it is for each sample."""
     a, b = PROBES
     if large is None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import Mutations
@@ -27,6 +28,7 @@ from plait.tensors.torch_private import (
     BatchNormBase,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     WrapperTensor,
     own_buffers,
@@ -70,7 +72,7 @@ class Keys:
 
 def trace_run(
     model: nn.Module,
-    inputs: Any,
+    inputs: object,
     call: Call,
     fake: bool,
     units: Iterable[str] | None = None,
@@ -83,46 +85,43 @@ def trace_run(
     """
     fakes = fakes_of(model) if fake else None
     meter = None if units is None else _meter(model, units, fakes)
-    before, weights = _state(model), [(p, p.data) for p in model.parameters()]
-    compiled = [(b, b.clone()) for _, b in scripted.buffers(model)]
     watcher = _Watcher(model, meter, keys)
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it prints pages for what is raised here anyway
-    try:
-        with (
-            warnings.catch_warnings(),
-            higher_order.apart(),
-            _keeping(meter),
-            nullcontext() if fakes is None else fakes if keys is None else PartlyFake(fakes),
-        ):
-            warnings.simplefilter("ignore")  # whatever it is, training will say it
-            shown = keys is not None
+    shown = keys is not None
+    with _as_it_was(model, watcher.seen), watcher.hooked():
+        around = nullcontext() if fakes is None else PartlyFake(fakes) if shown else fakes
+        with _silent(), higher_order.apart(), _keeping(meter), around:
             hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
-            given = tree_map_only(torch.Tensor, hide, inputs)
-            writes = watcher.writes = Mutations(model, given, fakes) if keys is None else None
+            inputs = tree_map_only(torch.Tensor, hide, inputs)
+            writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)
             with watcher, watcher.operators:
-                output = call(model, given)
+                output = call(model, inputs)
                 loss = None if judge is None else judge(output)
         if writes is not None:
-            writes.tell(watcher.seen)
+            watcher.seen.counting = writes.buffers()
+            watcher.seen.rewritten, watcher.seen.sampled = writes.weights(), writes.from_samples()
         if meter is not None:
             watcher.seen.metered = meter.finish(output, loss)
-    finally:
-        watcher.remove()
-        watcher.seen.counting += _restore(model, before)
-        for buffer, value in compiled:
-            buffer.copy_(value)
-        for parameter, data in weights:
-            if storage_key(parameter) != storage_key(data):
-                parameter.data = data
-        logger.setLevel(level)
     return watcher.seen
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """No warnings, which training will give anyway, and not the pages that fake tensors print for what is raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def fakes_of(model: nn.Module) -> FakeTensorMode:
     """A mode for fake tensors: the one that the model itself was built in, if it was."""
-    built: Any = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
+    tensors = (*model.parameters(), *model.buffers())
+    built: Any = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
     return built or FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -145,34 +144,38 @@ def _keeping(meter: Meter | None) -> Iterator[None]:
             yield
 
 
-Kept = list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor], list[tuple[Any, Any]]]]
-
-
-def _state(model: nn.Module) -> Kept:
-    """What a forward pass may change on modules: attributes (caches), which tensors are buffers, their values, and hooks."""
-    values = lambda m: {n: b.clone() for n, b in own_buffers(m).items() if b is not None}  # noqa: E731
-    hooks = lambda m: [(kept, dict(kept)) for kept in vars(m).values() if type(kept) is OrderedDict]  # noqa: E731
-    plain = (m for _, m in scripted.plain(model))
-    return [(m, dict(m.__dict__), dict(own_buffers(m)), values(m), hooks(m)) for m in plain]
-
-
-def _restore(model: nn.Module, before: Kept) -> list[str]:
-    """Put it back (a cache filled on fake tensors must not stay); returns the names of buffers that were replaced."""
-    names = {id(m): name for name, m in model.named_modules()}
-    replaced = []
-    for module, attributes, buffers, values, hooks in before:
-        changed = [n for n, b in buffers.items() if own_buffers(module).get(n) is not b]
-        replaced += [f"{names[id(module)]}.{n}".lstrip(".") for n in changed]
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-        for kept, content in [(own_buffers(module), buffers), *hooks]:
-            kept.clear()
-            kept.update(content)
-        for name, value in values.items():
-            if not buffers[name].is_leaf:  # written with what has a gradient
-                buffers[name].detach_()
-            buffers[name].copy_(value)
-    return replaced
+@contextmanager
+def _as_it_was(model: nn.Module, seen: RunTrace) -> Iterator[None]:
+    """Put back what a forward pass may change: attributes of modules (a cache filled on fake tensors must not stay), which
+    tensors are buffers, their values, hooks, and the data of weights. Buffers that were replaced are noted in `seen`."""
+    tensors = [(p, p.data) for p in model.parameters()]
+    compiled = [(b, b.clone()) for _, b in scripted.buffers(model)]
+    before = []
+    for name, module in scripted.plain(model):
+        hooks = [(hook, dict(hook)) for hook in vars(module).values() if type(hook) is OrderedDict]
+        buffers = dict(own_buffers(module))
+        values = [(b, b.clone()) for b in buffers.values() if b is not None]
+        before.append((name, module, dict(vars(module)), buffers, values, hooks))
+    try:
+        yield
+    finally:
+        for name, module, attributes, buffers, values, hooks in before:
+            replaced = [n for n, b in buffers.items() if own_buffers(module).get(n) is not b]
+            seen.counting += [f"{name}.{n}".lstrip(".") for n in replaced]
+            vars(module).clear()
+            vars(module).update(attributes)
+            for kept, content in [(own_buffers(module), buffers), *hooks]:
+                kept.clear()
+                kept.update(content)
+            for buffer, value in values:
+                if not buffer.is_leaf:  # written with what has a gradient
+                    buffer.detach_()
+                buffer.copy_(value)
+        for buffer, value in compiled:
+            buffer.copy_(value)
+        for parameter, data in tensors:
+            if storage_key(parameter) != storage_key(data):
+                parameter.data = data
 
 
 class _Watcher(TorchFunctionMode):
@@ -184,11 +187,20 @@ class _Watcher(TorchFunctionMode):
         self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
-        self.handles: list[Any] = []
         self.writes: Mutations | None = None
-        for name, module in scripted.plain(model):
-            self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Be told of every module that is entered and left."""
+        handles: list[RemovableHandle] = []
+        for name, module in scripted.plain(self.owner[0][2]):
+            handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _entering(self, name: str):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,7 +211,7 @@ class _Watcher(TorchFunctionMode):
 
         return enter
 
-    def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
         self.owner.pop()
         found = None
         if self.meter is not None:
@@ -208,10 +220,6 @@ class _Watcher(TorchFunctionMode):
             if self.keys is not None and self.keys.notes and len(self.keys.after) < ended:
                 self.keys.after.append((random.getstate(), np.random.get_state()))
         return found
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
 
     def place(self) -> str:
         owner = self.owner[-1][1]
@@ -304,13 +312,13 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _uses_batch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     training = _argument(func, args, kwargs, "training")
     training = _argument(func, args, kwargs, "train") if training is None else training
     return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
 
 
-def _argument(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
     for i, argument in enumerate(schema(func).arguments):
         if argument.name == name:
