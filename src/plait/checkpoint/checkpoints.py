@@ -11,14 +11,13 @@ believes nothing before its digest: what is damaged is refused by name, on all r
 Nothing is pickled, so loading runs no code.
 """
 
-import json
 import math
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +28,11 @@ from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import Cancelled, Damaged
 from plait.checkpoint.saving import SaveThread, Snapshot, discard, free_bytes, publish, room, write_part
-from plait.config.errors import FAILED, PlaitError, Problem
+from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
+from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.data.batch import is_map
-from plait.tensors.collectives import exchange
 from plait.tensors.finite import several
-
-if TYPE_CHECKING:
-    from plait.checkpoint.training import Training
-    from plait.tensors.part import Part
+from plait.tensors.part import Part
 
 
 @dataclass
@@ -74,7 +70,7 @@ class Checkpoints:
         named = (p for p in self.directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
         return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
 
-    def save(self, training: "Training", keep: int, wait: bool = True) -> Path:
+    def save(self, training: Training, keep: int, wait: bool = True) -> Path:
         """Save the training's state, and keep the newest `keep` checkpoints; every rank calls it.
 
         It returns once the state is copied, or with `wait` once the checkpoint is published. A save that is still on
@@ -86,19 +82,17 @@ class Checkpoints:
         if token:
             shares = assign(self._held)
             self._room_for(path, shares, free)
-            mine = shares[training.place.rank]
-            empty = [held for rank in self._held for held in rank if not held.bytes and 0 in held.shape]
-            tensors = dict(self._snapshot.take(mine, parts))
+            rank, rule = training.place.rank, training.rule
+            empty = [held for each in self._held for held in each if not held.bytes and 0 in held.shape]
+            tensors = dict(self._snapshot.take(shares[rank], parts))
             building = path.with_name(f"{path.name}.tmp-{token}")
-            rank = training.place.rank
-            rule = training.rule
             errand = SaveThread(lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule))
             self._flight = _PendingSave(path, building, keep, empty, errand)
         if wait:
             self.finish(training)
         return path
 
-    def _agree(self, training: "Training", path: Path) -> tuple[dict[str, "Part"], dict[str, Any], str, float]:
+    def _agree(self, training: Training, path: Path) -> tuple[dict[str, Part], dict[str, Any], str, float]:
         """What this rank holds and knows; the save's token ("" when there is nothing to save) and the bytes free there.
 
         Token and bytes are rank 0's on all ranks. What every rank holds is exchanged when it changed.
@@ -111,16 +105,16 @@ class Checkpoints:
             parts, values = state.parts_of(training), state.values_of(training)
             held = state.held_of(parts)
         except PlaitError as error:
-            word["problems"] = [vars(p) for p in error.problems]
+            word |= problems_in(error)
         if not self._held or held != self._held[rank]:
-            word["held"] = [[h.name, h.dtype, h.itemsize, h.shape, h.start, h.size] for h in held]
+            word["held"] = list(map(astuple, held))
         if rank == 0:
             there = path.exists() and path not in self._damaged
             word["token"] = "" if there else secrets.token_hex(4)
             self._tidy()
             word["free"] = free_bytes(self.directory)
-        said = [json.loads(text) for text in self._exchange(training, json.dumps(word).encode())]
-        _raise_first(said)
+        said = exchange_json(training, word)
+        raise_first(said)
         known = self._held or [[] for _ in said]
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
         return parts, values, said[0]["token"], said[0]["free"]
@@ -138,7 +132,7 @@ class Checkpoints:
             return 0.0
         return {0: 0.0, 1: 1.0, -1: 2.0 * ranks}[self._flight.errand.state]
 
-    def heard(self, training: "Training", total: float) -> None:
+    def heard(self, training: Training, total: float) -> None:
         """Told the sum of all ranks' words, go on: publish, finish, or raise K004. All ranks hear the same sum."""
         ranks = training.place.world
         if self._flight is None or total < ranks:
@@ -152,7 +146,7 @@ class Checkpoints:
         else:
             self.parent, self._flight = self._flight.path.name, None
 
-    def finish(self, training: "Training") -> None:
+    def finish(self, training: Training) -> None:
         """Wait until the save on its way is published; every rank calls it. K004 when it failed."""
         while self._flight is not None:
             self._flight.errand.wait(lambda: training.place.within("checkpoint"))
@@ -172,27 +166,26 @@ class Checkpoints:
             if old != last:
                 discard(old)
 
-    def _give_up(self, training: "Training", flight: _PendingSave) -> None:
+    def _give_up(self, training: Training, flight: _PendingSave) -> None:
         """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
         flight.errand.cancel()
         self._flight = None
         error = flight.errand.error
-        mine = error is not None and not isinstance(error, Cancelled)
         word = dict[str, Any]()
-        if mine:
+        if error is not None and not isinstance(error, Cancelled):
             why = str(error) or type(error).__name__
             word["problems"] = [vars(_unwritable(flight.path, why, free_bytes(flight.path.parent)))]
-        said = self._exchange(training, json.dumps(word).encode())
+        said = exchange_json(training, word)
         if training.place.rank == 0:
             shutil.rmtree(flight.building, ignore_errors=True)
-        _raise_first([json.loads(text) for text in said], FAILED)
+        raise_first(said, FAILED)
 
     def _tidy(self) -> None:
         """Remove what killed saves left. Only when none is on its way."""
         for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.old")):
             shutil.rmtree(path, ignore_errors=True)
 
-    def resume(self, training: "Training", missing_ok: bool, allow: bool = False) -> Path | None:
+    def resume(self, training: Training, missing_ok: bool, allow: bool = False) -> Path | None:
         """Load the newest good checkpoint into the training, one of finite numbers if there is any; every rank calls it.
 
         K001: there is none; K002: none is good; K003: it is of another job. Those passed over are in `refused`. What the
@@ -207,13 +200,12 @@ class Checkpoints:
         names = sorted({path.name for path in self.found()}, key=lambda name: -int(name[5:]))
         wrong = {name: marks(self.directory / name) for name in names} if training.place.rank == 0 else {}
         mine = {"found": names, "wrong": wrong, "tensors": list(state.model_parts(training))}
-        said = [json.loads(text) for text in self._exchange(training, json.dumps(mine).encode())]
+        said = exchange_json(training, mine)
         everyone = {name for word in said for name in word["tensors"]}
         found, wrong = said[0]["found"], said[0]["wrong"]
         for name in sorted(found, key=lambda name: bool(wrong[name])):  # the newest that is sound, then the newest
             path = self.directory / name
-            loaded = self._load(training, path, everyone)
-            if loaded:
+            if self._load(training, path, everyone):
                 self.parent = name
                 self._passed(name, found, wrong)
                 return path
@@ -235,7 +227,7 @@ class Checkpoints:
                 self.refused.append(unsound(self.directory / newer, wrong[newer]))
                 self._damaged.add(self.directory / newer)
 
-    def _load(self, training: "Training", path: Path, everyone: set[str]) -> bool:
+    def _load(self, training: Training, path: Path, everyone: set[str]) -> bool:
         """Whether the checkpoint was good and is loaded. All ranks check before any believes; any rank's no is everyone's."""
         word: dict[str, Any] = {}
         manifest, reader, parts, hyper = None, None, dict[str, Any](), list[dict[str, Any]]()
@@ -254,13 +246,13 @@ class Checkpoints:
         except Damaged as error:
             word["damaged"] = vars(damaged(path, error))
         except PlaitError as error:
-            word["problems"] = [vars(p) for p in error.problems]
-        said = [json.loads(text) for text in self._exchange(training, json.dumps(word).encode())]
+            word |= problems_in(error)
+        said = exchange_json(training, word)
         wrong = [problem_of(w["damaged"]) for w in said if "damaged" in w]
         if wrong:
             self.refused.append(wrong[0])
             return False
-        _raise_first(said)
+        raise_first(said)
         self.changed = said[0]["changed"]
         assert manifest is not None and reader is not None
         for name, part in parts.items():
@@ -268,7 +260,7 @@ class Checkpoints:
         state.give(training, manifest, parts, hyper)
         return True
 
-    def _compared(self, training: "Training", manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
+    def _compared(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
         """What to go on from, with which hyperparameters, and what is to be told of the job's changes. K010, Damaged."""
         now = training.fingerprint
         hyper, told = fingerprint.hyperparameters(manifest, training, now)
@@ -284,26 +276,10 @@ class Checkpoints:
             manifest = fingerprint.allowed(manifest)
         return manifest, hyper, told
 
-    def _exchange(self, training: "Training", data: bytes) -> list[bytes]:
-        return exchange(data, training.built.group, training.built.device)
-
 
 def _held(row: list[Any]) -> HeldChunk:
-    name, dtype, itemsize, shape, start, size = row
-    return HeldChunk(name, dtype, itemsize, tuple(shape), tuple(start), tuple(size))
-
-
-def problem_of(said: dict[str, Any]) -> Problem:
-    """A problem that travelled as JSON."""
-    return Problem(said["code"], said["what"], said["why"], said["where"], tuple(said["fix"]))
-
-
-def _raise_first(said: list[dict[str, Any]], exit_code: int | None = None) -> None:
-    """The problems of the first rank that has any, on all ranks."""
-    for word in said:
-        if word.get("problems"):
-            problems = [problem_of(p) for p in word["problems"]]
-            raise PlaitError(problems) if exit_code is None else PlaitError(problems, exit_code)
+    name, dtype, itemsize, *places = row
+    return HeldChunk(name, dtype, itemsize, *map(tuple, places))
 
 
 def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
@@ -342,9 +318,8 @@ def unsound(path: Path, wrong: Sequence[str]) -> Problem:
     """N004 of a checkpoint in which these are not finite."""
     what = f"{path} holds numbers that are not finite"
     why = f"NaN or infinity in {len(wrong)} tensors: {several(wrong)}"
-    return Problem(
-        "N004", what, why=why, fix=("--resume takes the newest checkpoint without any, which is never deleted",)
-    )
+    fix = ("--resume takes the newest checkpoint without any, which is never deleted",)
+    return Problem("N004", what, why=why, fix=fix)
 
 
 def _another_job(path: Path, why: str) -> Problem:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.optimizer_state import SIMPLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
 from plait.data.batch import MapStyle, is_map
-from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.randomness.keyed import keeping_host_state, seed_host
 
 if TYPE_CHECKING:
     from plait.checkpoint.manifest import Manifest
@@ -56,12 +57,12 @@ def of(training: "Training") -> Told:
     }
 
 
+@keeping_host_state()
 def samples(data: object, seed: int) -> Told:
     """Length of data that is read by index, and digests of some samples; nothing but its kind of what is only iterated."""
     if not is_map(data):
         return {"kind": type(data).__name__}
-    length, state, found = len(data), host_state(), dict[str, str]()
-    start = 0.0
+    length, found, start = len(data), dict[str, str](), 0.0
     try:
         for i in dict.fromkeys((0, length - 1, length // 2, length // 4, 3 * length // 4)):
             if found and time.perf_counter() - start > SECONDS:
@@ -72,8 +73,6 @@ def samples(data: object, seed: int) -> Told:
                 found[str(i)] = twice[0]
     except Exception:  # training will raise it, with its place
         found = {}
-    finally:
-        restore_host(state)
     return {"kind": "map", "length": length, "samples": found}
 
 
@@ -102,12 +101,8 @@ def code(function: object) -> Told:
         used = function.keywords.items() if isinstance(function, functools.partial) else ()
     else:
         used = _used(function)
-    values = {name: _shown(value) for name, value in used if _simple(value)}
+    values = {name: _shown(value) for name, value in used if isinstance(value, SIMPLE)}
     return {"code": _digest(function), "values": dict(list(values.items())[: 4 * VALUES])}
-
-
-def _simple(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _shown(value: object) -> str:
@@ -122,7 +117,7 @@ def _used(function: object) -> Iterator[tuple[str, Any]]:
         function = function.func
     function = function.__func__ if isinstance(function, MethodType) else function
     if not isinstance(function, FunctionType):
-        yield from ((k, v) for k, v in _attributes(function) if _simple(v))
+        yield from ((k, v) for k, v in _attributes(function) if isinstance(v, SIMPLE))
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
@@ -170,7 +165,7 @@ def _digest(value: object) -> str:
 
 def _told(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
     """What a value is, without addresses and lines: equal for equal values, in every process."""
-    if _simple(value) or isinstance(value, (complex, bytes)):
+    if isinstance(value, (*SIMPLE, complex, bytes)):
         yield repr(value)
     elif isinstance(value, Tensor):
         yield from (str(value.dtype), str(tuple(value.shape)), _bytes(value))
@@ -219,7 +214,7 @@ def _parts(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
         fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
         own = _own(type(value).__module__) or isinstance(value, nn.Module)
         inner = [type(value), *((n, getattr(value, n, None)) for n in fields)]
-        inner += [(k, v) for k, v in _attributes(value) if own or _simple(v)]
+        inner += [(k, v) for k, v in _attributes(value) if own or isinstance(v, SIMPLE)]
     for part in inner:
         yield from _told(part, seen, depth)
 
@@ -278,9 +273,8 @@ def factor(job: Job, samples_seen: int) -> float | None:
 
 def _refusal(manifest: "Manifest", what: str, why: str) -> Problem:
     fix = ("resume with what it was started with", "--allow-changes    to go on all the same", "start without --resume")
-    return Problem(
-        "K010", f"the checkpoint of step {manifest.position.step} cannot be continued: {what}", why=why, fix=fix
-    )
+    what = f"the checkpoint of step {manifest.position.step} cannot be continued: {what}"
+    return Problem("K010", what, why=why, fix=fix)
 
 
 def _table(value: object) -> Told:

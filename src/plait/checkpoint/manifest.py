@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from plait.checkpoint.chunks import Rect, wrong_tiling
-from plait.checkpoint.safetensors_file import DTYPES, MOST_DIMS, UNREADABLE, Damaged
+from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE, Damaged, sizes
 from plait.config.plain_file import loads, read_plain
 from plait.data.batch import Position
 
@@ -261,10 +261,7 @@ def _number(value: dict[str, Any], name: str, most: int = _MOST) -> int:
 
 
 def _numbers(value: dict[str, Any], name: str) -> tuple[int, ...]:
-    numbers = _get(value, name, list)
-    if len(numbers) > MOST_DIMS or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
-        raise ValueError(f"`{name}` has impossible numbers")
-    return tuple(numbers)
+    return sizes(_get(value, name, list), f"`{name}`")
 
 
 def _sha256(value: object) -> str:

@@ -8,6 +8,8 @@ between.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 State = dict[int, dict[str, Any]]
 """Of parameters, by their number in the groups: what the optimizer keeps, by key."""
+SIMPLE = (int, float, str, NoneType)
+"""What is kept as it is, beside tensors."""
 SMALL, TRIED = 4, 2000
 """The largest size of a stand-in's dim, and how many parameters get a gradient."""
 
@@ -33,9 +37,13 @@ def leaves(optimizer: Optimizer) -> list[Optimizer]:
     mine = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if inner and sorted(mine) == sorted(id(p) for o in inner for group in o.param_groups for p in group["params"]):
         return inner
-    what = f"the state of the optimizer {type(optimizer).__name__} could not be loaded again"
     why = "its state_dict() has not the layout of torch's optimizers (state, param_groups), and it wraps none that have"
-    raise PlaitError(Problem("K011", what, why=why, fix=_FIX))
+    raise PlaitError(_lost(optimizer, why))
+
+
+def _lost(optimizer: Optimizer, why: str) -> Problem:
+    what = f"the state of the optimizer {type(optimizer).__name__} could not be loaded again"
+    return Problem("K011", what, why=why, fix=_FIX)
 
 
 _FIX = (
@@ -72,9 +80,7 @@ def states(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     for leaf in leaves(optimizer):
         for parameter, state in leaf.state.items():
             if id(parameter) not in known or not isinstance(state, dict):
-                what = f"the state of the optimizer {type(optimizer).__name__} could not be loaded again"
-                why = f"state[{str(parameter)[:40]!r}] belongs to no parameter"
-                raise PlaitError(Problem("K011", what, why=why, fix=_FIX))
+                raise PlaitError(_lost(optimizer, f"state[{str(parameter)[:40]!r}] belongs to no parameter"))
             yield parameter, state
 
 
@@ -95,7 +101,7 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
 def _json(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_json, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return isinstance(value, SIMPLE)
 
 
 def restore(optimizer: Optimizer, state: State, hyper: list[dict[str, Any]]) -> None:
@@ -172,14 +178,13 @@ class Trial:
             torch.manual_seed(2)
             self.optimizer.step()
 
-    def numbers(self) -> dict[int, int]:
-        """Number of each parameter in the groups, by id."""
-        ordered = (p for group in groups(self.optimizer) for p in group["params"])
-        return {id(p): i for i, p in enumerate(ordered)}
+    def ordered(self) -> list[Tensor]:
+        """The parameters in the order of the groups."""
+        return [p for group in groups(self.optimizer) for p in group["params"]]
 
     def taken(self) -> tuple[State, list[dict[str, Any]]]:
         """What a checkpoint would hold of it. K005, K011 for what none can."""
-        numbers = self.numbers()
+        numbers = {id(p): i for i, p in enumerate(self.ordered())}
         state: State = {}
         for parameter, kept in states(self.optimizer):
             state[numbers[id(parameter)]] = {key: _kept(key, value) for key, value in kept.items()}
@@ -202,7 +207,7 @@ class Trial:
 def _kept(key: str, value: object) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, SIMPLE):
         return value
     what = f"the optimizer keeps {key}, a {type(value).__name__}, which cannot be saved"
     raise PlaitError(Problem("K005", what, why="state in checkpoints is tensors, numbers and texts", fix=_FIX))
@@ -219,13 +224,13 @@ def check(training: "Training") -> None:
             return
         if not first.same(again):
             return  # it draws numbers of its own
-        wrong = _lost(first, training)
+        wrong = _unlike_resumed(first, training)
     if wrong is not None:
         raise PlaitError(wrong)
 
 
-def _lost(first: Trial, training: "Training") -> Problem | None:
-    what = f"the state of the optimizer {type(first.optimizer).__name__} could not be loaded again"
+def _unlike_resumed(first: Trial, training: "Training") -> Problem | None:
+    """What goes on otherwise when a second trial takes over from the first."""
     resumed = Trial(training)
     before = _attributes(resumed.optimizer)
     try:
@@ -234,19 +239,19 @@ def _lost(first: Trial, training: "Training") -> Problem | None:
         return error.problems[0]
     except Exception as error:
         why = f"loading what it had saved raised {type(error).__name__}: {str(error)[:200]}"
-        return Problem("K011", what, why=why, fix=_FIX)
+        return _lost(first.optimizer, why)
     first.steps(2)
     try:
         resumed.steps(2)
     except Exception as error:
-        return Problem("K011", what, why=f"the next step raised {type(error).__name__}: {str(error)[:200]}", fix=_FIX)
+        return _lost(first.optimizer, f"the next step raised {type(error).__name__}: {str(error)[:200]}")
     if first.same(resumed):
         return None
     after = _attributes(first.optimizer)
     moved = [name for name in after if after[name] != before.get(name)]
     why = "after two steps, saved and loaded, its third step moves the weights differently"
     why += f": it keeps {', '.join(moved[:3])} outside its state" if moved else ""
-    return Problem("K011", what, why=why, fix=_FIX)
+    return _lost(first.optimizer, why)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
@@ -272,7 +277,7 @@ def plausible(
         try:
             trial = Trial(training)
             trial.steps(1)
-            made, _ = trial.taken()
+            made, ordered = trial.taken()[0], trial.ordered()
         except Exception:  # nothing is known
             return None
         given: State = {}
@@ -280,12 +285,12 @@ def plausible(
             saved = state(i)
             if saved is None:
                 continue
-            shape = tuple(p.shape) if (p := _numbered(trial, i)) is not None else ()
+            shape = tuple(ordered[i].shape)
             for key, value in saved.items():
                 wrong = _unlike(fresh.get(key), value, shape)
                 if wrong:
                     return f"{key} {wrong}"
-            given[i] = {k: fresh.get(k) if isinstance(v, _Whole) else v for k, v in saved.items()}
+            given[i] = {k: fresh.get(k) if isinstance(v, SavedTensor) else v for k, v in saved.items()}
         try:
             sound = _finite(trial)
             restore(trial.optimizer, given, hyper)
@@ -299,21 +304,12 @@ def _finite(trial: Trial) -> bool:
     return all(bool(p.isfinite().all()) for p in trial.parameters)
 
 
-class _Whole:
-    """A saved tensor with dims."""
+@dataclass(frozen=True)
+class SavedTensor:
+    """What `plausible` is told of a saved tensor with dims."""
 
-    def __init__(self, alike: bool):
-        self.alike = alike
-
-
-def tensor(alike: bool) -> Any:
-    """What `plausible` is told of a tensor with dims. `alike`: it has the parameter's shape."""
-    return _Whole(alike)
-
-
-def _numbered(trial: Trial, number: int) -> Tensor | None:
-    ordered = [p for group in groups(trial.optimizer) for p in group["params"]]
-    return ordered[number] if number < len(ordered) else None
+    alike: bool
+    """It has the parameter's shape."""
 
 
 def _unlike(fresh: object, saved: object, shape: tuple[int, ...]) -> str | None:
@@ -321,7 +317,7 @@ def _unlike(fresh: object, saved: object, shape: tuple[int, ...]) -> str | None:
     if fresh is None:
         return None
     many = fresh if isinstance(fresh, Tensor) and fresh.dim() > 0 else None
-    if isinstance(saved, _Whole):
+    if isinstance(saved, SavedTensor):
         if many is None:
             return "is a tensor"
         return "has not the parameter's shape" if tuple(many.shape) == shape and not saved.alike else None

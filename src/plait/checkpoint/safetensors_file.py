@@ -175,20 +175,20 @@ class ShardFile:
         return (raw.clone() if at % dtype.itemsize else raw).view(dtype).reshape(stored.shape)
 
 
-def _numbers(key: str, value: object) -> list[int]:
-    if (
-        not isinstance(value, list)
-        or len(value) > MOST_DIMS
-        or not all(type(n) is int and 0 <= n < 2**62 for n in value)
-    ):
-        raise ValueError(f"{key} has impossible numbers")
-    return value
+def sizes(value: object, name: str) -> tuple[int, ...]:
+    """Sizes or places of a tensor, as JSON has them. ValueError when they are none, or no tensor has so many."""
+    known = (
+        isinstance(value, list) and len(value) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**62 for n in value)
+    )
+    if not known:
+        raise ValueError(f"{name} has impossible numbers")
+    return tuple(value)
 
 
 def _stored(key: str, value: object) -> Stored:
     if not isinstance(value, dict) or str(value.get("dtype")) not in DTYPES:
         raise ValueError(f"{key} has an unknown number format")
-    shape, offsets = _numbers(key, value.get("shape")), _numbers(key, value.get("data_offsets"))
+    shape, offsets = sizes(value.get("shape"), key), sizes(value.get("data_offsets"), key)
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[value["dtype"]].itemsize:
         raise ValueError(f"the size of {key} is not that of its shape")
-    return Stored(value["dtype"], tuple(shape), offsets[0], offsets[1])
+    return Stored(value["dtype"], shape, *offsets)

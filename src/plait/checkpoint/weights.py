@@ -10,29 +10,24 @@ is stored once, under its first name.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from plait.checkpoint import state
-from plait.checkpoint.checkpoints import Checkpoints, damaged, problem_of
-from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk, read_manifest
-from plait.checkpoint.reading import Reader
-from plait.checkpoint.safetensors_file import DTYPES, LONGEST_HEADER, Damaged, ShardFile
-from plait.config.errors import PlaitError, Problem, did_you_mean
-from plait.config.plain_file import loads, read_plain
-from plait.tensors.collectives import exchange
-from plait.tensors.part import Part
-
-if TYPE_CHECKING:
-    from plait.checkpoint.training import Training
-import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.safetensors_file import Spec, write
+from plait.checkpoint import state
+from plait.checkpoint.checkpoints import Checkpoints, damaged
+from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk, read_manifest
+from plait.checkpoint.reading import Reader
+from plait.checkpoint.safetensors_file import DTYPES, LONGEST_HEADER, Damaged, ShardFile, Spec, write
+from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
+from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.plain_file import loads, read_plain
+from plait.tensors.part import Part
 
 INDEX = "model.safetensors.index.json"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp", ".metadata")
@@ -111,14 +106,14 @@ def _foreign(path: Path) -> Problem:
     return Problem("K007", f"there are no weights at {path}", why=why, fix=("--weights path/to/model.safetensors",))
 
 
-def load_weights(training: "Training", path: Path) -> None:
+def load_weights(training: Training, path: Path) -> None:
     """Fill the model's parameters and buffers from `path`; every rank calls it, and reads its own parts.
 
     K008 when names or shapes differ from the model's. Numbers are cast to the model's format. Nothing is changed unless
     all ranks can read all of theirs.
     """
     mine = state.model_parts(training)
-    said = _exchange(training, {"names": list(mine)})
+    said = exchange_json(training, {"names": list(mine)})
     everyone = list(dict.fromkeys(name for word in said for name in word["names"]))
     word, reader, found = dict[str, Any](), None, dict[str, str]()
     try:
@@ -132,10 +127,9 @@ def load_weights(training: "Training", path: Path) -> None:
     except Damaged as error:
         word = {"problems": [vars(damaged(path, error))]}
     except PlaitError as error:
-        word = {"problems": [vars(p) for p in error.problems]}
-    problems = next((w["problems"] for w in _exchange(training, word) if "problems" in w), None)
-    if problems or reader is None:
-        raise PlaitError(map(problem_of, problems or ()))
+        word = problems_in(error)
+    raise_first(exchange_json(training, word))
+    assert reader is not None
     for name, part in mine.items():
         reader.read(found[name], part)
     training.built.refresh()
@@ -200,11 +194,6 @@ def _misshaped(
             yield Problem("K008", f"{name} has another kind of numbers in the weights at {path}", why=why)
 
 
-def _exchange(training: "Training", word: dict[str, Any]) -> list[dict[str, Any]]:
-    said = exchange(json.dumps(word).encode(), training.built.group, training.built.device)
-    return [json.loads(text) for text in said]
-
-
 def export(path: Path, to: Path, limit: int, dtype: torch.dtype | None = None) -> tuple[list[Path], dict[str, str]]:
     """Write the weights of the checkpoint at `path` to a file or a folder; the files, and tied names -> the stored one.
 
@@ -240,10 +229,8 @@ def export(path: Path, to: Path, limit: int, dtype: torch.dtype | None = None) -
         if len(files) > 1:
             total = sum(_bytes(spec) for spec in specs.values())
             where = {name: file.name for file, group in zip(files, groups) for name in group}
-            content = json.dumps(
-                {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2
-            )
-            (to / INDEX).write_text(content + "\n", encoding="utf-8")
+            content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            (to / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             files.append(to / INDEX)
     except Damaged as error:
         raise PlaitError(damaged(path, error)) from None

@@ -15,10 +15,11 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from traceback import walk_tb
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
 
 SLICES = ("column", "row", "vocabulary", "whole")
 """What `Job.tensor` can say of a module."""
@@ -48,9 +49,7 @@ class Evaluate:
     every: int = 0
 
     def __post_init__(self) -> None:
-        problems = [*_wrong_fields(self)]
-        if problems:
-            raise PlaitError(problems)
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,14 @@ class Job:
     """Pattern of module names -> "column", "row", "vocabulary" or "whole": slices instead of those that are found."""
 
     def __post_init__(self) -> None:
-        problems = [*_wrong_fields(self)]
-        if problems:
-            raise PlaitError(problems)
+        _check_fields(self)
+
+
+def _check_fields(made: Job | Evaluate) -> None:
+    """J004 of all fields that are wrong."""
+    problems = [*_wrong_fields(made)]
+    if problems:
+        raise PlaitError(problems)
 
 
 def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
@@ -171,16 +175,10 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
     except PlaitError:
         raise
     except (Exception, SystemExit) as error:
-        raise PlaitError(Problem("J003", f"the job raised {_named(error)}", where=user_line(error))) from error
+        raise PlaitError(Problem("J003", f"the job raised {in_a_line(error)}", where=user_line(error))) from error
     if not isinstance(job, Job):
-        raise PlaitError(
-            Problem(
-                "J003",
-                f"`{function}` returned {type(job).__name__}, not a plait.Job",
-                where=path,
-                fix=("return plait.Job(…)",),
-            )
-        )
+        what = f"`{function}` returned {type(job).__name__}, not a plait.Job"
+        raise PlaitError(Problem("J003", what, where=path, fix=("return plait.Job(…)",)))
     return job
 
 
@@ -191,9 +189,8 @@ def _execute(file: Path) -> Any:
         sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        raise PlaitError(
-            Problem("J001", f"{file} is not a Python file: its name does not end in .py", fix=("path/to/job.py",))
-        )
+        what = f"{file} is not a Python file: its name does not end in .py"
+        raise PlaitError(Problem("J001", what, fix=("path/to/job.py",)))
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
@@ -201,9 +198,8 @@ def _execute(file: Path) -> Any:
     except PlaitError:
         raise
     except (Exception, SystemExit) as error:
-        raise PlaitError(
-            Problem("J003", f"importing the job raised {_named(error)}", where=user_line(error) or str(file))
-        ) from error
+        what = f"importing the job raised {in_a_line(error)}"
+        raise PlaitError(Problem("J003", what, where=user_line(error) or str(file))) from error
     return module
 
 
@@ -274,16 +270,9 @@ def user_line(error: BaseException) -> str:
     """`file:line in function` of the innermost frame that is the user's own code, or an empty string."""
     if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
         return f"{error.filename}:{error.lineno}"
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(("<", *(f"{folder}{os.sep}" for folder in LIBRARIES))):
-            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
-        trace = trace.tb_next
-    return found
-
-
-def _named(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    place, others = "", ("<", *(f"{folder}{os.sep}" for folder in LIBRARIES))
+    for frame, line in walk_tb(error.__traceback__):
+        code = frame.f_code
+        if not code.co_filename.startswith(others):
+            place = f"{code.co_filename}:{line} in {code.co_name}"
+    return place

@@ -59,7 +59,28 @@ class Machine:
 
         More devices than a typical node has (`h100x16`) fill several. M010 when there is no such machine.
         """
-        return _named(text)
+        wanted = re.sub(r"[ _]+", "-", text.strip().lower())
+        known = catalogue()
+        fitting = [n for n in known if re.fullmatch(re.escape(n) + r"(x[1-9]\d{0,6}){0,2}", wanted)]
+        if not fitting:
+            base = re.sub(r"(x\d+){1,2}$", "", wanted)
+            names = tuple(dict.fromkeys(path.stem for path in known.values()))
+            hint = did_you_mean(base, tuple(known)) if base else f"known: {', '.join(names)}"
+            fix = ("h100x8x16 is 16 nodes of 8 devices", "machine.toml    a file of your own")
+            raise PlaitError(Problem("M010", f"there is no machine {text}        {hint}", fix=fix))
+        name = max(fitting, key=len)
+        counts = [int(word) for word in wanted.removeprefix(name).split("x")[1:]] or [1]
+        said = read_file(known[name])
+        typical = said.get("devices_per_node")
+        if len(counts) == 1 and typical and counts[0] > typical:
+            if counts[0] % typical:
+                why = f"{counts[0]} / {typical} = {counts[0] / typical:.2f} nodes"
+                fix = (f"{name}x{typical}x{-(-counts[0] // typical)}", f"{name}x{counts[0]}x1    if a node has so many")
+                raise PlaitError(Problem("M010", f"{text}: {name} has {typical} devices on a node", why=why, fix=fix))
+            counts = [typical, counts[0] // typical]
+        per, nodes = (*counts, 1)[:2]
+        result = _machine(said | {"devices_per_node": max(per, typical or 1)})  # devices of a node share its network
+        return replace(result, name=wanted, devices_per_node=per, nodes=nodes)
 
     def to_toml(self) -> str:
         """The machine as a TOML file; `Machine.load` reads it back to an equal machine."""
@@ -155,41 +176,13 @@ class Machine:
         return seconds * seconds_at(near.points, size) / model(size, self.group(near.ranks))
 
     def _no_link(self, ranks: int, stride: int) -> Problem:
-        return Problem(
-            "M013",
-            f"{self.name}: no link is known that joins {ranks} devices {stride} apart",
-            why="known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none"),
-            fix=(
-                "machine.toml    a file with [[links]] for it",
-                "plait bench comm    measures them on the machine itself",
-            ),
+        what = f"{self.name}: no link is known that joins {ranks} devices {stride} apart"
+        why = "known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none")
+        fix = (
+            "machine.toml    a file with [[links]] for it",
+            "plait bench comm    measures them on the machine itself",
         )
-
-
-def _named(text: str) -> Machine:
-    """`h100`, `h100x8` or `h100x8x16`: a device of the catalogue, devices per node, nodes."""
-    wanted = re.sub(r"[ _]+", "-", text.strip().lower())
-    known = catalogue()
-    fitting = [n for n in known if re.fullmatch(re.escape(n) + r"(x[1-9]\d{0,6}){0,2}", wanted)]
-    if not fitting:
-        base = re.sub(r"(x\d+){1,2}$", "", wanted)
-        names = tuple(dict.fromkeys(path.stem for path in known.values()))
-        hint = did_you_mean(base, tuple(known)) if base else f"known: {', '.join(names)}"
-        fix = ("h100x8x16 is 16 nodes of 8 devices", "machine.toml    a file of your own")
-        raise PlaitError(Problem("M010", f"there is no machine {text}        {hint}", fix=fix))
-    name = max(fitting, key=len)
-    counts = [int(word) for word in wanted.removeprefix(name).split("x")[1:]] or [1]
-    said = read_file(known[name])
-    typical = said.get("devices_per_node")
-    if len(counts) == 1 and typical and counts[0] > typical:
-        if counts[0] % typical:
-            why = f"{counts[0]} / {typical} = {counts[0] / typical:.2f} nodes"
-            fix = (f"{name}x{typical}x{-(-counts[0] // typical)}", f"{name}x{counts[0]}x1    if a node has so many")
-            raise PlaitError(Problem("M010", f"{text}: {name} has {typical} devices on a node", why=why, fix=fix))
-        counts = [typical, counts[0] // typical]
-    per, nodes = (*counts, 1)[:2]
-    result = _machine(said | {"devices_per_node": max(per, typical or 1)})  # devices of a node share its network
-    return replace(result, name=wanted, devices_per_node=per, nodes=nodes)
+        return Problem("M013", what, why=why, fix=fix)
 
 
 def _machine(said: dict[str, Any]) -> Machine:
@@ -224,9 +217,8 @@ def _device(said: dict[str, Any]) -> Device:
     peak = {name: value * TERA for name, value in said.get("peak_tflops", {}).items()}
     best = {name: value * TERA / peak[name] for name, value in said.get("matmul_tflops", {}).items() if name in peak}
     moved = said.get("memory_gb_per_s")
-    return Device(
-        said["name"], round(said["memory_gib"] * GIB), moved and moved * GB, Rates(**peak), Rates(**best)
-    )  # fmt: skip
+    memory = round(said["memory_gib"] * GIB)
+    return Device(said["name"], memory, moved and moved * GB, Rates(**peak), Rates(**best))
 
 
 def _link(said: dict[str, Any], per: int) -> Link:
@@ -250,11 +242,8 @@ def _to_toml(machine: Machine) -> str:
         "operator_us": machine.operator and round(machine.operator * 1e6, 6),
     }  # fmt: skip
     lines += _rows(top)
-    about = {
-        "name": device.name,
-        "memory_gib": device.memory / GIB,
-        "memory_gb_per_s": _scaled(device.memory_bandwidth, GB),
-    }
+    about = {"name": device.name, "memory_gib": device.memory / GIB}
+    about |= {"memory_gb_per_s": _scaled(device.memory_bandwidth, GB)}
     lines += ["", "[device]", *_rows(about)]
     for table, rates in (("peak_tflops", device.peak), ("matmul_tflops", device.achievable)):
         factors = {f.name: (rates.of(f.name), device.peak.of(f.name)) for f in fields(Rates)}

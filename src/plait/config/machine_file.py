@@ -3,7 +3,6 @@
 Every key carries its unit in its name: `gb` is 10^9 bytes, `gib` 2^30 bytes, `gbit` 10^9 bits, `tflops` 10^12 flop/s.
 """
 
-import json
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,7 +13,7 @@ from typing import Any, TypeGuard
 from plait.config.device import Rates
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.network import HOPS
-from plait.config.plain_file import read_plain
+from plait.config.plain_file import as_json, read_plain
 
 LEAST, MOST = 1e-12, 1e18
 """Numbers of a machine lie between these: others overflow when they are multiplied."""
@@ -129,23 +128,11 @@ def _faults(table: str, row: object, where: str) -> list[Problem]:
             hint = did_you_mean(key, tuple(KEYS[table]))
             found.append(Problem("M011", f"unknown key of a machine:  {head}{key}        {hint}", where=where))
         elif not check(value):
-            found.append(
-                Problem(
-                    "M012",
-                    f"{head}{key[:60]} = {_shown(value)}        expected {EXPECTED[check]}",
-                    where=where,
-                )
-            )
+            what = f"{head}{key[:60]} = {as_json(value)[:60]}        expected {EXPECTED[check]}"
+            found.append(Problem("M012", what, where=where))
     if found:
         return found
     return [Problem("M012", f"{head}{what}", where=where) for what in _disagreements(table, row)]
-
-
-def _shown(value: object) -> str:
-    try:
-        return json.dumps(value, default=str)[:60]
-    except (ValueError, RecursionError):
-        return "a number of thousands of digits"
 
 
 def _disagreements(table: str, row: dict[str, Any]) -> list[str]:

@@ -54,6 +54,14 @@ def loads(text: bytes | str) -> Any:
     return json.loads(text, object_pairs_hook=_once)
 
 
+def as_json(value: object) -> str:
+    """What a file said, as JSON: it may be anything."""
+    try:
+        return json.dumps(value, default=str)
+    except (ValueError, RecursionError):
+        return "a number of thousands of digits"
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):

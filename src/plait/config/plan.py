@@ -3,9 +3,7 @@
 >>> Plan.parse("dp=2 microbatches=3").devices
 2
 
-A plan as text: what a line, a TOML file or JSON says, every fault at once, and the same words written again.
-
-Nothing here knows which keys there are: `config/plan.py` passes them in.
+Reading tells every fault at once.
 """
 
 import json
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
-from plait.config.plain_file import loads, open_plain
+from plait.config.plain_file import as_json, loads, open_plain
 
 FILE_BYTES, LINE_LENGTH = 8192, 1000
 """The largest plan that is read, as a file and as a line: parsers take minutes over what no person wrote."""
@@ -41,10 +39,66 @@ class Key:
     """What other frameworks call it; a plan that uses such a name is told ours."""
 
 
-Keys = dict[str, Key]
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
+"""Orders of the stages' forwards and backwards, from the simplest to the search (`parallel/pipeline/schedules.py`)."""
+KEYS: dict[str, Key] = {
+    "pp": Key("mesh", int, "pipeline stages: each process holds some of the model's units", wildcard=True,
+        also=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size", "stages")),
+    "dp": Key("mesh", int, "copies of the model, each on its share of the batch; * fills the processes", wildcard=True,
+        also=("ddp", "data_parallel", "data_parallel_size", "num_gpus", "replicas", "world_size")),
+    "fsdp": Key("mesh", int, "processes that share one sharded copy, each on its share of the batch", wildcard=True,
+        also=("shard", "sharding", "fully_shard", "fsdp2", "data_parallel_shard_degree")),
+    "cp": Key("mesh", int, "processes that compute stretches of the same sequences", wildcard=True,
+        also=("context_parallel", "sp", "ring_attention", "context_parallel_size", "sequence")),
+    "tp": Key("mesh", int, "processes that compute slices of the same layers", wildcard=True,
+        also=("mp", "tensor_parallel", "model_parallel", "tensor_model_parallel_size")),
+    "ep": Key("mesh", int, "processes, among those with other samples, that share out the experts",
+        also=("expert_parallel", "expert_model_parallel_size", "moe")),
+    "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last",
+        also=("grad_accum", "gradient_accumulation", "gradient_accumulation_steps", "accumulate", "accumulate_grad_batches",
+              "num_microbatches", "accum")),
+    "schedule": Key("step", str, "order of the stages' forwards and backwards", SCHEDULES),
+    "stages_per_rank": Key("step", int, "stages each process holds, for interleaved schedules"),
+    "zero": Key("memory", int, "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters", ("1", "2", "3"),
+        also=("zero_stage", "zero_optimization", "sharding_strategy")),
+    "recompute": Key("memory", str, "activations computed again in backward instead of kept", ("none", "selective", "full"),
+        also=("activation_checkpointing", "gradient_checkpointing", "checkpointing", "checkpoint", "remat", "ac")),
+    "offload": Key("memory", str, "what is kept in host memory", ("none", "optimizer", "all"),
+        also=("cpu_offload", "offload_optimizer", "offload_param")),
+    "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16"),
+        also=("dtype", "mixed_precision", "amp", "autocast", "param_dtype", "bf16", "fp16")),
+    "compile": Key("compute", bool, "torch.compile the model", also=("torch_compile", "jit", "inductor")),
+    "processes": Key("compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")),
+    "sequence_parallel": Key("split", bool, "tp computes norms and dropout between its slices on stretches too"),
+    "context": Key("split", str, "how attention sees the other stretches under cp", ("ring", "ulysses"),
+        also=("cp_method", "context_parallel_rotate_method", "attention")),
+}  # fmt: skip
+TABLES = tuple(dict.fromkeys(key.table for key in KEYS.values()))
+
+AXES = tuple(name for name, key in KEYS.items() if key.wildcard)
+"""The axes of the mesh, from the slowest link to the fastest: ranks that differ in the last axis are neighbours.
+
+`ep` is no axis of its own: it groups neighbouring ranks that have other samples.
+
+| axis | samples | of the model |
+|---|---|---|
+| pp | the same | other stages |
+| dp | other | the same |
+| fsdp | other | other shards |
+| cp | the same, other stretches of their sequences | the same |
+| tp | the same | other slices |
+"""
+OTHER_SAMPLES = ("dp", "fsdp")
+"""Axes along which ranks have other samples."""
+SAME_LOSS = ("cp", "tp")
+"""Axes along which ranks compute the same loss."""
+SAME_PARTS = ("dp", "cp")
+"""Axes along which ranks hold the same parts of the model."""
+SAME_SLICES = ("dp", "fsdp", "cp")
+"""Axes along which ranks hold the same stages and slices, whole or in shards."""
 
 
-def from_line(text: str, keys: Keys) -> dict[str, Any]:
+def from_line(text: str) -> dict[str, Any]:
     """What one line of ``key=value`` words says. All faults are raised together."""
     where = f'--plan "{_short(text, 200)}"'
     if len(text) > LINE_LENGTH:
@@ -61,10 +115,10 @@ def from_line(text: str, keys: Keys) -> dict[str, Any]:
             problems.append(_twice(key, where))
         else:
             values[key] = _literal(value)
-    return _checked(values, keys, where, problems)
+    return _checked(values, where, problems)
 
 
-def from_file(path: Path, keys: Keys) -> dict[str, Any]:
+def from_file(path: Path) -> dict[str, Any]:
     """What a TOML file (or JSON when the name ends in .json) says. All faults are raised together."""
     try:
         with open_plain(path) as file:
@@ -83,8 +137,8 @@ def from_file(path: Path, keys: Keys) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         why = _short(str(error), 200)
         raise PlaitError(Problem("T003", f"{path} is not {kind}", why, str(path))) from None
-    values, problems = _flatten(data, keys, path)
-    return _checked(values, keys, str(path), problems)
+    values, problems = _flatten(data, path)
+    return _checked(values, str(path), problems)
 
 
 def as_word(key: Key, value: object) -> str:
@@ -94,12 +148,12 @@ def as_word(key: Key, value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def as_toml(values: dict[str, Any], keys: Keys) -> str:
+def as_toml(values: dict[str, Any]) -> str:
     """The values as a TOML file, in the tables of the keys."""
     lines: list[str] = []
-    for table in _tables(keys):
-        rows = [(name, value) for name, value in values.items() if keys[name].table == table]
-        lines += [f"[{table}]", *(f"{name} = {_toml(keys[name], value)}" for name, value in rows), ""]
+    for table in TABLES:
+        rows = [(name, value) for name, value in values.items() if KEYS[name].table == table]
+        lines += [f"[{table}]", *(f"{name} = {_toml(KEYS[name], value)}" for name, value in rows), ""]
     return "\n".join(lines)
 
 
@@ -108,24 +162,19 @@ def _toml(key: Key, value: object) -> str:
     return json.dumps(text) if isinstance(value, str) or text == "*" else text
 
 
-def _tables(keys: Keys) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key.table for key in keys.values()))
-
-
-def _flatten(data: object, keys: Keys, path: Path) -> tuple[dict[str, Any], list[Problem]]:
+def _flatten(data: object, path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """The keys of all tables in one dict, and what is wrong with the tables."""
-    tables, where = _tables(keys), str(path)
-    values, problems = dict[str, Any](), list[Problem]()
+    where, values, problems = str(path), dict[str, Any](), list[Problem]()
     if not isinstance(data, dict):
         return values, [Problem("T003", f"{path} is not a table of plan keys", where=where)]
     for name, content in data.items():
-        if isinstance(content, dict) != (name in tables):
-            problems.append(_misplaced(name, content, keys, path))
+        if isinstance(content, dict) != (name in TABLES):
+            problems.append(_misplaced(name, content, path))
             continue
-        rows = content if name in tables else {name: content}
+        rows = content if name in TABLES else {name: content}
         for key, value in rows.items():
-            if name in tables and key in keys and keys[key].table != name:
-                right = keys[key].table
+            if name in TABLES and key in KEYS and KEYS[key].table != name:
+                right = KEYS[key].table
                 what = f"`{key}` belongs in [{right}], not in [{name}]"
                 problems.append(Problem("T001", what, where=where, fix=(f"[{right}] {key} = {_shown(value)}",)))
             if key in values:
@@ -134,30 +183,30 @@ def _flatten(data: object, keys: Keys, path: Path) -> tuple[dict[str, Any], list
     return values, problems
 
 
-def _misplaced(name: str, content: object, keys: Keys, path: Path) -> Problem:
-    if name in _tables(keys):
-        key = next(k for k in keys if keys[k].table == name)
+def _misplaced(name: str, content: object, path: Path) -> Problem:
+    if name in TABLES:
+        key = next(k for k in KEYS if KEYS[k].table == name)
         what, fix = f"`{name}` is a table of keys, not {_shown(content)}", (f"[{name}] {key} = …",)
-    elif name in keys:
-        table = keys[name].table
+    elif name in KEYS:
+        table = KEYS[name].table
         what, fix = f"`{name}` is a key of [{table}], not a table", (f"[{table}] {name} = …",)
     else:
-        hint = did_you_mean(name, _tables(keys))
+        hint = did_you_mean(name, TABLES)
         what, fix = f"unknown table in {path.name}:  [{_short(name)}]        {hint}", ()
     return Problem("T001", what, where=str(path), fix=fix)
 
 
-def _checked(values: dict[str, Any], keys: Keys, where: str, problems: list[Problem]) -> dict[str, Any]:
+def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dict[str, Any]:
     good: dict[str, Any] = {}
     for name, value in values.items():
-        if name in keys:
-            problem, good[name] = _value(name, keys[name], value, where)
+        if name in KEYS:
+            problem, good[name] = _value(name, KEYS[name], value, where)
             problems += problem
         else:
-            hint = _meant(name, keys)
+            hint = _meant(name)
             what = f"unknown key in the plan:  {_short(name)} = {_bare(value)}        {hint}"
             problems.append(Problem("T001", what, where=where))
-    wild = [name for name, value in good.items() if keys[name].wildcard and value == 0]
+    wild = [name for name, value in good.items() if KEYS[name].wildcard and value == 0]
     if len(wild) > 1:
         what = f"{' and '.join(f'{name}=*' for name in wild)}: only one axis can fill the rest"
         problems.append(Problem("T002", what, where=where, fix=tuple(f"{name}=*" for name in wild)))
@@ -169,11 +218,11 @@ def _checked(values: dict[str, Any], keys: Keys, where: str, problems: list[Prob
     return good
 
 
-def _meant(name: str, keys: Keys) -> str:
+def _meant(name: str) -> str:
     """Which key a name that is none stands for: one of other frameworks', or one like it."""
     word = name.lower().replace("-", "_")
-    ours = next((key for key in keys if word in keys[key].also), None)
-    return f"did you mean  {ours} ?" if ours else did_you_mean(name, tuple(keys))
+    ours = next((key for key in KEYS if word in KEYS[key].also), None)
+    return f"did you mean  {ours} ?" if ours else did_you_mean(name, tuple(KEYS))
 
 
 def _twice(key: str, where: str) -> Problem:
@@ -216,74 +265,11 @@ def _shown(value: object) -> str:
     """A value from a plan, as a file would have it, but short: it may be anything."""
     if isinstance(value, (dict, list)):
         return "{…}" if isinstance(value, dict) else "[…]"
-    try:
-        return _short(json.dumps(value, default=str))
-    except ValueError:
-        return "a number of thousands of digits"
+    return _short(as_json(value))
 
 
 def _bare(value: object) -> str:
     return _short(value) if isinstance(value, str) else _shown(value)
-
-
-__all__ = ["AXES", "KEYS", "Key", "Plan"]
-
-SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
-"""Orders of the stages' forwards and backwards, from the simplest to the search (`parallel/pipeline/schedules.py`)."""
-KEYS: dict[str, Key] = {
-    "pp": Key("mesh", int, "pipeline stages: each process holds some of the model's units", wildcard=True,
-        also=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size", "stages")),
-    "dp": Key("mesh", int, "copies of the model, each on its share of the batch; * fills the processes", wildcard=True,
-        also=("ddp", "data_parallel", "data_parallel_size", "num_gpus", "replicas", "world_size")),
-    "fsdp": Key("mesh", int, "processes that share one sharded copy, each on its share of the batch", wildcard=True,
-        also=("shard", "sharding", "fully_shard", "fsdp2", "data_parallel_shard_degree")),
-    "cp": Key("mesh", int, "processes that compute stretches of the same sequences", wildcard=True,
-        also=("context_parallel", "sp", "ring_attention", "context_parallel_size", "sequence")),
-    "tp": Key("mesh", int, "processes that compute slices of the same layers", wildcard=True,
-        also=("mp", "tensor_parallel", "model_parallel", "tensor_model_parallel_size")),
-    "ep": Key("mesh", int, "processes, among those with other samples, that share out the experts",
-        also=("expert_parallel", "expert_model_parallel_size", "moe")),
-    "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last",
-        also=("grad_accum", "gradient_accumulation", "gradient_accumulation_steps", "accumulate", "accumulate_grad_batches",
-              "num_microbatches", "accum")),
-    "schedule": Key("step", str, "order of the stages' forwards and backwards", SCHEDULES),
-    "stages_per_rank": Key("step", int, "stages each process holds, for interleaved schedules"),
-    "zero": Key("memory", int, "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters", ("1", "2", "3"),
-        also=("zero_stage", "zero_optimization", "sharding_strategy")),
-    "recompute": Key("memory", str, "activations computed again in backward instead of kept", ("none", "selective", "full"),
-        also=("activation_checkpointing", "gradient_checkpointing", "checkpointing", "checkpoint", "remat", "ac")),
-    "offload": Key("memory", str, "what is kept in host memory", ("none", "optimizer", "all"),
-        also=("cpu_offload", "offload_optimizer", "offload_param")),
-    "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16"),
-        also=("dtype", "mixed_precision", "amp", "autocast", "param_dtype", "bf16", "fp16")),
-    "compile": Key("compute", bool, "torch.compile the model", also=("torch_compile", "jit", "inductor")),
-    "processes": Key("compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")),
-    "sequence_parallel": Key("split", bool, "tp computes norms and dropout between its slices on stretches too"),
-    "context": Key("split", str, "how attention sees the other stretches under cp", ("ring", "ulysses"),
-        also=("cp_method", "context_parallel_rotate_method", "attention")),
-}  # fmt: skip
-
-AXES = tuple(name for name, key in KEYS.items() if key.wildcard)
-"""The axes of the mesh, from the slowest link to the fastest: ranks that differ in the last axis are neighbours.
-
-`ep` is no axis of its own: it groups neighbouring ranks that have other samples.
-
-| axis | samples | of the model |
-|---|---|---|
-| pp | the same | other stages |
-| dp | other | the same |
-| fsdp | other | other shards |
-| cp | the same, other stretches of their sequences | the same |
-| tp | the same | other slices |
-"""
-OTHER_SAMPLES = ("dp", "fsdp")
-"""Axes along which ranks have other samples."""
-SAME_LOSS = ("cp", "tp")
-"""Axes along which ranks compute the same loss."""
-SAME_PARTS = ("dp", "cp")
-"""Axes along which ranks hold the same parts of the model."""
-SAME_SLICES = ("dp", "fsdp", "cp")
-"""Axes along which ranks hold the same stages and slices, whole or in shards."""
 
 
 @dataclass(frozen=True)
@@ -405,12 +391,12 @@ class Plan:
     @staticmethod
     def parse(text: str) -> "Plan":
         """A plan from one line of ``key=value`` words. All faults are raised together."""
-        return Plan(**from_line(text, KEYS))
+        return Plan(**from_line(text))
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
         """A plan from a TOML file (or JSON when the name ends in .json), with the tables of `KEYS`."""
-        return Plan(**from_file(Path(path), KEYS))
+        return Plan(**from_file(Path(path)))
 
     @staticmethod
     def read(text: str) -> "Plan":
@@ -432,7 +418,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as a TOML file; `Plan.load` reads it back to an equal plan."""
-        return as_toml(asdict(self), KEYS)
+        return as_toml(asdict(self))
 
 
 def _processes(n: int) -> str:

@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeGuard
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.data.batch_rows import SampleRows
-from plait.randomness.keyed import host_state, restore_host
+from plait.randomness.keyed import keeping_host_state
 from plait.tensors.float64 import Widest
 from plait.tensors.torch_private import tree_map_only
 
@@ -164,9 +164,8 @@ class _First:
     """The first sample of an iterable, as a data set."""
 
     def __init__(self, data: Iterable[object]):
-        state = host_state()
-        self.sample = next(iter(data), None)
-        restore_host(state)
+        with keeping_host_state():
+            self.sample = next(iter(data), None)
         if self.sample is None:
             raise empty("it ended without a sample")
         for name in ("collate", "sketched_beside"):
@@ -196,10 +195,11 @@ def checked(data: object, where: str) -> Any:
         if len(data) == 0:
             raise empty("len(data) = 0", where)
     elif not hasattr(data, "__iter__"):
-        raise PlaitError(
-            Problem("J007", f"the data is a {type(data).__name__}, which cannot be read", where=where,
-                    fix=("give it  __len__ and __getitem__,  or  __iter__",))
-        )  # fmt: skip
+        what, fix = (
+            f"the data is a {type(data).__name__}, which cannot be read",
+            ("give it  __len__ and __getitem__,  or  __iter__",),
+        )
+        raise PlaitError(Problem("J007", what, where=where, fix=fix))
     return data
 
 
@@ -224,9 +224,7 @@ def collate(data: object, samples: list[Any]) -> tuple[Any, Any]:
         shapes = list(dict.fromkeys(_told(s) for s in samples))
         if len(shapes) == 1 and not isinstance(error, TypeError):
             raise
-        what = (
-            f"{len(samples)} samples cannot be put together: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        )
+        what = f"{len(samples)} samples cannot be put together: {in_a_line(error)}"
         why = "torch's default_collate puts samples of one shape together; here are " + ", and ".join(shapes[:2])
         fix = ("make all samples alike", "give the data set  collate(samples) -> (inputs, targets),  which pads")
         raise PlaitError(Problem("J007", what, why=why, fix=fix)) from error
@@ -265,21 +263,17 @@ def first_samples(data: Data, count: int) -> tuple[Any, Any]:
 
     `data.sketched_beside()`, where there is one, gives samples: the batch has the first of them, and the lengths of all.
     """
-    state = host_state()
-    company = data.sketched_beside() if hasattr(data, "sketched_beside") else []
-    sample = company[0] if company else data[0] if is_map(data) else next(iter(data))
-    restore_host(state)
+    with keeping_host_state():
+        company = data.sketched_beside() if hasattr(data, "sketched_beside") else []
+        sample = company[0] if company else data[0] if is_map(data) else next(iter(data))
     samples = [tree_map_only(Tensor, lambda t: t, sample) for _ in range(count)]
     return beside(data, samples, company) if company else collate(data, samples)
 
 
+@keeping_host_state()
 def rows_of(data: object, sample: object) -> SampleRows:
     """Where the samples are in what the data set's `collate` returns. The generators stay as they were."""
-    state = host_state()
-    try:
-        return SampleRows(collate(data, [sample]), collate(data, [sample, sample]))
-    finally:
-        restore_host(state)
+    return SampleRows(collate(data, [sample]), collate(data, [sample, sample]))
 
 
 def beside(data: object, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import Batch, BatchShare, Data, MapStyle, Micro, Position, empty, is_map, part
-from plait.data.iterable_shares import OfShare, known_by, read_before
-from plait.data.iterable_streams import digest
+from plait.data.iterables import OfShare, digest, known_by, read_before
 from plait.data.padding import packed
 from plait.launch.failure_report import LoaderError, described
 from plait.randomness.keyed import first_draws, permutation, seed_host
@@ -105,10 +104,9 @@ def _shared(batch: Batch) -> Batch:
 
 
 def _shorter(at: Position, length: int) -> PlaitError:
-    return PlaitError(
-        Problem("K003", f"the run is at sample {at.start} of epoch {at.epoch}, and the data has only {length} samples",
-                why="it has become shorter since the checkpoint", fix=("resume with the data it was started with",))
-    )  # fmt: skip
+    what = f"the run is at sample {at.start} of epoch {at.epoch}, and the data has only {length} samples"
+    fix = ("resume with the data it was started with",)
+    return PlaitError(Problem("K003", what, why="it has become shorter since the checkpoint", fix=fix))
 
 
 Item = tuple[Position, int, list[tuple[int, list[int]]], Position]

@@ -9,7 +9,6 @@ needed, and `collate` may pad on either side, to multiples, or several tensors e
 A `collate` that does otherwise (that sorts, draws at random, packs or crops) is left alone, and named where shapes differ.
 """
 
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +19,8 @@ from torch.distributed import ProcessGroup
 
 from plait.data.batch import Batch, MapStyle, Micro, collate, is_map, rows_of
 from plait.data.batch_rows import Pair, SampleRows
-from plait.data.iterable_shares import known_by
-from plait.randomness.keyed import host_state, restore_host, seed_host
-from plait.tensors.collectives import exchange
+from plait.data.iterables import exchange_numbers, known_by
+from plait.randomness.keyed import keeping_host_state, seed_host
 from plait.tensors.torch_private import tree_map_only
 
 Fetch = Callable[[int], Any] | None
@@ -71,7 +69,7 @@ class Padding:
         bad = any(form is None for form in forms) or len({len(form or ()) for form in forms}) > 1
         known = [form for form in forms if form]
         mine = () if bad or not known else (*map(min, zip(*known)), *map(max, zip(*known)))
-        rows = [_numbers(row) for row in exchange(_bytes((int(bad), *mine)), self.group, self.device)]
+        rows = exchange_numbers((int(bad), *mine), self.group, self.device)
         sizes = [row[1:] for row in rows if len(row) > 1]
         if any(row[0] for row in rows) or len({len(row) for row in sizes}) != 1:
             self.loose = self.loose or any(row[0] for row in rows)
@@ -89,8 +87,7 @@ class Padding:
                     mine[place] = self._longest(micro, place, size)
         told = [number for place, i in mine.items() for number in (place, i)]
         found: dict[int, int] = {}
-        for row in exchange(_bytes(tuple(told)), self.group, self.device):
-            numbers = _numbers(row)
+        for numbers in exchange_numbers(told, self.group, self.device):
             for place, i in zip(numbers[::2], numbers[1::2]):
                 found.setdefault(place, i)
         return sorted(set(found.values())) if len(found) == len(most) else None
@@ -106,12 +103,9 @@ class Padding:
             samples, ids = samples[keep], ids[keep]
         return ids[0]
 
+    @keeping_host_state()
     def _collated(self, samples: list[Any]) -> Pair:
-        state = host_state()
-        try:
-            return collate(self.data, samples)
-        finally:
-            restore_host(state)
+        return collate(self.data, samples)
 
     def _padded(self, micro: Micro, company: list[Any], most: tuple[int, ...]) -> Micro:
         """The micro-batch collated beside the longest samples, without their rows, when it has the largest sizes then."""
@@ -173,11 +167,3 @@ def unpacked(samples: object) -> Any:
         return torch.frombuffer(bytearray(p.data), dtype=torch.uint8).view(p.dtype).reshape(p.shape)
 
     return tree_map_only(Packed, one, samples)
-
-
-def _bytes(numbers: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(numbers)}q", *numbers)
-
-
-def _numbers(row: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(row) // 8}q", row)

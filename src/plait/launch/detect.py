@@ -82,16 +82,14 @@ def _seen() -> DeviceSeen:
     except ImportError:
         code = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
         try:
-            asked = subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-            )
+            command = [sys.executable, "-c", code]
+            asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
             return DeviceSeen(int(asked.stdout), None)
         except (subprocess.SubprocessError, ValueError) as error:
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            raise PlaitError(
-                Problem("H009", "torch cannot say how much memory the first device has", why=said[-1] if said else "",
-                        fix=("pip install nvidia-ml-py", "--machine NAME    a machine that is known by name", "--device cpu"))
-            ) from None  # fmt: skip
+            what, why = "torch cannot say how much memory the first device has", said[-1] if said else ""
+            fix = ("pip install nvidia-ml-py", "--machine NAME    a machine that is known by name", "--device cpu")
+            raise PlaitError(Problem("H009", what, why=why, fix=fix)) from None
     pynvml.nvmlInit()
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(0)

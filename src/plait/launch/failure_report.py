@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from plait.config.errors import FAILED, PlaitError, Problem
@@ -103,10 +103,8 @@ def titled(told: dict[str, Any]) -> str:
 
 def located(told: dict[str, Any]) -> str:
     """Where it was raised: the user's own line and the module, as far as there are any, else what plait had called."""
-    inner = told["module"] and (
-        "(" in told["module"] or not told["where"]
-    )  # a line of the user's says more than the whole model
-    module = f"module {told['module']}" if inner else ""
+    inner = "(" in told["module"] or not told["where"]  # a line of the user's says more than the whole model
+    module = f"module {told['module']}" if told["module"] and inner else ""
     found = ", ".join(part for part in (told["where"], module) if part) or told["called"]
     return found if told["where"] else f"{found}; -v shows the traceback".removeprefix("; ")
 
@@ -179,16 +177,16 @@ def sort_of(error: BaseException, text: str, where: str) -> str:
 
 def _in_semaphores(error: BaseException) -> bool:
     """Whether it was raised where multiprocessing makes a lock, which lives in shared memory."""
-    return any(
-        frame.f_globals.get("__name__") == "multiprocessing.synchronize" for frame in _frames(error.__traceback__)
-    )
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "multiprocessing.synchronize" for frame, _ in frames)
 
 
 def module_of(trace: TracebackType | None) -> str:
     """`layers.1 (Linear)`: the innermost module whose code an exception passed through, named by the outermost one."""
     from torch import nn
 
-    inside = [it for it in map(_self, _frames(trace)) if isinstance(it, nn.Module)]
+    methods = [frame for frame, _ in traceback.walk_tb(trace) if frame.f_code.co_varnames[:1] == ("self",)]
+    inside = [it for frame in methods if isinstance(it := frame.f_locals.get("self"), nn.Module)]
     if not inside:
         return ""
     kind = type(inside[-1]).__name__
@@ -204,29 +202,12 @@ def called(trace: TracebackType | None) -> str:
     own = f"{LIBRARIES[0]}{os.sep}"
     found = ""
     before = True
-    for frame, line in zip(_frames(trace), _lines(trace)):
+    for frame, line in traceback.walk_tb(trace):
         mine = frame.f_code.co_filename.startswith(own)
         if before and not mine and not frame.f_code.co_filename.startswith("<"):
             found = f"{frame.f_code.co_qualname} ({_library(frame.f_code.co_filename)}:{line})"
         before = mine
     return found
-
-
-def _self(frame: FrameType) -> Any:
-    names = frame.f_code.co_varnames[:1]
-    return frame.f_locals.get("self") if names == ("self",) else None
-
-
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _lines(trace: TracebackType | None) -> Iterator[int]:
-    while trace is not None:
-        yield trace.tb_lineno
-        trace = trace.tb_next
 
 
 def _library(path: str) -> str:

@@ -47,11 +47,8 @@ class Place:
             return dist.group.WORLD
         if self.world == 1 and not self.joined:
             return None
-        backend = _backend(device)
-        if self.store is not None:
-            dist.init_process_group(backend, store=self.store(), rank=self.rank, world_size=self.world, timeout=WATCHED)
-        else:
-            dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=JOINED)
+        store, patience = (self.store(), WATCHED) if self.store is not None else (None, JOINED)
+        dist.init_process_group(_backend(device), store=store, rank=self.rank, world_size=self.world, timeout=patience)
         return dist.group.WORLD
 
     def alone(self, device: "torch.device") -> None:
@@ -117,7 +114,7 @@ def threads(world: int) -> int:
 
 def facts() -> dict[str, str]:
     """The environment variables worth keeping with a run: never a value whose name looks like a secret."""
-    wanted = (
+    wanted = [
         "CUDA_VISIBLE_DEVICES",
         "OMP_NUM_THREADS",
         "RANK",
@@ -125,5 +122,5 @@ def facts() -> dict[str, str]:
         "MASTER_ADDR",
         "PYTHONHASHSEED",
         "NO_COLOR",
-    )
+    ]
     return {name: os.environ[name] for name in wanted if name in os.environ}

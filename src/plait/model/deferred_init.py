@@ -10,7 +10,7 @@ forgotten. After its last touch this rank's share is put by and the storage is d
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,7 @@ class Story:
 
     def live(self, number: int) -> bool:
         """Whether the values at this operation matter: it is the last life, or one that was read."""
-        index = self._index(number)
+        index = max(i for i, (first, _) in enumerate(self.lives) if first <= number)
         return index == len(self.lives) - 1 or self.read[index]
 
     def starts(self, number: int) -> bool:
@@ -56,9 +56,6 @@ class Story:
     def ends(self, number: int) -> bool:
         """Whether a life ends with this operation."""
         return any(last == number for _, last in self.lives)
-
-    def _index(self, number: int) -> int:
-        return max(i for i, (first, _) in enumerate(self.lives) if first <= number)
 
 
 class _Following(TorchDispatchMode):
@@ -165,12 +162,15 @@ class Drawing(_Following):
         if len(written) == 1 and (k := self.index(written[0])) is not None:
             if not self.stories[k].live(number):
                 self.number = number
-                result = self._dead(func, written[0], args, kwargs)
+                if (
+                    func in SEEDED
+                ):  # what is drawn is overwritten before anyone reads it: only the generator must move on
+                    t = written[0]
+                    func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
                 self._end(touched, number)
-                return result
+                return written[0]
             if self.stories[k].starts(number):
-                storage = written[0].untyped_storage()
-                storage.resize_(self.sizes[k])
+                written[0].untyped_storage().resize_(self.sizes[k])
         result = func(*args, **kwargs)
         new = self.made(result)
         if touched or new:
@@ -196,12 +196,6 @@ class Drawing(_Following):
         finally:
             for storage in away.values():
                 storage.resize_(0)
-
-    def _dead(self, func: OpOverload, t: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """What is written here is overwritten before anyone reads it: only the generator must move on."""
-        if func in SEEDED:
-            func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
-        return t
 
     def _ended(self, k: int, number: int) -> None:
         key, t = next((key, t) for key, (index, t) in self.known.items() if index == k)
@@ -272,18 +266,18 @@ def defer(
     with _giving_back(), Drawing(noting, keep):
         try:
             found.model = make()
-        except (
-            Exception
-        ):  # it strayed from the first run, or does what cannot be followed; a fault of its own comes again
+        except Exception:  # it strayed from the first run, or does what cannot be followed; its own fault comes again
             return None
     if found.shares.keys() != followed:
         return None
-    hollow = {id(p): n for n, p in found.model.named_parameters() if n in found.shares}
-    empty = {
-        n: nn.Parameter(p.to("meta"), p.requires_grad) for n, p in found.model.named_parameters() if n in found.shares
-    }
-    for module in found.model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in hollow:
-                setattr(module, name, empty[hollow[id(parameter)]])
+    large = [p for n, p in found.model.named_parameters() if n in found.shares]
+    exchange_parameters(found.model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in large})
     return found
+
+
+def exchange_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
+    """Put new parameters, by the id of the old one, wherever the model has that, tied or not."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in new:
+                setattr(module, name, new[id(parameter)])

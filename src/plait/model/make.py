@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.model import transformers
-from plait.model.deferred_init import defer
+from plait.model.deferred_init import defer, exchange_parameters
 from plait.tensors.collectives import differing, digest
 from plait.tensors.torch_private import convert, own_buffers
 
@@ -31,12 +31,9 @@ class BuiltModel:
 
 
 def make(
-    job: Job,
-    device: torch.device,
-    cast: torch.dtype | None,
-    group: ProcessGroup | None,
+    job: Job, device: torch.device, cast: torch.dtype | None, group: ProcessGroup | None,
     share: Callable[[Tensor], Tensor] | None,
-) -> BuiltModel:
+) -> BuiltModel:  # fmt: skip
     """The job's model on this rank, in `cast` if given. With `share`, a large model is never held: see `model/deferred_init.py`.
 
     J008 when its weights are not the same on all ranks of the group.
@@ -48,24 +45,15 @@ def make(
     convert(model, device, cast)
     if deferred is None:
         return BuiltModel(model, model)
-    _convert_fake(deferred.fake, device, cast)
-    shares = {
-        n: s.to(device, cast if cast is not None and s.is_floating_point() else s.dtype)
-        for n, s in deferred.shares.items()
-    }
-    return BuiltModel(model, deferred.fake, shares)
+    one = lambda t: t.detach().to(device, cast if cast is not None and t.is_floating_point() else t.dtype)  # noqa: E731
+    _convert_fake(deferred.fake, one)
+    return BuiltModel(model, deferred.fake, {name: one(part) for name, part in deferred.shares.items()})
 
 
-def _convert_fake(model: nn.Module, device: torch.device, cast: torch.dtype | None) -> None:
+def _convert_fake(model: nn.Module, one: Callable[[Tensor], Tensor]) -> None:
     """As `convert`, tensor by tensor: `nn.Module.to` cannot exchange fake ones in place."""
-
-    def one(t: Tensor) -> Tensor:
-        return t.detach().to(device, cast if cast is not None and t.is_floating_point() else t.dtype)
-
-    made = {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()}
+    exchange_parameters(model, {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()})
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, made[id(parameter)])
         buffers = own_buffers(module)
         buffers.update({name: None if b is None else one(b) for name, b in buffers.items()})
 
@@ -78,9 +66,8 @@ def make_model(job: Job) -> nn.Module:
     model = job.model()
     if not isinstance(model, nn.Module):
         fix = ("return a module from it: model=lambda: MyModel(…)",)
-        raise PlaitError(
-            Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module", fix=fix)
-        )
+        what = f"the job's model is a {type(model).__name__}, not a torch.nn.Module"
+        raise PlaitError(Problem("J006", what, fix=fix))
     _supported(model)
     transformers.in_doubles()
     if hasattr(job.loss, "attach"):
@@ -100,21 +87,14 @@ def in_training(model: nn.Module) -> nn.Module:
 def _supported(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
+        why = "a lazy module takes its shape from the first batch"
         fix = ("run one batch through it in the job's model function",)
-        raise PlaitError(
-            Problem(
-                "J006", f"{lazy[0]} has no shape yet", why="a lazy module takes its shape from the first batch", fix=fix
-            )
-        )
+        raise PlaitError(Problem("J006", f"{lazy[0]} has no shape yet", why=why, fix=fix))
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
     if sparse:
-        why, fix = (
-            "their sum over ranks, norm and clipping are not defined here",
-            ("sparse=False    (the result is the same)",),
-        )
-        raise PlaitError(
-            Problem("J012", f"{sparse[0]} makes sparse gradients, which plait does not sum", why=why, fix=fix)
-        )
+        what = f"{sparse[0]} makes sparse gradients, which plait does not sum"
+        why = "their sum over ranks, norm and clipping are not defined here"
+        raise PlaitError(Problem("J012", what, why=why, fix=("sparse=False    (the result is the same)",)))
 
 
 def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
@@ -144,11 +124,10 @@ def _same_everywhere(
     named = dict([*model.named_parameters(), *model.named_buffers()]) | digests
     wrong = differing(list(named.items()), group, device)
     if wrong:
-        raise PlaitError(
-            Problem("J008", f"the job's model has different initial weights on different ranks: {', '.join(wrong[:3])}",
-                    why=f"{len(wrong)} tensors differ, although Python's, numpy's and torch's generators start from seed on every rank",
-                    fix=("draw initial weights from these generators only: not from time, os.urandom or the order of a set",))
-        )  # fmt: skip
+        what = f"the job's model has different initial weights on different ranks: {', '.join(wrong[:3])}"
+        why = f"{len(wrong)} tensors differ, although Python's, numpy's and torch's generators start from seed on every rank"
+        fix = ("draw initial weights from these generators only: not from time, os.urandom or the order of a set",)
+        raise PlaitError(Problem("J008", what, why=why, fix=fix))
 
 
 def call(model: nn.Module, inputs: object) -> Any:

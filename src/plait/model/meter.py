@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from plait.model.operations import Effort
 from plait.tensors.torch_private import OpOverload, leaves, storage_key, tree_map, version
-from plait.tensors.trees import carried, flat, learn, taken, tensors_in
+from plait.tensors.trees import carried, flat, learn, taken, tensors, tensors_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: those by place, and by name."""
@@ -123,8 +123,22 @@ class Meter:
 
     def enter(self, name: str, module: nn.Module, given: Arguments) -> None:
         """A module is called with `given`."""
+        self.seen.entered.add(name)
+        unit = None
+        if self.running is not None:
+            self.depth += module is self.running
+        else:
+            self.seen.outside[name] = self.seen.outside.get(name, 0) + 1
+            unit = self.units.get(id(module))
+        if unit is None:
+            self._used(self.modules.get(id(module)))
+            return
         with self._look():
-            self._entered(name, module, given)
+            tensors = list(tensors_in(given))
+            needs = self.sources(tensors)
+            self.seen.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
+            self.running, self.depth = module, 0
+            self.given, self.asked = [(t, version(t)) for t in tensors], given
 
     @contextmanager
     def _look(self) -> Iterator[None]:
@@ -134,23 +148,6 @@ class Meter:
         finally:
             self.looking = False
 
-    def _entered(self, name: str, module: nn.Module, given: Arguments) -> None:
-        self.seen.entered.add(name)
-        if self.running is not None:
-            self.depth += module is self.running
-            self._used(self.modules.get(id(module)))
-            return
-        self.seen.outside[name] = self.seen.outside.get(name, 0) + 1
-        unit = self.units.get(id(module))
-        if unit is None:
-            self._used(self.modules.get(id(module)))
-            return
-        tensors = list(tensors_in(given))
-        needs = self.sources(tensors)
-        self.seen.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
-        self.running, self.depth = module, 0
-        self.given, self.asked = [(t, version(t)) for t in tensors], given
-
     def leave(self, module: nn.Module, output: object) -> Any:
         """The module returns `output`; None, or the same with other tensors where it also leaves those in what it was given."""
         if module is not self.running:
@@ -159,32 +156,29 @@ class Meter:
             self.depth -= 1
             return None
         with self._look():
-            return self._left(output)
-
-    def _left(self, output: object) -> Any:
-        left = {id(t) for t in tensors_in(self.asked)} - {id(t) for t, _ in self.given}
-        twice = [t for t in leaves(output) if isinstance(t, Tensor) and id(t) in left]
-        if twice and not carried(output) and _place(self.asked, output) is None:
-            found = tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) and id(t) in left else t, output)
-            self._returned(found)
-            return found
-        self._returned(output)
-        return None
+            left = {id(t) for t in tensors_in(self.asked)} - {id(t) for t, _ in self.given}
+            apart = None
+            if (
+                any(id(t) in left for t in tensors(output))
+                and not carried(output)
+                and _place(self.asked, output) is None
+            ):
+                apart = tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) and id(t) in left else t, output)
+            self._returned(output if apart is None else apart)
+            return apart
 
     def _returned(self, output: object) -> None:
         self.running = None
         this_call = len(self.seen.calls) - 1
-        tensors, this = list(tensors_in(output)), frozenset((this_call,))
+        found, this = list(tensors_in(output)), frozenset((this_call,))
         call = self.seen.calls[-1]
-        for tensor in tensors:
+        for tensor in found:
             self.made.pop(id(tensor), None)
-        call.itemsize = max((t.element_size() for t in tensors if t.is_floating_point()), default=4)
-        call.output, call.backward = _bytes(tensors), any(t.requires_grad for t in tensors)
+        call.itemsize = max((t.element_size() for t in found if t.is_floating_point()), default=4)
+        call.output, call.backward = _bytes(found), any(t.requires_grad for t in found)
         learn(output)
-        plain = {id(leaf) for leaf in leaves(output)}
-        hidden = [
-            t for t in tensors if id(t) not in plain and id(t) not in self.parameters
-        ]  # nobody who looks through its output would see these
+        plain = {id(leaf) for leaf in leaves(output)}  # nobody who looks through its output would see others
+        hidden = [t for t in found if id(t) not in plain and id(t) not in self.parameters]
         if any(t.requires_grad for t in hidden) or carried(output):  # hooks of sharding look through the output
             self.seen.opened.add(call.unit)
         if hidden:
@@ -192,13 +186,13 @@ class Meter:
             call.aside.add(BETWEEN)
         call.returned = taken(output)
         same = {id(t) for t, _ in self.given}
-        if {id(t) for t in tensors_in(self.asked)} & {id(t) for t in tensors if id(t) not in same}:
+        if {id(t) for t in tensors_in(self.asked)} & {id(t) for t in found if id(t) not in same}:
             call.back = _place(self.asked, output)
             call.writes = call.back is None
-        for i, _ in self._carried(t for t in tensors if id(t) in same):
+        for i, _ in self._carried(t for t in found if id(t) in same):
             self.seen.calls[i].leaks.add(this_call)
             self.seen.calls[i].aside.add(this_call)
-        for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
+        for tensor in found:  # a unit may hand on what it was given: then it also comes from where that came from
             self._mark(tensor, this | self.sources([tensor]) if id(tensor) in same else this)
         for tensor, before in self.given:
             if version(tensor) != before:

@@ -9,7 +9,7 @@ and an addition are two operations.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from plait.tensors.fake import given_to
 from plait.tensors.torch_private import OpOverload, schema, storage_key
 
 
@@ -52,21 +53,19 @@ def _vector(matrix: Tensor, vector: Tensor, *_: Any, **__: Any) -> int:
     return 2 * matrix.numel()
 
 
-def _ours() -> Mapping[Any, Callable[..., int]]:
-    known = {
+aten = torch.ops.aten
+OURS = {
+    getattr(aten, name): formula
+    for name, formula in {
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "mkldnn_rnn_layer": _recurrent,
         "_cudnn_rnn": _recurrent_cuda,
         "_grouped_mm": _grouped,
         "mv": _vector,
-    }
-    return {getattr(torch.ops.aten, name): f for name, f in known.items() if hasattr(torch.ops.aten, name)}
-
-
-OURS = _ours()
-
-
-aten = torch.ops.aten
+    }.items()
+    if hasattr(aten, name)
+}
+"""Formulas for operators of which torch has none."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Effort:
     ) -> int:
         """Note one operator; returns its floating-point operations. `names`: of parameters, by storage."""
         flops = flops_of(func, args, kwargs, result)
-        given, made = _tensors(args), _tensors((result,))
+        given, made = list(given_to(args)), list(given_to((result,)))
         if flops:
             self.operators += 1
             self.products += _products(func, args, made, flops, names)
@@ -138,22 +137,12 @@ SECOND = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (
 """Where the two matrices stand in the arguments."""
 
 
-def _tensors(values: Iterable[object]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [v for v in value if isinstance(v, Tensor)]
-    return found
-
-
 def _products(
     func: OpOverload, args: tuple[Any, ...], made: list[Tensor], flops: int, names: Mapping[int, str]
 ) -> list[Product]:
     """The products of one operator."""
     packet = func.overloadpacket
-    weight = next((names[storage_key(t)] for t in _tensors(args) if t.dim() > 1 and storage_key(t) in names), "")
+    weight = next((names[storage_key(t)] for t in given_to(args) if t.dim() > 1 and storage_key(t) in names), "")
     if packet in ATTENTION:
         b, h, s, d = args[0].shape
         keys, wide = args[1].shape[2], args[2].shape[3]
@@ -186,10 +175,4 @@ def line(small: Effort, large: Effort | None, sizes: tuple[int, int]) -> list[Pr
             found.append(replace(p, batch=(q.batch - p.batch) / (b - a), grows="batch"))
         else:
             found.append(replace(p, grows=""))
-    return _together(found)
-
-
-def _together(products: list[Product]) -> list[Product]:
-    """Equal ones as one."""
-    counts = Counter(products)
-    return [replace(p, times=p.times * n) for p, n in counts.items()]
+    return [replace(p, times=p.times * n) for p, n in Counter(found).items()]  # equal ones as one

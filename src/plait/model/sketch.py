@@ -144,6 +144,7 @@ class Sketch:
         return replace(self, parameters=parameters, frozen=frozen, units=units)
 
 
+@keyed.keeping_host_state()
 def sketch(
     model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None,
     loss: Callable[[int], Callable[[Any], Any]] | None = None,
@@ -153,7 +154,6 @@ def sketch(
     `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called. `loss(n)`
     makes the loss of an output for n samples, asked what it depends on where units hand on more than they return.
     """
-    state = keyed.host_state()
     probe = _Probe(model, inputs, call, units.choose(model) if wanted is None else units.named(model, wanted))
     first = probe.first()
     again = units.chosen_again(model, probe.chosen, first[0].metered) if wanted is None else None
@@ -166,7 +166,6 @@ def sketch(
     rounds = [first, *(probe.pair(number) for number in more)]
     if loss is not None and any(call.aside for run in first for call in run.metered.calls):
         probe.judge(loss, rounds)
-    keyed.restore_host(state)
     if wanted is not None and probe.metering:
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]

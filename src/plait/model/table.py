@@ -98,10 +98,8 @@ def _alike(group: list[Unit], unit: Unit, calls: dict[str, list[UnitCall]]) -> b
     if number is None or before is None or stem != other or number != before + 1:
         return False
 
-    def cost(u: Unit) -> Any:
-        return u.kind, u.weights, u.closed, [(c.flops, c.output) for c in calls[u.name]]
-
-    return cost(unit) == cost(last)
+    costs = [(u.kind, u.weights, u.closed, [(c.flops, c.output) for c in calls[u.name]]) for u in (unit, last)]
+    return costs[0] == costs[1]
 
 
 def _numbered(name: str) -> tuple[str, int | None]:

@@ -62,6 +62,16 @@ def host_state() -> tuple[Any, Any, Tensor]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
+@contextmanager
+def keeping_host_state() -> Iterator[None]:
+    """Put Python's, numpy's and torch's generators back to where they were; also around a function, as a decorator."""
+    state = host_state()
+    try:
+        yield
+    finally:
+        restore_host(state)
+
+
 def restore_host(state: tuple[Any, Any, Tensor]) -> None:
     """Put the host generators back."""
     random.setstate(state[0])

@@ -1,34 +1,103 @@
-"""Iterables that know their share: with `shard(num_shards, index)`, as Hugging Face's have it, a rank reads its part only.
+"""Iterables over ranks: either every rank reads all and keeps its share, or the iterable knows shares and a rank reads its own.
 
-In every step a rank takes as many samples of its share as it would have of the batch if shares were every Nth sample.
-Where they are just that, the global batch has the very samples that one device would have, and a run can go on with
-another number of ranks. Other shares (of files, say) make another order, which is named. A share that ends earlier gives
-fewer samples, and the epoch is over when all have ended: nothing is dropped, nothing padded.
+Where all ranks read all, what one keeps is its share only if they read the same samples in the same order. An iterable that
+cuts itself by rank, or shuffles by a generator of its own, gives every rank others: some would be trained on twice and some
+never, and nothing would look wrong. So in every step ranks compare a digest of what they read. Noise that only some part of
+a sample has (augmentation by a generator of its own) is no harm: the order is told by the other parts.
 
-Ranks tell each other in every step how many samples they have. That shares are apart is seen by digests of what they
-read; that together they are the whole, by its first samples and, where the data has a length, by the number read.
+With `shard(num_shards, index)`, as Hugging Face's have it, a rank reads its part only. In every step it takes as many
+samples of its share as it would have of the batch if shares were every Nth sample. Where they are just that, the global
+batch has the very samples that one device would have, and a run can go on with another number of ranks. Other shares (of
+files, say) make another order, which is named. A share that ends earlier gives fewer samples, and the epoch is over when all
+have ended: nothing is dropped, nothing padded. Ranks tell each other in every step how many samples they have. That shares
+are apart is seen by digests of what they read; that together they are the whole, by its first samples and, where the data
+has a length, by the number read.
 """
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeGuard
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, part, split
-from plait.data.iterable_streams import digest, number_of
-from plait.randomness.keyed import host_state, restore_host, seed_host
+from plait.randomness.keyed import keeping_host_state, seed_host
 from plait.tensors.collectives import exchange
+from plait.tensors.torch_private import tree_leaves
 
 LOOKED_AT = 64
 """So many samples of the whole are compared with those of the shares, or two of each share."""
 CPU = torch.device("cpu")
 Taken = tuple[list[Any], bool]
+PARTS = 8
+"""Of a sample's tensors and numbers, so many are compared."""
+
+
+def digest(samples: list[Any]) -> tuple[int, ...]:
+    """For each part of the samples a number that tells their values and order; 0 when it is the same in all of them."""
+    if not samples:
+        return (0,) * PARTS
+    rows = [[_number(leaf) for leaf in tree_leaves(sample)[:PARTS]] for sample in samples]
+    parts = list(zip(*rows)) if len({len(row) for row in rows}) == 1 else [tuple(map(hash, map(tuple, rows)))]
+    told = [0 if len(set(part)) == 1 else zlib.crc32(repr(part).encode()) + 1 for part in parts]
+    return tuple([*told, *[0] * PARTS][:PARTS])
+
+
+def number_of(sample: object) -> int:
+    """A number that tells a sample's values."""
+    return zlib.crc32(repr([_number(leaf) for leaf in tree_leaves(sample)]).encode())
+
+
+def _number(leaf: object) -> int:
+    if isinstance(leaf, Tensor):
+        leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy() if leaf.numel() else b""
+    if isinstance(leaf, np.ndarray):
+        leaf = np.ascontiguousarray(leaf).tobytes() if leaf.dtype != object else repr(leaf)
+    return zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
+
+
+def agree(read: int, seen: tuple[int, ...], group: ProcessGroup | None, where: str) -> bool:
+    """Whether every rank of the group read `read` samples that are the same; all ranks call it.
+
+    False when they differ in noise only. J022 when they are other samples.
+    """
+    rows = rows_of_ranks([read, *seen], group)
+    others = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if not others:
+        return True
+    counts, *parts = zip(*rows)
+    if any(any(part) and len(set(part)) == 1 for part in parts) and set(counts) == {read}:
+        return False
+    raise PlaitError(_unlike(others[0], counts, where))
+
+
+def rows_of_ranks(row: list[int], group: ProcessGroup | None) -> list[list[int]]:
+    """The row of every rank, all of one length."""
+    mine = torch.tensor(row, dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return [each.tolist() for each in rows]
+
+
+def _unlike(rank: int, counts: tuple[int, ...], where: str) -> Problem:
+    what = f"ranks 0 and {rank} read different samples from an iterable"
+    if counts[0] != counts[rank]:
+        what = f"an iterable ended after {counts[0]} samples on rank 0 and after {counts[rank]} on rank {rank}"
+    why = "every rank reads all of an iterable and keeps its share; this one is cut by rank already, or shuffled by a generator of its own"
+    fix = (
+        "read all of it on every rank: without RANK, split_dataset_by_node or split_by_node",
+        "shuffle with Python's, numpy's or torch's own generators, or with a seed",
+        "give it  shard(num_shards, index) -> that share's samples,  and each rank reads its share only",
+    )
+    return Problem("J022", what, why=why, where=where, fix=fix)
 
 
 class Shardable(Protocol):
@@ -183,11 +252,8 @@ class Merge:
     def _told(self, local: Batch, ended: bool) -> tuple[list[int], bool]:
         """(samples of every share, whether all have ended). J023 when two have the same, J022 when copies of one differ."""
         seen = [*local.seen, *[0] * 8][:8]
-        mine = torch.tensor([self.share.rank, local.size, int(ended), *seen], dtype=torch.int64)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(rows, mine, group=self.group)
         table: dict[int, list[int]] = {}
-        for row in (row.tolist() for row in rows):
+        for row in rows_of_ranks([self.share.rank, local.size, int(ended), *seen], self.group):
             if table.setdefault(row[0], row)[:3] != row[:3]:
                 what = f"ranks that share their samples read different ones of share {row[0]}"
                 raise PlaitError(Problem("J022", what, why="the iterable, or its `shard`, depends on the rank"))
@@ -212,17 +278,16 @@ def overlapping(ranks: int) -> PlaitError:
 
 def every_nth(data: Shardable, seed: int, share: BatchShare, rank: int, group: ProcessGroup | None) -> bool:
     """Whether shares are every Nth sample, as far as their first samples tell; `data` is read from its start. J023."""
-    each, state = max(2, LOOKED_AT // share.ranks), host_state()
-    if hasattr(data, "set_epoch"):
-        data.set_epoch(0)
-    mine = _first(lambda: data.shard(num_shards=share.ranks, index=share.rank), seed, share, each)
-    whole = _first(lambda: data, seed, BatchShare(), each * share.ranks) if rank == 0 else []
-    restore_host(state)
-    told = [_unpacked(row) for row in exchange(_packed([share.rank, *mine]), group, CPU)]
-    shares = {row[0]: row[1:] for row in told}
+    each = max(2, LOOKED_AT // share.ranks)
+    with keeping_host_state():
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(0)
+        mine = _first(lambda: data.shard(num_shards=share.ranks, index=share.rank), seed, share, each)
+        whole = _first(lambda: data, seed, BatchShare(), each * share.ranks) if rank == 0 else []
+    shares = {row[0]: row[1:] for row in exchange_numbers([share.rank, *mine], group, CPU)}
     if len({row for row in shares.values() if len(set(row)) > 1}) < sum(len(set(row)) > 1 for row in shares.values()):
         raise overlapping(share.ranks)
-    whole = _unpacked(exchange(_packed(whole), group, CPU)[0])
+    whole = exchange_numbers(whole, group, CPU)[0]
     return all(shares[j % share.ranks][j // share.ranks :][:1] == (number,) for j, number in enumerate(whole))
 
 
@@ -239,9 +304,7 @@ def _first(make: Callable[[], Any], seed: int, share: BatchShare, count: int) ->
     return found
 
 
-def _packed(numbers: list[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}q", *numbers)
-
-
-def _unpacked(row: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(row) // 8}q", row)
+def exchange_numbers(numbers: Sequence[int], group: ProcessGroup | None, device: torch.device) -> list[tuple[int, ...]]:
+    """The numbers of every rank, of which each may have another count."""
+    rows = exchange(struct.pack(f"<{len(numbers)}q", *numbers), group, device)
+    return [struct.unpack(f"<{len(row) // 8}q", row) for row in rows]
