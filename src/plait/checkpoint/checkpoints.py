@@ -81,7 +81,8 @@ class Checkpoints:
         parts, values, token, free = self._agree(training, path)
         if token:
             shares = assign(self._held)
-            self._room_for(path, shares, free)
+            if (needed := room(shares)) > free:  # a part of it would take the room that metrics and the log still have
+                raise PlaitError(_unwritable(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
             rank, rule = training.place.rank, training.rule
             empty = [held for each in self._held for held in each if not held.bytes and 0 in held.shape]
             tensors = dict(self._snapshot.take(shares[rank], parts))
@@ -118,13 +119,6 @@ class Checkpoints:
         known = self._held or [[] for _ in said]
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
         return parts, values, said[0]["token"], said[0]["free"]
-
-    def _room_for(self, path: Path, shares: list[list[HeldChunk]], free: float) -> None:
-        """K004 on all ranks, before a byte is written, when the checkpoint cannot fit: a part of one would take the
-        room that metrics and the log still have."""
-        needed = room(shares)
-        if needed > free:
-            raise PlaitError(_unwritable(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
 
     def word(self, ranks: int) -> float:
         """This rank's part of a sum over ranks: it reaches `ranks` when all have finished, and passes it after a failure."""
@@ -235,7 +229,8 @@ class Checkpoints:
             manifest = read_manifest(path)
             why = state.mismatch(training, manifest, everyone)
             if why:
-                raise PlaitError(_another_job(path, why))
+                fix = ("resume with the job and the --job arguments it was started with",)
+                raise PlaitError(Problem("K003", f"{path} was saved by another job", why=why, fix=fix))
             manifest, hyper, word["changed"] = self._compared(training, manifest)
             reader = Reader(path, manifest.files, manifest.tensors)
             for file in list(manifest.files)[training.place.rank :: training.place.world]:
@@ -320,11 +315,6 @@ def unsound(path: Path, wrong: Sequence[str]) -> Problem:
     why = f"NaN or infinity in {len(wrong)} tensors: {several(wrong)}"
     fix = ("--resume takes the newest checkpoint without any, which is never deleted",)
     return Problem("N004", what, why=why, fix=fix)
-
-
-def _another_job(path: Path, why: str) -> Problem:
-    fix = ("resume with the job and the --job arguments it was started with",)
-    return Problem("K003", f"{path} was saved by another job", why=why, fix=fix)
 
 
 def _unwritable(path: Path, why: str, free: float) -> Problem:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from plait.checkpoint.optimizer_state import SIMPLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
-from plait.data.batch import MapStyle, is_map
-from plait.randomness.keyed import keeping_host_state, seed_host
+from plait.data.batch import is_map, seeded_sample
+from plait.randomness.keyed import keeping_host_state
 
 if TYPE_CHECKING:
     from plait.checkpoint.manifest import Manifest
@@ -68,17 +68,12 @@ def samples(data: object, seed: int) -> Told:
             if found and time.perf_counter() - start > SECONDS:
                 break
             start = start or time.perf_counter()
-            twice = [_sample(data, seed, i) for _ in range(2)]
+            twice = [_digest(seeded_sample(data, seed, 0, i)) for _ in range(2)]
             if twice[0] == twice[1]:  # else it draws numbers that nobody seeds
                 found[str(i)] = twice[0]
     except Exception:  # training will raise it, with its place
         found = {}
     return {"kind": "map", "length": length, "samples": found}
-
-
-def _sample(data: MapStyle, seed: int, i: int) -> str:
-    seed_host(seed, "sample", 0, i)
-    return _digest(data[i])
 
 
 def structure(model: nn.Module) -> Told:
@@ -255,7 +250,11 @@ def changes(manifest: "Manifest", training: "Training", now: Told) -> Changes:
     if old.get("python") == now["python"]:
         for name in sorted({*_table(old.get("functions")), *now["functions"]}):
             _function(found.told, name, _table(old.get("functions")).get(name), now["functions"].get(name), bool(old))
-    _schedule(found.told, old.get("factor"), job, manifest.position.samples)
+    before, seen = old.get("factor"), manifest.position.samples
+    if isinstance(before, (int, float)) and job.schedule is not None:
+        after = float(job.schedule(seen))
+        if abs(after - before) > 1e-12 * max(abs(after), abs(before)):
+            found.told.append(f"schedule: the factor after {seen} samples {before:.6g} → {after:.6g}")
     _model(found.told, old, now)
     return found
 
@@ -326,13 +325,6 @@ def _function(told: list[str], name: str, old: object, new: Told | None, known: 
             _line(lines, f"{name}: {key}", before[key], value)
     told += lines or [f"{name}: its code, or a value that it uses, is another"]
     return None
-
-
-def _schedule(told: list[str], old: object, job: Job, seen: int) -> None:
-    if isinstance(old, (int, float)) and job.schedule is not None:
-        new = factor(job, seen)
-        if new is not None and abs(new - old) > 1e-12 * max(abs(new), abs(old)):
-            told.append(f"schedule: the factor after {seen} samples {old:.6g} → {new:.6g}")
 
 
 def _model(told: list[str], old: Told, now: Told) -> None:

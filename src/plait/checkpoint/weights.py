@@ -1,12 +1,8 @@
-"""Starting from weights somebody else saved: safetensors files, Hugging Face folders, plait's checkpoints.
+"""Weights in and out: safetensors files, Hugging Face folders and plait's checkpoints to start from; checkpoints as such files.
 
 Each rank reads its own parts only. Formats that run code when they are loaded (pickle: .pt, .bin, DCP's .metadata) are
-refused by name, without being opened.
-
-A checkpoint's weights as Hugging Face has them: `model.safetensors`, or numbered files and an index.
-
-Tensors stream from the checkpoint's pieces to the output one at a time, each checked against its digest; a tied tensor
-is stored once, under its first name.
+refused by name, without being opened. On the way out, tensors stream from the checkpoint's pieces one at a time, each checked
+against its digest; a tied tensor is stored once, under its first name.
 """
 
 import json

@@ -30,8 +30,8 @@ class Problem:
     def __str__(self) -> str:
         lines = [f"error[{self.code}] {self.what}"]
         for label, text in (("why", self.why), ("where", self.where), ("fix", "\n".join(self.fix))):
-            if text:
-                lines += _labelled(label, text)
+            for i, line in enumerate(text.splitlines()):
+                lines.append(f"  {label if i == 0 else '':<6} {line}")
         return "\n".join(lines)
 
 
@@ -114,8 +114,3 @@ def codes() -> dict[str, str]:
 def explain(code: str) -> str | None:
     """The page of an error code from ``errors.md``, or None when there is no such code."""
     return codes().get(code)
-
-
-def _labelled(label: str, text: str) -> list[str]:
-    first, *rest = text.splitlines()
-    return [f"  {label:<6} {first}", *(f"         {line}" for line in rest)]

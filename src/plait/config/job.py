@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from traceback import walk_tb
 from types import NoneType, UnionType
@@ -101,52 +102,54 @@ def _check_fields(made: Job | Evaluate) -> None:
         raise PlaitError(problems)
 
 
+def _whole(value: object, least: int, most: float = inf) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _names(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(name, str) and name for name in value)
+
+
+def _slices(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(k, str) and v in SLICES for k, v in value.items())
+
+
+VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "batch": (lambda v: _whole(v, 1), "a whole number ≥ 1"),
+    "steps": (lambda v: _whole(v, 1), "a whole number ≥ 1"),
+    "every": (lambda v: _whole(v, 0), "a whole number ≥ 0"),
+    "seed": (lambda v: _whole(v, 0, 2**63 - 1), "a whole number from 0 to 2⁶³ − 1"),
+    "clip": (lambda v: isinstance(v, (int, float)) and v > 0, "a number > 0, or None"),
+    "units": (_names, 'a tuple of names of modules, such as ("layers.*",), or None'),
+    "stages": (_names, 'a tuple of names of modules, such as ("layers.*",), or None'),
+    "tensor": (
+        _slices,
+        f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None',
+    ),
+    "evaluate": (lambda v: isinstance(v, Evaluate), "a plait.Evaluate, or None"),
+}
+"""Fields that are no functions: which values are right, and what to say of others."""
+
+
 def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
     for field in fields(made):
-        value = getattr(made, field.name)
-        optional = field.default is None
-        expected = None
-        if field.name in ("model", "loss", "data", "optimizer", "weight", "schedule", "metrics"):
-            if field.name in MAKERS and hasattr(value, MAKERS[field.name]) and not isinstance(value, type):
-                expected = f"a function that makes one: lambda{' parameters' * (field.name == 'optimizer')}: …"
-            elif not callable(value) and not (optional and value is None):
-                expected = "a function, for example a lambda"
-            elif field.name in ("loss", "metrics", "weight", "schedule") and _of_torch(value):
-                expected = f"a function; it is a class, and calling it makes an object instead of {RESULTS[field.name]}"
-        elif field.name in ("batch", "steps"):
-            if type(value) is not int or value < 1:
-                expected = "a whole number ≥ 1"
-        elif field.name == "every":
-            if type(value) is not int or value < 0:
-                expected = "a whole number ≥ 0"
-        elif field.name == "seed":
-            if type(value) is not int or not 0 <= value < 2**63:
-                expected = "a whole number from 0 to 2⁶³ − 1"
-        elif field.name == "clip":
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                expected = "a number > 0, or None"
-        elif field.name in ("units", "stages"):
-            names = isinstance(value, tuple) and value and all(isinstance(name, str) and name for name in value)
-            if value is not None and not names:
-                expected = 'a tuple of names of modules, such as ("layers.*",), or None'
-        elif field.name == "tensor":
-            words = isinstance(value, Mapping) and all(isinstance(k, str) and v in SLICES for k, v in value.items())
-            if value is not None and not words:
-                expected = (
-                    f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None'
-                )
-        elif value is not None and not isinstance(value, Evaluate):
-            expected = "a plait.Evaluate, or None"
+        name, value, expected = field.name, getattr(made, field.name), None
+        if value is None and field.default is None:
+            continue
+        if name in VALUES:
+            right, expected = VALUES[name]
+            expected = None if right(value) else expected
+        elif name in MAKERS and hasattr(value, MAKERS[name]) and not isinstance(value, type):
+            expected = f"a function that makes one: lambda{' parameters' * (name == 'optimizer')}: …"
+        elif not callable(value):
+            expected = "a function, for example a lambda"
+        elif name in RESULTS and isinstance(value, type) and (hasattr(value, "forward") or hasattr(value, "step")):
+            expected = f"a function; it is a class, and calling it makes an object instead of {RESULTS[name]}"
         if expected:
             plain = value is None or isinstance(value, (bool, int, float, str, tuple, list, dict))
             shown = reprlib.repr(value) if plain else getattr(value, "__name__", f"{type(value).__name__}(…)")
-            what = f"{type(made).__name__}({field.name}={shown}) is not {expected}"
-            yield Problem("J004", what, fix=(f"{field.name}={expected}",))
-
-
-def _of_torch(value: object) -> bool:
-    """Whether it is a class of modules or of schedulers, and no function."""
-    return isinstance(value, type) and (hasattr(value, "forward") or hasattr(value, "step"))
+            what = f"{type(made).__name__}({name}={shown}) is not {expected}"
+            yield Problem("J004", what, fix=(f"{name}={expected}",))
 
 
 def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:

@@ -128,7 +128,13 @@ class Machine:
         try:
             return network.levels(self._within, ranks, stride)
         except LookupError:
-            raise PlaitError(self._no_link(ranks, stride)) from None
+            what = f"{self.name}: no link is known that joins {ranks} devices {stride} apart"
+            why = "known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none")
+            file, bench = (
+                "machine.toml    a file with [[links]] for it",
+                "plait bench comm    measures them on the machine itself",
+            )
+            raise PlaitError(Problem("M013", what, why=why, fix=(file, bench))) from None
 
     @property
     def _within(self) -> tuple[Link, ...]:
@@ -174,15 +180,6 @@ class Machine:
         if near.ranks == ranks and (inside or stride == 1):
             return seconds_at(near.points, size)
         return seconds * seconds_at(near.points, size) / model(size, self.group(near.ranks))
-
-    def _no_link(self, ranks: int, stride: int) -> Problem:
-        what = f"{self.name}: no link is known that joins {ranks} devices {stride} apart"
-        why = "known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none")
-        fix = (
-            "machine.toml    a file with [[links]] for it",
-            "plait bench comm    measures them on the machine itself",
-        )
-        return Problem("M013", what, why=why, fix=fix)
 
 
 def _machine(said: dict[str, Any]) -> Machine:

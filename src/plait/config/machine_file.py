@@ -95,7 +95,12 @@ def read_file(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PlaitError(Problem("M012", f"{path} is not TOML", str(error)[:200], str(path))) from None
     problems = [problem for table, rows in _tables(said) for row in rows for problem in _faults(table, row, str(path))]
-    problems += [Problem("M012", f"{path.name} has no {key}", where=str(path)) for key in _missing(said)]
+    device = said.get("device", {})
+    missing = [key for key in ("name", "device") if key not in said]
+    missing += [
+        f"[device] {key}" for key in ("name", "memory_gib") if not isinstance(device, dict) or key not in device
+    ]
+    problems += [Problem("M012", f"{path.name} has no {key}", where=str(path)) for key in missing]
     if problems:
         raise PlaitError(problems[:20])
     return said
@@ -151,9 +156,3 @@ def _disagreements(table: str, row: dict[str, Any]) -> list[str]:
     if not lacks and (len(row[x]) != len(row[y]) or row[x] != sorted(set(row[x]))):
         lacks.append(f"{x} and {y} are lists of the same length, {x} rising")
     return lacks
-
-
-def _missing(said: dict[str, Any]) -> list[str]:
-    device = said.get("device", {})
-    inner = [f"[device] {key}" for key in ("name", "memory_gib") if not isinstance(device, dict) or key not in device]
-    return [key for key in ("name", "device") if key not in said] + inner

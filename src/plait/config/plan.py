@@ -114,7 +114,8 @@ def from_line(text: str) -> dict[str, Any]:
         elif key in values:
             problems.append(_twice(key, where))
         else:
-            values[key] = _literal(value)
+            number = re.fullmatch(r"-?\d{1,18}", value)
+            values[key] = value == "true" if value in ("true", "false") else int(value) if number else value
     return _checked(values, where, problems)
 
 
@@ -153,13 +154,9 @@ def as_toml(values: dict[str, Any]) -> str:
     lines: list[str] = []
     for table in TABLES:
         rows = [(name, value) for name, value in values.items() if KEYS[name].table == table]
-        lines += [f"[{table}]", *(f"{name} = {_toml(KEYS[name], value)}" for name, value in rows), ""]
+        words = [(name, as_word(KEYS[name], value), isinstance(value, str)) for name, value in rows]
+        lines += [f"[{table}]", *(f"{n} = {json.dumps(w) if text or w == '*' else w}" for n, w, text in words), ""]
     return "\n".join(lines)
-
-
-def _toml(key: Key, value: object) -> str:
-    text = as_word(key, value)
-    return json.dumps(text) if isinstance(value, str) or text == "*" else text
 
 
 def _flatten(data: object, path: Path) -> tuple[dict[str, Any], list[Problem]]:
@@ -203,7 +200,9 @@ def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dic
             problem, good[name] = _value(name, KEYS[name], value, where)
             problems += problem
         else:
-            hint = _meant(name)
+            word = name.lower().replace("-", "_")  # other frameworks may call one of ours so
+            ours = next((key for key in KEYS if word in KEYS[key].also), None)
+            hint = f"did you mean  {ours} ?" if ours else did_you_mean(name, tuple(KEYS))
             what = f"unknown key in the plan:  {_short(name)} = {_bare(value)}        {hint}"
             problems.append(Problem("T001", what, where=where))
     wild = [name for name, value in good.items() if KEYS[name].wildcard and value == 0]
@@ -216,13 +215,6 @@ def _checked(values: dict[str, Any], where: str, problems: list[Problem]) -> dic
     if problems:
         raise PlaitError(problems)
     return good
-
-
-def _meant(name: str) -> str:
-    """Which key a name that is none stands for: one of other frameworks', or one like it."""
-    word = name.lower().replace("-", "_")
-    ours = next((key for key in KEYS if word in KEYS[key].also), None)
-    return f"did you mean  {ours} ?" if ours else did_you_mean(name, tuple(KEYS))
 
 
 def _twice(key: str, where: str) -> Problem:
@@ -249,12 +241,6 @@ def _value(name: str, key: Key, value: object, where: str) -> tuple[list[Problem
         expected = "expected true or false" if key.kind is bool else "expected a whole number"
     expected += " or *" if key.wildcard else ""
     return [Problem("T002", f"{name} = {_shown(value)}        {expected}", where=where)], None
-
-
-def _literal(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
 def _short(text: str, most: int = 60) -> str:

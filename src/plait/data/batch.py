@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.data.batch_rows import SampleRows
-from plait.randomness.keyed import keeping_host_state
+from plait.randomness.keyed import keeping_host_state, seed_host
 from plait.tensors.float64 import Widest
 from plait.tensors.torch_private import tree_map_only
 
@@ -177,6 +177,12 @@ class _First:
 
     def __getitem__(self, i: int) -> Any:
         return self.sample
+
+
+def seeded_sample(data: MapStyle, seed: int, epoch: int, i: int) -> object:
+    """Sample `i`, the host generators seeded before as they are in that epoch."""
+    seed_host(seed, "sample", epoch, i)
+    return data[i]
 
 
 def empty(why: str, where: str = "") -> PlaitError:

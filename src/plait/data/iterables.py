@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, part, split
+from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, part
 from plait.randomness.keyed import keeping_host_state, seed_host
 from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import tree_leaves
@@ -36,7 +36,6 @@ from plait.tensors.torch_private import tree_leaves
 LOOKED_AT = 64
 """So many samples of the whole are compared with those of the shares, or two of each share."""
 CPU = torch.device("cpu")
-Taken = tuple[list[Any], bool]
 PARTS = 8
 """Of a sample's tensors and numbers, so many are compared."""
 
@@ -158,6 +157,51 @@ def read_before(at: Position, ranks: int) -> tuple[int, list[int]]:
     return at.start, [due(0, at.start, ranks, rank) for rank in range(ranks)]
 
 
+class SeededReader:
+    """Reads an iterable, or a rank's share of it, from the start of an epoch, the host generators seeded before each sample.
+
+    `state`: where the iterable itself is to go on from.
+    """
+
+    def __init__(
+        self, data: Data, seed: int, epoch: int, share: BatchShare, *, reads: Callable[[], None] = lambda: None,
+        state: object = None,
+    ):  # fmt: skip
+        self.seed, self.epoch, self.share, self.reads = seed, epoch, share, reads
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        seed_host(seed, "epoch", epoch)  # an iterable may shuffle as soon as it is opened
+        if state is not None and hasattr(data, "load_state_dict"):
+            data.load_state_dict(state)
+        if share.ranks > 1 and hasattr(data, "shard"):
+            data = data.shard(num_shards=share.ranks, index=share.rank)
+        self.source = iter(data)
+
+    def number(self, i: int) -> int:
+        """Of sample `i` in the whole, if the share is every Nth."""
+        return i * self.share.ranks + self.share.rank
+
+    def read(self, first: int, count: int) -> Iterator[object]:
+        """The next `count` samples, as far as there are any; the first of them is number `first` of what is read."""
+        for i in range(first, first + count):
+            self.reads()
+            seed_host(self.seed, "sample", self.epoch, self.number(i))
+            try:
+                yield next(self.source)
+            except StopIteration:
+                return
+
+
+def cut(
+    data: Data, samples: list[Any], share: BatchShare, number: Callable[[int], int], spare: object
+) -> tuple[Micro, ...]:
+    """A share's micro-batches of samples, which have these numbers; `spare` is beside those that are empty."""
+    return tuple(
+        part(data, samples[first : first + n] or [spare], first, [number(k) for k in range(first, first + n)])
+        for first, n in share.parts(len(samples))
+    )
+
+
 class OfShare(IterableDataset):
     """What this rank reads of its share, step by step; its counts and places are not yet those of the batch."""
 
@@ -170,55 +214,25 @@ class OfShare(IterableDataset):
     def __iter__(self) -> Iterator[Batch]:
         start, counts = read_before(self.at, self.share.ranks)
         epoch, read = self.at.epoch, counts[self.share.rank]
+        local = BatchShare(microbatches=self.share.microbatches)
         while True:
-            source, ended = self._open(epoch, read), False
+            reader, ended = SeededReader(self.data, self.seed, epoch, self.share, reads=self.reads), False
+            for sample in reader.read(0, read):
+                self.last = sample
             while not ended:
-                samples, ended = self._take(source, epoch, read, start)
+                count = due(start, self.batch, self.share.ranks, self.share.rank)
+                samples = list(reader.read(read, count))
+                ended = len(samples) < count
                 self.last = samples[-1] if samples else self.last
                 if self.last is None:
                     raise empty(f"share {self.share.rank} of {self.share.ranks} ended without a sample")
-                idle = (
-                    tuple(part(self.data, [self.last], 0, []) for _ in range(self.share.microbatches)) if ended else ()
-                )
-                micro = self._parts(samples, read)
+                number = lambda k, read=read, reader=reader: reader.number(read + k)  # noqa: E731
+                idle = cut(self.data, [], local, number, self.last) if ended else ()
+                micro = cut(self.data, samples, local, number, self.last)
                 after = Position(0, epoch + ended)
                 yield Batch(Position(0, epoch), len(samples), micro, after, digest(samples), idle=idle)
                 read, start = read + len(samples), start + self.batch
             epoch, read, start = epoch + 1, 0, 0
-
-    def _number(self, read: int) -> int:
-        """Of a sample in the whole, if the share is every Nth."""
-        return read * self.share.ranks + self.share.rank
-
-    def _open(self, epoch: int, read: int) -> Iterator[Any]:
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(epoch)
-        seed_host(self.seed, "epoch", epoch)
-        source = iter(self.data.shard(num_shards=self.share.ranks, index=self.share.rank))
-        for i in range(read):
-            self.reads()
-            seed_host(self.seed, "sample", epoch, self._number(i))
-            self.last = next(source, self.last)
-        return source
-
-    def _take(self, source: Iterator[Any], epoch: int, read: int, start: int) -> Taken:
-        samples: list[Any] = []
-        for i in range(read, read + due(start, self.batch, self.share.ranks, self.share.rank)):
-            self.reads()
-            seed_host(self.seed, "sample", epoch, self._number(i))
-            try:
-                samples.append(next(source))
-            except StopIteration:
-                return samples, True
-        return samples, False
-
-    def _parts(self, samples: list[Any], read: int) -> tuple[Micro, ...]:
-        found = []
-        for i in range(self.share.microbatches):
-            first, n = split(len(samples), self.share.microbatches, i)
-            ids = [self._number(read + k) for k in range(first, first + n)]
-            found.append(part(self.data, samples[first : first + n] or [self.last], first, ids))
-        return tuple(found)
 
 
 class Merge:
@@ -280,28 +294,14 @@ def every_nth(data: Shardable, seed: int, share: BatchShare, rank: int, group: P
     """Whether shares are every Nth sample, as far as their first samples tell; `data` is read from its start. J023."""
     each = max(2, LOOKED_AT // share.ranks)
     with keeping_host_state():
-        if hasattr(data, "set_epoch"):
-            data.set_epoch(0)
-        mine = _first(lambda: data.shard(num_shards=share.ranks, index=share.rank), seed, share, each)
-        whole = _first(lambda: data, seed, BatchShare(), each * share.ranks) if rank == 0 else []
+        mine = [number_of(sample) for sample in SeededReader(data, seed, 0, share).read(0, each)]
+        all_read = SeededReader(data, seed, 0, BatchShare()).read(0, each * share.ranks) if rank == 0 else ()
+        whole = [number_of(sample) for sample in all_read]
     shares = {row[0]: row[1:] for row in exchange_numbers([share.rank, *mine], group, CPU)}
     if len({row for row in shares.values() if len(set(row)) > 1}) < sum(len(set(row)) > 1 for row in shares.values()):
         raise overlapping(share.ranks)
     whole = exchange_numbers(whole, group, CPU)[0]
     return all(shares[j % share.ranks][j // share.ranks :][:1] == (number,) for j, number in enumerate(whole))
-
-
-def _first(make: Callable[[], Any], seed: int, share: BatchShare, count: int) -> list[int]:
-    """Numbers of the first samples of a share, which tell their values."""
-    seed_host(seed, "epoch", 0)
-    source, found = iter(make()), list[int]()
-    for i in range(count):
-        seed_host(seed, "sample", 0, i * share.ranks + share.rank)
-        sample = next(source, source)
-        if sample is source:
-            break
-        found.append(number_of(sample))
-    return found
 
 
 def exchange_numbers(numbers: Sequence[int], group: ProcessGroup | None, device: torch.device) -> list[tuple[int, ...]]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Data, MapStyle, Micro, Position, empty, is_map, part
-from plait.data.iterables import OfShare, digest, known_by, read_before
+from plait.data.batch import Batch, BatchShare, Data, MapStyle, Position, empty, is_map, part
+from plait.data.iterables import OfShare, SeededReader, cut, digest, known_by, read_before
 from plait.data.padding import packed
 from plait.launch.failure_report import LoaderError, described
 from plait.randomness.keyed import first_draws, permutation, seed_host
@@ -152,15 +152,12 @@ class _Mapped:
         at, size, parts, after = item
         while True:
             seed_host("untouched")
-            micro = self._load(at, parts)
+            loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
+            micro = tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
             moved = {k for k, number in enumerate(first_draws()) if number != self.untouched[k]} - self.drawn
             if not moved:
                 return Batch(at, size, micro, after)
             self.drawn |= moved  # these samples drew unkeyed numbers: load them again, and seed that generator too
-
-    def _load(self, at: Position, parts: list[tuple[int, list[int]]]) -> tuple[Micro, ...]:
-        loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
-        return tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
 
     def _sample(self, epoch: int, i: int) -> Any:
         self.reads()
@@ -178,9 +175,10 @@ class _Streamed(IterableDataset):
 
     def __iter__(self) -> Iterator[Batch]:
         at = self.at
-        source = self._open(at)
+        reader = self._open(at)
         while True:
-            samples, ended = self._take(source, at)
+            samples = list(reader.read(at.start, self.batch))
+            ended = len(samples) < self.batch
             if not samples and at.start == 0:
                 again = f" when it was read again for epoch {at.epoch}: it can be read only once" if at.epoch else ""
                 raise empty(f"the iterable ended without a sample{again}")
@@ -188,48 +186,26 @@ class _Streamed(IterableDataset):
                 state = self.data.state_dict() if hasattr(self.data, "state_dict") else None
                 after = replace(_advance(at, len(samples), ended), state=state)
                 around = tuple(samples) if hasattr(self.data, "collate") else ()
-                yield Batch(at, len(samples), self._share(at, samples), after, digest(samples), around=around)
+                micro = cut(self.data, samples, self.share, lambda k, at=at: at.start + k, samples[0])
+                yield Batch(at, len(samples), micro, after, digest(samples), around=around)
                 at = after
             else:  # the epoch ended exactly at a batch's end
                 at = Position(at.step, at.epoch + 1, 0, at.samples)
                 ended = True
             if ended:
-                source = self._open(at)
+                reader = self._open(at)
 
-    def _open(self, at: Position) -> Iterator[Any]:
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(at.epoch)
-        seed_host(self.seed, "epoch", at.epoch)  # an iterable may shuffle as soon as it is opened
+    def _open(self, at: Position) -> SeededReader:
+        state = at.state if at is self.at and hasattr(self.data, "load_state_dict") else None
         if isinstance(at.state, dict) and "shares" in at.state:
             read_before(at, 1)  # of other shares: only every Nth sample can be found again
-        elif at is self.at and at.state is not None and hasattr(self.data, "load_state_dict"):
-            self.data.load_state_dict(at.state)
-            return iter(self.data)
-        source = iter(self.data)
-        for i in range(at.start):
-            self.reads()
-            seed_host(self.seed, "sample", at.epoch, i)
-            if next(source, self) is self:
-                raise _shorter(at, i)
-        return source
-
-    def _take(self, source: Iterator[Any], at: Position) -> tuple[list[Any], bool]:
-        samples: list[Any] = []
-        while len(samples) < self.batch:
-            self.reads()
-            seed_host(self.seed, "sample", at.epoch, at.start + len(samples))
-            try:
-                samples.append(next(source))
-            except StopIteration:
-                return samples, True
-        return samples, False
-
-    def _share(self, at: Position, samples: list[Any]) -> tuple[Micro, ...]:
-        micro = []
-        for first, n in self.share.parts(len(samples)):
-            ids = list(range(at.start + first, at.start + first + n))
-            micro.append(part(self.data, samples[first : first + n] or samples[:1], first, ids))
-        return tuple(micro)
+            state = None
+        reader = SeededReader(self.data, self.seed, at.epoch, BatchShare(), reads=self.reads, state=state)
+        if state is None:
+            known = sum(1 for _ in reader.read(0, at.start))
+            if known < at.start:
+                raise _shorter(at, known)
+        return reader
 
 
 def _settle(worker: int) -> None:

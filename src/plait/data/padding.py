@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.data.batch import Batch, MapStyle, Micro, collate, is_map, rows_of
+from plait.data.batch import Batch, Micro, collate, is_map, rows_of, seeded_sample
 from plait.data.batch_rows import Pair, SampleRows
 from plait.data.iterables import exchange_numbers, known_by
-from plait.randomness.keyed import keeping_host_state, seed_host
+from plait.randomness.keyed import keeping_host_state
 from plait.tensors.torch_private import tree_map_only
 
 Fetch = Callable[[int], Any] | None
@@ -126,15 +126,10 @@ class Padding:
 def fetching(data: object, seed: int, batch: Batch, ranks: int) -> Fetch:
     """Gives samples of a step's global batch by their ids, wherever they are read; None where a rank reads its share only."""
     if is_map(data):
-        return lambda i: _read(data, seed, batch.position.epoch, i)
+        return lambda i: seeded_sample(data, seed, batch.position.epoch, i)
     if known_by(data, ranks):
         return None
     return lambda i: unpacked(batch.around[i - batch.position.start])
-
-
-def _read(data: MapStyle, seed: int, epoch: int, i: int) -> Any:
-    seed_host(seed, "sample", epoch, i)
-    return data[i]
 
 
 @dataclass(frozen=True)

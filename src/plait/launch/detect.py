@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -46,18 +45,19 @@ def found(kind: str = "auto") -> Machine:
 
     memory = min(virtual_memory().total, _limit())
     names = devices.cuda_names() if devices.kind_of(kind) == "cuda" else []
-    machine = _of_devices(names, _seen()) if names else _of_cores(memory)
-    return replace(machine, name="here", cores=cores(), host_memory=memory, nodes=_nodes())
-
-
-def _of_cores(memory: int) -> Machine:
-    """Every core is a device: a process with a thread. How fast they are, no data sheet says."""
-    device = Device(_processor(), memory // cores())
-    return Machine("here", device, devices_per_node=cores(), notes=CORES, source="found here")
+    if names:
+        machine = _of_devices(names, _seen())
+    else:  # every core is a device: a process with a thread; how fast they are, no data sheet says
+        device = Device(_processor(), memory // cores())
+        machine = Machine("here", device, devices_per_node=cores(), notes=CORES, source="found here")
+    nodes = max(1, world() // int(os.environ.get("LOCAL_WORLD_SIZE", world())))  # of another launcher (torchrun)
+    return replace(machine, name="here", cores=cores(), host_memory=memory, nodes=nodes)
 
 
 def _of_devices(names: list[str], seen: DeviceSeen) -> Machine:
-    slug = _reported().get(names[0].removeprefix("NVIDIA "))
+    said = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(CATALOGUE.glob("*.toml"))]
+    reported = {name.removeprefix("NVIDIA "): one["name"] for one in said for name in one.get("reported", ())}
+    slug = reported.get(names[0].removeprefix("NVIDIA "))
     if slug is None:
         device = Device(names[0], seen.memory)
         return Machine("here", device, devices_per_node=len(names), source="found here; no data sheet has this name")
@@ -67,13 +67,6 @@ def _of_devices(names: list[str], seen: DeviceSeen) -> Machine:
         bus = Link("PCIe", len(names), machine.host, HOPS["pcie"][0], "pcie", (), REACHED)
         links = (bus, *(link for link in links if link.between_nodes))
     return replace(machine, links=links, device=replace(machine.device, memory=seen.memory))
-
-
-@cache
-def _reported() -> dict[str, str]:
-    """The catalogue's machines by what the driver calls their device."""
-    said = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(CATALOGUE.glob("*.toml"))]
-    return {name.removeprefix("NVIDIA "): one["name"] for one in said for name in one.get("reported", ())}
 
 
 def _seen() -> DeviceSeen:
@@ -106,11 +99,6 @@ def _up(pynvml: ModuleType, device: object, link: int) -> bool:
         return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))
     except pynvml.NVMLError:
         return False
-
-
-def _nodes() -> int:
-    """How many nodes another launcher (torchrun) started processes on."""
-    return max(1, world() // int(os.environ.get("LOCAL_WORLD_SIZE", world())))
 
 
 def _processor() -> str:

@@ -76,15 +76,10 @@ def listening() -> socket.socket:
             listening.accept()[0].close()
     except OSError as error:
         listening.close()
-        raise PlaitError(no_loopback(str(error)), FAILED) from error
+        what = "processes on this machine cannot reach each other: 127.0.0.1 does not answer"
+        fix = ("ip link set lo up    (as root; the loopback interface is down)", "ip addr show lo")
+        raise PlaitError(Problem("H007", what, why=str(error), fix=fix), FAILED) from error
     return listening
-
-
-def no_loopback(why: str) -> Problem:
-    """H007."""
-    what = "processes on this machine cannot reach each other: 127.0.0.1 does not answer"
-    fix = ("ip link set lo up    (as root; the loopback interface is down)", "ip addr show lo")
-    return Problem("H007", what, why=why, fix=fix)
 
 
 def no_shared_memory(what: str, why: str, where: str) -> Problem:

@@ -225,12 +225,12 @@ class Meter:
 
     def sources(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         """The calls that these tensors were computed from."""
-        found = NONE
+        calls = NONE
         for tensor in tensors:
-            found |= self.of.get(id(tensor), NONE)
+            calls |= self.of.get(id(tensor), NONE)
             if self.written:
-                found |= self.written.get(storage_key(tensor), NONE)
-        return found
+                calls |= self.written.get(storage_key(tensor), NONE)
+        return calls
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """A torch function was called by the model's own code."""
@@ -320,7 +320,8 @@ class Meter:
         call = None if self.running is None else len(self.seen.calls) - 1
         before = self.kept.get(storage)
         if storage not in self.constants and (before is None or (before[0] is None and call is not None)):
-            self.kept[storage] = (call, _storage_bytes(tensor))
+            size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else _bytes([tensor])
+            self.kept[storage] = (call, size)
         self.alive.append(tensor)
         return len(self.alive) - 1
 
@@ -352,9 +353,3 @@ def _place(asked: Arguments, output: object) -> int | str | None:
 
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return tensor.numel() * tensor.element_size()
-    return tensor.untyped_storage().nbytes()

@@ -1,11 +1,8 @@
 """What a unit call's forward consists of: products of matrices, elements that other operators move, operators launched.
 
-`model/meter.py` notes it for two batch sizes; `line` finds what grows with the batch. The planner times it.
-
-Floating-point operations of one operator: those of products of matrices and convolutions, the rest counts nothing.
-
-The formulas are torch's own (`torch.utils.flop_counter`), and a few for operators it has none for. A multiplication
-and an addition are two operations.
+`model/meter.py` notes it for two batch sizes; `line` finds what grows with the batch. The planner times it. Floating-point
+operations are those of products of matrices and convolutions, by torch's own formulas (`torch.utils.flop_counter`) and a few
+for operators it has none for; a multiplication and an addition are two.
 """
 
 from collections import Counter

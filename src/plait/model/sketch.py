@@ -6,8 +6,6 @@ one global mask. Layers that look at the whole batch at once (batch statistics) 
 batch changes them unless they are synchronised.
 
 A model that looks at values in its forward pass cannot run on fake tensors; a copy of it then runs for real.
-
-Random places: what pairs of runs of a model, on batches of two sizes, say of the tensors that it draws.
 """
 
 import copy
