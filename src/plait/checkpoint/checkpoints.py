@@ -211,12 +211,12 @@ class Checkpoints:
         what, why = f"there is no checkpoint in {self.directory}", "nothing was saved yet"
         raise PlaitError(Problem("K001", what, why=why, fix=("start without --resume",)))
 
-    def _passed(self, name: str, found: list[str], wrong: dict[str, Any]) -> None:
+    def _passed(self, name: str, newest_first: list[str], wrong: dict[str, Any]) -> None:
         """After loading `name`: newer ones that are not finite are as good as damaged, and will be written anew."""
         if wrong[name]:
             self.marked.append(unsound(self.directory / name, wrong[name]))
             return
-        for newer in found[: found.index(name)]:
+        for newer in newest_first[: newest_first.index(name)]:
             if wrong[newer]:
                 self.refused.append(unsound(self.directory / newer, wrong[newer]))
                 self._damaged.add(self.directory / newer)
@@ -258,18 +258,18 @@ class Checkpoints:
     def _compared(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
         """What to go on from, with which hyperparameters, and what is to be told of the job's changes. K010, Damaged."""
         now = training.fingerprint
-        hyper, told = fingerprint.hyperparameters(manifest, training, now)
+        hyper, lines = fingerprint.hyperparameters(manifest, training, now)
         why = state.implausible(training, manifest, hyper)
         if why:
             raise Damaged(MANIFEST, why)
         if training.place.rank == 0:
-            found = fingerprint.changes(manifest, training, now)
-            fingerprint.refuse(found, self._allow)
-            told += found.told
+            differences = fingerprint.changes(manifest, training, now)
+            fingerprint.refuse(differences, self._allow)
+            lines += differences.told
         data = training.built.data
         if is_map(data) and manifest.position.start >= len(data) and self._allow:
             manifest = fingerprint.allowed(manifest)
-        return manifest, hyper, told
+        return manifest, hyper, lines
 
 
 def _held(row: list[Any]) -> HeldChunk:
@@ -283,7 +283,7 @@ def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
         manifest = read_manifest(path)
     except Damaged as error:
         return None, [damaged(path, error)]
-    reader, found = Reader(path, manifest.files, manifest.tensors), dict[str, Problem]()
+    reader, problems = Reader(path, manifest.files, manifest.tensors), dict[str, Problem]()
     steps = [lambda file=file: reader.file(file) for file in manifest.files]
     steps += [lambda n=n, p=p: reader.check_piece(n, p) for n, e in manifest.tensors.items() for p in e.pieces]
     for step in steps:
@@ -291,8 +291,8 @@ def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
             step()
         except Damaged as error:
             problem = damaged(path, error)
-            found.setdefault(str(problem), problem)
-    return manifest, list(found.values())
+            problems.setdefault(str(problem), problem)
+    return manifest, list(problems.values())
 
 
 def damaged(path: Path, error: Damaged) -> Problem:

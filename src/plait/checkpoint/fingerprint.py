@@ -62,31 +62,31 @@ def samples(data: object, seed: int) -> Told:
     """Length of data that is read by index, and digests of some samples; nothing but its kind of what is only iterated."""
     if not is_map(data):
         return {"kind": type(data).__name__}
-    length, found, start = len(data), dict[str, str](), 0.0
+    length, digests, start = len(data), dict[str, str](), 0.0
     try:
         for i in dict.fromkeys((0, length - 1, length // 2, length // 4, 3 * length // 4)):
-            if found and time.perf_counter() - start > SECONDS:
+            if digests and time.perf_counter() - start > SECONDS:
                 break
             start = start or time.perf_counter()
             twice = [_digest(seeded_sample(data, seed, 0, i)) for _ in range(2)]
             if twice[0] == twice[1]:  # else it draws numbers that nobody seeds
-                found[str(i)] = twice[0]
+                digests[str(i)] = twice[0]
     except Exception:  # training will raise it, with its place
-        found = {}
-    return {"kind": "map", "length": length, "samples": found}
+        digests = {}
+    return {"kind": "map", "length": length, "samples": digests}
 
 
 def structure(model: nn.Module) -> Told:
     """The simple values that modules were made with, by class and attribute: rates of dropout, sizes, switches."""
-    found: dict[str, dict[str, None]] = {}
+    values_of: dict[str, dict[str, None]] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if not name.startswith("_") and name != "training" and isinstance(value, (bool, int, float, str)):
-                found.setdefault(f"{type(module).__name__}.{name}", {})[repr(value)[:SHOWN]] = None
-    told = {name: list(values) for name, values in found.items() if len(values) <= VALUES}
+                values_of.setdefault(f"{type(module).__name__}.{name}", {})[repr(value)[:SHOWN]] = None
+    few = {name: list(values) for name, values in values_of.items() if len(values) <= VALUES}
     classes = {type(module) for module in model.modules()}
     own = {f"the code of {kind.__name__}": [_digest(kind)] for kind in classes if _own(kind.__module__)}
-    return dict(sorted({**told, **own}.items()))
+    return dict(sorted({**few, **own}.items()))
 
 
 def code(function: object) -> Told:
@@ -151,11 +151,11 @@ def _own(module: str) -> bool:
 
 
 def _digest(value: object) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in _told(value, set(), 0):
-        found.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
-        found.update(b"\0")
-    return found.hexdigest()[:16]
+        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
 
 
 def _told(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
@@ -237,26 +237,26 @@ class Changes:
 
 def changes(manifest: "Manifest", training: "Training", now: Told) -> Changes:
     """Compare a checkpoint with the job that resumes it. What only one of them tells is left out."""
-    old, job, found = manifest.job, training.job, Changes([], [])
-    _line(found.told, "batch", manifest.batch, job.batch)
+    old, job, result = manifest.job, training.job, Changes([], [])
+    _line(result.told, "batch", manifest.batch, job.batch)
     for name in ("steps", "clip", "precision"):
         if name in old:
-            _line(found.told, name, old[name], now[name])
-    _arguments(found.told, old.get("arguments"), now["arguments"])
+            _line(result.told, name, old[name], now[name])
+    _arguments(result.told, old.get("arguments"), now["arguments"])
     if manifest.seed != job.seed:
         why = "the order of the samples, dropout and augmentation are drawn from it"
-        found.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
-    _data(found, manifest, old.get("data"), now["data"])
+        result.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
+    _data(result, manifest, old.get("data"), now["data"])
     if old.get("python") == now["python"]:
         for name in sorted({*_table(old.get("functions")), *now["functions"]}):
-            _function(found.told, name, _table(old.get("functions")).get(name), now["functions"].get(name), bool(old))
+            _function(result.told, name, _table(old.get("functions")).get(name), now["functions"].get(name), bool(old))
     before, seen = old.get("factor"), manifest.position.samples
     if isinstance(before, (int, float)) and job.schedule is not None:
         after = float(job.schedule(seen))
         if abs(after - before) > 1e-12 * max(abs(after), abs(before)):
-            found.told.append(f"schedule: the factor after {seen} samples {before:.6g} → {after:.6g}")
-    _model(found.told, old, now)
-    return found
+            result.told.append(f"schedule: the factor after {seen} samples {before:.6g} → {after:.6g}")
+    _model(result.told, old, now)
+    return result
 
 
 def allowed(manifest: "Manifest") -> "Manifest":
@@ -292,24 +292,24 @@ def _arguments(told: list[str], old: object, new: dict[str, str]) -> None:
         _line(told, f"--job.{_shown(name)}", old.get(name, "(the job's own)"), new.get(name, "(the job's own)"))
 
 
-def _data(found: Changes, manifest: "Manifest", old: object, new: Told) -> None:
+def _data(result: Changes, manifest: "Manifest", old: object, new: Told) -> None:
     was = _table(old)
     if was.get("kind") != new.get("kind"):
         if was:
-            _line(found.told, "data: read as", was.get("kind"), new.get("kind"))
+            _line(result.told, "data: read as", was.get("kind"), new.get("kind"))
         return
     if was.get("length") != new.get("length"):
         words, at = f"data: length {_shown(was.get('length'))} → {new.get('length')}", manifest.position
         if at.start == 0:
-            found.told.append(words)
+            result.told.append(words)
         else:
             why = f"it is at sample {at.start} of epoch {at.epoch}; another length is another order of all samples"
-            found.refused.append(_refusal(manifest, words, why))
+            result.refused.append(_refusal(manifest, words, why))
     before, after = _table(was.get("samples")), new.get("samples", {})
     differ = [i for i in after if i in before and before[i] != after[i]]
     if differ:
         shared = sum(i in before for i in after)
-        found.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
+        result.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
 
 
 def _function(told: list[str], name: str, old: object, new: Told | None, known: bool) -> None:
@@ -367,8 +367,8 @@ def _listed(value: object) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def refuse(found: Changes, allow: bool) -> None:
+def refuse(result: Changes, allow: bool) -> None:
     """K010 for what cannot be meant, unless it is allowed."""
-    if found.refused and not allow:
-        raise PlaitError(found.refused)
-    found.told += [problem.what.partition(": ")[2] for problem in found.refused]
+    if result.refused and not allow:
+        raise PlaitError(result.refused)
+    result.told += [problem.what.partition(": ")[2] for problem in result.refused]

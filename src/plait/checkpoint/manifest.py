@@ -247,10 +247,10 @@ def _line(value: object) -> str:
 
 
 def _get(value: dict[str, Any], name: str, kind: type[T]) -> T:
-    found = value.get(name)
-    if type(found) is not kind:
+    item = value.get(name)
+    if type(item) is not kind:
         raise ValueError(f"`{name}` is missing or of another kind")
-    return found
+    return item
 
 
 def _number(value: dict[str, Any], name: str, most: int = _MOST) -> int:

@@ -53,11 +53,11 @@ _FIX = (
 
 
 def _plain_layout(optimizer: Optimizer) -> bool:
-    told = optimizer.state_dict()
-    if not isinstance(told, dict) or not isinstance(told.get("param_groups"), list) or "state" not in told:
+    content = optimizer.state_dict()
+    if not isinstance(content, dict) or not isinstance(content.get("param_groups"), list) or "state" not in content:
         return False
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return [len(group.get("params", ())) for group in told["param_groups"]] == sizes
+    return [len(group.get("params", ())) for group in content["param_groups"]] == sizes
 
 
 def _within(value: dict[str, object] | Iterable[object]) -> Iterator[Optimizer]:
@@ -94,8 +94,8 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def plain(group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group that are JSON; a tensor without dims is its number (`lr` may be one)."""
-    found = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items() if k != "params"}
-    return {k: v for k, v in found.items() if _json(v)}
+    values = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items() if k != "params"}
+    return {k: v for k, v in values.items() if _json(v)}
 
 
 def _json(value: object) -> bool:
@@ -108,9 +108,9 @@ def restore(optimizer: Optimizer, state: State, hyper: list[dict[str, Any]]) -> 
     """Give the optimizer this state and these hyperparameters; others of its hyperparameters stay as they are."""
     first = group_at = 0
     for leaf in leaves(optimizer):
-        told = leaf.state_dict()
+        content = leaf.state_dict()
         count = sum(len(group["params"]) for group in leaf.param_groups)
-        for mine in told["param_groups"]:
+        for mine in content["param_groups"]:
             for key, value in hyper[group_at].items():
                 before = mine.get(key)
                 if isinstance(before, Tensor):
@@ -118,7 +118,7 @@ def restore(optimizer: Optimizer, state: State, hyper: list[dict[str, Any]]) -> 
                 mine[key] = tuple(value) if isinstance(before, tuple) else value
             group_at += 1
         of_leaf = {i - first: kept for i, kept in state.items() if first <= i < first + count}
-        _loaded(leaf, {"state": of_leaf, "param_groups": told["param_groups"]})
+        _loaded(leaf, {"state": of_leaf, "param_groups": content["param_groups"]})
         _exactly(leaf, of_leaf)
         first += count
 
@@ -160,7 +160,7 @@ class Trial:
             nn.Parameter(torch.randn(shape, generator=draw).to(self.device, dtype)) for shape, dtype in sizes
         ]
         self.optimizer = training.job.optimizer(self.parameters)
-        self.draw, self.made, self.scheduled = draw, 0, training.job.schedule is not None
+        self.draw, self.steps_made, self.scheduled = draw, 0, training.job.schedule is not None
         real = [len(group["params"]) for group in training.optimizer.param_groups]
         if real != [len(group["params"]) for group in self.optimizer.param_groups]:
             raise ValueError("small parameters are grouped otherwise")
@@ -170,9 +170,9 @@ class Trial:
     def steps(self, number: int) -> None:
         """Make steps, each on gradients that depend on how many were made before."""
         for _ in range(number):
-            self.made += 1
+            self.steps_made += 1
             for group in self.optimizer.param_groups if self.scheduled else ():
-                group["lr"] = group["initial_lr"] / self.made
+                group["lr"] = group["initial_lr"] / self.steps_made
             for p in self.parameters[:TRIED]:
                 p.grad = torch.randn(p.shape, generator=self.draw).to(self.device, p.dtype)
             torch.manual_seed(2)
@@ -196,7 +196,7 @@ class Trial:
             for mine, theirs in zip(self.parameters, other.parameters):
                 mine.copy_(theirs)
         self.draw.set_state(other.draw.get_state())
-        self.made = other.made
+        self.steps_made = other.steps_made
         restore(self.optimizer, *other.taken())
 
     def same(self, other: "Trial") -> bool:
@@ -257,12 +257,12 @@ def _unlike_resumed(first: Trial, training: "Training") -> Problem | None:
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
     """What an optimizer keeps beside state and groups."""
     known = {"state", "param_groups", "defaults"}
-    found = {}
+    kept = {}
     for name, value in vars(optimizer).items():
         counts = isinstance(value, (bool, int, float, Tensor)) or type(value) in (list, dict, tuple)
         if name not in known and not name.startswith("_optimizer_") and counts:
-            found[name] = repr(value)[:10_000]
-    return found
+            kept[name] = repr(value)[:10_000]
+    return kept
 
 
 def plausible(
@@ -277,11 +277,11 @@ def plausible(
         try:
             trial = Trial(training)
             trial.steps(1)
-            made, ordered = trial.taken()[0], trial.ordered()
+            fresh_state, ordered = trial.taken()[0], trial.ordered()
         except Exception:  # nothing is known
             return None
-        given: State = {}
-        for i, fresh in made.items():
+        combined: State = {}
+        for i, fresh in fresh_state.items():
             saved = state(i)
             if saved is None:
                 continue
@@ -290,10 +290,10 @@ def plausible(
                 wrong = _unlike(fresh.get(key), value, shape)
                 if wrong:
                     return f"{key} {wrong}"
-            given[i] = {k: fresh.get(k) if isinstance(v, SavedTensor) else v for k, v in saved.items()}
+            combined[i] = {k: fresh.get(k) if isinstance(v, SavedTensor) else v for k, v in saved.items()}
         try:
             sound = _finite(trial)
-            restore(trial.optimizer, given, hyper)
+            restore(trial.optimizer, combined, hyper)
             trial.steps(2)
         except Exception as error:
             return f"the optimizer's next step raises {type(error).__name__}: {str(error)[:150]}"

@@ -52,9 +52,9 @@ class Reader:
 
     def _same_tensors(self, file: ShardFile) -> None:
         listed = self._listed.get(file.name, {})
-        found = {key: (stored.dtype, stored.shape) for key, stored in file.tensors.items()}
-        if listed != found:
-            wrong = sorted(key for key in listed.keys() | found.keys() if listed.get(key) != found.get(key))
+        actual = {key: (stored.dtype, stored.shape) for key, stored in file.tensors.items()}
+        if listed != actual:
+            wrong = sorted(key for key in listed.keys() | actual.keys() if listed.get(key) != actual.get(key))
             raise Damaged(file.name, f"{wrong[0]} is not what the manifest says it is")
 
     def check(self, name: str, part: Part) -> None:

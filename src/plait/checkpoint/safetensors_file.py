@@ -144,17 +144,17 @@ class ShardFile:
             if not isinstance(content, dict):
                 raise ValueError("not an object")
             content.pop("__metadata__", None)
-            found = {key: _stored(key, value) for key, value in content.items()}
+            tensors = {key: _stored(key, value) for key, value in content.items()}
         except UNREADABLE as error:
             raise Damaged(self.name, f"its header cannot be read: {str(error)[:200]}") from None
         at = 0
-        for stored in sorted(found.values(), key=lambda s: (s.begin, s.end)):
+        for stored in sorted(tensors.values(), key=lambda s: (s.begin, s.end)):
             if stored.begin != at:
                 raise Damaged(self.name, f"its tensors overlap or leave a gap at byte {at}")
             at = stored.end
         if at != size:
             raise Damaged(self.name, f"its tensors take {at} bytes, the file has {size}")
-        return found
+        return tensors
 
     def raw(self, stored: Stored) -> memoryview:
         """The bytes of a tensor, without a copy."""

@@ -28,13 +28,13 @@ from plait.tensors.part import Part, whole
 def parts_of(training: Training) -> dict[str, Part]:
     """This rank's part of every tensor to save: `model/<name>` and `optimizer/<parameter>/<key>`."""
     model = model_parts(training)
-    found = {f"model/{name}": part for name, part in model.items()}
+    parts = {f"model/{name}": part for name, part in model.items()}
     for name, key, value in _state(training):
         if isinstance(value, Tensor) and value.dim():
             updates_whole = name in training.built.updated_whole
             part = whole(value) if updates_whole else _state_part(name, key, value, model[name])
-            found[f"optimizer/{name}/{key}"] = part
-    return found
+            parts[f"optimizer/{name}/{key}"] = part
+    return parts
 
 
 def _state(training: Training) -> Iterator[tuple[str, str, object]]:
@@ -119,17 +119,17 @@ def _groups(training: Training) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 def _scalars(training: Training) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
     for parameter, key, value in _state(training):
         name = f"{parameter}/{key}"
         if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES and not value.is_complex():
-            found[name] = {"dtype": NAMES[value.dtype], "value": value.item()}
+            scalars[name] = {"dtype": NAMES[value.dtype], "value": value.item()}
         elif isinstance(value, SIMPLE):
-            found[name] = value
+            scalars[name] = value
         elif not isinstance(value, Tensor) or value.dim() == 0:
             what = f"optimizer state {name} is a {type(value).__name__}, which cannot be saved"
             raise PlaitError(Problem("K005", what))
-    return found
+    return scalars
 
 
 def mismatch(training: Training, manifest: Manifest, everyone: set[str]) -> str | None:
@@ -170,17 +170,17 @@ def _alike(a: object, b: object) -> bool:
 def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
     """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
     model = model_parts(training)
-    found = {f"model/{name}": part for name, part in model.items()}
+    parts = {f"model/{name}": part for name, part in model.items()}
     elsewhere = training.built.updated_elsewhere
     mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
         parameter, _ = _split(name)
         if name.startswith("optimizer/") and parameter in mine:
             if parameter in training.built.updated_whole:
-                found[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
+                parts[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
             else:
-                found[name] = _new_state(name, entry, model[parameter])
-    return found
+                parts[name] = _new_state(name, entry, model[parameter])
+    return parts
 
 
 def _new_state(name: str, entry: Entry, part: Part) -> Part:

@@ -111,15 +111,15 @@ def load_weights(training: Training, path: Path) -> None:
     mine = state.model_parts(training)
     said = exchange_json(training, {"names": list(mine)})
     everyone = list(dict.fromkeys(name for word in said for name in word["names"]))
-    word, reader, found = dict[str, Any](), None, dict[str, str]()
+    word, reader, sources = dict[str, Any](), None, dict[str, str]()
     try:
         reader = open_weights(path)
-        found = _matched(path, reader.entries, everyone, state.aliases_of(training.model))
-        wrong = list(_misshaped(path, reader.entries, found, mine))
+        sources = _matched(path, reader.entries, everyone, state.aliases_of(training.model))
+        wrong = list(_misshaped(path, reader.entries, sources, mine))
         if wrong:
             raise PlaitError(wrong)
         for name, part in mine.items():
-            reader.check(found[name], part)
+            reader.check(sources[name], part)
     except Damaged as error:
         word = {"problems": [vars(damaged(path, error))]}
     except PlaitError as error:
@@ -127,7 +127,7 @@ def load_weights(training: Training, path: Path) -> None:
     raise_first(exchange_json(training, word))
     assert reader is not None
     for name, part in mine.items():
-        reader.read(found[name], part)
+        reader.read(sources[name], part)
     training.built.refresh()
 
 
@@ -136,9 +136,9 @@ def _matched(path: Path, entries: dict[str, Entry], wanted: list[str], aliases: 
     tied: dict[str, list[str]] = {}
     for name, kept in aliases.items():
         tied.setdefault(kept, []).append(name)
-    found = {w: next((n for n in (w, *tied.get(w, [])) if n in entries), "") for w in wanted}
-    missing = [name for name, source in found.items() if not source]
-    unknown = [name for name in entries if name not in found and name not in aliases]
+    sources = {w: next((n for n in (w, *tied.get(w, [])) if n in entries), "") for w in wanted}
+    missing = [name for name, source in sources.items() if not source]
+    unknown = [name for name in entries if name not in sources and name not in aliases]
     problems = []
     fix = _way_out(missing, unknown)
     for kind, names, others in (("lack", missing, unknown), ("have", unknown, missing)):
@@ -150,7 +150,7 @@ def _matched(path: Path, entries: dict[str, Entry], wanted: list[str], aliases: 
             problems.append(Problem("K008", what + (f"        {hint}" if hint else ""), why=more, fix=fix))
     if problems:
         raise PlaitError(problems)
-    return found
+    return sources
 
 
 def _way_out(missing: list[str], unknown: list[str]) -> tuple[str, ...]:
@@ -178,10 +178,10 @@ def _prefix(longer: dict[str, str], shorter: list[str]) -> str:
 
 
 def _misshaped(
-    path: Path, entries: dict[str, Entry], found: dict[str, str], mine: dict[str, Part]
+    path: Path, entries: dict[str, Entry], sources: dict[str, str], mine: dict[str, Part]
 ) -> Iterator[Problem]:
     for name, part in mine.items():
-        entry = entries[found[name]]
+        entry = entries[sources[name]]
         if entry.shape != part.shape:
             why = f"it is {list(entry.shape)} there, {list(part.shape)} in the model"
             yield Problem("K008", f"{name} has another shape in the weights at {path}", why=why)

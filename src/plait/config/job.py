@@ -95,9 +95,9 @@ class Job:
         _check_fields(self)
 
 
-def _check_fields(made: Job | Evaluate) -> None:
+def _check_fields(record: Job | Evaluate) -> None:
     """J004 of all fields that are wrong."""
-    problems = [*_wrong_fields(made)]
+    problems = [*_wrong_fields(record)]
     if problems:
         raise PlaitError(problems)
 
@@ -131,9 +131,9 @@ VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
 """Fields that are no functions: which values are right, and what to say of others."""
 
 
-def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
-    for field in fields(made):
-        name, value, expected = field.name, getattr(made, field.name), None
+def _wrong_fields(record: Job | Evaluate) -> Iterator[Problem]:
+    for field in fields(record):
+        name, value, expected = field.name, getattr(record, field.name), None
         if value is None and field.default is None:
             continue
         if name in VALUES:
@@ -148,7 +148,7 @@ def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
         if expected:
             plain = value is None or isinstance(value, (bool, int, float, str, tuple, list, dict))
             shown = reprlib.repr(value) if plain else getattr(value, "__name__", f"{type(value).__name__}(…)")
-            what = f"{type(made).__name__}({name}={shown}) is not {expected}"
+            what = f"{type(record).__name__}({name}={shown}) is not {expected}"
             yield Problem("J004", what, fix=(f"{name}={expected}",))
 
 
@@ -172,9 +172,9 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         hint = did_you_mean(function, known) if known else "define  def job() -> plait.Job"
         raise PlaitError(Problem("J002", f"{path} has no function `{function}`        {hint}", where=path))
-    given = _arguments(signature, arguments or {}, path)
+    bound = _arguments(signature, arguments or {}, path)
     try:
-        job = make(*given.args, **given.kwargs)
+        job = make(*bound.args, **bound.kwargs)
     except PlaitError:
         raise
     except (Exception, SystemExit) as error:
@@ -216,12 +216,12 @@ def _signature(make: Callable[..., Any]) -> inspect.Signature | None:
     return None
 
 
-def _arguments(signature: inspect.Signature, given: dict[str, str], path: str) -> inspect.BoundArguments:
+def _arguments(signature: inspect.Signature, texts: dict[str, str], path: str) -> inspect.BoundArguments:
     parameters = {n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
     values, others = dict[str, Any](), dict[str, str]()
     problems: list[Problem] = []
-    for name, text in given.items():
+    for name, text in texts.items():
         key = name.replace("-", "_")
         if key in parameters:
             kind, optional = _kind(parameters[key])

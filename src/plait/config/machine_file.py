@@ -78,11 +78,11 @@ LISTS = ("links", "matmuls", "collectives", "loaders")
 @cache
 def catalogue() -> dict[str, Path]:
     """The files of `machines/` by name and by every other name."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(CATALOGUE.glob("*.toml")):
         said = tomllib.loads(path.read_text(encoding="utf-8"))
-        found |= dict.fromkeys((said["name"], *said.get("aliases", [])), path)
-    return found
+        files |= dict.fromkeys((said["name"], *said.get("aliases", [])), path)
+    return files
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -126,17 +126,17 @@ def _faults(table: str, row: object, where: str) -> list[Problem]:
     head = f"[{table}] " if table else ""
     if not isinstance(row, dict):
         return [Problem("M012", f"{table} is a table of keys", where=where)]
-    found = []
+    problems = []
     for key, value in row.items():
         check = KEYS[table].get(key)
         if check is None:
             hint = did_you_mean(key, tuple(KEYS[table]))
-            found.append(Problem("M011", f"unknown key of a machine:  {head}{key}        {hint}", where=where))
+            problems.append(Problem("M011", f"unknown key of a machine:  {head}{key}        {hint}", where=where))
         elif not check(value):
             what = f"{head}{key[:60]} = {as_json(value)[:60]}        expected {EXPECTED[check]}"
-            found.append(Problem("M012", what, where=where))
-    if found:
-        return found
+            problems.append(Problem("M012", what, where=where))
+    if problems:
+        return problems
     return [Problem("M012", f"{head}{what}", where=where) for what in _disagreements(table, row)]
 
 

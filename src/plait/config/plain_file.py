@@ -23,8 +23,8 @@ class NotPlain(OSError):
 def open_plain(path: Path, follow: bool = True) -> BinaryIO:
     """The opened file. OSError when it is missing or no plain file; a link counts as none unless `follow`."""
     try:
-        found = os.stat(path, follow_symlinks=follow)
-        _plain(found)
+        status = os.stat(path, follow_symlinks=follow)
+        _plain(status)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     except ValueError as error:  # a name with a zero byte
         raise NotPlain(str(error)) from None
@@ -69,19 +69,19 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _plain(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise NotPlain(f"it is {KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a plain file")
+def _plain(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise NotPlain(f"it is {KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, not a plain file")
 
 
-def _fits_its_disk(found: os.stat_result, descriptor: int) -> None:
+def _fits_its_disk(status: os.stat_result, descriptor: int) -> None:
     """A file with holes may claim any size; one larger than the disk that holds it was never written."""
-    if found.st_blocks * 512 >= found.st_size:
+    if status.st_blocks * 512 >= status.st_size:
         return
     try:
         disk = os.fstatvfs(descriptor)
     except OSError:
         return
     whole = disk.f_blocks * disk.f_frsize
-    if 0 < whole < found.st_size:
-        raise NotPlain(f"it claims {found.st_size} bytes, more than its whole disk has ({whole})")
+    if 0 < whole < status.st_size:
+        raise NotPlain(f"it claims {status.st_size} bytes, more than its whole disk has ({whole})")

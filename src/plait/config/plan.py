@@ -328,10 +328,10 @@ class Plan:
         >>> Plan.parse("dp=2 tp=2").at(1)
         {'pp': 0, 'dp': 0, 'fsdp': 0, 'cp': 0, 'tp': 1}
         """
-        found = {}
+        place = {}
         for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return {axis: found[axis] for axis in AXES}
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
 
     def share(self, rank: int) -> int:
         """Which share of a batch's samples a rank computes on; ranks of one `cp` and `tp` have the same."""
@@ -353,12 +353,12 @@ class Plan:
         """P030 for every key that was given and has no effect under this plan."""
         needs = {"zero": ("fsdp", self.fsdp), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
         needs |= {"sequence_parallel": ("tp", self.tp), "context": ("cp", self.cp)}
-        found = []
+        problems = []
         for key, (axis, size) in needs.items():
             if size == 1 and key in self.changed() and not (key == "zero" and self.offload == "all"):
                 what = f"{key}={getattr(self, key)} has no effect: there is no {axis} in the plan"
-                found.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
-        return found
+                problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
+        return problems
 
     def _not(self, nproc: int) -> Problem:
         """P001: the plan does not make `nproc` processes. Proposes another size of the first axis that can have one."""

@@ -132,10 +132,10 @@ def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
     def data() -> Any:
         if (here := os.getpid()) in held:
             return held[here]
-        found = make()
-        if is_map(found):
-            held[here] = found
-        return found
+        fresh = make()
+        if is_map(fresh):
+            held[here] = fresh
+        return fresh
 
     return data
 
@@ -219,7 +219,8 @@ def collate(data: object, samples: list[Any]) -> tuple[Any, Any]:
     if hasattr(data, "collate"):
         pairs = data.collate(samples)
         if not _is_pair(pairs):
-            what, why = "the data's `collate` does not return a pair (inputs, targets)", f"it returned {_told(pairs)}"
+            what = "the data's `collate` does not return a pair (inputs, targets)"
+            why = f"it returned {_in_words(pairs)}"
             raise PlaitError(Problem("J007", what, why=why, fix=("return inputs, targets",)))
         return pairs[0], pairs[1]
     if not _is_pair(samples[0]):
@@ -227,7 +228,7 @@ def collate(data: object, samples: list[Any]) -> tuple[Any, Any]:
     try:
         pairs = default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
-        shapes = list(dict.fromkeys(_told(s) for s in samples))
+        shapes = list(dict.fromkeys(_in_words(s) for s in samples))
         if len(shapes) == 1 and not isinstance(error, TypeError):
             raise
         what = f"{len(samples)} samples cannot be put together: {in_a_line(error)}"
@@ -250,17 +251,17 @@ def _no_pair(sample: object) -> Problem:
         fix = [f'x = dict(data[i]); return x, x.pop("{label}")    in __getitem__ of a class around the data set']
         if any(isinstance(value, list) for value in keys.values()):
             fix.append('dataset.with_format("torch")    its values are lists, not tensors')
-    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_told(sample)}", fix=tuple(fix))
+    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_in_words(sample)}", fix=tuple(fix))
 
 
-def _told(value: object) -> str:
+def _in_words(value: object) -> str:
     """A sample in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, dict):
         return "a dict of " + ", ".join(map(str, list(value)[:8]))
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_told, value[:4]))
+        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_in_words, value[:4]))
     return f"a {type(value).__name__}"
 
 

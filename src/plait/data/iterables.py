@@ -46,8 +46,8 @@ def digest(samples: list[Any]) -> tuple[int, ...]:
         return (0,) * PARTS
     rows = [[_number(leaf) for leaf in tree_leaves(sample)[:PARTS]] for sample in samples]
     parts = list(zip(*rows)) if len({len(row) for row in rows}) == 1 else [tuple(map(hash, map(tuple, rows)))]
-    told = [0 if len(set(part)) == 1 else zlib.crc32(repr(part).encode()) + 1 for part in parts]
-    return tuple([*told, *[0] * PARTS][:PARTS])
+    numbers = [0 if len(set(part)) == 1 else zlib.crc32(repr(part).encode()) + 1 for part in parts]
+    return tuple([*numbers, *[0] * PARTS][:PARTS])
 
 
 def number_of(sample: object) -> int:
@@ -63,12 +63,12 @@ def _number(leaf: object) -> int:
     return zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
 
 
-def agree(read: int, seen: tuple[int, ...], group: ProcessGroup | None, where: str) -> bool:
+def agree(read: int, digests: tuple[int, ...], group: ProcessGroup | None, where: str) -> bool:
     """Whether every rank of the group read `read` samples that are the same; all ranks call it.
 
     False when they differ in noise only. J022 when they are other samples.
     """
-    rows = rows_of_ranks([read, *seen], group)
+    rows = rows_of_ranks([read, *digests], group)
     others = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if not others:
         return True
@@ -265,9 +265,9 @@ class Merge:
 
     def _told(self, local: Batch, ended: bool) -> tuple[list[int], bool]:
         """(samples of every share, whether all have ended). J023 when two have the same, J022 when copies of one differ."""
-        seen = [*local.seen, *[0] * 8][:8]
+        digests = [*local.seen, *[0] * 8][:8]
         table: dict[int, list[int]] = {}
-        for row in rows_of_ranks([self.share.rank, local.size, int(ended), *seen], self.group):
+        for row in rows_of_ranks([self.share.rank, local.size, int(ended), *digests], self.group):
             if table.setdefault(row[0], row)[:3] != row[:3]:
                 what = f"ranks that share their samples read different ones of share {row[0]}"
                 raise PlaitError(Problem("J022", what, why="the iterable, or its `shard`, depends on the rank"))

@@ -32,7 +32,7 @@ def batches(
             for item in plan:
                 yield source[item]
             return
-        loaded = DataLoader(_Told(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle)
+        loaded = DataLoader(_Caught(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle)
     else:
         shared = known_by(data, share.ranks)
         stream = OfShare(data, batch, seed, share, at) if shared else _Streamed(data, batch, seed, share, at)
@@ -40,14 +40,14 @@ def batches(
         if workers == 0:
             yield from stream
             return
-        loaded = DataLoader(_ToldStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
+        loaded = DataLoader(_CaughtStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
     for item in loaded:
         if isinstance(item, _Failed):
             raise item.error()
         yield item
 
 
-class _Told(Dataset):
+class _Caught(Dataset):
     """A source of batches whose failures are returned: torch would make new exceptions of their text in the rank."""
 
     def __init__(self, source: "_Mapped"):
@@ -60,7 +60,7 @@ class _Told(Dataset):
             return _failed(error)
 
 
-class _ToldStream(IterableDataset):
+class _CaughtStream(IterableDataset):
     def __init__(self, source: "OfShare | _Streamed"):
         self.source = source
 

@@ -43,28 +43,28 @@ class Padding:
 
     def alike(self, micros: Iterable[Micro], fetch: Fetch) -> list[Micro]:
         """The micro-batches, padded to the longest sample that any rank has."""
-        found = [replace(micro, samples=unpacked(micro.samples)) for micro in micros]
-        lone = next((sample for micro in found for sample in micro.samples), None)
+        whole = [replace(micro, samples=unpacked(micro.samples)) for micro in micros]
+        lone = next((sample for micro in whole for sample in micro.samples), None)
         if self.rows is None and lone is not None:
             self.rows = rows_of(self.data, lone)
-        forms = [self._form(micro) for micro in found]
-        least, most = self._told([form for micro, form in zip(found, forms) if micro.count])
+        forms = [self._form(micro) for micro in whole]
+        least, most = self._extremes([form for micro, form in zip(whole, forms) if micro.count])
         if most is None or least == most:
-            return found
-        company = self._company(found, forms, most) if fetch is not None else None
+            return whole
+        company = self._company(whole, forms, most) if fetch is not None else None
         if company is None or fetch is None:
             self.loose = True
-            return found
-        own = {i: sample for micro in found for i, sample in zip(micro.ids, micro.samples)}
+            return whole
+        own = {i: sample for micro in whole for i, sample in zip(micro.ids, micro.samples)}
         beside = [own[i] if i in own else fetch(i) for i in company]
-        return [micro if form == most else self._padded(micro, beside, most) for micro, form in zip(found, forms)]
+        return [micro if form == most else self._padded(micro, beside, most) for micro, form in zip(whole, forms)]
 
     def _form(self, micro: Micro) -> tuple[int, ...] | None:
         """The shapes of a micro-batch; of the sample beside it when it is empty."""
         assert self.rows is not None
         return self.rows.form(micro.spare or (micro.inputs, micro.targets), micro.count or 1)
 
-    def _told(self, forms: list[tuple[int, ...] | None]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    def _extremes(self, forms: list[tuple[int, ...] | None]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The smallest and the largest sizes over all ranks; none when they are not of one kind."""
         bad = any(form is None for form in forms) or len({len(form or ()) for form in forms}) > 1
         known = [form for form in forms if form]
@@ -85,12 +85,12 @@ class Padding:
             for micro, form in zip(micros, forms):
                 if place not in mine and micro.count and form[place] == size:
                     mine[place] = self._longest(micro, place, size)
-        told = [number for place, i in mine.items() for number in (place, i)]
-        found: dict[int, int] = {}
-        for numbers in exchange_numbers(told, self.group, self.device):
+        mine_flat = [number for place, i in mine.items() for number in (place, i)]
+        longest: dict[int, int] = {}
+        for numbers in exchange_numbers(mine_flat, self.group, self.device):
             for place, i in zip(numbers[::2], numbers[1::2]):
-                found.setdefault(place, i)
-        return sorted(set(found.values())) if len(found) == len(most) else None
+                longest.setdefault(place, i)
+        return sorted(set(longest.values())) if len(longest) == len(most) else None
 
     def _longest(self, micro: Micro, place: int, size: int) -> int:
         """The id of the sample that has this size: by halves."""

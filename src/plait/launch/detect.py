@@ -54,19 +54,19 @@ def found(kind: str = "auto") -> Machine:
     return replace(machine, name="here", cores=cores(), host_memory=memory, nodes=nodes)
 
 
-def _of_devices(names: list[str], seen: DeviceSeen) -> Machine:
+def _of_devices(names: list[str], driver: DeviceSeen) -> Machine:
     said = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(CATALOGUE.glob("*.toml"))]
     reported = {name.removeprefix("NVIDIA "): one["name"] for one in said for name in one.get("reported", ())}
     slug = reported.get(names[0].removeprefix("NVIDIA "))
     if slug is None:
-        device = Device(names[0], seen.memory)
+        device = Device(names[0], driver.memory)
         return Machine("here", device, devices_per_node=len(names), source="found here; no data sheet has this name")
     machine = Machine.named(f"{slug}x{len(names)}x1")
     links = machine.links
-    if seen.nvlink is False and machine.host is not None:
+    if driver.nvlink is False and machine.host is not None:
         bus = Link("PCIe", len(names), machine.host, HOPS["pcie"][0], "pcie", (), REACHED)
         links = (bus, *(link for link in links if link.between_nodes))
-    return replace(machine, links=links, device=replace(machine.device, memory=seen.memory))
+    return replace(machine, links=links, device=replace(machine.device, memory=driver.memory))
 
 
 def _seen() -> DeviceSeen:

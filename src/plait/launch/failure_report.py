@@ -96,17 +96,17 @@ def unforkable(why: str) -> Problem:
     return Problem("H011", "plait cannot start processes from this one", why=why, fix=fix)
 
 
-def titled(told: dict[str, Any]) -> str:
+def titled(message: dict[str, Any]) -> str:
     """`KeyError: 'x'` of what `described` told."""
-    return f"{told['type']}: {told['text']}" if told["text"] else told["type"]
+    return f"{message['type']}: {message['text']}" if message["text"] else message["type"]
 
 
-def located(told: dict[str, Any]) -> str:
+def located(message: dict[str, Any]) -> str:
     """Where it was raised: the user's own line and the module, as far as there are any, else what plait had called."""
-    inner = "(" in told["module"] or not told["where"]  # a line of the user's says more than the whole model
-    module = f"module {told['module']}" if told["module"] and inner else ""
-    found = ", ".join(part for part in (told["where"], module) if part) or told["called"]
-    return found if told["where"] else f"{found}; -v shows the traceback".removeprefix("; ")
+    inner = "(" in message["module"] or not message["where"]  # a line of the user's says more than the whole model
+    module = f"module {message['module']}" if message["module"] and inner else ""
+    place = ", ".join(part for part in (message["where"], module) if part) or message["called"]
+    return place if message["where"] else f"{place}; -v shows the traceback".removeprefix("; ")
 
 
 def text_of(error: BaseException) -> str:
@@ -200,14 +200,14 @@ def module_of(trace: TracebackType | None) -> str:
 def called(trace: TracebackType | None) -> str:
     """`nll_loss (torch/nn/functional.py:3035)`: what plait called when a library raised that knows no code of the user's."""
     own = f"{LIBRARIES[0]}{os.sep}"
-    found = ""
+    place = ""
     before = True
     for frame, line in traceback.walk_tb(trace):
         mine = frame.f_code.co_filename.startswith(own)
         if before and not mine and not frame.f_code.co_filename.startswith("<"):
-            found = f"{frame.f_code.co_qualname} ({_library(frame.f_code.co_filename)}:{line})"
+            place = f"{frame.f_code.co_qualname} ({_library(frame.f_code.co_filename)}:{line})"
         before = mine
-    return found
+    return place
 
 
 def _library(path: str) -> str:

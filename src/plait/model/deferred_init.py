@@ -69,8 +69,8 @@ class _Following(TorchDispatchMode):
 
     def index(self, t: object) -> int | None:
         """The number of a tensor's storage, or None when it is not followed."""
-        found = self.known.get(storage_key(t)) if isinstance(t, Tensor) else None
-        return None if found is None else found[0]
+        known = self.known.get(storage_key(t)) if isinstance(t, Tensor) else None
+        return None if known is None else known[0]
 
     def made(self, result: object) -> list[int]:
         """Start following the large storages that an operation made; their numbers."""
@@ -89,8 +89,8 @@ def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     named = zip(schema(func).arguments, args)
     pairs = [*named, *((a, kwargs[a.name]) for a in schema(func).arguments if a.name in kwargs)]
     for argument, value in pairs:
-        found = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-        (written if argument.is_write else read).extend(found)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        (written if argument.is_write else read).extend(tensors)
     return written, read
 
 
@@ -253,26 +253,26 @@ def defer(
     followed = {n for n, _, _ in shapes.values()}
     if any(not _covers([p]) or not p.is_contiguous() for n, p in fake.named_parameters() if n in followed):
         return None
-    found = Deferred(nn.Module(), fake, {}, {})
+    deferred = Deferred(nn.Module(), fake, {}, {})
 
     def keep(k: int, t: Tensor) -> bool:
         if k not in shapes:
             return False
         name, shape, _ = shapes[k]
-        found.shares[name] = share(t.view(shape)).clone()
-        found.digests[name] = digest(t)
+        deferred.shares[name] = share(t.view(shape)).clone()
+        deferred.digests[name] = digest(t)
         return True
 
     with _giving_back(), Drawing(noting, keep):
         try:
-            found.model = make()
+            deferred.model = make()
         except Exception:  # it strayed from the first run, or does what cannot be followed; its own fault comes again
             return None
-    if found.shares.keys() != followed:
+    if deferred.shares.keys() != followed:
         return None
-    large = [p for n, p in found.model.named_parameters() if n in found.shares]
-    exchange_parameters(found.model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in large})
-    return found
+    large = [p for n, p in deferred.model.named_parameters() if n in deferred.shares]
+    exchange_parameters(deferred.model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in large})
+    return deferred
 
 
 def exchange_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:

@@ -57,11 +57,11 @@ class Mutations:
 
     def weights(self) -> dict[str, set[str]]:
         """Weights that were written or given other storage, and the modules whose code did it, where that is known."""
-        found = {name: self.by[name] for name in self.data if name in self.by}
+        written = {name: self.by[name] for name in self.data if name in self.by}
         for name, parameter in self.model.named_parameters():
             if storage_key(parameter) != self.data[name]:
-                found.setdefault(name, {""})
-        return found
+                written.setdefault(name, {""})
+        return written
 
     def _mark(self, values: object) -> None:
         for t in tree_leaves(values):

@@ -107,19 +107,19 @@ class Effort:
     ) -> int:
         """Note one operator; returns its floating-point operations. `names`: of parameters, by storage."""
         flops = flops_of(func, args, kwargs, result)
-        given, made = list(given_to(args)), list(given_to((result,)))
+        inputs, results = list(given_to(args)), list(given_to((result,)))
         if flops:
             self.operators += 1
-            self.products += _products(func, args, made, flops, names)
+            self.products += _products(func, args, results, flops, names)
             if func.overloadpacket in ATTENTION:
                 self.keys += args[1].numel() + args[2].numel()
             return flops
-        stores = {storage_key(t) for t in given}
-        fresh = [t for t in made if storage_key(t) not in stores]
-        if fresh or (made and schema(func).is_mutable):
+        stores = {storage_key(t) for t in inputs}
+        fresh = [t for t in results if storage_key(t) not in stores]
+        if fresh or (results and schema(func).is_mutable):
             self.operators += 1
-            size = sum(t.numel() for t in given if t.dim()) + sum(t.numel() for t in (fresh or made))
-            self.moved[max(t.numel() for t in made)] += size
+            size = sum(t.numel() for t in inputs if t.dim()) + sum(t.numel() for t in (fresh or results))
+            self.moved[max(t.numel() for t in results)] += size
         return 0
 
 
@@ -135,7 +135,7 @@ SECOND = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (
 
 
 def _products(
-    func: OpOverload, args: tuple[Any, ...], made: list[Tensor], flops: int, names: Mapping[int, str]
+    func: OpOverload, args: tuple[Any, ...], results: list[Tensor], flops: int, names: Mapping[int, str]
 ) -> list[Product]:
     """The products of one operator."""
     packet = func.overloadpacket
@@ -150,7 +150,7 @@ def _products(
         if storage_key(left) in names and storage_key(right) not in names:  # weight @ x, as a transposed linear layer
             left, right = right.mT, left.mT
         return [Product(left.shape[-2], left.shape[-1], right.shape[-1], batch, weight=weight)]
-    out = made[0]
+    out = results[0]
     columns = out.shape[1] if out.dim() > 1 else 1
     rows = max(1, out.numel() // max(1, columns))
     return [Product(rows, flops / 2 / rows / max(1, columns), columns, weight=weight)]
@@ -164,12 +164,12 @@ def line(small: Effort, large: Effort | None, sizes: tuple[int, int]) -> list[Pr
             replace(p, rows=p.rows / a) if p.weight else replace(p, batch=p.batch / a, grows="batch")
             for p in small.products
         ]
-    found = []
+    products = []
     for p, q in zip(small.products, large.products):
         if q.rows != p.rows:
-            found.append(replace(p, rows=(q.rows - p.rows) / (b - a)))
+            products.append(replace(p, rows=(q.rows - p.rows) / (b - a)))
         elif q.batch != p.batch:
-            found.append(replace(p, batch=(q.batch - p.batch) / (b - a), grows="batch"))
+            products.append(replace(p, batch=(q.batch - p.batch) / (b - a), grows="batch"))
         else:
-            found.append(replace(p, grows=""))
-    return [replace(p, times=p.times * n) for p, n in Counter(found).items()]  # equal ones as one
+            products.append(replace(p, grows=""))
+    return [replace(p, times=p.times * n) for p, n in Counter(products).items()]  # equal ones as one

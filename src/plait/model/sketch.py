@@ -221,10 +221,10 @@ class _Probe:
         keyed.seed_host("sketch", 0)
         model = copy.deepcopy(self.model) if self.by_values else self.model
         try:
-            seen = trace_run(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
+            trace = trace_run(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
         except Exception:  # it may look at numbers: then it may depend on anything
             return
-        read = seen.metered.calls
+        read = trace.metered.calls
         for run in (run.metered.calls for pair in rounds for run in pair):
             if [call.unit for call in run] == [call.unit for call in read]:
                 for call, judged in zip(run, read):
@@ -256,19 +256,19 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTr
     called = units.in_order([[call.unit for call in run.calls] for run in rows])
     names = {id(p): name for name, p in model.named_parameters()}
     open_ = units.tied(model, called).union(*(run.opened for run in everything))
-    found = []
+    listed = []
     for name in called:
         module = model.get_submodule(name)
         parameters = list(module.parameters())
         weights = sum(p.numel() * p.element_size() for p in parameters)
         named = tuple(names[id(p)] for p in parameters)
-        found.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
+        listed.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
     small, large = (run.metered for run in max(rounds, key=lambda pair: len(pair[0].metered.calls)))
     alike = units.same_calls(small, large)
     others = large.calls if alike else [None] * len(small.calls)
-    inside = {name for unit in found for name in unit.parameters}
+    inside = {name for unit in listed for name in unit.parameters}
     return {
-        "units": tuple(found),
+        "units": tuple(listed),
         "calls": tuple(_call(a, b) for a, b in zip(small.calls, others)),
         "needs": small.needs,
         "differentiates": any(run.differentiates for run in everything),
@@ -289,7 +289,7 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     form = template(small.returned, None if large is None else large.returned, PROBES)
     numbers = small.output // max(1, small.itemsize), 0 if large is None else large.output // max(1, small.itemsize)
     work = _work(small.effort, None if large is None else large.effort, numbers)
-    told = {
+    flags = {
         "backward": small.backward,
         "given": small.given,
         "writes": small.writes,
@@ -297,7 +297,7 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
         "leaks": tuple(sorted(small.leaks)),
         "aside": tuple(sorted(small.aside)),
     }
-    return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **told)
+    return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **flags)
 
 
 def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0)) -> OperationCounts:

@@ -213,13 +213,13 @@ class _Watcher(TorchFunctionMode):
 
     def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
         self.owner.pop()
-        found = None
+        output_instead = None
         if self.meter is not None:
-            found = self.meter.leave(module, output)
-            ended = len(self.meter.seen.calls) - (self.meter.running is not None)
+            output_instead = self.meter.leave(module, output)
+            ended = len(self.meter.metered.calls) - (self.meter.running is not None)
             if self.keys is not None and self.keys.notes and len(self.keys.after) < ended:
                 self.keys.after.append((random.getstate(), np.random.get_state()))
-        return found
+        return output_instead
 
     def place(self) -> str:
         owner = self.owner[-1][1]
@@ -249,11 +249,11 @@ class _Watcher(TorchFunctionMode):
     def _whole(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing looks into it: what it draws cannot be keyed, what it computes is not counted."""
         name, _, module = self.owner[-1]
-        before, seen = torch.get_rng_state(), self.meter.seen if self.meter is not None else None
-        asked = seen is not None and seen.differentiates
+        before, metered = torch.get_rng_state(), self.meter.metered if self.meter is not None else None
+        asked = metered is not None and metered.differentiates
         result = func(*args, **kwargs)
-        if seen is not None:
-            seen.differentiates = asked  # how torch finds its backward is its own affair
+        if metered is not None:
+            metered.differentiates = asked  # how torch finds its backward is its own affair
         if not torch.equal(before, torch.get_rng_state()):
             self.seen.unkeyed.append(name or type(module).__name__)
         self.seen.opaque.append((name, args[0]))
