@@ -258,7 +258,7 @@ class Checkpoints:
     def _compared(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
         """What to go on from, with which hyperparameters, and what is to be told of the job's changes. K010, Damaged."""
         now = training.fingerprint
-        hyper, lines = fingerprint.hyperparameters(manifest, training, now)
+        hyper, lines = fingerprint.hyperparameters(manifest, now)
         why = state.implausible(training, manifest, hyper)
         if why:
             raise Damaged(MANIFEST, why)

@@ -341,7 +341,7 @@ def _model(told: list[str], old: Told, now: Told) -> None:
             _line(told, f"model: {_shown(name)}", *words)
 
 
-def hyperparameters(manifest: "Manifest", training: "Training", now: Told) -> tuple[list[dict[str, Any]], list[str]]:
+def hyperparameters(manifest: "Manifest", now: Told) -> tuple[list[dict[str, Any]], list[str]]:
     """Of each group what to go on with, and what is told. What the job sets otherwise than at the run's start is the job's."""
     first = manifest.job.get("groups")
     first = first if isinstance(first, list) and len(first) == len(manifest.groups) else manifest.groups

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from plait.checkpoint.chunks import HeldChunk, Rect, overlap
 from plait.checkpoint.manifest import FORMAT, MANIFEST, parse, seal, unseal
+from plait.checkpoint.reading import rectangle
 from plait.checkpoint.safetensors_file import Damaged, write
 from plait.tensors.finite import Rule, wrong_scalars
 from plait.tensors.part import Part
@@ -79,7 +80,8 @@ class Snapshot:
         cuda = False
         with torch.no_grad():
             for piece in pieces:
-                source = _view(parts[piece.name], piece.rect)
+                part = next(p for p in parts[piece.name].pieces() if _holds(p, piece.rect))
+                source = rectangle(part.tensor, part.start, piece.rect)
                 pin = source.device.type == "cuda"
                 cuda |= pin
                 buffer = old.get(piece)
@@ -91,15 +93,8 @@ class Snapshot:
         return self._reused
 
 
-def _view(part: Part, rect: Rect) -> Tensor:
-    """The rectangle `rect` of the whole tensor, which lies within one piece of the part."""
-    piece = next(
-        p for p in part.pieces() if overlap((p.start, tuple(p.tensor.shape)), rect) == rect or not all(rect[1])
-    )
-    tensor = piece.tensor
-    for dim, (first, length) in enumerate(zip(*rect)):
-        tensor = tensor.narrow(dim, first - piece.start[dim], length)
-    return tensor
+def _holds(part: Part, rect: Rect) -> bool:
+    return overlap((part.start, tuple(part.tensor.shape)), rect) == rect or not all(rect[1])
 
 
 LISTED = 2048

@@ -10,7 +10,7 @@ measured on the machine itself stands beside the data sheet and is preferred. No
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from math import log
 from pathlib import Path
@@ -130,11 +130,9 @@ class Machine:
         except LookupError:
             what = f"{self.name}: no link is known that joins {ranks} devices {stride} apart"
             why = "known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none")
-            file, bench = (
-                "machine.toml    a file with [[links]] for it",
-                "plait bench comm    measures them on the machine itself",
-            )
-            raise PlaitError(Problem("M013", what, why=why, fix=(file, bench))) from None
+            fix = ("machine.toml    a file with [[links]] for it",)
+            fix += ("plait bench comm    measures them on the machine itself",)
+            raise PlaitError(Problem("M013", what, why=why, fix=fix)) from None
 
     @property
     def _within(self) -> tuple[Link, ...]:
@@ -231,42 +229,39 @@ def _link(said: dict[str, Any], per: int) -> Link:
 
 def _to_toml(machine: Machine) -> str:
     """The machine as a file that `load` reads back to an equal one."""
-    device, lines = machine.device, []
+    device = machine.device
     top = {
         "name": machine.name, "notes": machine.notes or None, "source": machine.source or None,
         "devices_per_node": machine.devices_per_node, "nodes": machine.nodes, "cores": machine.cores,
         "host_memory_gib": _scaled(machine.host_memory, GIB), "price_per_hour": machine.price_per_hour,
         "operator_us": machine.operator and round(machine.operator * 1e6, 6),
     }  # fmt: skip
-    lines += _rows(top)
     about = {"name": device.name, "memory_gib": device.memory / GIB}
     about |= {"memory_gb_per_s": _scaled(device.memory_bandwidth, GB)}
-    lines += ["", "[device]", *_rows(about)]
+    tables: list[tuple[str, Mapping[str, object]]] = [("", top), ("[device]", about)]
     for table, rates in (("peak_tflops", device.peak), ("matmul_tflops", device.achievable)):
         factors = {f.name: (rates.of(f.name), device.peak.of(f.name)) for f in fields(Rates)}
         shown = {n: a and a * (1 if table == "peak_tflops" else b or 0) / TERA for n, (a, b) in factors.items()}
-        lines += ["", f"[device.{table}]", *_rows(shown)] if any(shown.values()) else []
-    lines += ["", "[host]", *_rows({"gb_per_s": machine.host / GB})] if machine.host else []
+        tables += [(f"[device.{table}]", shown)] if any(shown.values()) else []
+    tables += [("[host]", {"gb_per_s": machine.host / GB})] if machine.host else []
     for link in machine.links:
         row = {"name": link.name, "kind": link.kind, "devices": link.devices, "gb_per_s": link.bandwidth / GB}
         row |= {"latency_us": link.latency * 1e6, "reached": link.reached}
-        row |= {"shares": list(link.shares) or None, "adds": link.adds or None}
-        lines += ["", "[[links]]", *_rows(row)]
+        tables.append(("[[links]]", row | {"shares": list(link.shares) or None, "adds": link.adds or None}))
     for curve in machine.matmuls:
         x, y = ([p[i] for p in curve.points] for i in (0, 1))
-        lines += ["", "[[matmuls]]", *_rows({"precision": curve.precision, "flops": x, "fraction_of_peak": y})]
+        tables.append(("[[matmuls]]", {"precision": curve.precision, "flops": x, "fraction_of_peak": y}))
     for each in machine.collectives:
         x, y = ([p[i] for p in each.points] for i in (0, 1))
         row = {"collective": each.collective, "ranks": each.ranks, "bytes": x, "seconds": y}
-        lines += ["", "[[collectives]]", *_rows(row)]
-    for loader in machine.loaders:
-        lines += ["", "[[loaders]]", *_rows({"job": loader.job, "samples_per_s": loader.samples_per_s})]
+        tables.append(("[[collectives]]", row))
+    tables += [("[[loaders]]", {"job": one.job, "samples_per_s": one.samples_per_s}) for one in machine.loaders]
+    lines = []
+    for head, row in tables:
+        rows = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in row.items() if value is not None]
+        lines += ["", head, *rows] if head else rows
     return "\n".join(lines) + "\n"
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
-
-
-def _rows(said: dict[str, Any]) -> list[str]:
-    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in said.items() if value is not None]

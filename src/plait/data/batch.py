@@ -122,7 +122,7 @@ def opened(make: Callable[[], Any], where: str = "Job(data=…)") -> Any:
         what = f"the job's data is one {type(data).__name__}, and it can be read only once"
         why = "every call of the function gives the same one; each epoch, and the look at the first sample, need their own"
         raise PlaitError(Problem("J007", what, why, where, ("data=lambda: …    make a new one in every call",)))
-    return _Remade(make)
+    return Remade(make)
 
 
 def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
@@ -145,11 +145,18 @@ def _once(data: object) -> bool:
     return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
 
 
-class _Remade:
-    """What is read once, made again for every reading."""
+def _pass_on(data: object, into: object, *names: str) -> None:
+    for name in names:
+        if hasattr(data, name):
+            setattr(into, name, getattr(data, name))
 
-    def __init__(self, make: Callable[[], Any]):
+
+class Remade:
+    """What is read once, made again for every reading. `like`: what it has in common with it besides."""
+
+    def __init__(self, make: Callable[[], Any], like: object = None):
         self.make = make
+        _pass_on(like, self, "collate", "set_epoch")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.make())
@@ -168,9 +175,7 @@ class _First:
             self.sample = next(iter(data), None)
         if self.sample is None:
             raise empty("it ended without a sample")
-        for name in ("collate", "sketched_beside"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
+        _pass_on(data, self, "collate", "sketched_beside")
 
     def __len__(self) -> int:
         return 1

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, part
+from plait.data.batch import Batch, BatchShare, Data, Micro, Position, Remade, empty, is_map, part
 from plait.randomness.keyed import keeping_host_state, seed_host
 from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import tree_leaves
@@ -118,18 +118,7 @@ def known_by(data: object, ranks: int) -> TypeGuard[Shardable]:
 
 def whole(data: Data) -> Data:
     """An iterable without its shares, for a rank that stands for all."""
-    return _Whole(data) if hasattr(data, "shard") and not is_map(data) else data
-
-
-class _Whole:
-    def __init__(self, data: Data):
-        self.data = data
-        for name in ("collate", "set_epoch"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
+    return Remade(lambda: data, data) if hasattr(data, "shard") and not is_map(data) else data
 
 
 def due(start: int, batch: int, ranks: int, rank: int) -> int:

@@ -38,28 +38,23 @@ SHAPES = frozenset({
 
 @dataclass
 class MeteredCall:
-    """What one call of a unit showed. Bytes, and floating-point operations of the forward pass."""
+    """What one call of a unit showed in one run, as `UnitCall` of `model/costs.py` has it of any batch."""
 
     unit: str
     needs: tuple[int, ...]
     inputs: int = 0
     given: int = 0
-    """How many tensors it is given."""
     flops: int = 0
     output: int = 0
     saved: int = 0
     itemsize: int = 4
-    """Of its output."""
+    """Bytes of a number of its output."""
     effort: Effort = field(default_factory=Effort)
     backward: bool = False
     writes: bool = False
     back: int | str | None = None
-    """Which of its arguments, changed, it returns."""
     leaks: set[int] = field(default_factory=set)
-    """Later calls (-1: numbers of Python in code between units, -2: the loss) that depend on what it computed by another way
-    than through its output."""
     aside: set[int] = field(default_factory=set)
-    """Later calls (-1: code between units, -2: the model's output) that get hold of it, whatever they do with it."""
     returned: tuple[Any, tuple[Any, ...]] = (None, ())
     """The structure of its output: `taken` of `tensors/trees.py`."""
 

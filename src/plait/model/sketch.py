@@ -43,12 +43,8 @@ def places_of(
         for place, shape in small.drawn.items():
             other = large.drawn.get(place)
             grown = [d for d, (m, n) in enumerate(zip(shape, other or ())) if m != n]
-            if (
-                other is None
-                or len(shape) != len(other)
-                or len(grown) > 1
-                or any(shape[d] * b != other[d] * a for d in grown)
-            ):
+            one_dim = other is not None and len(shape) == len(other) and len(grown) < 2
+            if other is None or not one_dim or any(shape[d] * b != other[d] * a for d in grown):
                 coupled.append(place.split("#")[0] or "the model")
             elif place not in places:
                 shapes[place] = tuple(n // a if d in grown else n for d, n in enumerate(shape))
