@@ -248,8 +248,9 @@ def changes(manifest: "Manifest", training: "Training", now: Told) -> Changes:
         result.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
     _data(result, manifest, old.get("data"), now["data"])
     if old.get("python") == now["python"]:
-        for name in sorted({*_table(old.get("functions")), *now["functions"]}):
-            _function(result.told, name, _table(old.get("functions")).get(name), now["functions"].get(name), bool(old))
+        functions = _table(old.get("functions"))
+        for name in sorted({*functions, *now["functions"]}):
+            _function(result.told, name, functions.get(name), now["functions"].get(name))
     before, seen = old.get("factor"), manifest.position.samples
     if isinstance(before, (int, float)) and job.schedule is not None:
         after = float(job.schedule(seen))
@@ -312,19 +313,15 @@ def _data(result: Changes, manifest: "Manifest", old: object, new: Told) -> None
         result.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
 
 
-def _function(told: list[str], name: str, old: object, new: Told | None, known: bool) -> None:
-    if not known or (old is None and new is None):
-        return
+def _function(told: list[str], name: str, old: object, new: Told | None) -> None:
     if old is None or new is None:
-        return _line(told, name, "none" if old is None else "a function", "none" if new is None else "a function")
-    if _table(old).get("code") == new["code"]:
-        return None
-    before, lines = _table(_table(old).get("values")), list[str]()
-    for key, value in new["values"].items():
-        if key in before:
-            _line(lines, f"{name}: {key}", before[key], value)
-    told += lines or [f"{name}: its code, or a value that it uses, is another"]
-    return None
+        _line(told, name, "none" if old is None else "a function", "none" if new is None else "a function")
+    elif _table(old).get("code") != new["code"]:
+        before, lines = _table(_table(old).get("values")), list[str]()
+        for key, value in new["values"].items():
+            if key in before:
+                _line(lines, f"{name}: {key}", before[key], value)
+        told += lines or [f"{name}: its code, or a value that it uses, is another"]
 
 
 def _model(told: list[str], old: Told, now: Told) -> None:
@@ -334,10 +331,8 @@ def _model(told: list[str], old: Told, now: Told) -> None:
             if name in before and name in after and old.get("python") == now["python"] and before[name] != after[name]:
                 told.append(f"model: {name} is another")
         elif before.get(name) != after.get(name):
-            words = [
-                ", ".join(map(_shown, v)) if isinstance(v, list) else "none"
-                for v in (before.get(name), after.get(name))
-            ]
+            values = [table.get(name) for table in (before, after)]
+            words = [", ".join(map(_shown, v)) if isinstance(v, list) else "none" for v in values]
             _line(told, f"model: {_shown(name)}", *words)
 
 
@@ -357,10 +352,8 @@ def hyperparameters(manifest: "Manifest", now: Told) -> tuple[list[dict[str, Any
                     words = f"{key} {_shown(_listed(old))} → {_shown(_listed(value))}"
                     lines[words] = lines.get(words, 0) + 1
         result.append(kept)
-    several = len(manifest.groups) > 1
-    return result, [
-        f"{words}{f' ({n} of {len(manifest.groups)} groups)' if several else ''}" for words, n in lines.items()
-    ]
+    count = len(manifest.groups)
+    return result, [f"{words} ({n} of {count} groups)" if count > 1 else words for words, n in lines.items()]
 
 
 def _listed(value: object) -> Any:

@@ -153,14 +153,14 @@ class Trial:
     """The job's optimizer on small stand-ins of its parameters, alike every time it is made."""
 
     def __init__(self, training: "Training"):
-        wanted = [p for p in training.built.model.parameters() if p.requires_grad]
-        self.device, draw = training.built.device, torch.Generator().manual_seed(1)
-        sizes = [(tuple(min(d, SMALL) for d in p.shape), p.dtype) for p in wanted]
-        self.parameters = [
-            nn.Parameter(torch.randn(shape, generator=draw).to(self.device, dtype)) for shape, dtype in sizes
-        ]
+        self.device, self.draw = training.built.device, torch.Generator().manual_seed(1)
+        self.parameters: list[nn.Parameter] = []
+        for p in training.built.model.parameters():
+            if p.requires_grad:
+                small = torch.randn([min(d, SMALL) for d in p.shape], generator=self.draw)
+                self.parameters.append(nn.Parameter(small.to(self.device, p.dtype)))
         self.optimizer = training.job.optimizer(self.parameters)
-        self.draw, self.steps_made, self.scheduled = draw, 0, training.job.schedule is not None
+        self.steps_made, self.scheduled = 0, training.job.schedule is not None
         real = [len(group["params"]) for group in training.optimizer.param_groups]
         if real != [len(group["params"]) for group in self.optimizer.param_groups]:
             raise ValueError("small parameters are grouped otherwise")

@@ -177,12 +177,9 @@ class ShardFile:
 
 def sizes(value: object, name: str) -> tuple[int, ...]:
     """Sizes or places of a tensor, as JSON has them. ValueError when they are none, or no tensor has so many."""
-    known = (
-        isinstance(value, list) and len(value) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**62 for n in value)
-    )
-    if not known:
-        raise ValueError(f"{name} has impossible numbers")
-    return tuple(value)
+    if isinstance(value, list) and len(value) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**62 for n in value):
+        return tuple(value)
+    raise ValueError(f"{name} has impossible numbers")
 
 
 def _stored(key: str, value: object) -> Stored:

@@ -153,10 +153,8 @@ def publish(building: Path, path: Path, world: int, parent: str | None, empty: l
 
     `empty` are tensors without elements: they have no pieces, so no list has them. Returns the names of what is not finite.
     """
-    parts = [
-        unseal((building / f"part-{rank:05d}.json").read_bytes(), f"part-{rank:05d}.json") for rank in range(world)
-    ]
-    content = merge(parts, parent)
+    lists = [building / f"part-{rank:05d}.json" for rank in range(world)]
+    content = merge([unseal(file.read_bytes(), file.name) for file in lists], parent)
     for held in empty:
         content["tensors"].setdefault(held.name, {"dtype": held.dtype, "shape": held.shape, "pieces": []})
     raw = seal(content)
@@ -165,8 +163,8 @@ def publish(building: Path, path: Path, world: int, parent: str | None, empty: l
         if (building / name).stat().st_size != size:
             raise Damaged(name, "it is not as long as it was written")
     _write_synced(building / MANIFEST, raw)
-    for rank in range(world):
-        (building / f"part-{rank:05d}.json").unlink()
+    for file in lists:
+        file.unlink()
     sync_directory(building)
     if path.exists():  # a damaged one that was refused, or it would not have come to this
         discard(path)

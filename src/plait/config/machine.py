@@ -169,9 +169,8 @@ class Machine:
         model: Callable[..., float] = getattr(network, collective)
         seconds = model(size, self.group(ranks, stride))
         inside = (ranks - 1) * stride < self.devices_per_node
-        measured = [
-            c for c in self.collectives if c.collective == collective and (c.ranks <= self.devices_per_node) == inside
-        ]
+        measured = [c for c in self.collectives if c.collective == collective]
+        measured = [c for c in measured if (c.ranks <= self.devices_per_node) == inside]
         if not measured:
             return seconds
         near = min(measured, key=lambda c: (abs(log(c.ranks / ranks)), c.ranks))

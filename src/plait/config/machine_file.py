@@ -97,9 +97,8 @@ def read_file(path: Path) -> dict[str, Any]:
     problems = [problem for table, rows in _tables(said) for row in rows for problem in _faults(table, row, str(path))]
     device = said.get("device", {})
     missing = [key for key in ("name", "device") if key not in said]
-    missing += [
-        f"[device] {key}" for key in ("name", "memory_gib") if not isinstance(device, dict) or key not in device
-    ]
+    known = device if isinstance(device, dict) else {}
+    missing += [f"[device] {key}" for key in ("name", "memory_gib") if key not in known]
     problems += [Problem("M012", f"{path.name} has no {key}", where=str(path)) for key in missing]
     if problems:
         raise PlaitError(problems[:20])

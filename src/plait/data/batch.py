@@ -206,10 +206,8 @@ def checked(data: object, where: str) -> Any:
         if len(data) == 0:
             raise empty("len(data) = 0", where)
     elif not hasattr(data, "__iter__"):
-        what, fix = (
-            f"the data is a {type(data).__name__}, which cannot be read",
-            ("give it  __len__ and __getitem__,  or  __iter__",),
-        )
+        what = f"the data is a {type(data).__name__}, which cannot be read"
+        fix = ("give it  __len__ and __getitem__,  or  __iter__",)
         raise PlaitError(Problem("J007", what, where=where, fix=fix))
     return data
 

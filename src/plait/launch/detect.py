@@ -86,9 +86,8 @@ def _seen() -> DeviceSeen:
     pynvml.nvmlInit()
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return DeviceSeen(
-            int(pynvml.nvmlDeviceGetMemoryInfo(device).total), any(_up(pynvml, device, i) for i in range(18))
-        )
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
+        return DeviceSeen(memory, any(_up(pynvml, device, i) for i in range(18)))
     finally:
         pynvml.nvmlShutdown()
 

@@ -36,9 +36,8 @@ def _listed() -> list[str]:
     if visible is None:
         return names
     chosen = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
-    return [names[int(word)] if word.isdigit() and int(word) < len(names) else "NVIDIA device" for word in chosen][
-        : len(names)
-    ]
+    known = [names[int(word)] if word.isdigit() and int(word) < len(names) else "NVIDIA device" for word in chosen]
+    return known[: len(names)]
 
 
 def kind_of(wanted: str) -> str:

@@ -114,13 +114,7 @@ def threads(world: int) -> int:
 
 def facts() -> dict[str, str]:
     """The environment variables worth keeping with a run: never a value whose name looks like a secret."""
-    wanted = [
-        "CUDA_VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "PYTHONHASHSEED",
-        "NO_COLOR",
-    ]
+    wanted = (
+        "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "PYTHONHASHSEED", "NO_COLOR",
+    )  # fmt: skip
     return {name: os.environ[name] for name in wanted if name in os.environ}

@@ -129,9 +129,8 @@ class Noting(_Following):
 
 def _untouching(func: OpOverload) -> bool:
     """A view, or a question about a tensor."""
-    return func.namespace == "prim" or any(
-        r.alias_info is not None and not r.alias_info.is_write for r in schema(func).returns
-    )
+    aliases = [r.alias_info for r in schema(func).returns if r.alias_info is not None]
+    return func.namespace == "prim" or not all(alias.is_write for alias in aliases)
 
 
 def _covers(written: list[Tensor]) -> bool:
@@ -162,9 +161,7 @@ class Drawing(_Following):
         if len(written) == 1 and (k := self.index(written[0])) is not None:
             if not self.stories[k].live(number):
                 self.number = number
-                if (
-                    func in SEEDED
-                ):  # what is drawn is overwritten before anyone reads it: only the generator must move on
+                if func in SEEDED:  # it is overwritten before anyone reads it: only the generator must move on
                     t = written[0]
                     func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
                 self._end(touched, number)

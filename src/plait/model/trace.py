@@ -285,26 +285,24 @@ class _Operators(TorchDispatchMode):
         self.watcher, self.keyed, self.per_sample = watcher, False, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        watcher = self.watcher
+        kwargs, watcher = kwargs or {}, self.watcher
+        result = func(*args, **kwargs)
         if watcher.meter is not None:
-            watcher.meter.operator(func, args, kwargs or {}, result)
+            watcher.meter.operator(func, args, kwargs, result)
         name, _, module = watcher.owner[-1]
         if watcher.writes is not None:
-            watcher.writes.operator(name, func, args, kwargs or {}, result)
-        if func in SEEDED and 0.0 not in [
-            _argument(func, args, kwargs or {}, name) for name in ("dropout_p", "dropout")
-        ]:
+            watcher.writes.operator(name, func, args, kwargs, result)
+        if func in SEEDED and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
             rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in distributions.RULES
             if self.keyed and rule and isinstance(result, torch.Tensor):
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = result.shape
                 if keys is not None:
-                    where = (func, args, kwargs or {}), list(keys.where), place
-                    result = distributions.redraw(result, *where, keys.places.get(place, -1))
+                    call, dim = (func, args, kwargs), keys.places.get(place, -1)
+                    result = distributions.redraw(result, call, list(keys.where), place, dim)
             else:
                 watcher.seen.unkeyed.append(name or type(module).__name__)
-        elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs or {}):
+        elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs):
             if isinstance(module, BatchNormBase):
                 watcher.seen.batch_norms.append(name)
             elif not self.per_sample:
@@ -322,9 +320,5 @@ def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], n
     """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
     for i, argument in enumerate(schema(func).arguments):
         if argument.name == name:
-            return (
-                args[i]
-                if i < len(args)
-                else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
-            )
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
     return None
