@@ -35,10 +35,10 @@ SHOWN, VALUES, DEPTH = 40, 8, 8
 """Characters of a value, values of an attribute or function, and how far values are followed into each other."""
 MANY, LARGEST = 10_000, 16 << 20
 """Elements of a list, and bytes of a tensor, of which a digest is taken."""
-Told = dict[str, Any]
+Facts = dict[str, Any]
 
 
-def of(training: "Training") -> Told:
+def of(training: "Training") -> Facts:
     """Of the job and plan of a training, as they stand at the start."""
     job = training.job
     functions = {"loss": job.loss, "weight": job.weight, "schedule": job.schedule}
@@ -58,7 +58,7 @@ def of(training: "Training") -> Told:
 
 
 @keeping_host_state()
-def samples(data: object, seed: int) -> Told:
+def samples(data: object, seed: int) -> Facts:
     """Length of data that is read by index, and digests of some samples; nothing but its kind of what is only iterated."""
     if not is_map(data):
         return {"kind": type(data).__name__}
@@ -76,7 +76,7 @@ def samples(data: object, seed: int) -> Told:
     return {"kind": "map", "length": length, "samples": digests}
 
 
-def structure(model: nn.Module) -> Told:
+def structure(model: nn.Module) -> Facts:
     """The simple values that modules were made with, by class and attribute: rates of dropout, sizes, switches."""
     values_of: dict[str, dict[str, None]] = {}
     for module in model.modules():
@@ -89,7 +89,7 @@ def structure(model: nn.Module) -> Told:
     return dict(sorted({**few, **own}.items()))
 
 
-def code(function: object) -> Told:
+def code(function: object) -> Facts:
     """A digest of a function, and the simple values that its code uses by name."""
     inner = function.func if isinstance(function, functools.partial) else function
     if isinstance(inner, FunctionType) and inner.__code__.co_filename.startswith(LIBRARIES):
@@ -152,13 +152,13 @@ def _own(module: str) -> bool:
 
 def _digest(value: object) -> str:
     digest = hashlib.sha256()
-    for part in _told(value, set(), 0):
+    for part in _contents(value, set(), 0):
         digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
         digest.update(b"\0")
     return digest.hexdigest()[:16]
 
 
-def _told(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
+def _contents(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
     """What a value is, without addresses and lines: equal for equal values, in every process."""
     if isinstance(value, (*SIMPLE, complex, bytes)):
         yield repr(value)
@@ -211,7 +211,7 @@ def _parts(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
         inner = [type(value), *((n, getattr(value, n, None)) for n in fields)]
         inner += [(k, v) for k, v in _attributes(value) if own or isinstance(v, SIMPLE)]
     for part in inner:
-        yield from _told(part, seen, depth)
+        yield from _contents(part, seen, depth)
 
 
 def _documented(of: CodeType) -> bool:
@@ -235,7 +235,7 @@ class Changes:
     refused: list[Problem]
 
 
-def changes(manifest: "Manifest", training: "Training", now: Told) -> Changes:
+def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
     """Compare a checkpoint with the job that resumes it. What only one of them tells is left out."""
     old, job, result = manifest.job, training.job, Changes([], [])
     _line(result.told, "batch", manifest.batch, job.batch)
@@ -277,7 +277,7 @@ def _refusal(manifest: "Manifest", what: str, why: str) -> Problem:
     return Problem("K010", what, why=why, fix=fix)
 
 
-def _table(value: object) -> Told:
+def _table(value: object) -> Facts:
     return value if isinstance(value, dict) else {}
 
 
@@ -293,7 +293,7 @@ def _arguments(told: list[str], old: object, new: dict[str, str]) -> None:
         _line(told, f"--job.{_shown(name)}", old.get(name, "(the job's own)"), new.get(name, "(the job's own)"))
 
 
-def _data(result: Changes, manifest: "Manifest", old: object, new: Told) -> None:
+def _data(result: Changes, manifest: "Manifest", old: object, new: Facts) -> None:
     was = _table(old)
     if was.get("kind") != new.get("kind"):
         if was:
@@ -313,7 +313,7 @@ def _data(result: Changes, manifest: "Manifest", old: object, new: Told) -> None
         result.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
 
 
-def _function(told: list[str], name: str, old: object, new: Told | None) -> None:
+def _function(told: list[str], name: str, old: object, new: Facts | None) -> None:
     if old is None or new is None:
         _line(told, name, "none" if old is None else "a function", "none" if new is None else "a function")
     elif _table(old).get("code") != new["code"]:
@@ -324,7 +324,7 @@ def _function(told: list[str], name: str, old: object, new: Told | None) -> None
         told += lines or [f"{name}: its code, or a value that it uses, is another"]
 
 
-def _model(told: list[str], old: Told, now: Told) -> None:
+def _model(told: list[str], old: Facts, now: Facts) -> None:
     before, after = _table(old.get("model")), now["model"]
     for name in sorted({*before, *after} if before else ()):
         if name.startswith("the code of"):
@@ -336,7 +336,7 @@ def _model(told: list[str], old: Told, now: Told) -> None:
             _line(told, f"model: {_shown(name)}", *words)
 
 
-def hyperparameters(manifest: "Manifest", now: Told) -> tuple[list[dict[str, Any]], list[str]]:
+def hyperparameters(manifest: "Manifest", now: Facts) -> tuple[list[dict[str, Any]], list[str]]:
     """Of each group what to go on with, and what is told. What the job sets otherwise than at the run's start is the job's."""
     first = manifest.job.get("groups")
     first = first if isinstance(first, list) and len(first) == len(manifest.groups) else manifest.groups

@@ -16,7 +16,7 @@ import torch
 
 from plait.checkpoint.chunks import Rect, wrong_tiling
 from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE, Damaged, sizes
-from plait.config.plain_file import loads, read_plain
+from plait.config.files import loads, read_plain
 from plait.data.batch import Position
 
 FORMAT = 2

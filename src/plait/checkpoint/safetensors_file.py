@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config.plain_file import loads, open_plain
+from plait.config.files import loads, open_plain
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,

@@ -32,22 +32,18 @@ class Training(Protocol):
     @property
     def model(self) -> torch.nn.Module:
         """The rank's part of the model."""
-        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of that part."""
-        ...
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What the training depends on (`checkpoint/fingerprint.py`)."""
-        ...
 
     @property
     def rule(self) -> Rule:
         """Which of its tensors are to be finite."""
-        ...
 
 
 def exchange_json(training: Training, word: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, LONGEST_HEADER, Damaged, ShardFile, Spec, write
 from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
 from plait.config.errors import PlaitError, Problem, did_you_mean
-from plait.config.plain_file import loads, read_plain
+from plait.config.files import loads, read_plain
 from plait.tensors.part import Part
 
 INDEX = "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
-from plait.config.plain_file import as_json, loads, open_plain
+from plait.config.files import as_json, loads, open_plain
 
 FILE_BYTES, LINE_LENGTH = 8192, 1000
 """The largest plan that is read, as a file and as a line: parsers take minutes over what no person wrote."""

@@ -106,7 +106,6 @@ class Shardable(Protocol):
 
     def shard(self, *, num_shards: int, index: int) -> Iterable[object]:
         """Part `index` of `num_shards`."""
-        ...
 
 
 def known_by(data: object, ranks: int) -> TypeGuard[Shardable]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, problem_of
 from plait.data.batch import Batch, BatchShare, Data, MapStyle, Position, empty, is_map, part
 from plait.data.iterables import OfShare, SeededReader, cut, digest, known_by, read_before
 from plait.data.padding import packed
@@ -86,8 +86,7 @@ class _Failed:
     def error(self) -> Exception:
         """What the rank raises."""
         if self.told["problems"]:
-            problems = [Problem(**told) for told in self.told["problems"]]
-            return PlaitError(problems, self.told["exit_code"], self.told["trace"])
+            return PlaitError(map(problem_of, self.told["problems"]), self.told["exit_code"], self.told["trace"])
         return LoaderError(self.told, self.worker)
 
 

@@ -85,9 +85,9 @@ class Padding:
             for micro, form in zip(micros, forms):
                 if place not in mine and micro.count and form[place] == size:
                     mine[place] = self._longest(micro, place, size)
-        mine_flat = [number for place, i in mine.items() for number in (place, i)]
+        own = [number for place, i in mine.items() for number in (place, i)]
         longest: dict[int, int] = {}
-        for numbers in exchange_numbers(mine_flat, self.group, self.device):
+        for numbers in exchange_numbers(own, self.group, self.device):
             for place, i in zip(numbers[::2], numbers[1::2]):
                 longest.setdefault(place, i)
         return sorted(set(longest.values())) if len(longest) == len(most) else None

@@ -89,7 +89,7 @@ class Product:
 
 @dataclass
 class Effort:
-    """Of one call. `moved` by the number of elements of the result, so that wide values are told from narrow ones."""
+    """What the operators of one call did. `moved`: elements, by those of the result, so that wide values are told from narrow ones."""
 
     products: list[Product] = field(default_factory=list)
     moved: Counter[int] = field(default_factory=Counter)
