@@ -48,7 +48,7 @@ class Padding:
         if self.rows is None and lone is not None:
             self.rows = rows_of(self.data, lone)
         forms = [self._form(micro) for micro in whole]
-        least, most = self._extremes([form for micro, form in zip(whole, forms) if micro.count])
+        least, most = self._least_and_most([form for micro, form in zip(whole, forms) if micro.count])
         if most is None or least == most:
             return whole
         company = self._company(whole, forms, most) if fetch is not None else None
@@ -64,7 +64,7 @@ class Padding:
         assert self.rows is not None
         return self.rows.form(micro.spare or (micro.inputs, micro.targets), micro.count or 1)
 
-    def _extremes(self, forms: list[tuple[int, ...] | None]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    def _least_and_most(self, forms: list[tuple[int, ...] | None]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The smallest and the largest sizes over all ranks; none when they are not of one kind."""
         bad = any(form is None for form in forms) or len({len(form or ()) for form in forms}) > 1
         known = [form for form in forms if form]
