@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import IterableDataset
 
 from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Data, Micro, Position, Remade, empty, is_map, part
+from plait.data.batch import Batch, BatchShare, Data, Micro, Position, empty, is_map, part
 from plait.randomness.keyed import keeping_host_state, seed_host
 from plait.tensors.collectives import exchange
 from plait.tensors.torch_private import tree_leaves
@@ -113,11 +113,6 @@ def known_by(data: object, ranks: int) -> TypeGuard[Shardable]:
     most = getattr(data, "num_shards", None)
     can = callable(getattr(data, "shard", None)) and not is_map(data)
     return ranks > 1 and can and not (isinstance(most, int) and most < ranks)
-
-
-def whole(data: Data) -> Data:
-    """An iterable without its shares, for a rank that stands for all."""
-    return Remade(lambda: data, data) if hasattr(data, "shard") and not is_map(data) else data
 
 
 def due(start: int, batch: int, ranks: int, rank: int) -> int:
