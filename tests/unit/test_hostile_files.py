@@ -10,8 +10,8 @@ import pytest
 from plait.checkpoint.weights import open_weights
 from plait.cli.main import main
 from plait.config.errors import PlaitError
+from plait.config.files import open_plain, read_plain
 from plait.config.machine import Machine
-from plait.config.plain_file import open_plain, read_plain
 from plait.config.plan import Plan
 
 Maker = Callable[[Path], None]

@@ -11,14 +11,13 @@ believes nothing before its digest: what is damaged is refused by name, on all r
 Nothing is pickled, so loading runs no code.
 """
 
-import json
 import math
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +28,11 @@ from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import Cancelled, Damaged
 from plait.checkpoint.saving import SaveThread, Snapshot, discard, free_bytes, publish, room, write_part
-from plait.config.errors import FAILED, PlaitError, Problem
+from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
+from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.data.batch import is_map
-from plait.tensors.collectives import exchange
 from plait.tensors.finite import several
-
-if TYPE_CHECKING:
-    from plait.checkpoint.training import Training
-    from plait.tensors.part import Part
+from plait.tensors.part import Part
 
 
 @dataclass
@@ -74,7 +70,7 @@ class Checkpoints:
         named = (p for p in self.directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
         return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
 
-    def save(self, training: "Training", keep: int, wait: bool = True) -> Path:
+    def save(self, training: Training, keep: int, wait: bool = True) -> Path:
         """Save the training's state, and keep the newest `keep` checkpoints; every rank calls it.
 
         It returns once the state is copied, or with `wait` once the checkpoint is published. A save that is still on
@@ -85,20 +81,19 @@ class Checkpoints:
         parts, values, token, free = self._agree(training, path)
         if token:
             shares = assign(self._held)
-            self._room_for(path, shares, free)
-            mine = shares[training.place.rank]
-            empty = [held for rank in self._held for held in rank if not held.bytes and 0 in held.shape]
-            tensors = dict(self._snapshot.take(mine, parts))
+            if (needed := room(shares)) > free:  # a part of it would take the room that metrics and the log still have
+                raise PlaitError(_unwritable(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
+            rank, rule = training.place.rank, training.rule
+            empty = [held for each in self._held for held in each if not held.bytes and 0 in held.shape]
+            tensors = dict(self._snapshot.take(shares[rank], parts))
             building = path.with_name(f"{path.name}.tmp-{token}")
-            rank = training.place.rank
-            rule = training.rule
             errand = SaveThread(lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule))
             self._flight = _PendingSave(path, building, keep, empty, errand)
         if wait:
             self.finish(training)
         return path
 
-    def _agree(self, training: "Training", path: Path) -> tuple[dict[str, "Part"], dict[str, Any], str, float]:
+    def _agree(self, training: Training, path: Path) -> tuple[dict[str, Part], dict[str, Any], str, float]:
         """What this rank holds and knows; the save's token ("" when there is nothing to save) and the bytes free there.
 
         Token and bytes are rank 0's on all ranks. What every rank holds is exchanged when it changed.
@@ -111,26 +106,19 @@ class Checkpoints:
             parts, values = state.parts_of(training), state.values_of(training)
             held = state.held_of(parts)
         except PlaitError as error:
-            word["problems"] = [vars(p) for p in error.problems]
+            word |= problems_in(error)
         if not self._held or held != self._held[rank]:
-            word["held"] = [[h.name, h.dtype, h.itemsize, h.shape, h.start, h.size] for h in held]
+            word["held"] = list(map(astuple, held))
         if rank == 0:
             there = path.exists() and path not in self._damaged
             word["token"] = "" if there else secrets.token_hex(4)
             self._tidy()
             word["free"] = free_bytes(self.directory)
-        said = [json.loads(text) for text in self._exchange(training, json.dumps(word).encode())]
-        _raise_first(said)
+        said = exchange_json(training, word)
+        raise_first(said)
         known = self._held or [[] for _ in said]
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
         return parts, values, said[0]["token"], said[0]["free"]
-
-    def _room_for(self, path: Path, shares: list[list[HeldChunk]], free: float) -> None:
-        """K004 on all ranks, before a byte is written, when the checkpoint cannot fit: a part of one would take the
-        room that metrics and the log still have."""
-        needed = room(shares)
-        if needed > free:
-            raise PlaitError(_unwritable(path, f"it takes {needed / 2**20:.2f} MiB", free), FAILED)
 
     def word(self, ranks: int) -> float:
         """This rank's part of a sum over ranks: it reaches `ranks` when all have finished, and passes it after a failure."""
@@ -138,7 +126,7 @@ class Checkpoints:
             return 0.0
         return {0: 0.0, 1: 1.0, -1: 2.0 * ranks}[self._flight.errand.state]
 
-    def heard(self, training: "Training", total: float) -> None:
+    def heard(self, training: Training, total: float) -> None:
         """Told the sum of all ranks' words, go on: publish, finish, or raise K004. All ranks hear the same sum."""
         ranks = training.place.world
         if self._flight is None or total < ranks:
@@ -152,7 +140,7 @@ class Checkpoints:
         else:
             self.parent, self._flight = self._flight.path.name, None
 
-    def finish(self, training: "Training") -> None:
+    def finish(self, training: Training) -> None:
         """Wait until the save on its way is published; every rank calls it. K004 when it failed."""
         while self._flight is not None:
             self._flight.errand.wait(lambda: training.place.within("checkpoint"))
@@ -172,27 +160,26 @@ class Checkpoints:
             if old != last:
                 discard(old)
 
-    def _give_up(self, training: "Training", flight: _PendingSave) -> None:
+    def _give_up(self, training: Training, flight: _PendingSave) -> None:
         """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
         flight.errand.cancel()
         self._flight = None
         error = flight.errand.error
-        mine = error is not None and not isinstance(error, Cancelled)
         word = dict[str, Any]()
-        if mine:
+        if error is not None and not isinstance(error, Cancelled):
             why = str(error) or type(error).__name__
             word["problems"] = [vars(_unwritable(flight.path, why, free_bytes(flight.path.parent)))]
-        said = self._exchange(training, json.dumps(word).encode())
+        said = exchange_json(training, word)
         if training.place.rank == 0:
             shutil.rmtree(flight.building, ignore_errors=True)
-        _raise_first([json.loads(text) for text in said], FAILED)
+        raise_first(said, FAILED)
 
     def _tidy(self) -> None:
         """Remove what killed saves left. Only when none is on its way."""
         for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.old")):
             shutil.rmtree(path, ignore_errors=True)
 
-    def resume(self, training: "Training", missing_ok: bool, allow: bool = False) -> Path | None:
+    def resume(self, training: Training, missing_ok: bool, allow: bool = False) -> Path | None:
         """Load the newest good checkpoint into the training, one of finite numbers if there is any; every rank calls it.
 
         K001: there is none; K002: none is good; K003: it is of another job. Those passed over are in `refused`. What the
@@ -207,13 +194,12 @@ class Checkpoints:
         names = sorted({path.name for path in self.found()}, key=lambda name: -int(name[5:]))
         wrong = {name: marks(self.directory / name) for name in names} if training.place.rank == 0 else {}
         mine = {"found": names, "wrong": wrong, "tensors": list(state.model_parts(training))}
-        said = [json.loads(text) for text in self._exchange(training, json.dumps(mine).encode())]
+        said = exchange_json(training, mine)
         everyone = {name for word in said for name in word["tensors"]}
         found, wrong = said[0]["found"], said[0]["wrong"]
         for name in sorted(found, key=lambda name: bool(wrong[name])):  # the newest that is sound, then the newest
             path = self.directory / name
-            loaded = self._load(training, path, everyone)
-            if loaded:
+            if self._load(training, path, everyone):
                 self.parent = name
                 self._passed(name, found, wrong)
                 return path
@@ -225,17 +211,17 @@ class Checkpoints:
         what, why = f"there is no checkpoint in {self.directory}", "nothing was saved yet"
         raise PlaitError(Problem("K001", what, why=why, fix=("start without --resume",)))
 
-    def _passed(self, name: str, found: list[str], wrong: dict[str, Any]) -> None:
+    def _passed(self, name: str, newest_first: list[str], wrong: dict[str, Any]) -> None:
         """After loading `name`: newer ones that are not finite are as good as damaged, and will be written anew."""
         if wrong[name]:
             self.marked.append(unsound(self.directory / name, wrong[name]))
             return
-        for newer in found[: found.index(name)]:
+        for newer in newest_first[: newest_first.index(name)]:
             if wrong[newer]:
                 self.refused.append(unsound(self.directory / newer, wrong[newer]))
                 self._damaged.add(self.directory / newer)
 
-    def _load(self, training: "Training", path: Path, everyone: set[str]) -> bool:
+    def _load(self, training: Training, path: Path, everyone: set[str]) -> bool:
         """Whether the checkpoint was good and is loaded. All ranks check before any believes; any rank's no is everyone's."""
         word: dict[str, Any] = {}
         manifest, reader, parts, hyper = None, None, dict[str, Any](), list[dict[str, Any]]()
@@ -243,7 +229,8 @@ class Checkpoints:
             manifest = read_manifest(path)
             why = state.mismatch(training, manifest, everyone)
             if why:
-                raise PlaitError(_another_job(path, why))
+                fix = ("resume with the job and the --job arguments it was started with",)
+                raise PlaitError(Problem("K003", f"{path} was saved by another job", why=why, fix=fix))
             manifest, hyper, word["changed"] = self._compared(training, manifest)
             reader = Reader(path, manifest.files, manifest.tensors)
             for file in list(manifest.files)[training.place.rank :: training.place.world]:
@@ -254,13 +241,13 @@ class Checkpoints:
         except Damaged as error:
             word["damaged"] = vars(damaged(path, error))
         except PlaitError as error:
-            word["problems"] = [vars(p) for p in error.problems]
-        said = [json.loads(text) for text in self._exchange(training, json.dumps(word).encode())]
+            word |= problems_in(error)
+        said = exchange_json(training, word)
         wrong = [problem_of(w["damaged"]) for w in said if "damaged" in w]
         if wrong:
             self.refused.append(wrong[0])
             return False
-        _raise_first(said)
+        raise_first(said)
         self.changed = said[0]["changed"]
         assert manifest is not None and reader is not None
         for name, part in parts.items():
@@ -268,42 +255,26 @@ class Checkpoints:
         state.give(training, manifest, parts, hyper)
         return True
 
-    def _compared(self, training: "Training", manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
+    def _compared(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
         """What to go on from, with which hyperparameters, and what is to be told of the job's changes. K010, Damaged."""
         now = training.fingerprint
-        hyper, told = fingerprint.hyperparameters(manifest, training, now)
+        hyper, lines = fingerprint.hyperparameters(manifest, now)
         why = state.implausible(training, manifest, hyper)
         if why:
             raise Damaged(MANIFEST, why)
         if training.place.rank == 0:
-            found = fingerprint.changes(manifest, training, now)
-            fingerprint.refuse(found, self._allow)
-            told += found.told
+            differences = fingerprint.changes(manifest, training, now)
+            fingerprint.refuse(differences, self._allow)
+            lines += differences.told
         data = training.built.data
         if is_map(data) and manifest.position.start >= len(data) and self._allow:
             manifest = fingerprint.allowed(manifest)
-        return manifest, hyper, told
-
-    def _exchange(self, training: "Training", data: bytes) -> list[bytes]:
-        return exchange(data, training.built.group, training.built.device)
+        return manifest, hyper, lines
 
 
 def _held(row: list[Any]) -> HeldChunk:
-    name, dtype, itemsize, shape, start, size = row
-    return HeldChunk(name, dtype, itemsize, tuple(shape), tuple(start), tuple(size))
-
-
-def problem_of(said: dict[str, Any]) -> Problem:
-    """A problem that travelled as JSON."""
-    return Problem(said["code"], said["what"], said["why"], said["where"], tuple(said["fix"]))
-
-
-def _raise_first(said: list[dict[str, Any]], exit_code: int | None = None) -> None:
-    """The problems of the first rank that has any, on all ranks."""
-    for word in said:
-        if word.get("problems"):
-            problems = [problem_of(p) for p in word["problems"]]
-            raise PlaitError(problems) if exit_code is None else PlaitError(problems, exit_code)
+    name, dtype, itemsize, *places = row
+    return HeldChunk(name, dtype, itemsize, *map(tuple, places))
 
 
 def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
@@ -312,7 +283,7 @@ def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
         manifest = read_manifest(path)
     except Damaged as error:
         return None, [damaged(path, error)]
-    reader, found = Reader(path, manifest.files, manifest.tensors), dict[str, Problem]()
+    reader, problems = Reader(path, manifest.files, manifest.tensors), dict[str, Problem]()
     steps = [lambda file=file: reader.file(file) for file in manifest.files]
     steps += [lambda n=n, p=p: reader.check_piece(n, p) for n, e in manifest.tensors.items() for p in e.pieces]
     for step in steps:
@@ -320,8 +291,8 @@ def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
             step()
         except Damaged as error:
             problem = damaged(path, error)
-            found.setdefault(str(problem), problem)
-    return manifest, list(found.values())
+            problems.setdefault(str(problem), problem)
+    return manifest, list(problems.values())
 
 
 def damaged(path: Path, error: Damaged) -> Problem:
@@ -342,14 +313,8 @@ def unsound(path: Path, wrong: Sequence[str]) -> Problem:
     """N004 of a checkpoint in which these are not finite."""
     what = f"{path} holds numbers that are not finite"
     why = f"NaN or infinity in {len(wrong)} tensors: {several(wrong)}"
-    return Problem(
-        "N004", what, why=why, fix=("--resume takes the newest checkpoint without any, which is never deleted",)
-    )
-
-
-def _another_job(path: Path, why: str) -> Problem:
-    fix = ("resume with the job and the --job arguments it was started with",)
-    return Problem("K003", f"{path} was saved by another job", why=why, fix=fix)
+    fix = ("--resume takes the newest checkpoint without any, which is never deleted",)
+    return Problem("N004", what, why=why, fix=fix)
 
 
 def _unwritable(path: Path, why: str, free: float) -> Problem:

@@ -54,16 +54,16 @@ def without(a: Rect, b: Rect) -> list[Rect]:
     shared = overlap(a, b)
     if shared is None:
         return [a]
-    found: list[Rect] = []
+    rest: list[Rect] = []
     start, size = list(a[0]), list(a[1])
     for dim, (first, length) in enumerate(zip(*shared)):
         before, after = first - start[dim], start[dim] + size[dim] - first - length
         if before:
-            found.append((tuple(start), (*size[:dim], before, *size[dim + 1 :])))
+            rest.append((tuple(start), (*size[:dim], before, *size[dim + 1 :])))
         if after:
-            found.append(((*start[:dim], first + length, *start[dim + 1 :]), (*size[:dim], after, *size[dim + 1 :])))
+            rest.append(((*start[:dim], first + length, *start[dim + 1 :]), (*size[:dim], after, *size[dim + 1 :])))
         start[dim], size[dim] = first, length
-    return found
+    return rest
 
 
 def wrong_tiling(shape: Sequence[int], rects: Iterable[Rect]) -> str | None:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.optimizer_state import SIMPLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
-from plait.data.batch import is_map
-from plait.randomness.keyed import host_kept, seed_host
+from plait.data.batch import is_map, seeded_sample
+from plait.randomness.keyed import host_kept
 
 if TYPE_CHECKING:
     from plait.checkpoint.manifest import Manifest
@@ -34,10 +35,10 @@ SHOWN, VALUES, DEPTH = 40, 8, 8
 """Characters of a value, values of an attribute or function, and how far values are followed into each other."""
 MANY, LARGEST = 10_000, 16 << 20
 """Elements of a list, and bytes of a tensor, of which a digest is taken."""
-Told = dict[str, Any]
+Facts = dict[str, Any]
 
 
-def of(training: "Training") -> Told:
+def of(training: "Training") -> Facts:
     """Of the job and plan of a training, as they stand at the start."""
     job = training.job
     functions = {"loss": job.loss, "weight": job.weight, "schedule": job.schedule}
@@ -57,69 +58,61 @@ def of(training: "Training") -> Told:
 
 
 @host_kept()
-def samples(data: Any, seed: int) -> Told:
+def samples(data: object, seed: int) -> Facts:
     """Length of data that is read by index, and digests of some samples; nothing but its kind of what is only iterated."""
     if not is_map(data):
         return {"kind": type(data).__name__}
-    length, found = len(data), dict[str, str]()
-    start = 0.0
+    length, digests, start = len(data), dict[str, str](), 0.0
     try:
         for i in dict.fromkeys((0, length - 1, length // 2, length // 4, 3 * length // 4)):
-            if found and time.perf_counter() - start > SECONDS:
+            if digests and time.perf_counter() - start > SECONDS:
                 break
             start = start or time.perf_counter()
-            twice = [_sample(data, seed, i) for _ in range(2)]
+            twice = [_digest(seeded_sample(data, seed, 0, i)) for _ in range(2)]
             if twice[0] == twice[1]:  # else it draws numbers that nobody seeds
-                found[str(i)] = twice[0]
+                digests[str(i)] = twice[0]
     except Exception:  # training will raise it, with its place
-        found = {}
-    return {"kind": "map", "length": length, "samples": found}
+        digests = {}
+    return {"kind": "map", "length": length, "samples": digests}
 
 
-def _sample(data: Any, seed: int, i: int) -> str:
-    seed_host(seed, "sample", 0, i)
-    return _digest(data[i])
-
-
-def structure(model: nn.Module) -> Told:
+def structure(model: nn.Module) -> Facts:
     """The simple values that modules were made with, by class and attribute: rates of dropout, sizes, switches."""
-    found: dict[str, dict[str, None]] = {}
+    values_of: dict[str, dict[str, None]] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if not name.startswith("_") and name != "training" and isinstance(value, (bool, int, float, str)):
-                found.setdefault(f"{type(module).__name__}.{name}", {})[repr(value)[:SHOWN]] = None
-    told = {name: list(values) for name, values in found.items() if len(values) <= VALUES}
+                values_of.setdefault(f"{type(module).__name__}.{name}", {})[repr(value)[:SHOWN]] = None
+    few = {name: list(values) for name, values in values_of.items() if len(values) <= VALUES}
     classes = {type(module) for module in model.modules()}
     own = {f"the code of {kind.__name__}": [_digest(kind)] for kind in classes if _own(kind.__module__)}
-    return dict(sorted({**told, **own}.items()))
+    return dict(sorted({**few, **own}.items()))
 
 
-def code(function: Any) -> Told:
+def code(function: object) -> Facts:
     """A digest of a function, and the simple values that its code uses by name."""
-    named = function.func if isinstance(function, functools.partial) else function
-    foreign = isinstance(named, FunctionType) and named.__code__.co_filename.startswith(LIBRARIES)
-    used = function.keywords.items() if foreign and named is not function else () if foreign else _used(function)
-    values = {name: _shown(value) for name, value in used if _simple(value)}
+    inner = function.func if isinstance(function, functools.partial) else function
+    if isinstance(inner, FunctionType) and inner.__code__.co_filename.startswith(LIBRARIES):
+        used = function.keywords.items() if isinstance(function, functools.partial) else ()
+    else:
+        used = _used(function)
+    values = {name: _shown(value) for name, value in used if isinstance(value, SIMPLE)}
     return {"code": _digest(function), "values": dict(list(values.items())[: 4 * VALUES])}
 
 
-def _simple(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return "".join(c for c in text if c.isprintable())[:SHOWN]
 
 
-def _used(function: Any) -> Iterator[tuple[str, Any]]:
+def _used(function: object) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a function closes over, its defaults and the globals that it names."""
     if isinstance(function, functools.partial):
         yield from function.keywords.items()
         function = function.func
     function = function.__func__ if isinstance(function, MethodType) else function
     if not isinstance(function, FunctionType):
-        yield from ((k, v) for k, v in _attributes(function) if _simple(v))
+        yield from ((k, v) for k, v in _attributes(function) if isinstance(v, SIMPLE))
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
@@ -146,7 +139,7 @@ def _names(of: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def _attributes(value: object) -> list[tuple[str, Any]]:
     own = getattr(value, "__dict__", None)
     return [(k, v) for k, v in own.items() if not k.startswith("__")][:200] if isinstance(own, dict) else []
 
@@ -157,17 +150,17 @@ def _own(module: str) -> bool:
     return bool(file) and not file.startswith(LIBRARIES)
 
 
-def _digest(value: Any) -> str:
-    found = hashlib.sha256()
-    for part in _told(value, set(), 0):
-        found.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
-        found.update(b"\0")
-    return found.hexdigest()[:16]
+def _digest(value: object) -> str:
+    digest = hashlib.sha256()
+    for part in _contents(value, set(), 0):
+        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
 
 
-def _told(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
+def _contents(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
     """What a value is, without addresses and lines: equal for equal values, in every process."""
-    if _simple(value) or isinstance(value, (complex, bytes)):
+    if isinstance(value, (*SIMPLE, complex, bytes)):
         yield repr(value)
     elif isinstance(value, Tensor):
         yield from (str(value.dtype), str(tuple(value.shape)), _bytes(value))
@@ -181,7 +174,7 @@ def _told(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
         yield from _parts(value, seen | {id(value)}, depth + 1)
 
 
-def _parts(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
+def _parts(value: object, seen: set[int], depth: int) -> Iterator[bytes | str]:
     yield type(value).__qualname__
     inner: list[Any] = []
     if isinstance(value, (list, tuple)):
@@ -216,9 +209,9 @@ def _parts(value: Any, seen: set[int], depth: int) -> Iterator[bytes | str]:
         fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
         own = _own(type(value).__module__) or isinstance(value, nn.Module)
         inner = [type(value), *((n, getattr(value, n, None)) for n in fields)]
-        inner += [(k, v) for k, v in _attributes(value) if own or _simple(v)]
+        inner += [(k, v) for k, v in _attributes(value) if own or isinstance(v, SIMPLE)]
     for part in inner:
-        yield from _told(part, seen, depth)
+        yield from _contents(part, seen, depth)
 
 
 def _documented(of: CodeType) -> bool:
@@ -242,24 +235,29 @@ class Changes:
     refused: list[Problem]
 
 
-def changes(manifest: "Manifest", training: "Training", now: Told) -> Changes:
+def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
     """Compare a checkpoint with the job that resumes it. What only one of them tells is left out."""
-    old, job, found = manifest.job, training.job, Changes([], [])
-    _line(found.told, "batch", manifest.batch, job.batch)
+    old, job, result = manifest.job, training.job, Changes([], [])
+    _line(result.told, "batch", manifest.batch, job.batch)
     for name in ("steps", "clip", "precision"):
         if name in old:
-            _line(found.told, name, old[name], now[name])
-    _arguments(found.told, old.get("arguments"), now["arguments"])
+            _line(result.told, name, old[name], now[name])
+    _arguments(result.told, old.get("arguments"), now["arguments"])
     if manifest.seed != job.seed:
         why = "the order of the samples, dropout and augmentation are drawn from it"
-        found.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
-    _data(found, manifest, old.get("data"), now["data"])
+        result.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
+    _data(result, manifest, old.get("data"), now["data"])
     if old.get("python") == now["python"]:
-        for name in sorted({*_table(old.get("functions")), *now["functions"]}):
-            _function(found.told, name, _table(old.get("functions")).get(name), now["functions"].get(name), bool(old))
-    _schedule(found.told, old.get("factor"), job, manifest.position.samples)
-    _model(found.told, old, now)
-    return found
+        functions = _table(old.get("functions"))
+        for name in sorted({*functions, *now["functions"]}):
+            _function(result.told, name, functions.get(name), now["functions"].get(name))
+    before, seen = old.get("factor"), manifest.position.samples
+    if isinstance(before, (int, float)) and job.schedule is not None:
+        after = float(job.schedule(seen))
+        if abs(after - before) > 1e-12 * max(abs(after), abs(before)):
+            result.told.append(f"schedule: the factor after {seen} samples {before:.6g} → {after:.6g}")
+    _model(result.told, old, now)
+    return result
 
 
 def allowed(manifest: "Manifest") -> "Manifest":
@@ -275,84 +273,70 @@ def factor(job: Job, samples_seen: int) -> float | None:
 
 def _refusal(manifest: "Manifest", what: str, why: str) -> Problem:
     fix = ("resume with what it was started with", "--allow-changes    to go on all the same", "start without --resume")
-    return Problem(
-        "K010", f"the checkpoint of step {manifest.position.step} cannot be continued: {what}", why=why, fix=fix
-    )
+    what = f"the checkpoint of step {manifest.position.step} cannot be continued: {what}"
+    return Problem("K010", what, why=why, fix=fix)
 
 
-def _table(value: Any) -> Told:
+def _table(value: object) -> Facts:
     return value if isinstance(value, dict) else {}
 
 
-def _line(told: list[str], name: str, old: Any, new: Any) -> None:
+def _line(told: list[str], name: str, old: object, new: object) -> None:
     if old != new:
         told.append(f"{name} {_shown(old)} → {_shown(new)}")
 
 
-def _arguments(told: list[str], old: Any, new: dict[str, str]) -> None:
+def _arguments(told: list[str], old: object, new: dict[str, str]) -> None:
     if not isinstance(old, dict):
         return
     for name in sorted({*old, *new}):
         _line(told, f"--job.{_shown(name)}", old.get(name, "(the job's own)"), new.get(name, "(the job's own)"))
 
 
-def _data(found: Changes, manifest: "Manifest", old: Any, new: Told) -> None:
+def _data(result: Changes, manifest: "Manifest", old: object, new: Facts) -> None:
     was = _table(old)
     if was.get("kind") != new.get("kind"):
         if was:
-            _line(found.told, "data: read as", was.get("kind"), new.get("kind"))
+            _line(result.told, "data: read as", was.get("kind"), new.get("kind"))
         return
     if was.get("length") != new.get("length"):
         words, at = f"data: length {_shown(was.get('length'))} → {new.get('length')}", manifest.position
         if at.start == 0:
-            found.told.append(words)
+            result.told.append(words)
         else:
             why = f"it is at sample {at.start} of epoch {at.epoch}; another length is another order of all samples"
-            found.refused.append(_refusal(manifest, words, why))
+            result.refused.append(_refusal(manifest, words, why))
     before, after = _table(was.get("samples")), new.get("samples", {})
     differ = [i for i in after if i in before and before[i] != after[i]]
     if differ:
         shared = sum(i in before for i in after)
-        found.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
+        result.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
 
 
-def _function(told: list[str], name: str, old: Any, new: Told | None, known: bool) -> None:
-    if not known or (old is None and new is None):
-        return
+def _function(told: list[str], name: str, old: object, new: Facts | None) -> None:
     if old is None or new is None:
-        return _line(told, name, "none" if old is None else "a function", "none" if new is None else "a function")
-    if _table(old).get("code") == new["code"]:
-        return None
-    before, lines = _table(_table(old).get("values")), list[str]()
-    for key, value in new["values"].items():
-        if key in before:
-            _line(lines, f"{name}: {key}", before[key], value)
-    told += lines or [f"{name}: its code, or a value that it uses, is another"]
-    return None
+        _line(told, name, "none" if old is None else "a function", "none" if new is None else "a function")
+    elif _table(old).get("code") != new["code"]:
+        before, lines = _table(_table(old).get("values")), list[str]()
+        for key, value in new["values"].items():
+            if key in before:
+                _line(lines, f"{name}: {key}", before[key], value)
+        told += lines or [f"{name}: its code, or a value that it uses, is another"]
 
 
-def _schedule(told: list[str], old: Any, job: Job, seen: int) -> None:
-    if isinstance(old, (int, float)) and job.schedule is not None:
-        new = factor(job, seen)
-        if new is not None and abs(new - old) > 1e-12 * max(abs(new), abs(old)):
-            told.append(f"schedule: the factor after {seen} samples {old:.6g} → {new:.6g}")
-
-
-def _model(told: list[str], old: Told, now: Told) -> None:
+def _model(told: list[str], old: Facts, now: Facts) -> None:
     before, after = _table(old.get("model")), now["model"]
     for name in sorted({*before, *after} if before else ()):
         if name.startswith("the code of"):
             if name in before and name in after and old.get("python") == now["python"] and before[name] != after[name]:
                 told.append(f"model: {name} is another")
         elif before.get(name) != after.get(name):
-            words = [
-                ", ".join(map(_shown, v)) if isinstance(v, list) else "none"
-                for v in (before.get(name), after.get(name))
-            ]
+            values = [table.get(name) for table in (before, after)]
+            words = [", ".join(map(_shown, v)) if isinstance(v, list) else "none" for v in values]
             _line(told, f"model: {_shown(name)}", *words)
 
 
-def hyperparameters(manifest: "Manifest", training: "Training", now: Told) -> tuple[list[dict[str, Any]], list[str]]:
+def hyperparameters(manifest: "Manifest", now: Facts) -> tuple[list[dict[str, Any]], list[str]]:
     """Of each group what to go on with, and what is told. What the job sets otherwise than at the run's start is the job's."""
     first = manifest.job.get("groups")
     first = first if isinstance(first, list) and len(first) == len(manifest.groups) else manifest.groups
@@ -368,18 +352,16 @@ def hyperparameters(manifest: "Manifest", training: "Training", now: Told) -> tu
                     words = f"{key} {_shown(_listed(old))} → {_shown(_listed(value))}"
                     lines[words] = lines.get(words, 0) + 1
         result.append(kept)
-    several = len(manifest.groups) > 1
-    return result, [
-        f"{words}{f' ({n} of {len(manifest.groups)} groups)' if several else ''}" for words, n in lines.items()
-    ]
+    count = len(manifest.groups)
+    return result, [f"{words} ({n} of {count} groups)" if count > 1 else words for words, n in lines.items()]
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def refuse(found: Changes, allow: bool) -> None:
+def refuse(result: Changes, allow: bool) -> None:
     """K010 for what cannot be meant, unless it is allowed."""
-    if found.refused and not allow:
-        raise PlaitError(found.refused)
-    found.told += [problem.what.partition(": ")[2] for problem in found.refused]
+    if result.refused and not allow:
+        raise PlaitError(result.refused)
+    result.told += [problem.what.partition(": ")[2] for problem in result.refused]

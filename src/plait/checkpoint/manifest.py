@@ -8,19 +8,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from plait.checkpoint.chunks import Rect, wrong_tiling
-from plait.checkpoint.safetensors_file import DTYPES, MOST_DIMS, UNREADABLE, Damaged
-from plait.config.plain_file import loads, read_plain
+from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE, Damaged, sizes
+from plait.config.files import loads, read_plain
 from plait.data.batch import Position
 
 FORMAT = 2
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 _BEFORE, _AFTER = b'{"digest": "', b'",\n'
 _MOST = 1 << 62
@@ -127,7 +127,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     if content.get("format") != FORMAT:
         raise ValueError(f"format {str(content.get('format'))[:20]}, this plait reads {FORMAT}")
     files = {_file_name(name): _file(value) for name, value in _get(content, "files", dict).items()}
-    tensors = {name: _entry(name, value, files) for name, value in _get(content, "tensors", dict).items()}
+    tensors = {name: _entry(name, _is(value, dict), files) for name, value in _get(content, "tensors", dict).items()}
     keys = [(piece.file, piece.key) for entry in tensors.values() for piece in entry.pieces]
     if len(set(keys)) != len(keys):
         raise ValueError("one stored piece is used twice")
@@ -153,8 +153,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     )  # fmt: skip
 
 
-def _entry(name: str, value: Any, files: dict[str, Any]) -> Entry:
-    value = _is(value, dict)
+def _entry(name: str, value: dict[str, Any], files: dict[str, Any]) -> Entry:
     dtype, shape = _get(value, "dtype", str), _numbers(value, "shape")
     if dtype not in DTYPES:
         raise ValueError(f"{name} has the unknown number format {dtype[:20]}")
@@ -175,8 +174,9 @@ def _piece(value: dict[str, Any], dims: int) -> StoredChunk:
     return StoredChunk(_get(value, "file", str), _get(value, "key", str), start, size, _sha256(value.get("sha256")))
 
 
-def _file(value: Any) -> tuple[int, str]:
-    return _number(_is(value, dict), "bytes"), _sha256(value.get("header"))
+def _file(value: object) -> tuple[int, str]:
+    entry = _is(value, dict)
+    return _number(entry, "bytes"), _sha256(entry.get("header"))
 
 
 def _file_name(name: str) -> str:
@@ -185,7 +185,7 @@ def _file_name(name: str) -> str:
     return name
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> Any:
     if isinstance(value, dict):
         if set(value) != {"dtype", "value"} or str(value["dtype"]) not in DTYPES:
             raise ValueError("a number of the optimizer has no number format")
@@ -197,7 +197,7 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def _fits(value: Any, kind: torch.dtype) -> bool:
+def _fits(value: object, kind: torch.dtype) -> bool:
     """Whether a tensor of this format can hold the number."""
     if kind == torch.bool or isinstance(value, bool):
         return kind == torch.bool and isinstance(value, bool)
@@ -206,12 +206,13 @@ def _fits(value: Any, kind: torch.dtype) -> bool:
     return type(value) is int and torch.iinfo(kind).min <= value <= torch.iinfo(kind).max
 
 
-def _scaler(value: Any) -> dict[str, Any] | None:
+def _scaler(value: object) -> dict[str, Any] | None:
     if value is None:
         return None
-    if type(_is(value, dict).get("value")) not in (int, float) or not 0 < value["value"] < math.inf:
+    state = _is(value, dict)
+    if type(state.get("value")) not in (int, float) or not 0 < state["value"] < math.inf:
         raise ValueError("the loss scale is no positive number")
-    return {"value": value["value"], "good_steps": _number(value, "good_steps")}
+    return {"value": state["value"], "good_steps": _number(state, "good_steps")}
 
 
 def _position(value: dict[str, Any]) -> Position:
@@ -219,13 +220,13 @@ def _position(value: dict[str, Any]) -> Position:
     return Position(step, epoch, start, samples, value.get("state"))
 
 
-def _is(value: Any, kind: Callable[..., Any]) -> Any:
+def _is(value: object, kind: type[T]) -> T:
     if type(value) is not kind:
-        raise ValueError(f"{str(value)[:40]!r} is not a {getattr(kind, '__name__', kind)}")
+        raise ValueError(f"{str(value)[:40]!r} is not a {kind.__name__}")
     return value
 
 
-def _shallow(value: Any, most: int) -> Any:
+def _shallow(value: object, most: int) -> Any:
     """A value of at most so many levels, without endless numbers."""
     if isinstance(value, (dict, list)):
         if most == 0:
@@ -237,17 +238,19 @@ def _shallow(value: Any, most: int) -> Any:
     return value
 
 
-def _line(value: Any) -> str:
+def _line(value: object) -> str:
     """A line of text, which a terminal can be shown."""
-    if len(_is(value, str)) > 2000 or not value.isprintable():
-        raise ValueError(f"{value[:40]!r} is no line of text")
-    return value
+    line = _is(value, str)
+    if len(line) > 2000 or not line.isprintable():
+        raise ValueError(f"{line[:40]!r} is no line of text")
+    return line
 
 
-def _get(value: dict[str, Any], name: str, kind: Callable[..., Any]) -> Any:
-    if type(value.get(name)) is not kind:
+def _get(value: dict[str, Any], name: str, kind: type[T]) -> T:
+    item = value.get(name)
+    if type(item) is not kind:
         raise ValueError(f"`{name}` is missing or of another kind")
-    return value[name]
+    return item
 
 
 def _number(value: dict[str, Any], name: str, most: int = _MOST) -> int:
@@ -258,13 +261,10 @@ def _number(value: dict[str, Any], name: str, most: int = _MOST) -> int:
 
 
 def _numbers(value: dict[str, Any], name: str) -> tuple[int, ...]:
-    numbers = _get(value, name, list)
-    if len(numbers) > MOST_DIMS or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
-        raise ValueError(f"`{name}` has impossible numbers")
-    return tuple(numbers)
+    return sizes(_get(value, name, list), f"`{name}`")
 
 
-def _sha256(value: Any) -> str:
+def _sha256(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
         raise ValueError("a digest is none")
     return value

@@ -7,7 +7,9 @@ between.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 State = dict[int, dict[str, Any]]
 """Of parameters, by their number in the groups: what the optimizer keeps, by key."""
+SIMPLE = (int, float, str, NoneType)
+"""What is kept as it is, beside tensors."""
 SMALL, TRIED = 4, 2000
 """The largest size of a stand-in's dim, and how many parameters get a gradient."""
 
@@ -33,9 +37,13 @@ def leaves(optimizer: Optimizer) -> list[Optimizer]:
     mine = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if inner and sorted(mine) == sorted(id(p) for o in inner for group in o.param_groups for p in group["params"]):
         return inner
-    what = f"the state of the optimizer {type(optimizer).__name__} could not be loaded again"
     why = "its state_dict() has not the layout of torch's optimizers (state, param_groups), and it wraps none that have"
-    raise PlaitError(Problem("K011", what, why=why, fix=_FIX))
+    raise PlaitError(_lost(optimizer, why))
+
+
+def _lost(optimizer: Optimizer, why: str) -> Problem:
+    what = f"the state of the optimizer {type(optimizer).__name__} could not be loaded again"
+    return Problem("K011", what, why=why, fix=_FIX)
 
 
 _FIX = (
@@ -45,14 +53,14 @@ _FIX = (
 
 
 def _plain_layout(optimizer: Optimizer) -> bool:
-    told = optimizer.state_dict()
-    if not isinstance(told, dict) or not isinstance(told.get("param_groups"), list) or "state" not in told:
+    content = optimizer.state_dict()
+    if not isinstance(content, dict) or not isinstance(content.get("param_groups"), list) or "state" not in content:
         return False
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return [len(group.get("params", ())) for group in told["param_groups"]] == sizes
+    return [len(group.get("params", ())) for group in content["param_groups"]] == sizes
 
 
-def _within(value: Any) -> Iterator[Optimizer]:
+def _within(value: dict[str, object] | Iterable[object]) -> Iterator[Optimizer]:
     """Optimizers among attributes, also in lists and dicts."""
     for each in value.values() if isinstance(value, dict) else value:
         if isinstance(each, Optimizer):
@@ -72,9 +80,7 @@ def states(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     for leaf in leaves(optimizer):
         for parameter, state in leaf.state.items():
             if id(parameter) not in known or not isinstance(state, dict):
-                what = f"the state of the optimizer {type(optimizer).__name__} could not be loaded again"
-                why = f"state[{str(parameter)[:40]!r}] belongs to no parameter"
-                raise PlaitError(Problem("K011", what, why=why, fix=_FIX))
+                raise PlaitError(_lost(optimizer, f"state[{str(parameter)[:40]!r}] belongs to no parameter"))
             yield parameter, state
 
 
@@ -88,23 +94,23 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def plain(group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group that are JSON; a tensor without dims is its number (`lr` may be one)."""
-    found = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items() if k != "params"}
-    return {k: v for k, v in found.items() if _json(v)}
+    values = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items() if k != "params"}
+    return {k: v for k, v in values.items() if _json(v)}
 
 
-def _json(value: Any) -> bool:
+def _json(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_json, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return isinstance(value, SIMPLE)
 
 
 def restore(optimizer: Optimizer, state: State, hyper: list[dict[str, Any]]) -> None:
     """Give the optimizer this state and these hyperparameters; others of its hyperparameters stay as they are."""
     first = group_at = 0
     for leaf in leaves(optimizer):
-        told = leaf.state_dict()
+        content = leaf.state_dict()
         count = sum(len(group["params"]) for group in leaf.param_groups)
-        for mine in told["param_groups"]:
+        for mine in content["param_groups"]:
             for key, value in hyper[group_at].items():
                 before = mine.get(key)
                 if isinstance(before, Tensor):
@@ -112,7 +118,7 @@ def restore(optimizer: Optimizer, state: State, hyper: list[dict[str, Any]]) -> 
                 mine[key] = tuple(value) if isinstance(before, tuple) else value
             group_at += 1
         of_leaf = {i - first: kept for i, kept in state.items() if first <= i < first + count}
-        _loaded(leaf, {"state": of_leaf, "param_groups": told["param_groups"]})
+        _loaded(leaf, {"state": of_leaf, "param_groups": content["param_groups"]})
         _exactly(leaf, of_leaf)
         first += count
 
@@ -147,14 +153,14 @@ class Trial:
     """The job's optimizer on small stand-ins of its parameters, alike every time it is made."""
 
     def __init__(self, training: "Training"):
-        wanted = [p for p in training.built.model.parameters() if p.requires_grad]
-        self.device, draw = training.built.device, torch.Generator().manual_seed(1)
-        sizes = [(tuple(min(d, SMALL) for d in p.shape), p.dtype) for p in wanted]
-        self.parameters = [
-            nn.Parameter(torch.randn(shape, generator=draw).to(self.device, dtype)) for shape, dtype in sizes
-        ]
+        self.device, self.draw = training.built.device, torch.Generator().manual_seed(1)
+        self.parameters: list[nn.Parameter] = []
+        for p in training.built.model.parameters():
+            if p.requires_grad:
+                small = torch.randn([min(d, SMALL) for d in p.shape], generator=self.draw)
+                self.parameters.append(nn.Parameter(small.to(self.device, p.dtype)))
         self.optimizer = training.job.optimizer(self.parameters)
-        self.draw, self.made, self.scheduled = draw, 0, training.job.schedule is not None
+        self.steps_made, self.scheduled = 0, training.job.schedule is not None
         real = [len(group["params"]) for group in training.optimizer.param_groups]
         if real != [len(group["params"]) for group in self.optimizer.param_groups]:
             raise ValueError("small parameters are grouped otherwise")
@@ -164,22 +170,21 @@ class Trial:
     def steps(self, number: int) -> None:
         """Make steps, each on gradients that depend on how many were made before."""
         for _ in range(number):
-            self.made += 1
+            self.steps_made += 1
             for group in self.optimizer.param_groups if self.scheduled else ():
-                group["lr"] = group["initial_lr"] / self.made
+                group["lr"] = group["initial_lr"] / self.steps_made
             for p in self.parameters[:TRIED]:
                 p.grad = torch.randn(p.shape, generator=self.draw).to(self.device, p.dtype)
             torch.manual_seed(2)
             self.optimizer.step()
 
-    def numbers(self) -> dict[int, int]:
-        """Number of each parameter in the groups, by id."""
-        ordered = (p for group in groups(self.optimizer) for p in group["params"])
-        return {id(p): i for i, p in enumerate(ordered)}
+    def ordered(self) -> list[Tensor]:
+        """The parameters in the order of the groups."""
+        return [p for group in groups(self.optimizer) for p in group["params"]]
 
     def taken(self) -> tuple[State, list[dict[str, Any]]]:
         """What a checkpoint would hold of it. K005, K011 for what none can."""
-        numbers = self.numbers()
+        numbers = {id(p): i for i, p in enumerate(self.ordered())}
         state: State = {}
         for parameter, kept in states(self.optimizer):
             state[numbers[id(parameter)]] = {key: _kept(key, value) for key, value in kept.items()}
@@ -191,7 +196,7 @@ class Trial:
             for mine, theirs in zip(self.parameters, other.parameters):
                 mine.copy_(theirs)
         self.draw.set_state(other.draw.get_state())
-        self.made = other.made
+        self.steps_made = other.steps_made
         restore(self.optimizer, *other.taken())
 
     def same(self, other: "Trial") -> bool:
@@ -199,10 +204,10 @@ class Trial:
         return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(self.parameters, other.parameters))
 
 
-def _kept(key: str, value: Any) -> Any:
+def _kept(key: str, value: object) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, SIMPLE):
         return value
     what = f"the optimizer keeps {key}, a {type(value).__name__}, which cannot be saved"
     raise PlaitError(Problem("K005", what, why="state in checkpoints is tensors, numbers and texts", fix=_FIX))
@@ -219,13 +224,13 @@ def check(training: "Training") -> None:
             return
         if not first.same(again):
             return  # it draws numbers of its own
-        wrong = _lost(first, training)
+        wrong = _unlike_resumed(first, training)
     if wrong is not None:
         raise PlaitError(wrong)
 
 
-def _lost(first: Trial, training: "Training") -> Problem | None:
-    what = f"the state of the optimizer {type(first.optimizer).__name__} could not be loaded again"
+def _unlike_resumed(first: Trial, training: "Training") -> Problem | None:
+    """What goes on otherwise when a second trial takes over from the first."""
     resumed = Trial(training)
     before = _attributes(resumed.optimizer)
     try:
@@ -234,30 +239,30 @@ def _lost(first: Trial, training: "Training") -> Problem | None:
         return error.problems[0]
     except Exception as error:
         why = f"loading what it had saved raised {type(error).__name__}: {str(error)[:200]}"
-        return Problem("K011", what, why=why, fix=_FIX)
+        return _lost(first.optimizer, why)
     first.steps(2)
     try:
         resumed.steps(2)
     except Exception as error:
-        return Problem("K011", what, why=f"the next step raised {type(error).__name__}: {str(error)[:200]}", fix=_FIX)
+        return _lost(first.optimizer, f"the next step raised {type(error).__name__}: {str(error)[:200]}")
     if first.same(resumed):
         return None
     after = _attributes(first.optimizer)
     moved = [name for name in after if after[name] != before.get(name)]
     why = "after two steps, saved and loaded, its third step moves the weights differently"
     why += f": it keeps {', '.join(moved[:3])} outside its state" if moved else ""
-    return Problem("K011", what, why=why, fix=_FIX)
+    return _lost(first.optimizer, why)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
     """What an optimizer keeps beside state and groups."""
     known = {"state", "param_groups", "defaults"}
-    found = {}
+    kept = {}
     for name, value in vars(optimizer).items():
         counts = isinstance(value, (bool, int, float, Tensor)) or type(value) in (list, dict, tuple)
         if name not in known and not name.startswith("_optimizer_") and counts:
-            found[name] = repr(value)[:10_000]
-    return found
+            kept[name] = repr(value)[:10_000]
+    return kept
 
 
 def plausible(
@@ -272,23 +277,23 @@ def plausible(
         try:
             trial = Trial(training)
             trial.steps(1)
-            made, _ = trial.taken()
+            fresh_state, ordered = trial.taken()[0], trial.ordered()
         except Exception:  # nothing is known
             return None
-        given: State = {}
-        for i, fresh in made.items():
+        combined: State = {}
+        for i, fresh in fresh_state.items():
             saved = state(i)
             if saved is None:
                 continue
-            shape = tuple(p.shape) if (p := _numbered(trial, i)) is not None else ()
+            shape = tuple(ordered[i].shape)
             for key, value in saved.items():
                 wrong = _unlike(fresh.get(key), value, shape)
                 if wrong:
                     return f"{key} {wrong}"
-            given[i] = {k: fresh.get(k) if isinstance(v, _Whole) else v for k, v in saved.items()}
+            combined[i] = {k: fresh.get(k) if isinstance(v, SavedTensor) else v for k, v in saved.items()}
         try:
             sound = _finite(trial)
-            restore(trial.optimizer, given, hyper)
+            restore(trial.optimizer, combined, hyper)
             trial.steps(2)
         except Exception as error:
             return f"the optimizer's next step raises {type(error).__name__}: {str(error)[:150]}"
@@ -299,33 +304,25 @@ def _finite(trial: Trial) -> bool:
     return all(bool(p.isfinite().all()) for p in trial.parameters)
 
 
-class _Whole:
-    """A saved tensor with dims."""
+@dataclass(frozen=True)
+class SavedTensor:
+    """What `plausible` is told of a saved tensor with dims."""
 
-    def __init__(self, alike: bool):
-        self.alike = alike
-
-
-def tensor(alike: bool) -> Any:
-    """What `plausible` is told of a tensor with dims. `alike`: it has the parameter's shape."""
-    return _Whole(alike)
+    alike: bool
+    """It has the parameter's shape."""
 
 
-def _numbered(trial: Trial, number: int) -> Tensor | None:
-    ordered = [p for group in groups(trial.optimizer) for p in group["params"]]
-    return ordered[number] if number < len(ordered) else None
-
-
-def _unlike(fresh: Any, saved: Any, shape: tuple[int, ...]) -> str | None:
+def _unlike(fresh: object, saved: object, shape: tuple[int, ...]) -> str | None:
     """How a saved value differs in kind from what the optimizer makes itself."""
     if fresh is None:
         return None
-    many = isinstance(fresh, Tensor) and fresh.dim() > 0
-    if isinstance(saved, _Whole) != many:
-        return "is a tensor" if isinstance(saved, _Whole) else "is a number, and should be a tensor"
-    if isinstance(saved, _Whole):
-        same = tuple(fresh.shape) == shape
-        return "has not the parameter's shape" if same and not saved.alike else None
+    many = fresh if isinstance(fresh, Tensor) and fresh.dim() > 0 else None
+    if isinstance(saved, SavedTensor):
+        if many is None:
+            return "is a tensor"
+        return "has not the parameter's shape" if tuple(many.shape) == shape and not saved.alike else None
+    if many is not None:
+        return "is a number, and should be a tensor"
     if isinstance(fresh, Tensor) != isinstance(saved, Tensor) or isinstance(fresh, str) != isinstance(saved, str):
         return "is of another kind than the optimizer makes"
     return None

@@ -4,7 +4,7 @@ A rank opens the files it needs, hashes the pieces that overlap its own parts, a
 more than its parts: files are mapped, not loaded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,13 @@ def room_for(name: str, entry: Entry, shape: tuple[int, ...], like: torch.dtype,
             pass
     file = entry.pieces[0].file if entry.pieces else MANIFEST
     raise Damaged(file, f"{name} would take {size / 2**30:.3g} GiB of memory, more than there is")
+
+
+def rectangle(t: torch.Tensor, start: Sequence[int], rect: Rect) -> torch.Tensor:
+    """The view of a rectangle of a tensor of which `t`, which begins at `start`, has all of it."""
+    for dim, (first, length) in enumerate(zip(*rect)):
+        t = t.narrow(dim, first - start[dim], length)
+    return t
 
 
 class Reader:
@@ -52,9 +59,9 @@ class Reader:
 
     def _same_tensors(self, file: ShardFile) -> None:
         listed = self._listed.get(file.name, {})
-        found = {key: (stored.dtype, stored.shape) for key, stored in file.tensors.items()}
-        if listed != found:
-            wrong = sorted(key for key in listed.keys() | found.keys() if listed.get(key) != found.get(key))
+        actual = {key: (stored.dtype, stored.shape) for key, stored in file.tensors.items()}
+        if listed != actual:
+            wrong = sorted(key for key in listed.keys() | actual.keys() if listed.get(key) != actual.get(key))
             raise Damaged(file.name, f"{wrong[0]} is not what the manifest says it is")
 
     def check(self, name: str, part: Part) -> None:
@@ -75,11 +82,8 @@ class Reader:
         """Copy the part of the tensor out of its pieces, into the part's own storage."""
         with torch.no_grad():
             for piece, mine, shared in self._overlaps(name, part):
-                source, target = self.file(piece.file).tensor(piece.key), mine.tensor
-                for dim, (first, length) in enumerate(zip(*shared)):
-                    source = source.narrow(dim, first - piece.start[dim], length)
-                    target = target.narrow(dim, first - mine.start[dim], length)
-                target.copy_(source)
+                source = rectangle(self.file(piece.file).tensor(piece.key), piece.start, shared)
+                rectangle(mine.tensor, mine.start, shared).copy_(source)
 
     def _overlaps(self, name: str, part: Part) -> Iterable[tuple[StoredChunk, Part, Rect]]:
         """Pieces of the files, rectangles of the part, and what the two share."""

@@ -11,13 +11,14 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.config.plain_file import loads, open_plain
+from plait.config.files import loads, open_plain
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -95,7 +96,7 @@ def write(
     return Written(len(head) + end, hashlib.sha256(head).hexdigest(), digests)
 
 
-def _write_all(file: Any, data: Any) -> None:
+def _write_all(file: FileIO, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while len(view):
         view = view[file.write(view) :]
@@ -143,17 +144,17 @@ class ShardFile:
             if not isinstance(content, dict):
                 raise ValueError("not an object")
             content.pop("__metadata__", None)
-            found = {key: _stored(key, value) for key, value in content.items()}
+            tensors = {key: _stored(key, value) for key, value in content.items()}
         except UNREADABLE as error:
             raise Damaged(self.name, f"its header cannot be read: {str(error)[:200]}") from None
         at = 0
-        for stored in sorted(found.values(), key=lambda s: (s.begin, s.end)):
+        for stored in sorted(tensors.values(), key=lambda s: (s.begin, s.end)):
             if stored.begin != at:
                 raise Damaged(self.name, f"its tensors overlap or leave a gap at byte {at}")
             at = stored.end
         if at != size:
             raise Damaged(self.name, f"its tensors take {at} bytes, the file has {size}")
-        return found
+        return tensors
 
     def raw(self, stored: Stored) -> memoryview:
         """The bytes of a tensor, without a copy."""
@@ -174,20 +175,17 @@ class ShardFile:
         return (raw.clone() if at % dtype.itemsize else raw).view(dtype).reshape(stored.shape)
 
 
-def _numbers(key: str, value: Any) -> list[int]:
-    if (
-        not isinstance(value, list)
-        or len(value) > MOST_DIMS
-        or not all(type(n) is int and 0 <= n < 2**62 for n in value)
-    ):
-        raise ValueError(f"{key} has impossible numbers")
-    return value
+def sizes(value: object, name: str) -> tuple[int, ...]:
+    """Sizes or places of a tensor, as JSON has them. ValueError when they are none, or no tensor has so many."""
+    if isinstance(value, list) and len(value) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**62 for n in value):
+        return tuple(value)
+    raise ValueError(f"{name} has impossible numbers")
 
 
-def _stored(key: str, value: Any) -> Stored:
+def _stored(key: str, value: object) -> Stored:
     if not isinstance(value, dict) or str(value.get("dtype")) not in DTYPES:
         raise ValueError(f"{key} has an unknown number format")
-    shape, offsets = _numbers(key, value.get("shape")), _numbers(key, value.get("data_offsets"))
+    shape, offsets = sizes(value.get("shape"), key), sizes(value.get("data_offsets"), key)
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[value["dtype"]].itemsize:
         raise ValueError(f"the size of {key} is not that of its shape")
-    return Stored(value["dtype"], tuple(shape), offsets[0], offsets[1])
+    return Stored(value["dtype"], shape, *offsets)

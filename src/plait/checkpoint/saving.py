@@ -20,6 +20,7 @@ from torch import Tensor
 
 from plait.checkpoint.chunks import HeldChunk, Rect, overlap
 from plait.checkpoint.manifest import FORMAT, MANIFEST, parse, seal, unseal
+from plait.checkpoint.reading import rectangle
 from plait.checkpoint.safetensors_file import Damaged, write
 from plait.tensors.finite import Rule, wrong_scalars
 from plait.tensors.part import Part
@@ -79,7 +80,8 @@ class Snapshot:
         cuda = False
         with torch.no_grad():
             for piece in pieces:
-                source = _view(parts[piece.name], piece.rect)
+                part = next(p for p in parts[piece.name].pieces() if _holds(p, piece.rect))
+                source = rectangle(part.tensor, part.start, piece.rect)
                 pin = source.device.type == "cuda"
                 cuda |= pin
                 buffer = old.get(piece)
@@ -91,15 +93,8 @@ class Snapshot:
         return self._reused
 
 
-def _view(part: Part, rect: Rect) -> Tensor:
-    """The rectangle `rect` of the whole tensor, which lies within one piece of the part."""
-    piece = next(
-        p for p in part.pieces() if overlap((p.start, tuple(p.tensor.shape)), rect) == rect or not all(rect[1])
-    )
-    tensor = piece.tensor
-    for dim, (first, length) in enumerate(zip(*rect)):
-        tensor = tensor.narrow(dim, first - piece.start[dim], length)
-    return tensor
+def _holds(part: Part, rect: Rect) -> bool:
+    return overlap((part.start, tuple(part.tensor.shape)), rect) == rect or not all(rect[1])
 
 
 LISTED = 2048
@@ -158,10 +153,8 @@ def publish(building: Path, path: Path, world: int, parent: str | None, empty: l
 
     `empty` are tensors without elements: they have no pieces, so no list has them. Returns the names of what is not finite.
     """
-    parts = [
-        unseal((building / f"part-{rank:05d}.json").read_bytes(), f"part-{rank:05d}.json") for rank in range(world)
-    ]
-    content = merge(parts, parent)
+    lists = [building / f"part-{rank:05d}.json" for rank in range(world)]
+    content = merge([unseal(file.read_bytes(), file.name) for file in lists], parent)
     for held in empty:
         content["tensors"].setdefault(held.name, {"dtype": held.dtype, "shape": held.shape, "pieces": []})
     raw = seal(content)
@@ -170,8 +163,8 @@ def publish(building: Path, path: Path, world: int, parent: str | None, empty: l
         if (building / name).stat().st_size != size:
             raise Damaged(name, "it is not as long as it was written")
     _write_synced(building / MANIFEST, raw)
-    for rank in range(world):
-        (building / f"part-{rank:05d}.json").unlink()
+    for file in lists:
+        file.unlink()
     sync_directory(building)
     if path.exists():  # a damaged one that was refused, or it would not have come to this
         discard(path)

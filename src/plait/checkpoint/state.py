@@ -6,8 +6,9 @@ tensors without dims are numbers; a tensor of another shape belongs to a whole p
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,32 +16,41 @@ from torch import Tensor
 from plait.checkpoint import fingerprint, optimizer_state
 from plait.checkpoint.chunks import HeldChunk
 from plait.checkpoint.manifest import Entry, Manifest
+from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, NAMES
+from plait.checkpoint.training import Training
 from plait.config.errors import PlaitError, Problem
 from plait.config.version import __version__
 from plait.tensors.part import Part, whole
 
-if TYPE_CHECKING:
-    from plait.checkpoint.training import Training
 
-
-def parts_of(training: "Training") -> dict[str, Part]:
+def parts_of(training: Training) -> dict[str, Part]:
     """This rank's part of every tensor to save: `model/<name>` and `optimizer/<parameter>/<key>`."""
     model = model_parts(training)
-    found = {f"model/{name}": part for name, part in model.items()}
+    parts = {f"model/{name}": part for name, part in model.items()}
+    for name, key, value in _state(training):
+        if isinstance(value, Tensor) and value.dim():
+            updates_whole = name in training.built.updated_whole
+            part = whole(value) if updates_whole else _state_part(name, key, value, model[name])
+            parts[f"optimizer/{name}/{key}"] = part
+    return parts
+
+
+def _state(training: Training) -> Iterator[tuple[str, str, object]]:
+    """(parameter, key, value) of all that the optimizer keeps."""
+    names = training.built.names or {}
     for parameter, state in optimizer_state.states(training.optimizer):
-        name = (training.built.names or {})[id(parameter)]
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
-                updates_whole = name in training.built.updated_whole
-                found[f"optimizer/{name}/{key}"] = (
-                    whole(value) if updates_whole else _state_part(name, key, value, model[name])
-                )
-    return found
+        yield from ((names[id(parameter)], key, value) for key, value in state.items())
 
 
-def model_parts(training: "Training") -> dict[str, Part]:
+def _split(name: str) -> tuple[str, str]:
+    """(parameter, key) of `optimizer/<parameter>/<key>`."""
+    parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+    return parameter, key
+
+
+def model_parts(training: Training) -> dict[str, Part]:
     """This rank's part of every parameter, and of every buffer that belongs to the model's state."""
     kept = set(training.model.state_dict(keep_vars=True)) | {name for name, _ in training.model.named_parameters()}
     buffers = {name for name, _ in training.model.named_buffers()}
@@ -52,15 +62,11 @@ def _state_part(name: str, key: str, value: Tensor, part: Part) -> Part:
         return replace(part, tensor=value)
     if part.whole:
         return whole(value)
-    raise PlaitError(
-        Problem(
-            "K006",
-            f"the optimizer's {key} of {name} cannot be saved under this plan",
-            why=f"{name} is {list(part.shape)}, here {list(part.tensor.shape)} of it, and {key} is {list(value.shape)}:"
-            " neither like the part nor of a whole parameter",
-            fix=("a plan that leaves parameters whole", "an optimizer whose state has the parameter's shape"),
-        )
-    )
+    what = f"the optimizer's {key} of {name} cannot be saved under this plan"
+    shapes = f"{name} is {list(part.shape)}, here {list(part.tensor.shape)} of it, and {key} is {list(value.shape)}"
+    why = f"{shapes}: neither like the part nor of a whole parameter"
+    fix = ("a plan that leaves parameters whole", "an optimizer whose state has the parameter's shape")
+    raise PlaitError(Problem("K006", what, why=why, fix=fix))
 
 
 def held_of(parts: dict[str, Part]) -> list[HeldChunk]:
@@ -76,7 +82,7 @@ def held_of(parts: dict[str, Part]) -> list[HeldChunk]:
     ]
 
 
-def values_of(training: "Training") -> dict[str, Any]:
+def values_of(training: Training) -> dict[str, Any]:
     """What a manifest says of the run besides tensors, as far as this rank knows it. K005 for what is not JSON."""
     try:
         position = json.loads(json.dumps(asdict(training.position)))
@@ -103,34 +109,30 @@ def values_of(training: "Training") -> dict[str, Any]:
 def aliases_of(model: torch.nn.Module) -> dict[str, str]:
     """Names of tied tensors -> the name they are stored under."""
     first: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: kept for name, tensor in named if (kept := first.setdefault(id(tensor), name)) != name}
 
 
-def _groups(training: "Training") -> list[tuple[dict[str, Any], list[str]]]:
+def _groups(training: Training) -> list[tuple[dict[str, Any], list[str]]]:
     names = training.built.names or {}
     return [(group, [names[id(p)] for p in group["params"]]) for group in optimizer_state.groups(training.optimizer)]
 
 
-def _scalars(training: "Training") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for parameter, state in optimizer_state.states(training.optimizer):
-        for key, value in state.items():
-            name = f"{(training.built.names or {})[id(parameter)]}/{key}"
-            if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES and not value.is_complex():
-                found[name] = {"dtype": NAMES[value.dtype], "value": value.item()}
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                found[name] = value
-            elif not isinstance(value, Tensor) or value.dim() == 0:
-                what = f"optimizer state {name} is a {type(value).__name__}, which cannot be saved"
-                raise PlaitError(Problem("K005", what))
-    return found
+def _scalars(training: Training) -> dict[str, Any]:
+    scalars: dict[str, Any] = {}
+    for parameter, key, value in _state(training):
+        name = f"{parameter}/{key}"
+        if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES and not value.is_complex():
+            scalars[name] = {"dtype": NAMES[value.dtype], "value": value.item()}
+        elif isinstance(value, SIMPLE):
+            scalars[name] = value
+        elif not isinstance(value, Tensor) or value.dim() == 0:
+            what = f"optimizer state {name} is a {type(value).__name__}, which cannot be saved"
+            raise PlaitError(Problem("K005", what))
+    return scalars
 
 
-def mismatch(training: "Training", manifest: Manifest, everyone: set[str]) -> str | None:
+def mismatch(training: Training, manifest: Manifest, everyone: set[str]) -> str | None:
     """Why the checkpoint is not of this training's job, or None. `everyone`: names of the model's tensors on all ranks."""
     saved = {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
     wrong = sorted(saved ^ everyone)
@@ -155,7 +157,7 @@ def _same_group(mine: tuple[dict[str, Any], list[str]], saved: dict[str, Any]) -
     return kinds and set(mine[1]) <= set(saved["params"])
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(a: object, b: object) -> bool:
     number = (int, float)
     if isinstance(a, (list, tuple)) and isinstance(b, list):
         return len(a) == len(b) and all(map(_alike, a, b))
@@ -165,21 +167,20 @@ def _alike(a: Any, b: Any) -> bool:
     return both or a is None or b is None or type(a) is type(b)
 
 
-def wanted(training: "Training", manifest: Manifest) -> dict[str, Part]:
+def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
     """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
     model = model_parts(training)
-    found = {f"model/{name}": part for name, part in model.items()}
+    parts = {f"model/{name}": part for name, part in model.items()}
     elsewhere = training.built.updated_elsewhere
     mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
-        kind, _, rest = name.partition("/")
-        parameter = rest.rpartition("/")[0]
-        if kind == "optimizer" and parameter in mine:
+        parameter, _ = _split(name)
+        if name.startswith("optimizer/") and parameter in mine:
             if parameter in training.built.updated_whole:
-                found[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
+                parts[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
             else:
-                found[name] = _new_state(name, entry, model[parameter])
-    return found
+                parts[name] = _new_state(name, entry, model[parameter])
+    return parts
 
 
 def _new_state(name: str, entry: Entry, part: Part) -> Part:
@@ -188,18 +189,13 @@ def _new_state(name: str, entry: Entry, part: Part) -> Part:
         return replace(part, tensor=room_for(name, entry, tuple(part.tensor.shape), dtype, device))
     if part.whole:
         return whole(room_for(name, entry, entry.shape, dtype, device))
-    parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-    raise PlaitError(
-        Problem(
-            "K006",
-            f"the optimizer's {key} of {parameter} cannot be split as this plan splits {parameter}",
-            why=f"it is {list(entry.shape)}, the parameter is {list(part.shape)}",
-            fix=("resume under a plan that leaves parameters whole",),
-        )
-    )
+    parameter, key = _split(name)
+    what = f"the optimizer's {key} of {parameter} cannot be split as this plan splits {parameter}"
+    why = f"it is {list(entry.shape)}, the parameter is {list(part.shape)}"
+    raise PlaitError(Problem("K006", what, why=why, fix=("resume under a plan that leaves parameters whole",)))
 
 
-def give(training: "Training", manifest: Manifest, parts: dict[str, Part], hyper: list[dict[str, Any]]) -> None:
+def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: list[dict[str, Any]]) -> None:
     """Take over what was read: optimizer (with these hyperparameters of its groups), loss scale, position.
 
     The model's parts were filled in place.
@@ -208,7 +204,7 @@ def give(training: "Training", manifest: Manifest, parts: dict[str, Part], hyper
     state: dict[int, dict[str, Any]] = {}
     for name, part in parts.items():
         if name.startswith("optimizer/"):
-            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            parameter, key = _split(name)
             state.setdefault(index[parameter], {})[key] = part.tensor
     for name, value in manifest.scalars.items():
         parameter, _, key = name.rpartition("/")
@@ -222,14 +218,14 @@ def give(training: "Training", manifest: Manifest, parts: dict[str, Part], hyper
     training.built.refresh()
 
 
-def implausible(training: "Training", manifest: Manifest, hyper: list[dict[str, Any]]) -> str | None:
+def implausible(training: Training, manifest: Manifest, hyper: list[dict[str, Any]]) -> str | None:
     """Why the optimizer could not go on with the numbers of this checkpoint, or None."""
     shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
     kept: dict[str, dict[str, Any]] = {}
     for name, shape in shapes.items():
         if name.startswith("optimizer/"):
-            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-            kept.setdefault(parameter, {})[key] = optimizer_state.tensor(shape == shapes.get(f"model/{parameter}"))
+            parameter, key = _split(name)
+            kept.setdefault(parameter, {})[key] = SavedTensor(shape == shapes.get(f"model/{parameter}"))
     for name, value in manifest.scalars.items():
         parameter, _, key = name.rpartition("/")
         kept.setdefault(parameter, {})[key] = _number(value)
@@ -237,5 +233,5 @@ def implausible(training: "Training", manifest: Manifest, hyper: list[dict[str, 
     return optimizer_state.plausible(training, lambda i: kept.get(ordered[i]), hyper)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]]) if isinstance(value, dict) else value

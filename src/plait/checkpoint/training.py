@@ -1,14 +1,21 @@
-"""What a checkpoint is taken of, and given back to: a rank's training, of which `engine/engine.py` has the one implementation."""
+"""What a checkpoint is taken of, and given back to: a rank's training, of which `engine/engine.py` has the one implementation.
 
+And how its ranks agree: each says something, and all hear it.
+"""
+
+import json
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
+from plait.config.errors import USAGE, PlaitError, problem_of
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Position
 from plait.launch.place import Place
 from plait.parallel.built import Built
+from plait.tensors.collectives import exchange
 from plait.tensors.finite import Rule
 
 
@@ -25,19 +32,33 @@ class Training(Protocol):
     @property
     def model(self) -> torch.nn.Module:
         """The rank's part of the model."""
-        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of that part."""
-        ...
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What the training depends on (`checkpoint/fingerprint.py`)."""
-        ...
 
     @property
     def rule(self) -> Rule:
         """Which of its tensors are to be finite."""
-        ...
+
+
+def exchange_json(training: Training, word: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank says, by rank; all ranks call it."""
+    said = exchange(json.dumps(word).encode(), training.built.group, training.built.device)
+    return [json.loads(text) for text in said]
+
+
+def problems_in(error: PlaitError) -> dict[str, Any]:
+    """An error as a word for `exchange_json`."""
+    return {"problems": [vars(problem) for problem in error.problems]}
+
+
+def raise_first(said: Iterable[dict[str, Any]], exit_code: int = USAGE) -> None:
+    """The problems of the first rank that has any, on all ranks."""
+    for word in said:
+        if word.get("problems"):
+            raise PlaitError(map(problem_of, word["problems"]), exit_code)

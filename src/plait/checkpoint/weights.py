@@ -1,38 +1,29 @@
-"""Starting from weights somebody else saved: safetensors files, Hugging Face folders, plait's checkpoints.
+"""Weights in and out: safetensors files, Hugging Face folders and plait's checkpoints to start from; checkpoints as such files.
 
 Each rank reads its own parts only. Formats that run code when they are loaded (pickle: .pt, .bin, DCP's .metadata) are
-refused by name, without being opened.
-
-A checkpoint's weights as Hugging Face has them: `model.safetensors`, or numbered files and an index.
-
-Tensors stream from the checkpoint's pieces to the output one at a time, each checked against its digest; a tied tensor
-is stored once, under its first name.
+refused by name, without being opened. On the way out, tensors stream from the checkpoint's pieces one at a time, each checked
+against its digest; a tied tensor is stored once, under its first name.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from plait.checkpoint import state
-from plait.checkpoint.checkpoints import Checkpoints, damaged, problem_of
-from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk, read_manifest
-from plait.checkpoint.reading import Reader
-from plait.checkpoint.safetensors_file import DTYPES, LONGEST_HEADER, Damaged, ShardFile
-from plait.config.errors import PlaitError, Problem, did_you_mean
-from plait.config.plain_file import loads, read_plain
-from plait.tensors.collectives import exchange
-from plait.tensors.part import Part
-
-if TYPE_CHECKING:
-    from plait.checkpoint.training import Training
-import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.safetensors_file import Spec, write
+from plait.checkpoint import state
+from plait.checkpoint.checkpoints import Checkpoints, damaged
+from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk, read_manifest
+from plait.checkpoint.reading import Reader
+from plait.checkpoint.safetensors_file import DTYPES, LONGEST_HEADER, Damaged, ShardFile, Spec, write
+from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
+from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.files import loads, read_plain
+from plait.tensors.part import Part
 
 INDEX = "model.safetensors.index.json"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp", ".metadata")
@@ -111,33 +102,32 @@ def _foreign(path: Path) -> Problem:
     return Problem("K007", f"there are no weights at {path}", why=why, fix=("--weights path/to/model.safetensors",))
 
 
-def load_weights(training: "Training", path: Path) -> None:
+def load_weights(training: Training, path: Path) -> None:
     """Fill the model's parameters and buffers from `path`; every rank calls it, and reads its own parts.
 
     K008 when names or shapes differ from the model's. Numbers are cast to the model's format. Nothing is changed unless
     all ranks can read all of theirs.
     """
     mine = state.model_parts(training)
-    said = _exchange(training, {"names": list(mine)})
+    said = exchange_json(training, {"names": list(mine)})
     everyone = list(dict.fromkeys(name for word in said for name in word["names"]))
-    word, reader, found = dict[str, Any](), None, dict[str, str]()
+    word, reader, sources = dict[str, Any](), None, dict[str, str]()
     try:
         reader = open_weights(path)
-        found = _matched(path, reader.entries, everyone, state.aliases_of(training.model))
-        wrong = list(_misshaped(path, reader.entries, found, mine))
+        sources = _matched(path, reader.entries, everyone, state.aliases_of(training.model))
+        wrong = list(_misshaped(path, reader.entries, sources, mine))
         if wrong:
             raise PlaitError(wrong)
         for name, part in mine.items():
-            reader.check(found[name], part)
+            reader.check(sources[name], part)
     except Damaged as error:
         word = {"problems": [vars(damaged(path, error))]}
     except PlaitError as error:
-        word = {"problems": [vars(p) for p in error.problems]}
-    problems = next((w["problems"] for w in _exchange(training, word) if "problems" in w), None)
-    if problems or reader is None:
-        raise PlaitError(map(problem_of, problems or ()))
+        word = problems_in(error)
+    raise_first(exchange_json(training, word))
+    assert reader is not None
     for name, part in mine.items():
-        reader.read(found[name], part)
+        reader.read(sources[name], part)
     training.built.refresh()
 
 
@@ -146,9 +136,9 @@ def _matched(path: Path, entries: dict[str, Entry], wanted: list[str], aliases: 
     tied: dict[str, list[str]] = {}
     for name, kept in aliases.items():
         tied.setdefault(kept, []).append(name)
-    found = {w: next((n for n in (w, *tied.get(w, [])) if n in entries), "") for w in wanted}
-    missing = [name for name, source in found.items() if not source]
-    unknown = [name for name in entries if name not in found and name not in aliases]
+    sources = {w: next((n for n in (w, *tied.get(w, [])) if n in entries), "") for w in wanted}
+    missing = [name for name, source in sources.items() if not source]
+    unknown = [name for name in entries if name not in sources and name not in aliases]
     problems = []
     fix = _way_out(missing, unknown)
     for kind, names, others in (("lack", missing, unknown), ("have", unknown, missing)):
@@ -160,7 +150,7 @@ def _matched(path: Path, entries: dict[str, Entry], wanted: list[str], aliases: 
             problems.append(Problem("K008", what + (f"        {hint}" if hint else ""), why=more, fix=fix))
     if problems:
         raise PlaitError(problems)
-    return found
+    return sources
 
 
 def _way_out(missing: list[str], unknown: list[str]) -> tuple[str, ...]:
@@ -188,21 +178,16 @@ def _prefix(longer: dict[str, str], shorter: list[str]) -> str:
 
 
 def _misshaped(
-    path: Path, entries: dict[str, Entry], found: dict[str, str], mine: dict[str, Part]
+    path: Path, entries: dict[str, Entry], sources: dict[str, str], mine: dict[str, Part]
 ) -> Iterator[Problem]:
     for name, part in mine.items():
-        entry = entries[found[name]]
+        entry = entries[sources[name]]
         if entry.shape != part.shape:
             why = f"it is {list(entry.shape)} there, {list(part.shape)} in the model"
             yield Problem("K008", f"{name} has another shape in the weights at {path}", why=why)
         elif DTYPES[entry.dtype].is_floating_point != part.tensor.dtype.is_floating_point:
             why = f"it is {entry.dtype} there, {part.tensor.dtype} in the model"
             yield Problem("K008", f"{name} has another kind of numbers in the weights at {path}", why=why)
-
-
-def _exchange(training: "Training", word: dict[str, Any]) -> list[dict[str, Any]]:
-    said = exchange(json.dumps(word).encode(), training.built.group, training.built.device)
-    return [json.loads(text) for text in said]
 
 
 def export(path: Path, to: Path, limit: int, dtype: torch.dtype | None = None) -> tuple[list[Path], dict[str, str]]:
@@ -240,10 +225,8 @@ def export(path: Path, to: Path, limit: int, dtype: torch.dtype | None = None) -
         if len(files) > 1:
             total = sum(_bytes(spec) for spec in specs.values())
             where = {name: file.name for file, group in zip(files, groups) for name in group}
-            content = json.dumps(
-                {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2
-            )
-            (to / INDEX).write_text(content + "\n", encoding="utf-8")
+            content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            (to / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             files.append(to / INDEX)
     except Damaged as error:
         raise PlaitError(damaged(path, error)) from None

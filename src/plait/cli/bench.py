@@ -13,10 +13,10 @@ from typing import Any
 
 from plait.config.device import Collectives, Loader, Matmuls
 from plait.config.errors import PlaitError, Problem, too_small
+from plait.config.files import check_writable, write
 from plait.config.job import load_job
 from plait.config.machine import Machine
 from plait.config.network import Link
-from plait.config.output_file import check_writable, write
 from plait.launch import detect, fork, started_by
 from plait.launch.devices import kind_of
 from plait.launch.place import Place, current, joining

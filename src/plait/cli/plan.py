@@ -9,9 +9,9 @@ from math import inf, prod
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem, too_small
+from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
 from plait.config.machine import Machine
-from plait.config.output_file import check_writable, write
 from plait.config.plan import AXES, Plan
 from plait.launch.detect import read_machine
 from plait.model.table import size as sized_up

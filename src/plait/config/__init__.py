@@ -7,7 +7,6 @@ machine           what there is to train on, by name, file or data sheet
 machine_file      the TOML file of a machine, checked; the catalogue of data sheets
 device            rates, memory and measurements of a kind of device
 network           seconds of a collective over links
-plain_file        opening files that nobody vouches for
-output_file       files that a command is told to write
+files             files that nobody vouches for, and files that a command is told to write
 version           the version of this package
 """

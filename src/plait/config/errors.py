@@ -8,9 +8,10 @@ each code; ``plait help P012`` prints its section.
 import difflib
 import errno
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 USAGE, FAILED, DIFFERENT, RESUMABLE = 2, 1, 3, 75
 """Exit codes: bad plan or usage, the run failed, verify found a difference, stopped but resumable."""
@@ -29,8 +30,8 @@ class Problem:
     def __str__(self) -> str:
         lines = [f"error[{self.code}] {self.what}"]
         for label, text in (("why", self.why), ("where", self.where), ("fix", "\n".join(self.fix))):
-            if text:
-                lines += _labelled(label, text)
+            for i, line in enumerate(text.splitlines()):
+                lines.append(f"  {label if i == 0 else '':<6} {line}")
         return "\n".join(lines)
 
 
@@ -57,6 +58,17 @@ class PlaitError(Exception):
         return [p.code for p in self.problems]
 
 
+def problem_of(told: Mapping[str, Any]) -> Problem:
+    """A problem that travelled as JSON: `vars` of it."""
+    return Problem(told["code"], told["what"], told["why"], told["where"], tuple(told["fix"]))
+
+
+def in_a_line(error: BaseException) -> str:
+    """`KeyError: 'x'`: the class of an exception and the first line of its text."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the operating system's errors when something cannot be written for want of room."""
 
@@ -78,9 +90,8 @@ def disk_full(error: OSError) -> Problem:
 
 def proof_stopped(when: str) -> Problem:
     """C007."""
-    return Problem(
-        "C007", "the proof was stopped", why=f"asked to, by Ctrl-C or SIGTERM, {when}", fix=("run it again",)
-    )
+    why = f"asked to, by Ctrl-C or SIGTERM, {when}"
+    return Problem("C007", "the proof was stopped", why=why, fix=("run it again",))
 
 
 def trace_of(error: BaseException | None) -> str:
@@ -94,21 +105,12 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"did you mean  {close[0]} ?" if close else f"known: {', '.join(known)}"
 
 
-def codes() -> list[str]:
-    """All error codes."""
+def codes() -> dict[str, str]:
+    """All error codes, each with its page of ``errors.md``."""
     text = (Path(__file__).parents[1] / "errors.md").read_text(encoding="utf-8")
-    return [section.split()[0] for section in text.split("\n## ")[1:]]
+    return {section.split()[0]: section.strip() for section in text.split("\n## ")[1:]}
 
 
 def explain(code: str) -> str | None:
     """The page of an error code from ``errors.md``, or None when there is no such code."""
-    text = (Path(__file__).parents[1] / "errors.md").read_text(encoding="utf-8")
-    for section in text.split("\n## ")[1:]:
-        if section.split()[0] == code:
-            return section.strip()
-    return None
-
-
-def _labelled(label: str, text: str) -> list[str]:
-    first, *rest = text.splitlines()
-    return [f"  {label:<6} {first}", *(f"         {line}" for line in rest)]
+    return codes().get(code)

@@ -14,11 +14,13 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
+from traceback import walk_tb
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
 
 SLICES = ("column", "row", "vocabulary", "whole")
 """What `Job.tensor` can say of a module."""
@@ -48,9 +50,7 @@ class Evaluate:
     every: int = 0
 
     def __post_init__(self) -> None:
-        problems = [*_wrong_fields(self)]
-        if problems:
-            raise PlaitError(problems)
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -92,57 +92,64 @@ class Job:
     """Pattern of module names -> "column", "row", "vocabulary" or "whole": slices instead of those that are found."""
 
     def __post_init__(self) -> None:
-        problems = [*_wrong_fields(self)]
-        if problems:
-            raise PlaitError(problems)
+        _check_fields(self)
 
 
-def _wrong_fields(made: Job | Evaluate) -> Iterator[Problem]:
-    for field in fields(made):
-        value = getattr(made, field.name)
-        optional = field.default is None
-        expected = None
-        if field.name in ("model", "loss", "data", "optimizer", "weight", "schedule", "metrics"):
-            if field.name in MAKERS and hasattr(value, MAKERS[field.name]) and not isinstance(value, type):
-                expected = f"a function that makes one: lambda{' parameters' * (field.name == 'optimizer')}: …"
-            elif not callable(value) and not (optional and value is None):
-                expected = "a function, for example a lambda"
-            elif field.name in ("loss", "metrics", "weight", "schedule") and _of_torch(value):
-                expected = f"a function; it is a class, and calling it makes an object instead of {RESULTS[field.name]}"
-        elif field.name in ("batch", "steps"):
-            if type(value) is not int or value < 1:
-                expected = "a whole number ≥ 1"
-        elif field.name == "every":
-            if type(value) is not int or value < 0:
-                expected = "a whole number ≥ 0"
-        elif field.name == "seed":
-            if type(value) is not int or not 0 <= value < 2**63:
-                expected = "a whole number from 0 to 2⁶³ − 1"
-        elif field.name == "clip":
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                expected = "a number > 0, or None"
-        elif field.name in ("units", "stages"):
-            names = isinstance(value, tuple) and value and all(isinstance(name, str) and name for name in value)
-            if value is not None and not names:
-                expected = 'a tuple of names of modules, such as ("layers.*",), or None'
-        elif field.name == "tensor":
-            words = isinstance(value, Mapping) and all(isinstance(k, str) and v in SLICES for k, v in value.items())
-            if value is not None and not words:
-                expected = (
-                    f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None'
-                )
-        elif value is not None and not isinstance(value, Evaluate):
-            expected = "a plait.Evaluate, or None"
+def _check_fields(record: Job | Evaluate) -> None:
+    """J004 of all fields that are wrong."""
+    problems = [*_wrong_fields(record)]
+    if problems:
+        raise PlaitError(problems)
+
+
+def _whole(value: object, least: int, most: float = inf) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _names(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(name, str) and name for name in value)
+
+
+def _slices(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(k, str) and v in SLICES for k, v in value.items())
+
+
+VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "batch": (lambda v: _whole(v, 1), "a whole number ≥ 1"),
+    "steps": (lambda v: _whole(v, 1), "a whole number ≥ 1"),
+    "every": (lambda v: _whole(v, 0), "a whole number ≥ 0"),
+    "seed": (lambda v: _whole(v, 0, 2**63 - 1), "a whole number from 0 to 2⁶³ − 1"),
+    "clip": (lambda v: isinstance(v, (int, float)) and v > 0, "a number > 0, or None"),
+    "units": (_names, 'a tuple of names of modules, such as ("layers.*",), or None'),
+    "stages": (_names, 'a tuple of names of modules, such as ("layers.*",), or None'),
+    "tensor": (
+        _slices,
+        f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None',
+    ),
+    "evaluate": (lambda v: isinstance(v, Evaluate), "a plait.Evaluate, or None"),
+}
+"""Fields that are no functions: which values are right, and what to say of others."""
+
+
+def _wrong_fields(record: Job | Evaluate) -> Iterator[Problem]:
+    for field in fields(record):
+        name, value, expected = field.name, getattr(record, field.name), None
+        if value is None and field.default is None:
+            continue
+        if name in VALUES:
+            right, expected = VALUES[name]
+            expected = None if right(value) else expected
+        elif name in MAKERS and hasattr(value, MAKERS[name]) and not isinstance(value, type):
+            expected = f"a function that makes one: lambda{' parameters' * (name == 'optimizer')}: …"
+        elif not callable(value):
+            expected = "a function, for example a lambda"
+        elif name in RESULTS and isinstance(value, type) and (hasattr(value, "forward") or hasattr(value, "step")):
+            expected = f"a function; it is a class, and calling it makes an object instead of {RESULTS[name]}"
         if expected:
             plain = value is None or isinstance(value, (bool, int, float, str, tuple, list, dict))
             shown = reprlib.repr(value) if plain else getattr(value, "__name__", f"{type(value).__name__}(…)")
-            what = f"{type(made).__name__}({field.name}={shown}) is not {expected}"
-            yield Problem("J004", what, fix=(f"{field.name}={expected}",))
-
-
-def _of_torch(value: Any) -> bool:
-    """Whether it is a class of modules or of schedulers, and no function."""
-    return isinstance(value, type) and (hasattr(value, "forward") or hasattr(value, "step"))
+            what = f"{type(record).__name__}({name}={shown}) is not {expected}"
+            yield Problem("J004", what, fix=(f"{name}={expected}",))
 
 
 def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
@@ -160,27 +167,21 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
     module = _execute(file.resolve())
     make = getattr(module, function, None)
-    signature = _signature(make)
-    if not callable(make) or signature is None:
+    signature = _signature(make) if callable(make) else None
+    if make is None or signature is None:
         known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         hint = did_you_mean(function, known) if known else "define  def job() -> plait.Job"
         raise PlaitError(Problem("J002", f"{path} has no function `{function}`        {hint}", where=path))
-    given = _arguments(signature, arguments or {}, path)
+    bound = _arguments(signature, arguments or {}, path)
     try:
-        job = make(*given.args, **given.kwargs)
+        job = make(*bound.args, **bound.kwargs)
     except PlaitError:
         raise
     except (Exception, SystemExit) as error:
-        raise PlaitError(Problem("J003", f"the job raised {_named(error)}", where=user_line(error))) from error
+        raise PlaitError(Problem("J003", f"the job raised {in_a_line(error)}", where=user_line(error))) from error
     if not isinstance(job, Job):
-        raise PlaitError(
-            Problem(
-                "J003",
-                f"`{function}` returned {type(job).__name__}, not a plait.Job",
-                where=path,
-                fix=("return plait.Job(…)",),
-            )
-        )
+        what = f"`{function}` returned {type(job).__name__}, not a plait.Job"
+        raise PlaitError(Problem("J003", what, where=path, fix=("return plait.Job(…)",)))
     return job
 
 
@@ -191,9 +192,8 @@ def _execute(file: Path) -> Any:
         sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        raise PlaitError(
-            Problem("J001", f"{file} is not a Python file: its name does not end in .py", fix=("path/to/job.py",))
-        )
+        what = f"{file} is not a Python file: its name does not end in .py"
+        raise PlaitError(Problem("J001", what, fix=("path/to/job.py",)))
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
@@ -201,13 +201,12 @@ def _execute(file: Path) -> Any:
     except PlaitError:
         raise
     except (Exception, SystemExit) as error:
-        raise PlaitError(
-            Problem("J003", f"importing the job raised {_named(error)}", where=user_line(error) or str(file))
-        ) from error
+        what = f"importing the job raised {in_a_line(error)}"
+        raise PlaitError(Problem("J003", what, where=user_line(error) or str(file))) from error
     return module
 
 
-def _signature(make: Any) -> inspect.Signature | None:
+def _signature(make: Callable[..., Any]) -> inspect.Signature | None:
     """With annotations written as text evaluated, unless one names what exists for type checkers only."""
     for evaluated in (True, False):
         try:
@@ -217,12 +216,12 @@ def _signature(make: Any) -> inspect.Signature | None:
     return None
 
 
-def _arguments(signature: inspect.Signature, given: dict[str, str], path: str) -> inspect.BoundArguments:
+def _arguments(signature: inspect.Signature, texts: dict[str, str], path: str) -> inspect.BoundArguments:
     parameters = {n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
     values, others = dict[str, Any](), dict[str, str]()
     problems: list[Problem] = []
-    for name, text in given.items():
+    for name, text in texts.items():
         key = name.replace("-", "_")
         if key in parameters:
             kind, optional = _kind(parameters[key])
@@ -274,16 +273,9 @@ def user_line(error: BaseException) -> str:
     """`file:line in function` of the innermost frame that is the user's own code, or an empty string."""
     if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
         return f"{error.filename}:{error.lineno}"
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(("<", *(f"{folder}{os.sep}" for folder in LIBRARIES))):
-            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
-        trace = trace.tb_next
-    return found
-
-
-def _named(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    place, others = "", ("<", *(f"{folder}{os.sep}" for folder in LIBRARIES))
+    for frame, line in walk_tb(error.__traceback__):
+        code = frame.f_code
+        if not code.co_filename.startswith(others):
+            place = f"{code.co_filename}:{line} in {code.co_name}"
+    return place

@@ -10,7 +10,7 @@ measured on the machine itself stands beside the data sheet and is preferred. No
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from math import log
 from pathlib import Path
@@ -59,7 +59,28 @@ class Machine:
 
         More devices than a typical node has (`h100x16`) fill several. M010 when there is no such machine.
         """
-        return _named(text)
+        wanted = re.sub(r"[ _]+", "-", text.strip().lower())
+        known = catalogue()
+        fitting = [n for n in known if re.fullmatch(re.escape(n) + r"(x[1-9]\d{0,6}){0,2}", wanted)]
+        if not fitting:
+            base = re.sub(r"(x\d+){1,2}$", "", wanted)
+            names = tuple(dict.fromkeys(path.stem for path in known.values()))
+            hint = did_you_mean(base, tuple(known)) if base else f"known: {', '.join(names)}"
+            fix = ("h100x8x16 is 16 nodes of 8 devices", "machine.toml    a file of your own")
+            raise PlaitError(Problem("M010", f"there is no machine {text}        {hint}", fix=fix))
+        name = max(fitting, key=len)
+        counts = [int(word) for word in wanted.removeprefix(name).split("x")[1:]] or [1]
+        said = read_file(known[name])
+        typical = said.get("devices_per_node")
+        if len(counts) == 1 and typical and counts[0] > typical:
+            if counts[0] % typical:
+                why = f"{counts[0]} / {typical} = {counts[0] / typical:.2f} nodes"
+                fix = (f"{name}x{typical}x{-(-counts[0] // typical)}", f"{name}x{counts[0]}x1    if a node has so many")
+                raise PlaitError(Problem("M010", f"{text}: {name} has {typical} devices on a node", why=why, fix=fix))
+            counts = [typical, counts[0] // typical]
+        per, nodes = (*counts, 1)[:2]
+        result = _machine(said | {"devices_per_node": max(per, typical or 1)})  # devices of a node share its network
+        return replace(result, name=wanted, devices_per_node=per, nodes=nodes)
 
     def to_toml(self) -> str:
         """The machine as a TOML file; `Machine.load` reads it back to an equal machine."""
@@ -107,7 +128,11 @@ class Machine:
         try:
             return network.levels(self._within, ranks, stride)
         except LookupError:
-            raise PlaitError(self._no_link(ranks, stride)) from None
+            what = f"{self.name}: no link is known that joins {ranks} devices {stride} apart"
+            why = "known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none")
+            fix = ("machine.toml    a file with [[links]] for it",)
+            fix += ("plait bench comm    measures them on the machine itself",)
+            raise PlaitError(Problem("M013", what, why=why, fix=fix)) from None
 
     @property
     def _within(self) -> tuple[Link, ...]:
@@ -144,52 +169,14 @@ class Machine:
         model: Callable[..., float] = getattr(network, collective)
         seconds = model(size, self.group(ranks, stride))
         inside = (ranks - 1) * stride < self.devices_per_node
-        measured = [
-            c for c in self.collectives if c.collective == collective and (c.ranks <= self.devices_per_node) == inside
-        ]
+        measured = [c for c in self.collectives if c.collective == collective]
+        measured = [c for c in measured if (c.ranks <= self.devices_per_node) == inside]
         if not measured:
             return seconds
         near = min(measured, key=lambda c: (abs(log(c.ranks / ranks)), c.ranks))
         if near.ranks == ranks and (inside or stride == 1):
             return seconds_at(near.points, size)
         return seconds * seconds_at(near.points, size) / model(size, self.group(near.ranks))
-
-    def _no_link(self, ranks: int, stride: int) -> Problem:
-        return Problem(
-            "M013",
-            f"{self.name}: no link is known that joins {ranks} devices {stride} apart",
-            why="known: " + (", ".join(f"{x.name} ({x.devices or 'all'} devices)" for x in self.links) or "none"),
-            fix=(
-                "machine.toml    a file with [[links]] for it",
-                "plait bench comm    measures them on the machine itself",
-            ),
-        )
-
-
-def _named(text: str) -> Machine:
-    """`h100`, `h100x8` or `h100x8x16`: a device of the catalogue, devices per node, nodes."""
-    wanted = re.sub(r"[ _]+", "-", text.strip().lower())
-    known = catalogue()
-    fitting = [n for n in known if re.fullmatch(re.escape(n) + r"(x[1-9]\d{0,6}){0,2}", wanted)]
-    if not fitting:
-        base = re.sub(r"(x\d+){1,2}$", "", wanted)
-        names = tuple(dict.fromkeys(path.stem for path in known.values()))
-        hint = did_you_mean(base, tuple(known)) if base else f"known: {', '.join(names)}"
-        fix = ("h100x8x16 is 16 nodes of 8 devices", "machine.toml    a file of your own")
-        raise PlaitError(Problem("M010", f"there is no machine {text}        {hint}", fix=fix))
-    name = max(fitting, key=len)
-    counts = [int(word) for word in wanted.removeprefix(name).split("x")[1:]] or [1]
-    said = read_file(known[name])
-    typical = said.get("devices_per_node")
-    if len(counts) == 1 and typical and counts[0] > typical:
-        if counts[0] % typical:
-            why = f"{counts[0]} / {typical} = {counts[0] / typical:.2f} nodes"
-            fix = (f"{name}x{typical}x{-(-counts[0] // typical)}", f"{name}x{counts[0]}x1    if a node has so many")
-            raise PlaitError(Problem("M010", f"{text}: {name} has {typical} devices on a node", why=why, fix=fix))
-        counts = [typical, counts[0] // typical]
-    per, nodes = (*counts, 1)[:2]
-    result = _machine(said | {"devices_per_node": max(per, typical or 1)})  # devices of a node share its network
-    return replace(result, name=wanted, devices_per_node=per, nodes=nodes)
 
 
 def _machine(said: dict[str, Any]) -> Machine:
@@ -224,9 +211,8 @@ def _device(said: dict[str, Any]) -> Device:
     peak = {name: value * TERA for name, value in said.get("peak_tflops", {}).items()}
     best = {name: value * TERA / peak[name] for name, value in said.get("matmul_tflops", {}).items() if name in peak}
     moved = said.get("memory_gb_per_s")
-    return Device(
-        said["name"], round(said["memory_gib"] * GIB), moved and moved * GB, Rates(**peak), Rates(**best)
-    )  # fmt: skip
+    memory = round(said["memory_gib"] * GIB)
+    return Device(said["name"], memory, moved and moved * GB, Rates(**peak), Rates(**best))
 
 
 def _link(said: dict[str, Any], per: int) -> Link:
@@ -242,45 +228,39 @@ def _link(said: dict[str, Any], per: int) -> Link:
 
 def _to_toml(machine: Machine) -> str:
     """The machine as a file that `load` reads back to an equal one."""
-    device, lines = machine.device, []
+    device = machine.device
     top = {
         "name": machine.name, "notes": machine.notes or None, "source": machine.source or None,
         "devices_per_node": machine.devices_per_node, "nodes": machine.nodes, "cores": machine.cores,
         "host_memory_gib": _scaled(machine.host_memory, GIB), "price_per_hour": machine.price_per_hour,
         "operator_us": machine.operator and round(machine.operator * 1e6, 6),
     }  # fmt: skip
-    lines += _rows(top)
-    about = {
-        "name": device.name,
-        "memory_gib": device.memory / GIB,
-        "memory_gb_per_s": _scaled(device.memory_bandwidth, GB),
-    }
-    lines += ["", "[device]", *_rows(about)]
+    about = {"name": device.name, "memory_gib": device.memory / GIB}
+    about |= {"memory_gb_per_s": _scaled(device.memory_bandwidth, GB)}
+    tables: list[tuple[str, Mapping[str, object]]] = [("", top), ("[device]", about)]
     for table, rates in (("peak_tflops", device.peak), ("matmul_tflops", device.achievable)):
         factors = {f.name: (rates.of(f.name), device.peak.of(f.name)) for f in fields(Rates)}
         shown = {n: a and a * (1 if table == "peak_tflops" else b or 0) / TERA for n, (a, b) in factors.items()}
-        lines += ["", f"[device.{table}]", *_rows(shown)] if any(shown.values()) else []
-    lines += ["", "[host]", *_rows({"gb_per_s": machine.host / GB})] if machine.host else []
+        tables += [(f"[device.{table}]", shown)] if any(shown.values()) else []
+    tables += [("[host]", {"gb_per_s": machine.host / GB})] if machine.host else []
     for link in machine.links:
         row = {"name": link.name, "kind": link.kind, "devices": link.devices, "gb_per_s": link.bandwidth / GB}
         row |= {"latency_us": link.latency * 1e6, "reached": link.reached}
-        row |= {"shares": list(link.shares) or None, "adds": link.adds or None}
-        lines += ["", "[[links]]", *_rows(row)]
+        tables.append(("[[links]]", row | {"shares": list(link.shares) or None, "adds": link.adds or None}))
     for curve in machine.matmuls:
         x, y = ([p[i] for p in curve.points] for i in (0, 1))
-        lines += ["", "[[matmuls]]", *_rows({"precision": curve.precision, "flops": x, "fraction_of_peak": y})]
+        tables.append(("[[matmuls]]", {"precision": curve.precision, "flops": x, "fraction_of_peak": y}))
     for each in machine.collectives:
         x, y = ([p[i] for p in each.points] for i in (0, 1))
         row = {"collective": each.collective, "ranks": each.ranks, "bytes": x, "seconds": y}
-        lines += ["", "[[collectives]]", *_rows(row)]
-    for loader in machine.loaders:
-        lines += ["", "[[loaders]]", *_rows({"job": loader.job, "samples_per_s": loader.samples_per_s})]
+        tables.append(("[[collectives]]", row))
+    tables += [("[[loaders]]", {"job": one.job, "samples_per_s": one.samples_per_s}) for one in machine.loaders]
+    lines = []
+    for head, row in tables:
+        rows = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in row.items() if value is not None]
+        lines += ["", head, *rows] if head else rows
     return "\n".join(lines) + "\n"
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
-
-
-def _rows(said: dict[str, Any]) -> list[str]:
-    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in said.items() if value is not None]

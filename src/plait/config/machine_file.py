@@ -3,18 +3,17 @@
 Every key carries its unit in its name: `gb` is 10^9 bytes, `gib` 2^30 bytes, `gbit` 10^9 bits, `tflops` 10^12 flop/s.
 """
 
-import json
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from plait.config.device import Rates
 from plait.config.errors import PlaitError, Problem, did_you_mean
+from plait.config.files import as_json, read_plain
 from plait.config.network import HOPS
-from plait.config.plain_file import read_plain
 
 LEAST, MOST = 1e-12, 1e18
 """Numbers of a machine lie between these: others overflow when they are multiplied."""
@@ -26,27 +25,27 @@ GIB, GB, TERA = 2**30, 1e9, 1e12
 Check = Callable[[Any], bool]
 
 
-def _text(value: Any) -> bool:
+def _text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and LEAST <= value <= MOST
 
 
-def _part(value: Any) -> bool:
+def _part(value: object) -> bool:
     return _positive(value) and value <= 1
 
 
-def _count(value: Any) -> bool:
+def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**20
 
 
-def _texts(value: Any) -> bool:
+def _texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_text, value))
 
 
-def _numbers(value: Any) -> bool:
+def _numbers(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_positive, value))
 
 
@@ -79,11 +78,11 @@ LISTS = ("links", "matmuls", "collectives", "loaders")
 @cache
 def catalogue() -> dict[str, Path]:
     """The files of `machines/` by name and by every other name."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(CATALOGUE.glob("*.toml")):
         said = tomllib.loads(path.read_text(encoding="utf-8"))
-        found |= dict.fromkeys((said["name"], *said.get("aliases", [])), path)
-    return found
+        files |= dict.fromkeys((said["name"], *said.get("aliases", [])), path)
+    return files
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -96,7 +95,11 @@ def read_file(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PlaitError(Problem("M012", f"{path} is not TOML", str(error)[:200], str(path))) from None
     problems = [problem for table, rows in _tables(said) for row in rows for problem in _faults(table, row, str(path))]
-    problems += [Problem("M012", f"{path.name} has no {key}", where=str(path)) for key in _missing(said)]
+    device = said.get("device", {})
+    missing = [key for key in ("name", "device") if key not in said]
+    known = device if isinstance(device, dict) else {}
+    missing += [f"[device] {key}" for key in ("name", "memory_gib") if key not in known]
+    problems += [Problem("M012", f"{path.name} has no {key}", where=str(path)) for key in missing]
     if problems:
         raise PlaitError(problems[:20])
     return said
@@ -118,34 +121,22 @@ def _tables(said: dict[str, Any]) -> list[tuple[str, list[Any]]]:
     ]
 
 
-def _faults(table: str, row: Any, where: str) -> list[Problem]:
+def _faults(table: str, row: object, where: str) -> list[Problem]:
     head = f"[{table}] " if table else ""
     if not isinstance(row, dict):
         return [Problem("M012", f"{table} is a table of keys", where=where)]
-    found = []
+    problems = []
     for key, value in row.items():
         check = KEYS[table].get(key)
         if check is None:
             hint = did_you_mean(key, tuple(KEYS[table]))
-            found.append(Problem("M011", f"unknown key of a machine:  {head}{key}        {hint}", where=where))
+            problems.append(Problem("M011", f"unknown key of a machine:  {head}{key}        {hint}", where=where))
         elif not check(value):
-            found.append(
-                Problem(
-                    "M012",
-                    f"{head}{key[:60]} = {_shown(value)}        expected {EXPECTED[check]}",
-                    where=where,
-                )
-            )
-    if found:
-        return found
+            what = f"{head}{key[:60]} = {as_json(value)[:60]}        expected {EXPECTED[check]}"
+            problems.append(Problem("M012", what, where=where))
+    if problems:
+        return problems
     return [Problem("M012", f"{head}{what}", where=where) for what in _disagreements(table, row)]
-
-
-def _shown(value: Any) -> str:
-    try:
-        return json.dumps(value, default=str)[:60]
-    except (ValueError, RecursionError):
-        return "a number of thousands of digits"
 
 
 def _disagreements(table: str, row: dict[str, Any]) -> list[str]:
@@ -164,9 +155,3 @@ def _disagreements(table: str, row: dict[str, Any]) -> list[str]:
     if not lacks and (len(row[x]) != len(row[y]) or row[x] != sorted(set(row[x]))):
         lacks.append(f"{x} and {y} are lists of the same length, {x} rising")
     return lacks
-
-
-def _missing(said: dict[str, Any]) -> list[str]:
-    device = said.get("device", {})
-    inner = [f"[device] {key}" for key in ("name", "memory_gib") if not isinstance(device, dict) or key not in device]
-    return [key for key in ("name", "device") if key not in said] + inner

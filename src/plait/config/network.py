@@ -119,18 +119,18 @@ def levels(links: tuple[Link, ...], ranks: int, stride: int = 1) -> tuple[Level,
     Where a group does not fill its nodes evenly (12 ranks on nodes of 8) the fewest nodes are shared out evenly.
     Raises LookupError when no link reaches all of the group.
     """
-    found, inside = [], 1
+    group, inside = [], 1
     for link in links:
         reach = inf if link.devices is None else max(1, link.devices // stride)
         groups = max(1, ceil(ranks / reach))
         members = ceil(ranks / groups)
         if members > inside:
             meeting = ceil(members / inside)
-            found.append(Level(meeting, link.rate(members), link.hops(), inside, groups, link.between_nodes, link.adds))
+            group.append(Level(meeting, link.rate(members), link.hops(), inside, groups, link.between_nodes, link.adds))
             inside = members
     if inside < ranks:
         raise LookupError(f"no link joins {ranks} devices {stride} apart")
-    return tuple(found)
+    return tuple(group)
 
 
 def all_reduce(size: float, group: tuple[Level, ...]) -> float:

@@ -1,9 +1,8 @@
 """Which samples a step sees, and reading them.
 
-batch             positions, shares of the global batch, micro-batches, collating
-batch_rows        which dim of a batch's tensors counts samples
-padding           padding to the longest sample of the global batch
-loading           reading samples, here or in loader processes
-iterable_shares   iterables that know their share (`shard(num_shards, index)`)
-iterable_streams  other iterables: every rank reads all, and keeps its share
+batch       positions, shares of the global batch, micro-batches, collating
+batch_rows  which dim of a batch's tensors counts samples
+padding     padding to the longest sample of the global batch
+loading     reading samples, here or in loader processes
+iterables   every rank reads all and keeps its share, or reads its own (`shard(num_shards, index)`)
 """

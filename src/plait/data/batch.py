@@ -11,16 +11,16 @@ travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.data.batch_rows import SampleRows
-from plait.randomness.keyed import host_kept
+from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.float64 import Widest
 from plait.tensors.rows import split
 from plait.tensors.torch_private import tree_map_only
@@ -37,7 +37,7 @@ class Position:
     epoch: int = 0
     start: int = 0
     samples: int = 0
-    state: Any = None
+    state: object = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Micro:
 
     first: int
     count: int
-    inputs: Any
-    targets: Any
+    inputs: object
+    targets: object
     ids: tuple[int, ...]
     spare: tuple[Any, Any] | None = None
     """(inputs, targets) of one sample beside an empty micro-batch, for a forward pass that every rank must make."""
@@ -92,7 +92,18 @@ class BatchShare:
         return [(first + offset, n) for offset, n in inside]
 
 
-def is_map(data: Any) -> bool:
+class MapStyle(Protocol):
+    """A data set that is read by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> object: ...
+
+
+Data = MapStyle | Iterable[object]
+
+
+def is_map(data: object) -> TypeGuard[MapStyle]:
     """Whether the data set is read by index (torch's IterableDataset inherits a `__getitem__` that only raises)."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
@@ -116,30 +127,42 @@ def opened_once(make: Callable[[], Any]) -> Callable[[], Any]:
     def data() -> Any:
         if (here := os.getpid()) in held:
             return held[here]
-        found = make()
-        if is_map(found):
-            held[here] = found
-        return found
+        fresh = make()
+        if is_map(fresh):
+            held[here] = fresh
+        return fresh
 
     return data
 
 
-def _once(data: Any) -> bool:
+def _once(data: object) -> bool:
     """Whether it is a generator, or what Python's own functions make of one (map, zip, itertools)."""
     return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
 
 
-class _Remade:
-    """What is read once, made again for every reading."""
+def _pass_on(data: object, into: object, *names: str) -> None:
+    for name in names:
+        if hasattr(data, name):
+            setattr(into, name, getattr(data, name))
 
-    def __init__(self, make: Callable[[], Any]):
+
+class _Remade:
+    """What is read once, made again for every reading. `like`: what it has in common with it besides."""
+
+    def __init__(self, make: Callable[[], Any], like: object = None):
         self.make = make
+        _pass_on(like, self, "collate", "set_epoch")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.make())
 
 
-def example(make: Callable[[], Any], data: Any, where: str = "Job(data=…)") -> Any:
+def whole(data: Data) -> Data:
+    """An iterable without its shares, for a rank that stands for all."""
+    return _Remade(lambda: data, data) if hasattr(data, "shard") and not is_map(data) else data
+
+
+def example(make: Callable[[], Any], data: object, where: str = "Job(data=…)") -> Any:
     """What `first_samples` can read beside `data`: of an iterable another one, since reading moves it, read once."""
     return data if is_map(data) else _First(opened(make, where))
 
@@ -147,14 +170,12 @@ def example(make: Callable[[], Any], data: Any, where: str = "Job(data=…)") ->
 class _First:
     """The first sample of an iterable, as a data set."""
 
-    def __init__(self, data: Any):
+    def __init__(self, data: Iterable[object]):
         with host_kept():
             self.sample = next(iter(data), None)
         if self.sample is None:
             raise empty("it ended without a sample")
-        for name in ("collate", "sketched_beside"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
+        _pass_on(data, self, "collate", "sketched_beside")
 
     def __len__(self) -> int:
         return 1
@@ -163,12 +184,18 @@ class _First:
         return self.sample
 
 
+def seeded_sample(data: MapStyle, seed: int, epoch: int, i: int) -> object:
+    """Sample `i`, the host generators seeded before as they are in that epoch."""
+    seed_host(seed, "sample", epoch, i)
+    return data[i]
+
+
 def empty(why: str, where: str = "") -> PlaitError:
     """J007: there is not one sample."""
     return PlaitError(Problem("J007", "the data is empty", why=why, where=where))
 
 
-def checked(data: Any, where: str) -> Any:
+def checked(data: object, where: str) -> Any:
     """`data` when it can be read by `batches`, with at least one sample. J007 otherwise."""
     if isinstance(data, DataLoader) and data.batch_sampler is not None:
         what = "the data is a DataLoader that already makes batches"
@@ -179,10 +206,9 @@ def checked(data: Any, where: str) -> Any:
         if len(data) == 0:
             raise empty("len(data) = 0", where)
     elif not hasattr(data, "__iter__"):
-        raise PlaitError(
-            Problem("J007", f"the data is a {type(data).__name__}, which cannot be read", where=where,
-                    fix=("give it  __len__ and __getitem__,  or  __iter__",))
-        )  # fmt: skip
+        what = f"the data is a {type(data).__name__}, which cannot be read"
+        fix = ("give it  __len__ and __getitem__,  or  __iter__",)
+        raise PlaitError(Problem("J007", what, where=where, fix=fix))
     return data
 
 
@@ -191,12 +217,13 @@ LABELS = ("labels", "label", "targets", "target", "y")
 """What the targets are called in a sample that is a dict, the likeliest first."""
 
 
-def collate(data: Any, samples: list[Any]) -> tuple[Any, Any]:
+def collate(data: object, samples: list[Any]) -> tuple[Any, Any]:
     """(inputs, targets) of some samples: the data set's own `collate` when it has one, else torch's default. J007."""
     if hasattr(data, "collate"):
         pairs = data.collate(samples)
         if not _is_pair(pairs):
-            what, why = "the data's `collate` does not return a pair (inputs, targets)", f"it returned {_told(pairs)}"
+            what = "the data's `collate` does not return a pair (inputs, targets)"
+            why = f"it returned {_in_words(pairs)}"
             raise PlaitError(Problem("J007", what, why=why, fix=("return inputs, targets",)))
         return pairs[0], pairs[1]
     if not _is_pair(samples[0]):
@@ -204,45 +231,44 @@ def collate(data: Any, samples: list[Any]) -> tuple[Any, Any]:
     try:
         pairs = default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
-        shapes = list(dict.fromkeys(_told(s) for s in samples))
+        shapes = list(dict.fromkeys(_in_words(s) for s in samples))
         if len(shapes) == 1 and not isinstance(error, TypeError):
             raise
-        what = (
-            f"{len(samples)} samples cannot be put together: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        )
+        what = f"{len(samples)} samples cannot be put together: {in_a_line(error)}"
         why = "torch's default_collate puts samples of one shape together; here are " + ", and ".join(shapes[:2])
         fix = ("make all samples alike", "give the data set  collate(samples) -> (inputs, targets),  which pads")
         raise PlaitError(Problem("J007", what, why=why, fix=fix)) from error
     return pairs[0], pairs[1]
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
-def _no_pair(sample: Any) -> Problem:
+def _no_pair(sample: object) -> Problem:
     """J007 with what to write, from the sample's own keys."""
     fix = ["return inputs, targets    from __getitem__ (inputs may be a tensor, a tuple or a dict)"]
-    label = next((n for n in LABELS if n in sample), None) if isinstance(sample, dict) else None
+    keys = sample if isinstance(sample, dict) else {}
+    label = next((n for n in LABELS if n in keys), None)
     if label is not None:
         fix = [f'x = dict(data[i]); return x, x.pop("{label}")    in __getitem__ of a class around the data set']
-        if any(isinstance(value, list) for value in sample.values()):
+        if any(isinstance(value, list) for value in keys.values()):
             fix.append('dataset.with_format("torch")    its values are lists, not tensors')
-    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_told(sample)}", fix=tuple(fix))
+    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_in_words(sample)}", fix=tuple(fix))
 
 
-def _told(value: Any) -> str:
+def _in_words(value: object) -> str:
     """A sample in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, dict):
         return "a dict of " + ", ".join(map(str, list(value)[:8]))
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_told, value[:4]))
+        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_in_words, value[:4]))
     return f"a {type(value).__name__}"
 
 
-def first_samples(data: Any, count: int) -> tuple[Any, Any]:
+def first_samples(data: Data, count: int) -> tuple[Any, Any]:
     """A collated batch of `count` samples for the sketch: the first sample, repeated. Leaves the generators as they were.
 
     `data.sketched_beside()`, where there is one, gives samples: the batch has the first of them, and the lengths of all.
@@ -255,12 +281,12 @@ def first_samples(data: Any, count: int) -> tuple[Any, Any]:
 
 
 @host_kept()
-def rows_of(data: Any, sample: Any) -> SampleRows:
+def rows_of(data: object, sample: object) -> SampleRows:
     """Where the samples are in what the data set's `collate` returns. The generators stay as they were."""
     return SampleRows(collate(data, [sample]), collate(data, [sample, sample]))
 
 
-def beside(data: Any, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:
+def beside(data: object, samples: list[Any], company: list[Any]) -> tuple[Any, Any]:
     """The samples collated beside others, without the rows of these: with the shapes of the whole."""
     rows, alone = rows_of(data, samples[0]), collate(data, samples)
     together = collate(data, [*samples, *company])
@@ -268,7 +294,7 @@ def beside(data: Any, samples: list[Any], company: list[Any]) -> tuple[Any, Any]
     return pair if rows.holds(pair, alone) else alone
 
 
-def part(data: Any, samples: list[Any], first: int, ids: list[int]) -> "Micro":
+def part(data: object, samples: list[Any], first: int, ids: list[int]) -> "Micro":
     """The micro-batch of these samples. Without ids it is empty, and one of `samples` is beside it."""
     samples = samples[: len(ids) or 1]
     inputs, targets = collate(data, samples)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from plait.config.errors import PlaitError, Problem
-from plait.data.batch import Batch, BatchShare, Micro, Position, empty, is_map, part
-from plait.data.iterable_shares import OfShare, known_by, read_before
-from plait.data.iterable_streams import digest
+from plait.config.errors import PlaitError, Problem, problem_of
+from plait.data.batch import Batch, BatchShare, Data, MapStyle, Position, empty, is_map, part
+from plait.data.iterables import OfShare, SeededReader, cut, digest, known_by, read_before
 from plait.data.padding import packed
 from plait.launch.failure_report import LoaderError, described
 from plait.randomness.keyed import first_draws, permutation, seed_host
@@ -20,7 +19,7 @@ from plait.tensors.torch_private import tree_map_only
 
 
 def batches(
-    data: Any, batch: int, seed: int, share: BatchShare, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
+    data: Data, batch: int, seed: int, share: BatchShare, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
 ) -> Iterator[Batch]:  # fmt: skip
     """The endless sequence of this rank's batches, from position `at` on.
 
@@ -33,40 +32,39 @@ def batches(
             for item in plan:
                 yield source[item]
             return
-        told: Any = DataLoader(
-            _Told(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle
-        )
+        loaded = DataLoader(_Caught(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle)
     else:
-        stream = (OfShare if known_by(data, share.ranks) else _Streamed)(data, batch, seed, share, at)
+        shared = known_by(data, share.ranks)
+        stream = OfShare(data, batch, seed, share, at) if shared else _Streamed(data, batch, seed, share, at)
         stream.reads = reads
         if workers == 0:
             yield from stream
             return
-        told = DataLoader(_ToldStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
-    for item in told:
+        loaded = DataLoader(_CaughtStream(stream), batch_size=None, num_workers=1, worker_init_fn=_settle)
+    for item in loaded:
         if isinstance(item, _Failed):
             raise item.error()
         yield item
 
 
-class _Told(Dataset):
+class _Caught(Dataset):
     """A source of batches whose failures are returned: torch would make new exceptions of their text in the rank."""
 
-    def __init__(self, source: Any):
+    def __init__(self, source: "_Mapped"):
         self.source = source
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: "Item") -> "Batch | _Failed":
         try:
             return _shared(self.source[index])
         except RAISED as error:
             return _failed(error)
 
 
-class _ToldStream(IterableDataset):
-    def __init__(self, source: Any):
+class _CaughtStream(IterableDataset):
+    def __init__(self, source: "OfShare | _Streamed"):
         self.source = source
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> "Iterator[Batch | _Failed]":
         try:
             for batch in self.source:
                 yield _shared(batch)
@@ -88,8 +86,7 @@ class _Failed:
     def error(self) -> Exception:
         """What the rank raises."""
         if self.told["problems"]:
-            problems = [Problem(**told) for told in self.told["problems"]]
-            return PlaitError(problems, self.told["exit_code"], self.told["trace"])
+            return PlaitError(map(problem_of, self.told["problems"]), self.told["exit_code"], self.told["trace"])
         return LoaderError(self.told, self.worker)
 
 
@@ -106,10 +103,13 @@ def _shared(batch: Batch) -> Batch:
 
 
 def _shorter(at: Position, length: int) -> PlaitError:
-    return PlaitError(
-        Problem("K003", f"the run is at sample {at.start} of epoch {at.epoch}, and the data has only {length} samples",
-                why="it has become shorter since the checkpoint", fix=("resume with the data it was started with",))
-    )  # fmt: skip
+    what = f"the run is at sample {at.start} of epoch {at.epoch}, and the data has only {length} samples"
+    fix = ("resume with the data it was started with",)
+    return PlaitError(Problem("K003", what, why="it has become shorter since the checkpoint", fix=fix))
+
+
+Item = tuple[Position, int, list[tuple[int, list[int]]], Position]
+"""Of a step: its position, size, (first, sample ids) of each micro-batch, and the position after it."""
 
 
 class _Plan:
@@ -118,7 +118,7 @@ class _Plan:
     def __init__(self, length: int, batch: int, seed: int, share: BatchShare, at: Position):
         self.length, self.batch, self.seed, self.share, self.at = length, batch, seed, share, at
 
-    def __iter__(self) -> Iterator[tuple[Position, int, list[tuple[int, list[int]]], Position]]:
+    def __iter__(self) -> Iterator[Item]:
         at, order, epoch = self.at, None, -1
         if at.start >= self.length:
             raise _shorter(at, self.length)
@@ -141,25 +141,22 @@ def _advance(at: Position, size: int, ends: bool) -> Position:
 class _Mapped:
     """Loads the samples of one step, the host generators that the data draws from seeded before each sample."""
 
-    def __init__(self, data: Any, seed: int, reads: Callable[[], None]):
+    def __init__(self, data: MapStyle, seed: int, reads: Callable[[], None]):
         self.data, self.seed, self.reads = data, seed, reads
         self.drawn: set[int] = set()
         seed_host("untouched")
         self.untouched = first_draws()
 
-    def __getitem__(self, item: tuple[Position, int, list[tuple[int, list[int]]], Position]) -> Batch:
+    def __getitem__(self, item: Item) -> Batch:
         at, size, parts, after = item
         while True:
             seed_host("untouched")
-            micro = self._load(at, parts)
+            loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
+            micro = tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
             moved = {k for k, number in enumerate(first_draws()) if number != self.untouched[k]} - self.drawn
             if not moved:
                 return Batch(at, size, micro, after)
             self.drawn |= moved  # these samples drew unkeyed numbers: load them again, and seed that generator too
-
-    def _load(self, at: Position, parts: list[tuple[int, list[int]]]) -> tuple[Micro, ...]:
-        loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
-        return tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
 
     def _sample(self, epoch: int, i: int) -> Any:
         self.reads()
@@ -171,15 +168,16 @@ class _Mapped:
 class _Streamed(IterableDataset):
     """Batches of an iterable: every rank reads every sample and keeps its own."""
 
-    def __init__(self, data: Any, batch: int, seed: int, share: BatchShare, at: Position):
+    def __init__(self, data: Data, batch: int, seed: int, share: BatchShare, at: Position):
         self.data, self.batch, self.seed, self.share, self.at = data, batch, seed, share, at
         self.reads: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Batch]:
         at = self.at
-        source = self._open(at)
+        reader = self._open(at)
         while True:
-            samples, ended = self._take(source, at)
+            samples = list(reader.read(at.start, self.batch))
+            ended = len(samples) < self.batch
             if not samples and at.start == 0:
                 again = f" when it was read again for epoch {at.epoch}: it can be read only once" if at.epoch else ""
                 raise empty(f"the iterable ended without a sample{again}")
@@ -187,48 +185,26 @@ class _Streamed(IterableDataset):
                 state = self.data.state_dict() if hasattr(self.data, "state_dict") else None
                 after = replace(_advance(at, len(samples), ended), state=state)
                 around = tuple(samples) if hasattr(self.data, "collate") else ()
-                yield Batch(at, len(samples), self._share(at, samples), after, digest(samples), around=around)
+                micro = cut(self.data, samples, self.share, lambda k, at=at: at.start + k, samples[0])
+                yield Batch(at, len(samples), micro, after, digest(samples), around=around)
                 at = after
             else:  # the epoch ended exactly at a batch's end
                 at = Position(at.step, at.epoch + 1, 0, at.samples)
                 ended = True
             if ended:
-                source = self._open(at)
+                reader = self._open(at)
 
-    def _open(self, at: Position) -> Iterator[Any]:
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(at.epoch)
-        seed_host(self.seed, "epoch", at.epoch)  # an iterable may shuffle as soon as it is opened
+    def _open(self, at: Position) -> SeededReader:
+        state = at.state if at is self.at and hasattr(self.data, "load_state_dict") else None
         if isinstance(at.state, dict) and "shares" in at.state:
             read_before(at, 1)  # of other shares: only every Nth sample can be found again
-        elif at is self.at and at.state is not None:
-            self.data.load_state_dict(at.state)
-            return iter(self.data)
-        source = iter(self.data)
-        for i in range(at.start):
-            self.reads()
-            seed_host(self.seed, "sample", at.epoch, i)
-            if next(source, self) is self:
-                raise _shorter(at, i)
-        return source
-
-    def _take(self, source: Iterator[Any], at: Position) -> tuple[list[Any], bool]:
-        samples: list[Any] = []
-        while len(samples) < self.batch:
-            self.reads()
-            seed_host(self.seed, "sample", at.epoch, at.start + len(samples))
-            try:
-                samples.append(next(source))
-            except StopIteration:
-                return samples, True
-        return samples, False
-
-    def _share(self, at: Position, samples: list[Any]) -> tuple[Micro, ...]:
-        micro = []
-        for first, n in self.share.parts(len(samples)):
-            ids = list(range(at.start + first, at.start + first + n))
-            micro.append(part(self.data, samples[first : first + n] or samples[:1], first, ids))
-        return tuple(micro)
+            state = None
+        reader = SeededReader(self.data, self.seed, at.epoch, BatchShare(), reads=self.reads, state=state)
+        if state is None:
+            known = sum(1 for _ in reader.read(0, at.start))
+            if known < at.start:
+                raise _shorter(at, known)
+        return reader
 
 
 def _settle(worker: int) -> None:

@@ -9,19 +9,18 @@ needed, and `collate` may pad on either side, to multiples, or several tensors e
 A `collate` that does otherwise (that sorts, draws at random, packs or crops) is left alone, and named where shapes differ.
 """
 
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from plait.data.batch import Batch, Micro, collate, is_map, rows_of
+from plait.data.batch import Batch, Micro, collate, is_map, rows_of, seeded_sample
 from plait.data.batch_rows import Pair, SampleRows
-from plait.data.iterable_shares import known_by
-from plait.randomness.keyed import host_kept, seed_host
-from plait.tensors.collectives import exchange
+from plait.data.iterables import exchange_numbers, known_by
+from plait.randomness.keyed import host_kept
 from plait.tensors.torch_private import tree_map_only
 
 Fetch = Callable[[int], Any] | None
@@ -31,7 +30,7 @@ LOOSE = "shapes of a micro-batch depend on which samples come together, and the 
 class Padding:
     """Pads the micro-batches of one data set. All ranks of the group go along, batch by batch."""
 
-    def __init__(self, data: Any, group: Any, device: torch.device):
+    def __init__(self, data: object, group: ProcessGroup | None, device: torch.device):
         self.data, self.group, self.device = data, group, device
         self.rows: SampleRows | None = None
         self.loose = False
@@ -44,33 +43,33 @@ class Padding:
 
     def alike(self, micros: Iterable[Micro], fetch: Fetch) -> list[Micro]:
         """The micro-batches, padded to the longest sample that any rank has."""
-        found = [replace(micro, samples=unpacked(micro.samples)) for micro in micros]
-        lone = next((sample for micro in found for sample in micro.samples), None)
+        whole = [replace(micro, samples=unpacked(micro.samples)) for micro in micros]
+        lone = next((sample for micro in whole for sample in micro.samples), None)
         if self.rows is None and lone is not None:
             self.rows = rows_of(self.data, lone)
-        forms = [self._form(micro) for micro in found]
-        least, most = self._told([form for micro, form in zip(found, forms) if micro.count])
+        forms = [self._form(micro) for micro in whole]
+        least, most = self._least_and_most([form for micro, form in zip(whole, forms) if micro.count])
         if most is None or least == most:
-            return found
-        company = self._company(found, forms, most) if fetch is not None else None
+            return whole
+        company = self._company(whole, forms, most) if fetch is not None else None
         if company is None or fetch is None:
             self.loose = True
-            return found
-        own = {i: sample for micro in found for i, sample in zip(micro.ids, micro.samples)}
+            return whole
+        own = {i: sample for micro in whole for i, sample in zip(micro.ids, micro.samples)}
         beside = [own[i] if i in own else fetch(i) for i in company]
-        return [micro if form == most else self._padded(micro, beside, most) for micro, form in zip(found, forms)]
+        return [micro if form == most else self._padded(micro, beside, most) for micro, form in zip(whole, forms)]
 
     def _form(self, micro: Micro) -> tuple[int, ...] | None:
         """The shapes of a micro-batch; of the sample beside it when it is empty."""
         assert self.rows is not None
         return self.rows.form(micro.spare or (micro.inputs, micro.targets), micro.count or 1)
 
-    def _told(self, forms: list[tuple[int, ...] | None]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    def _least_and_most(self, forms: list[tuple[int, ...] | None]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The smallest and the largest sizes over all ranks; none when they are not of one kind."""
         bad = any(form is None for form in forms) or len({len(form or ()) for form in forms}) > 1
         known = [form for form in forms if form]
         mine = () if bad or not known else (*map(min, zip(*known)), *map(max, zip(*known)))
-        rows = [_numbers(row) for row in exchange(_bytes((int(bad), *mine)), self.group, self.device)]
+        rows = exchange_numbers((int(bad), *mine), self.group, self.device)
         sizes = [row[1:] for row in rows if len(row) > 1]
         if any(row[0] for row in rows) or len({len(row) for row in sizes}) != 1:
             self.loose = self.loose or any(row[0] for row in rows)
@@ -86,13 +85,12 @@ class Padding:
             for micro, form in zip(micros, forms):
                 if place not in mine and micro.count and form[place] == size:
                     mine[place] = self._longest(micro, place, size)
-        told = [number for place, i in mine.items() for number in (place, i)]
-        found: dict[int, int] = {}
-        for row in exchange(_bytes(tuple(told)), self.group, self.device):
-            numbers = _numbers(row)
+        own = [number for place, i in mine.items() for number in (place, i)]
+        longest: dict[int, int] = {}
+        for numbers in exchange_numbers(own, self.group, self.device):
             for place, i in zip(numbers[::2], numbers[1::2]):
-                found.setdefault(place, i)
-        return sorted(set(found.values())) if len(found) == len(most) else None
+                longest.setdefault(place, i)
+        return sorted(set(longest.values())) if len(longest) == len(most) else None
 
     def _longest(self, micro: Micro, place: int, size: int) -> int:
         """The id of the sample that has this size: by halves."""
@@ -125,18 +123,13 @@ class Padding:
         return replace(micro, inputs=inputs, targets=targets, spare=pair)
 
 
-def fetching(data: Any, seed: int, batch: Batch, ranks: int) -> Fetch:
+def fetching(data: object, seed: int, batch: Batch, ranks: int) -> Fetch:
     """Gives samples of a step's global batch by their ids, wherever they are read; None where a rank reads its share only."""
     if is_map(data):
-        return lambda i: _read(data, seed, batch.position.epoch, i)
+        return lambda i: seeded_sample(data, seed, batch.position.epoch, i)
     if known_by(data, ranks):
         return None
     return lambda i: unpacked(batch.around[i - batch.position.start])
-
-
-def _read(data: Any, seed: int, epoch: int, i: int) -> Any:
-    seed_host(seed, "sample", epoch, i)
-    return data[i]
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ class Packed:
     shape: tuple[int, ...]
 
 
-def packed(samples: Any) -> Any:
+def packed(samples: object) -> Any:
     """Samples whose tensors are bytes."""
 
     def one(t: Tensor) -> Any:
@@ -160,7 +153,7 @@ def packed(samples: Any) -> Any:
     return tree_map_only(Tensor, one, samples)
 
 
-def unpacked(samples: Any) -> Any:
+def unpacked(samples: object) -> Any:
     """Samples as they were."""
 
     def one(p: Packed) -> Tensor:
@@ -169,11 +162,3 @@ def unpacked(samples: Any) -> Any:
         return torch.frombuffer(bytearray(p.data), dtype=torch.uint8).view(p.dtype).reshape(p.shape)
 
     return tree_map_only(Packed, one, samples)
-
-
-def _bytes(numbers: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(numbers)}q", *numbers)
-
-
-def _numbers(row: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(row) // 8}q", row)

@@ -27,8 +27,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.plan import SAME_LOSS, Plan
 from plait.data.batch import Batch, BatchShare, Position, opened, weigh
-from plait.data.iterable_shares import Merge, every_nth, known_by
-from plait.data.iterable_streams import agree
+from plait.data.iterables import Merge, agree, every_nth, known_by
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
 from plait.engine.build import build, check_copies, inexact, pick_device

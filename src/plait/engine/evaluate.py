@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.data.batch import BatchShare, collate, empty, example, first_samples, is_map, largest, opened, part
-from plait.data.iterable_streams import agree, digest
+from plait.data.iterables import agree, digest
 from plait.data.padding import Padding
 from plait.engine import try_metrics
 from plait.engine.build import move

@@ -41,14 +41,14 @@ def activity(pid: int) -> Activity:
             times = process.cpu_times()
             seconds += times.user + times.system
             disk |= process.status() == psutil.STATUS_DISK_SLEEP
-            remote |= any(c.raddr and not c.raddr.ip.startswith(("127.", "::1")) for c in _connections(process))
+            open_ = [c for c in process.net_connections(kind="inet") if c.status == psutil.CONN_ESTABLISHED]
+            remote |= any(c.raddr and not c.raddr.ip.startswith(("127.", "::1")) for c in open_)
             io = process.io_counters()
             moved += io.read_bytes + io.write_bytes + getattr(io, "read_chars", 0) + getattr(io, "write_chars", 0)
         except (psutil.Error, AttributeError, OSError):
             continue
-    network = sum(
-        n.bytes_recv + n.bytes_sent for name, n in psutil.net_io_counters(pernic=True).items() if name != "lo"
-    )
+    cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    network = sum(card.bytes_recv + card.bytes_sent for card in cards)
     return Activity(time.monotonic(), seconds, moved, float(network) if remote else 0.0, disk)
 
 
@@ -58,10 +58,6 @@ def _tree(pid: int) -> list[psutil.Process]:
         return [first, *first.children(recursive=True)]
     except psutil.Error:
         return []
-
-
-def _connections(process: psutil.Process) -> list:
-    return [c for c in process.net_connections(kind="inet") if c.status == psutil.CONN_ESTABLISHED]
 
 
 def stopped(pid: int) -> bool:

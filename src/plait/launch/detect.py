@@ -10,10 +10,10 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from plait.config.device import CORES, Device
 from plait.config.errors import PlaitError, Problem
@@ -45,34 +45,28 @@ def found(kind: str = "auto") -> Machine:
 
     memory = min(virtual_memory().total, _limit())
     names = devices.cuda_names() if devices.kind_of(kind) == "cuda" else []
-    machine = _of_devices(names, _seen()) if names else _of_cores(memory)
-    return replace(machine, name="here", cores=cores(), host_memory=memory, nodes=_nodes())
+    if names:
+        machine = _of_devices(names, _seen())
+    else:  # every core is a device: a process with a thread; how fast they are, no data sheet says
+        device = Device(_processor(), memory // cores())
+        machine = Machine("here", device, devices_per_node=cores(), notes=CORES, source="found here")
+    nodes = max(1, world() // int(os.environ.get("LOCAL_WORLD_SIZE", world())))  # of another launcher (torchrun)
+    return replace(machine, name="here", cores=cores(), host_memory=memory, nodes=nodes)
 
 
-def _of_cores(memory: int) -> Machine:
-    """Every core is a device: a process with a thread. How fast they are, no data sheet says."""
-    device = Device(_processor(), memory // cores())
-    return Machine("here", device, devices_per_node=cores(), notes=CORES, source="found here")
-
-
-def _of_devices(names: list[str], seen: DeviceSeen) -> Machine:
-    slug = _reported().get(names[0].removeprefix("NVIDIA "))
+def _of_devices(names: list[str], driver: DeviceSeen) -> Machine:
+    said = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(CATALOGUE.glob("*.toml"))]
+    reported = {name.removeprefix("NVIDIA "): one["name"] for one in said for name in one.get("reported", ())}
+    slug = reported.get(names[0].removeprefix("NVIDIA "))
     if slug is None:
-        device = Device(names[0], seen.memory)
+        device = Device(names[0], driver.memory)
         return Machine("here", device, devices_per_node=len(names), source="found here; no data sheet has this name")
     machine = Machine.named(f"{slug}x{len(names)}x1")
     links = machine.links
-    if seen.nvlink is False and machine.host is not None:
+    if driver.nvlink is False and machine.host is not None:
         bus = Link("PCIe", len(names), machine.host, HOPS["pcie"][0], "pcie", (), REACHED)
         links = (bus, *(link for link in links if link.between_nodes))
-    return replace(machine, links=links, device=replace(machine.device, memory=seen.memory))
-
-
-@cache
-def _reported() -> dict[str, str]:
-    """The catalogue's machines by what the driver calls their device."""
-    said = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(CATALOGUE.glob("*.toml"))]
-    return {name.removeprefix("NVIDIA "): one["name"] for one in said for name in one.get("reported", ())}
+    return replace(machine, links=links, device=replace(machine.device, memory=driver.memory))
 
 
 def _seen() -> DeviceSeen:
@@ -81,37 +75,29 @@ def _seen() -> DeviceSeen:
     except ImportError:
         code = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
         try:
-            asked = subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-            )
+            command = [sys.executable, "-c", code]
+            asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
             return DeviceSeen(int(asked.stdout), None)
         except (subprocess.SubprocessError, ValueError) as error:
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            raise PlaitError(
-                Problem("H009", "torch cannot say how much memory the first device has", why=said[-1] if said else "",
-                        fix=("pip install nvidia-ml-py", "--machine NAME    a machine that is known by name", "--device cpu"))
-            ) from None  # fmt: skip
+            what, why = "torch cannot say how much memory the first device has", said[-1] if said else ""
+            fix = ("pip install nvidia-ml-py", "--machine NAME    a machine that is known by name", "--device cpu")
+            raise PlaitError(Problem("H009", what, why=why, fix=fix)) from None
     pynvml.nvmlInit()
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return DeviceSeen(
-            int(pynvml.nvmlDeviceGetMemoryInfo(device).total), any(_up(pynvml, device, i) for i in range(18))
-        )
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
+        return DeviceSeen(memory, any(_up(pynvml, device, i) for i in range(18)))
     finally:
         pynvml.nvmlShutdown()
 
 
-def _up(pynvml: Any, device: Any, link: int) -> bool:
+def _up(pynvml: ModuleType, device: object, link: int) -> bool:
     """Whether an NVLink is active; a device without it says that it has no such link."""
     try:
         return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))
     except pynvml.NVMLError:
         return False
-
-
-def _nodes() -> int:
-    """How many nodes another launcher (torchrun) started processes on."""
-    return max(1, world() // int(os.environ.get("LOCAL_WORLD_SIZE", world())))
 
 
 def _processor() -> str:

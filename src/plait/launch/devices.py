@@ -36,9 +36,8 @@ def _listed() -> list[str]:
     if visible is None:
         return names
     chosen = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
-    return [names[int(word)] if word.isdigit() and int(word) < len(names) else "NVIDIA device" for word in chosen][
-        : len(names)
-    ]
+    known = [names[int(word)] if word.isdigit() and int(word) < len(names) else "NVIDIA device" for word in chosen]
+    return known[: len(names)]
 
 
 def kind_of(wanted: str) -> str:
@@ -47,17 +46,10 @@ def kind_of(wanted: str) -> str:
     if wanted == "cuda" and not names:
         import torch
 
-        why = f"torch {torch.__version__} " + (
-            "has no CUDA" if torch.version.cuda is None and torch.version.hip is None else "sees no device"
-        )
-        raise PlaitError(
-            Problem(
-                "H001",
-                "this run asks for CUDA, none is visible",
-                why=why,
-                fix=("--device cpu    runs the same plan on CPU processes",),
-            )
-        )
+        lacks = torch.version.cuda is None and torch.version.hip is None
+        why = f"torch {torch.__version__} {'has no CUDA' if lacks else 'sees no device'}"
+        fix = ("--device cpu    runs the same plan on CPU processes",)
+        raise PlaitError(Problem("H001", "this run asks for CUDA, none is visible", why=why, fix=fix))
     return "cuda" if names and wanted != "cpu" else "cpu"
 
 
@@ -71,7 +63,9 @@ def too_few(what: str, ranks: int) -> PlaitError:
     """H003."""
     count = len(cuda_names())
     fix = (f"--nproc {count}", f"--device cpu    runs {ranks} CPU processes") if count else ("--device cpu",)
-    return PlaitError(Problem("H003", f"{what}; {count} are visible", why=_visible(), fix=fix))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = "" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
+    return PlaitError(Problem("H003", f"{what}; {count} are visible", why=why, fix=fix))
 
 
 def of_rank(local_rank: int, unsaid: bool, world: int) -> int:
@@ -85,11 +79,6 @@ def of_rank(local_rank: int, unsaid: bool, world: int) -> int:
     if local_rank >= count:
         raise too_few(f"process {local_rank} of this machine wants device {local_rank}", local_rank + 1)
     return local_rank
-
-
-def _visible() -> str:
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f"CUDA_VISIBLE_DEVICES={said}" if said is not None else ""
 
 
 def _model(card: Path) -> str:

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from plait.config.errors import FAILED, PlaitError, Problem
@@ -96,19 +96,17 @@ def unforkable(why: str) -> Problem:
     return Problem("H011", "plait cannot start processes from this one", why=why, fix=fix)
 
 
-def titled(told: dict[str, Any]) -> str:
+def titled(message: dict[str, Any]) -> str:
     """`KeyError: 'x'` of what `described` told."""
-    return f"{told['type']}: {told['text']}" if told["text"] else told["type"]
+    return f"{message['type']}: {message['text']}" if message["text"] else message["type"]
 
 
-def located(told: dict[str, Any]) -> str:
+def located(message: dict[str, Any]) -> str:
     """Where it was raised: the user's own line and the module, as far as there are any, else what plait had called."""
-    inner = told["module"] and (
-        "(" in told["module"] or not told["where"]
-    )  # a line of the user's says more than the whole model
-    module = f"module {told['module']}" if inner else ""
-    found = ", ".join(part for part in (told["where"], module) if part) or told["called"]
-    return found if told["where"] else f"{found}; -v shows the traceback".removeprefix("; ")
+    inner = "(" in message["module"] or not message["where"]  # a line of the user's says more than the whole model
+    module = f"module {message['module']}" if message["module"] and inner else ""
+    place = ", ".join(part for part in (message["where"], module) if part) or message["called"]
+    return place if message["where"] else f"{place}; -v shows the traceback".removeprefix("; ")
 
 
 def text_of(error: BaseException) -> str:
@@ -179,16 +177,16 @@ def sort_of(error: BaseException, text: str, where: str) -> str:
 
 def _in_semaphores(error: BaseException) -> bool:
     """Whether it was raised where multiprocessing makes a lock, which lives in shared memory."""
-    return any(
-        frame.f_globals.get("__name__") == "multiprocessing.synchronize" for frame in _frames(error.__traceback__)
-    )
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "multiprocessing.synchronize" for frame, _ in frames)
 
 
 def module_of(trace: TracebackType | None) -> str:
     """`layers.1 (Linear)`: the innermost module whose code an exception passed through, named by the outermost one."""
     from torch import nn
 
-    inside = [it for it in map(_self, _frames(trace)) if isinstance(it, nn.Module)]
+    methods = [frame for frame, _ in traceback.walk_tb(trace) if frame.f_code.co_varnames[:1] == ("self",)]
+    inside = [it for frame in methods if isinstance(it := frame.f_locals.get("self"), nn.Module)]
     if not inside:
         return ""
     kind = type(inside[-1]).__name__
@@ -202,31 +200,14 @@ def module_of(trace: TracebackType | None) -> str:
 def called(trace: TracebackType | None) -> str:
     """`nll_loss (torch/nn/functional.py:3035)`: what plait called when a library raised that knows no code of the user's."""
     own = f"{LIBRARIES[0]}{os.sep}"
-    found = ""
+    place = ""
     before = True
-    for frame, line in zip(_frames(trace), _lines(trace)):
+    for frame, line in traceback.walk_tb(trace):
         mine = frame.f_code.co_filename.startswith(own)
         if before and not mine and not frame.f_code.co_filename.startswith("<"):
-            found = f"{frame.f_code.co_qualname} ({_library(frame.f_code.co_filename)}:{line})"
+            place = f"{frame.f_code.co_qualname} ({_library(frame.f_code.co_filename)}:{line})"
         before = mine
-    return found
-
-
-def _self(frame: FrameType) -> Any:
-    names = frame.f_code.co_varnames[:1]
-    return frame.f_locals.get("self") if names == ("self",) else None
-
-
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _lines(trace: TracebackType | None) -> Iterator[int]:
-    while trace is not None:
-        yield trace.tb_lineno
-        trace = trace.tb_next
+    return place
 
 
 def _library(path: str) -> str:

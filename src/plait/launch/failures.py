@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plait.config.errors import FAILED, Problem
+from plait.config.errors import FAILED, Problem, problem_of
 from plait.launch.failure_report import located, titled
 from plait.launch.hangs import Hang, moment
 from plait.launch.limits import no_shared_memory, too_many_files
@@ -29,9 +29,7 @@ class Failure:
         """The rank raised an exception, told in `message` (see `described`)."""
         trace, why = message["trace"], moment(progress)
         if message["problems"]:
-            problems = [
-                Problem(p["code"], p["what"], p["why"], p["where"], tuple(p["fix"])) for p in message["problems"]
-            ]
+            problems = list(map(problem_of, message["problems"]))
             return Failure(rank, (1, rank), problems=problems, exit_code=message["exit_code"], trace=trace)
         if "worker" in message:
             why += f", in loader worker {message['worker']}"
@@ -41,10 +39,8 @@ class Failure:
         known = _limits(rank, why, message)
         if known is not None:
             return Failure(rank, (1, rank), known, trace=trace)
-        where = located(message)
-        return Failure(
-            rank, (2, rank), Problem("C005", f"rank {rank} raised {titled(message)}", why=why, where=where), trace=trace
-        )
+        what = f"rank {rank} raised {titled(message)}"
+        return Failure(rank, (2, rank), Problem("C005", what, why=why, where=located(message)), trace=trace)
 
 
 def _limits(rank: int, when: str, message: dict[str, Any]) -> Problem | None:
@@ -96,32 +92,21 @@ class Watch:
         if status < 0:
             name = _named(-status)
             if status == -signal.SIGABRT:
-                what, fix = (
-                    f"rank {rank} aborted itself (SIGABRT) {moment(progress)}",
-                    (f"logs/rank{rank}.log says why", "--resume"),
-                )
+                what = f"rank {rank} aborted itself (SIGABRT) {moment(progress)}"
+                fix = (f"logs/rank{rank}.log says why", "--resume")
                 why = "a check in compiled code failed, or a collective's watchdog gave up waiting for another rank"
                 return Failure(rank, (3, rank), Problem("C003", what, why=why, fix=fix), victim=True)
             if status == -signal.SIGKILL and _oom_kills() > self.oom_kills:
-                why, fix = (
-                    "the system ran out of memory and killed it: not a communication fault",
-                    ("more micro-batches", "fewer loader workers", "--resume"),
-                )
+                why = "the system ran out of memory and killed it: not a communication fault"
+                fix = ("more micro-batches", "fewer loader workers", "--resume")
             elif status == -signal.SIGKILL:
-                why, fix = (
-                    "somebody or the system killed it: not a communication fault",
-                    ("--resume", "dmesg  tells whether memory ran out"),
-                )
+                why = "somebody or the system killed it: not a communication fault"
+                fix = ("--resume", "dmesg  tells whether memory ran out")
             else:
-                why, fix = (
-                    "the process crashed in compiled code",
-                    (f"logs/rank{rank}.log has the Python stack", "--resume"),
-                )
-            return Failure(
-                rank,
-                (0, rank),
-                Problem("C003", f"rank {rank} was killed ({name}) {moment(progress)}", why=why, fix=fix),
-            )
+                why = "the process crashed in compiled code"
+                fix = (f"logs/rank{rank}.log has the Python stack", "--resume")
+            what = f"rank {rank} was killed ({name}) {moment(progress)}"
+            return Failure(rank, (0, rank), Problem("C003", what, why=why, fix=fix))
         what = f"rank {rank} ended with exit code {status} {moment(progress)}"
         why = "the job, or a library it uses, ended the process"
         where, fix = f"logs/rank{rank}.log", ("do not call exit in a job",)
@@ -138,10 +123,10 @@ def _named(number: int) -> str:
 def _oom_kills() -> int:
     """How often the kernel has killed for memory, in our control group or on the machine."""
     total = 0
-    for path, word in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
+    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         try:
             rows = dict(line.split()[:2] for line in Path(path).read_text().splitlines())
-            total += int(rows.get(word, 0))
+            total += int(rows.get("oom_kill", 0))
         except (OSError, ValueError):
             continue
     return total

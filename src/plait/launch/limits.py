@@ -30,9 +30,8 @@ def check_files(ranks: int) -> None:
     try:
         opened += (os.dup(0) for _ in range(needed))
     except OSError as error:
-        raise PlaitError(
-            too_many_files(f"the launcher of {ranks} processes opens {needed} more", ""), FAILED
-        ) from error
+        problem = too_many_files(f"the launcher of {ranks} processes opens {needed} more", "")
+        raise PlaitError(problem, FAILED) from error
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -77,16 +76,10 @@ def listening() -> socket.socket:
             listening.accept()[0].close()
     except OSError as error:
         listening.close()
-        raise PlaitError(no_loopback(str(error)), FAILED) from error
+        what = "processes on this machine cannot reach each other: 127.0.0.1 does not answer"
+        fix = ("ip link set lo up    (as root; the loopback interface is down)", "ip addr show lo")
+        raise PlaitError(Problem("H007", what, why=str(error), fix=fix), FAILED) from error
     return listening
-
-
-def no_loopback(why: str) -> Problem:
-    """H007."""
-    what = "processes on this machine cannot reach each other: 127.0.0.1 does not answer"
-    return Problem(
-        "H007", what, why=why, fix=("ip link set lo up    (as root; the loopback interface is down)", "ip addr show lo")
-    )
 
 
 def no_shared_memory(what: str, why: str, where: str) -> Problem:
@@ -94,9 +87,8 @@ def no_shared_memory(what: str, why: str, where: str) -> Problem:
     with contextlib.suppress(OSError):
         room = os.statvfs("/dev/shm")
         free, size = room.f_bavail * room.f_frsize / 2**20, room.f_blocks * room.f_frsize / 2**20
-        why = (
-            f"/dev/shm has {free:.1f} of {size:.1f} MiB free, and loader processes hand batches over through it\n{why}"
-        )
+        told = f"/dev/shm has {free:.1f} of {size:.1f} MiB free, and loader processes hand batches over through it"
+        why = f"{told}\n{why}"
     fix = (
         "--workers 0, or fewer",
         "docker run --shm-size 8g    mount -o remount,size=8G /dev/shm",

@@ -6,9 +6,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait.launch import started_by
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup, Store
 
 WATCHED, JOINED = timedelta(days=7), timedelta(minutes=30)
 """How long a collective may wait: beside plait's launcher, which finds a rank that hangs; and under another launcher."""
@@ -21,7 +25,7 @@ class Place:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    store: Callable[[], Any] | None = None
+    store: Callable[[], "Store"] | None = None
     report: Callable[[dict[str, Any]], None] | None = None
     beat: Callable[[int, str], None] = field(default=lambda step, phase: None)
     """Called with the steps that are done and a phase: it begins, or goes on."""
@@ -35,7 +39,7 @@ class Place:
     unsaid: bool = False
     """That launcher did not say which process of its machine this is: `local_rank` is 0 for want of it."""
 
-    def connect(self, device: Any) -> Any:
+    def connect(self, device: "torch.device") -> "ProcessGroup | None":
         """The process group of all ranks, or None when there is one process. Uses a group the user already made."""
         import torch.distributed as dist
 
@@ -43,14 +47,11 @@ class Place:
             return dist.group.WORLD
         if self.world == 1 and not self.joined:
             return None
-        backend = _backend(device)
-        if self.store is not None:
-            dist.init_process_group(backend, store=self.store(), rank=self.rank, world_size=self.world, timeout=WATCHED)
-        else:
-            dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=JOINED)
+        store, patience = (self.store(), WATCHED) if self.store is not None else (None, JOINED)
+        dist.init_process_group(_backend(device), store=store, rank=self.rank, world_size=self.world, timeout=patience)
         return dist.group.WORLD
 
-    def alone(self, device: Any) -> None:
+    def alone(self, device: "torch.device") -> None:
         """A group of this process only, where there is none: what shards parameters wants one."""
         import torch.distributed as dist
 
@@ -59,7 +60,7 @@ class Place:
             self.joined = True  # the engine leaves it
 
 
-def _backend(device: Any) -> str:
+def _backend(device: "torch.device") -> str:
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
@@ -114,12 +115,6 @@ def threads(world: int) -> int:
 def facts() -> dict[str, str]:
     """The environment variables worth keeping with a run: never a value whose name looks like a secret."""
     wanted = (
-        "CUDA_VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "PYTHONHASHSEED",
-        "NO_COLOR",
-    )
+        "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "PYTHONHASHSEED", "NO_COLOR",
+    )  # fmt: skip
     return {name: os.environ[name] for name in wanted if name in os.environ}

@@ -85,9 +85,8 @@ class Stack:
     def asked_by_user(self) -> bool:
         """Whether the user's own code called torch.distributed, so that waiting is what it wants."""
         owners = [f.owner for f in self.frames if f.owner in ("user", "plait", "torch.distributed")]
-        return (
-            owners[:1] == ["torch.distributed"] and next((o for o in owners if o != "torch.distributed"), "") == "user"
-        )
+        caller = next((owner for owner in owners if owner != "torch.distributed"), "")
+        return owners[:1] == ["torch.distributed"] and caller == "user"
 
     @property
     def compiles(self) -> bool:
@@ -161,11 +160,9 @@ def parse(text: str) -> Stack:
 
     What called the launcher is not part of it: a script or a notebook, which is nobody's training.
     """
-    found = (_FRAME.match(line) for line in text.splitlines())
-    frames = takewhile(
-        lambda frame: frame.file != _LAUNCHER, (StackFrame(m["file"], m["line"], m["name"]) for m in found if m)
-    )
-    return Stack(tuple(frames), text)
+    matches = (_FRAME.match(line) for line in text.splitlines())
+    frames = (StackFrame(m["file"], m["line"], m["name"]) for m in matches if m)
+    return Stack(tuple(takewhile(lambda frame: frame.file != _LAUNCHER, frames)), text)
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -84,17 +84,12 @@ def check(environment: Mapping[str, str] = os.environ) -> None:
         return
     rank, (size_name, size) = environment.get(found.rank) or "?", found.number(environment)
     count = f" of {size}" if size else ""
-    why = (
-        f"{found.rank}={rank}"
-        + (f" and {size_name}={size}" if size else "")
-        + ", but RANK is not set: each would train alone"
-    )
-    raise PlaitError(
-        Problem("L002", f"{found.name} started this process as number {rank}{count}, and plait does not join it by itself",
-                why=why, fix=(_torchrun(found.name),
-                f"export RANK=${found.rank} WORLD_SIZE=${size_name or '…'} MASTER_ADDR=<rank 0's host> MASTER_PORT=29500, in each process",
-                f"unset {found.rank}    to run this one alone"))
-    )  # fmt: skip
+    what = f"{found.name} started this process as number {rank}{count}, and plait does not join it by itself"
+    numbers = f"{found.rank}={rank}" + (f" and {size_name}={size}" if size else "")
+    why = f"{numbers}, but RANK is not set: each would train alone"
+    names = f"RANK=${found.rank} WORLD_SIZE=${size_name or '…'} MASTER_ADDR=<rank 0's host> MASTER_PORT=29500"
+    fix = (_torchrun(found.name), f"export {names}, in each process", f"unset {found.rank}    to run this one alone")
+    raise PlaitError(Problem("L002", what, why=why, fix=fix))
 
 
 def _torchrun(launcher: str) -> str:
@@ -127,9 +122,8 @@ def joined_as(environment: Mapping[str, str] = os.environ) -> tuple[int, int, in
     missing = [name for name in (size, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     fix = ("start it with torchrun", f"unset {rank}    to run alone")
     if missing:
-        raise PlaitError(
-            Problem("L001", f"{rank} is set, so plait joins a launcher, but " + ", ".join(missing) + " is not", fix=fix)
-        )
+        what = f"{rank} is set, so plait joins a launcher, but {', '.join(missing)} is not"
+        raise PlaitError(Problem("L001", what, fix=fix))
     local = next((name for name in LOCAL if name in environment), "")
     given = {name: environment[name] for name in (rank, size, "MASTER_PORT", local) if name}
     wrong = [f"{name}={value}" for name, value in given.items() if not (value.isascii() and value.isdecimal())]

@@ -47,7 +47,7 @@ class Story:
 
     def live(self, number: int) -> bool:
         """Whether the values at this operation matter: it is the last life, or one that was read."""
-        index = self._index(number)
+        index = max(i for i, (first, _) in enumerate(self.lives) if first <= number)
         return index == len(self.lives) - 1 or self.read[index]
 
     def starts(self, number: int) -> bool:
@@ -57,9 +57,6 @@ class Story:
     def ends(self, number: int) -> bool:
         """Whether a life ends with this operation."""
         return any(last == number for _, last in self.lives)
-
-    def _index(self, number: int) -> int:
-        return max(i for i, (first, _) in enumerate(self.lives) if first <= number)
 
 
 class _Following(TorchDispatchMode):
@@ -71,12 +68,12 @@ class _Following(TorchDispatchMode):
         self.known: dict[int, tuple[int, Tensor]] = {}
         self.count = 0
 
-    def index(self, t: Any) -> int | None:
+    def index(self, t: object) -> int | None:
         """The number of a tensor's storage, or None when it is not followed."""
-        found = self.known.get(storage_key(t)) if isinstance(t, Tensor) else None
-        return None if found is None else found[0]
+        known = self.known.get(storage_key(t)) if isinstance(t, Tensor) else None
+        return None if known is None else known[0]
 
-    def made(self, result: Any) -> list[int]:
+    def made(self, result: object) -> list[int]:
         """Start following the large storages that an operation made; their numbers."""
         new = []
         for t in tree_leaves(result):
@@ -93,8 +90,8 @@ def roles(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     named = zip(schema(func).arguments, args)
     pairs = [*named, *((a, kwargs[a.name]) for a in schema(func).arguments if a.name in kwargs)]
     for argument, value in pairs:
-        found = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-        (written if argument.is_write else read).extend(found)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        (written if argument.is_write else read).extend(tensors)
     return written, read
 
 
@@ -133,9 +130,8 @@ class Noting(_Following):
 
 def _untouching(func: OpOverload) -> bool:
     """A view, or a question about a tensor."""
-    return func.namespace == "prim" or any(
-        r.alias_info is not None and not r.alias_info.is_write for r in schema(func).returns
-    )
+    aliases = [r.alias_info for r in schema(func).returns if r.alias_info is not None]
+    return func.namespace == "prim" or not all(alias.is_write for alias in aliases)
 
 
 def _covers(written: list[Tensor]) -> bool:
@@ -166,12 +162,13 @@ class Drawing(_Following):
         if len(written) == 1 and (k := self.index(written[0])) is not None:
             if not self.stories[k].live(number):
                 self.number = number
-                result = self._dead(func, written[0], args, kwargs)
+                if func in SEEDED:  # it is overwritten before anyone reads it: only the generator must move on
+                    t = written[0]
+                    func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
                 self._end(touched, number)
-                return result
+                return written[0]
             if self.stories[k].starts(number):
-                storage = written[0].untyped_storage()
-                storage.resize_(self.sizes[k])
+                written[0].untyped_storage().resize_(self.sizes[k])
         result = func(*args, **kwargs)
         new = self.made(result)
         if touched or new:
@@ -197,12 +194,6 @@ class Drawing(_Following):
         finally:
             for storage in away.values():
                 storage.resize_(0)
-
-    def _dead(self, func: OpOverload, t: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """What is written here is overwritten before anyone reads it: only the generator must move on."""
-        if func in SEEDED:
-            func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
-        return t
 
     def _ended(self, k: int, number: int) -> None:
         key, t = next((key, t) for key, (index, t) in self.known.items() if index == k)
@@ -260,25 +251,23 @@ def defer(
     followed = {n for n, _, _ in shapes.values()}
     if any(not _covers([p]) or not p.is_contiguous() for n, p in fake.named_parameters() if n in followed):
         return None
-    found = Deferred(nn.Module(), fake, {}, {})
+    deferred = Deferred(nn.Module(), fake, {}, {})
 
     def keep(k: int, t: Tensor) -> bool:
         if k not in shapes:
             return False
         name, shape, _ = shapes[k]
-        found.shares[name] = share(t.view(shape)).clone()
-        found.digests[name] = digest(t)
+        deferred.shares[name] = share(t.view(shape)).clone()
+        deferred.digests[name] = digest(t)
         return True
 
     with _giving_back(), Drawing(noting, keep):
         try:
-            found.model = make()
-        except (
-            Exception
-        ):  # it strayed from the first run, or does what cannot be followed; a fault of its own comes again
+            deferred.model = make()
+        except Exception:  # it strayed from the first run, or does what cannot be followed; its own fault comes again
             return None
-    if found.shares.keys() != followed:
+    if deferred.shares.keys() != followed:
         return None
-    held = [p for n, p in found.model.named_parameters() if n in found.shares]
-    put_parameters(found.model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in held})
-    return found
+    large = [p for n, p in deferred.model.named_parameters() if n in deferred.shares]
+    put_parameters(deferred.model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in large})
+    return deferred

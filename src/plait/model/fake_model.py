@@ -4,12 +4,11 @@ A constructor may look at values that it has just made, such as the rates of a s
 are made for real and only large ones are fake. A small model whose forward pass looks at values is built as it is.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 from torch import nn
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
 from plait.data import batch as data
 from plait.model.make import call, judged, make_model
@@ -27,6 +26,7 @@ def sketch_of(job: Job) -> Sketch:
     return sketched(job)[1]
 
 
+@host_kept()
 def sketched(job: Job) -> tuple[nn.Module, Sketch]:
     """A job's model, with fake tensors where it can be, and its sketch.
 
@@ -35,37 +35,25 @@ def sketched(job: Job) -> tuple[nn.Module, Sketch]:
     example = data.example(job.data, data.opened(job.data))
     pairs = lambda n: data.first_samples(example, n)  # noqa: E731
     judge = lambda n: judged(job, pairs(n)[1])  # noqa: E731
-    failure: Exception | None = None
+    failure: Exception = RuntimeError()
     weights = 0
-    with host_kept():
-        for made_in in (_fake, _partly, nullcontext):
-            if made_in is nullcontext and weights > HOLDS:
-                break
-            try:
-                with made_in():
-                    model = make_model(job)
-                weights = sum(p.numel() * p.element_size() for p in model.parameters())
-                return model, sketch(model, lambda n: pairs(n)[0], call, job.units, judge)
-            except PlaitError:
-                raise
-            except Exception as error:
-                failure = error
-    raise _refused(failure, weights) from failure
-
-
-def _refused(error: Exception | None, weights: int) -> PlaitError:
-    raised = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    where = user_line(error) if error is not None else ""
+    fakes = FakeTensorMode(allow_non_fake_inputs=True), FakeTensorMode(allow_non_fake_inputs=True)
+    for mode in (fakes[0], PartlyFake(fakes[1]), nullcontext()):
+        if isinstance(mode, nullcontext) and weights > HOLDS:
+            break
+        try:
+            with mode:
+                model = make_model(job)
+            weights = sum(p.numel() * p.element_size() for p in model.parameters())
+            return model, sketch(model, lambda n: pairs(n)[0], call, job.units, judge)
+        except PlaitError:
+            raise
+        except Exception as error:
+            failure = error
+    raised, where = in_a_line(failure), user_line(failure)
     if weights <= HOLDS:
-        return PlaitError(Problem("J003", f"the job's model raised {raised}", where=where))
+        raise PlaitError(Problem("J003", f"the job's model raised {raised}", where=where)) from failure
     why = f"on fake tensors it raised {raised}; its weights are {weights / 2**30:.0f} GiB"
     fix = ("make the model smaller, for example with fewer layers",)
-    return PlaitError(Problem("J018", "this model cannot be sketched without building it", why, where, fix))
-
-
-def _fake() -> AbstractContextManager[Any]:
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _partly() -> AbstractContextManager[Any]:
-    return PartlyFake(FakeTensorMode(allow_non_fake_inputs=True))
+    problem = Problem("J018", "this model cannot be sketched without building it", why, where, fix)
+    raise PlaitError(problem) from failure

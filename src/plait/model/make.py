@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
@@ -31,8 +32,9 @@ class BuiltModel:
 
 
 def make(
-    job: Job, device: torch.device, cast: torch.dtype | None, group: Any, share: Callable[[Tensor], Tensor] | None
-) -> BuiltModel:
+    job: Job, device: torch.device, cast: torch.dtype | None, group: ProcessGroup | None,
+    share: Callable[[Tensor], Tensor] | None,
+) -> BuiltModel:  # fmt: skip
     """The job's model on this rank, in `cast` if given. With `share`, a large model is never held: see `model/deferred_init.py`.
 
     J008 when its weights are not the same on all ranks of the group.
@@ -44,20 +46,13 @@ def make(
     convert(model, device, cast)
     if deferred is None:
         return BuiltModel(model, model)
-    _convert_fake(deferred.fake, device, cast)
-    shares = {
-        n: s.to(device, cast if cast is not None and s.is_floating_point() else s.dtype)
-        for n, s in deferred.shares.items()
-    }
-    return BuiltModel(model, deferred.fake, shares)
+    one = lambda t: t.detach().to(device, cast if cast is not None and t.is_floating_point() else t.dtype)  # noqa: E731
+    _convert_fake(deferred.fake, one)
+    return BuiltModel(model, deferred.fake, {name: one(part) for name, part in deferred.shares.items()})
 
 
-def _convert_fake(model: nn.Module, device: torch.device, cast: torch.dtype | None) -> None:
+def _convert_fake(model: nn.Module, one: Callable[[Tensor], Tensor]) -> None:
     """As `convert`, tensor by tensor: `nn.Module.to` cannot exchange fake ones in place."""
-
-    def one(t: Tensor) -> Tensor:
-        return t.detach().to(device, cast if cast is not None and t.is_floating_point() else t.dtype)
-
     put_parameters(model, {id(p): nn.Parameter(one(p), p.requires_grad) for p in model.parameters()})
     for module in model.modules():
         buffers = own_buffers(module)
@@ -72,9 +67,8 @@ def make_model(job: Job) -> nn.Module:
     model = job.model()
     if not isinstance(model, nn.Module):
         fix = ("return a module from it: model=lambda: MyModel(…)",)
-        raise PlaitError(
-            Problem("J006", f"the job's model is a {type(model).__name__}, not a torch.nn.Module", fix=fix)
-        )
+        what = f"the job's model is a {type(model).__name__}, not a torch.nn.Module"
+        raise PlaitError(Problem("J006", what, fix=fix))
     _supported(model)
     transformers.in_doubles()
     if hasattr(job.loss, "attach"):
@@ -94,21 +88,14 @@ def in_training(model: nn.Module) -> nn.Module:
 def _supported(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
+        why = "a lazy module takes its shape from the first batch"
         fix = ("run one batch through it in the job's model function",)
-        raise PlaitError(
-            Problem(
-                "J006", f"{lazy[0]} has no shape yet", why="a lazy module takes its shape from the first batch", fix=fix
-            )
-        )
+        raise PlaitError(Problem("J006", f"{lazy[0]} has no shape yet", why=why, fix=fix))
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
     if sparse:
-        why, fix = (
-            "their sum over ranks, norm and clipping are not defined here",
-            ("sparse=False    (the result is the same)",),
-        )
-        raise PlaitError(
-            Problem("J012", f"{sparse[0]} makes sparse gradients, which plait does not sum", why=why, fix=fix)
-        )
+        what = f"{sparse[0]} makes sparse gradients, which plait does not sum"
+        why = "their sum over ranks, norm and clipping are not defined here"
+        raise PlaitError(Problem("J012", what, why=why, fix=("sparse=False    (the result is the same)",)))
 
 
 def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
@@ -132,30 +119,31 @@ def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.
     return optimizer, names
 
 
-def _same_everywhere(model: nn.Module, digests: dict[str, Tensor], group: Any, device: torch.device) -> None:
+def _same_everywhere(
+    model: nn.Module, digests: dict[str, Tensor], group: ProcessGroup | None, device: torch.device
+) -> None:
     named = dict([*model.named_parameters(), *model.named_buffers()]) | digests
     wrong = differing(list(named.items()), group, device)
     if wrong:
-        raise PlaitError(
-            Problem("J008", f"the job's model has different initial weights on different ranks: {', '.join(wrong[:3])}",
-                    why=f"{len(wrong)} tensors differ, although Python's, numpy's and torch's generators start from seed on every rank",
-                    fix=("draw initial weights from these generators only: not from time, os.urandom or the order of a set",))
-        )  # fmt: skip
+        what = f"the job's model has different initial weights on different ranks: {', '.join(wrong[:3])}"
+        why = f"{len(wrong)} tensors differ, although Python's, numpy's and torch's generators start from seed on every rank"
+        fix = ("draw initial weights from these generators only: not from time, os.urandom or the order of a set",)
+        raise PlaitError(Problem("J008", what, why=why, fix=fix))
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
+def call(model: nn.Module, inputs: object) -> Any:
     """The model's outputs. It runs as in training: it keeps nothing for generation."""
     with transformers.without_cache(model):
         return called(model, inputs)
 
 
-def called(model: nn.Module, inputs: Any) -> Any:
+def called(model: nn.Module, inputs: object) -> Any:
     """`model(*inputs)` for a tuple, `model(**inputs)` for a dict, else `model(inputs)`."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def judged(job: Job, targets: Any) -> Callable[[Any], Any]:
+def judged(job: Job, targets: object) -> Callable[[Any], Any]:
     """Makes the loss of the model's output for these targets."""
     return lambda outputs: job.loss(outputs, targets)

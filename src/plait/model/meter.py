@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from plait.model.operations import Effort
 from plait.tensors.torch_private import OpOverload, leaves, storage_key, tree_map, version
-from plait.tensors.trees import carried, flat, learn, taken, tensors_in
+from plait.tensors.trees import carried, flat, learn, taken, tensors, tensors_in
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call: those by place, and by name."""
 NONE: frozenset[int] = frozenset()
 BETWEEN, OUTPUT, KNOWN = -1, -2, -3
 ROUTED = "routed_by_plait"
@@ -36,28 +38,23 @@ SHAPES = frozenset({
 
 @dataclass
 class MeteredCall:
-    """What one call of a unit showed. Bytes, and floating-point operations of the forward pass."""
+    """What one call of a unit showed in one run, as `UnitCall` of `model/costs.py` has it of any batch."""
 
     unit: str
     needs: tuple[int, ...]
     inputs: int = 0
     given: int = 0
-    """How many tensors it is given."""
     flops: int = 0
     output: int = 0
     saved: int = 0
     itemsize: int = 4
-    """Of its output."""
+    """Bytes of a number of its output."""
     effort: Effort = field(default_factory=Effort)
     backward: bool = False
     writes: bool = False
     back: int | str | None = None
-    """Which of its arguments, changed, it returns."""
     leaks: set[int] = field(default_factory=set)
-    """Later calls (-1: numbers of Python in code between units, -2: the loss) that depend on what it computed by another way
-    than through its output."""
     aside: set[int] = field(default_factory=set)
-    """Later calls (-1: code between units, -2: the model's output) that get hold of it, whatever they do with it."""
     returned: tuple[Any, tuple[Any, ...]] = (None, ())
     """The structure of its output: `taken` of `tensors/trees.py`."""
 
@@ -92,7 +89,7 @@ class Meter:
     def __init__(
         self, units: Mapping[int, str], where: Iterator[tuple[nn.Module, str]], constants: list[tuple[str, Tensor]]
     ):
-        self.seen = Metered()
+        self.metered = Metered()
         self.units = units
         self.modules: dict[int, set[str]] = {}
         self.parameters: dict[int, set[str]] = {}
@@ -106,8 +103,8 @@ class Meter:
         """The meter itself asks tensors for their sizes: not the model's code."""
         self.running: nn.Module | None = None
         self.depth = 0
-        self.given: list[tuple[Tensor, int]] = []
-        self.asked: Any = ()
+        self.versions: list[tuple[Tensor, int]] = []
+        self.arguments: Arguments = (), {}
         self.of: dict[int, frozenset[int]] = {}
         self.made: dict[int, int] = {}
         self.written: dict[int, frozenset[int]] = {}
@@ -119,10 +116,24 @@ class Meter:
 
     # — calls —
 
-    def enter(self, name: str, module: nn.Module, given: Any) -> None:
+    def enter(self, name: str, module: nn.Module, given: Arguments) -> None:
         """A module is called with `given`."""
+        self.metered.entered.add(name)
+        unit = None
+        if self.running is not None:
+            self.depth += module is self.running
+        else:
+            self.metered.outside[name] = self.metered.outside.get(name, 0) + 1
+            unit = self.units.get(id(module))
+        if unit is None:
+            self._used(self.modules.get(id(module)))
+            return
         with self._look():
-            self._entered(name, module, given)
+            tensors = list(tensors_in(given))
+            needs = self.sources(tensors)
+            self.metered.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
+            self.running, self.depth = module, 0
+            self.versions, self.arguments = [(t, version(t)) for t in tensors], given
 
     @contextmanager
     def _look(self) -> Iterator[None]:
@@ -132,24 +143,7 @@ class Meter:
         finally:
             self.looking = False
 
-    def _entered(self, name: str, module: nn.Module, given: Any) -> None:
-        self.seen.entered.add(name)
-        if self.running is not None:
-            self.depth += module is self.running
-            self._used(self.modules.get(id(module)))
-            return
-        self.seen.outside[name] = self.seen.outside.get(name, 0) + 1
-        unit = self.units.get(id(module))
-        if unit is None:
-            self._used(self.modules.get(id(module)))
-            return
-        tensors = list(tensors_in(given))
-        needs = self.sources(tensors)
-        self.seen.calls.append(MeteredCall(unit, tuple(sorted(needs)), _bytes(tensors), len(tensors)))
-        self.running, self.depth = module, 0
-        self.given, self.asked = [(t, version(t)) for t in tensors], given
-
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def leave(self, module: nn.Module, output: object) -> Any:
         """The module returns `output`; None, or the same with other tensors where it also leaves those in what it was given."""
         if module is not self.running:
             return None
@@ -157,142 +151,134 @@ class Meter:
             self.depth -= 1
             return None
         with self._look():
-            return self._left(output)
+            left = {id(t) for t in tensors_in(self.arguments)} - {id(t) for t, _ in self.versions}
+            both = any(id(t) in left for t in tensors(output)) and not carried(output)
+            apart = None
+            if both and _place(self.arguments, output) is None:
+                apart = tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) and id(t) in left else t, output)
+            self._returned(output if apart is None else apart)
+            return apart
 
-    def _left(self, output: Any) -> Any:
-        left = {id(t) for t in tensors_in(self.asked)} - {id(t) for t, _ in self.given}
-        twice = [t for t in leaves(output) if isinstance(t, Tensor) and id(t) in left]
-        if twice and not carried(output) and _place(self.asked, output) is None:
-            found = tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) and id(t) in left else t, output)
-            self._returned(found)
-            return found
-        self._returned(output)
-        return None
-
-    def _returned(self, output: Any) -> None:
+    def _returned(self, output: object) -> None:
         self.running = None
-        this_call = len(self.seen.calls) - 1
-        tensors, this = list(tensors_in(output)), frozenset((this_call,))
-        call = self.seen.calls[-1]
-        for tensor in tensors:
+        this_call = len(self.metered.calls) - 1
+        returned, this = list(tensors_in(output)), frozenset((this_call,))
+        call = self.metered.calls[-1]
+        for tensor in returned:
             self.made.pop(id(tensor), None)
-        call.itemsize = max((t.element_size() for t in tensors if t.is_floating_point()), default=4)
-        call.output, call.backward = _bytes(tensors), any(t.requires_grad for t in tensors)
+        call.itemsize = max((t.element_size() for t in returned if t.is_floating_point()), default=4)
+        call.output, call.backward = _bytes(returned), any(t.requires_grad for t in returned)
         learn(output)
-        plain = {id(leaf) for leaf in leaves(output)}
-        hidden = [
-            t for t in tensors if id(t) not in plain and id(t) not in self.parameters
-        ]  # nobody who looks through its output would see these
+        plain = {id(leaf) for leaf in leaves(output)}  # nobody who looks through its output would see others
+        hidden = [t for t in returned if id(t) not in plain and id(t) not in self.parameters]
         if any(t.requires_grad for t in hidden) or carried(output):  # hooks of sharding look through the output
-            self.seen.opened.add(call.unit)
+            self.metered.opened.add(call.unit)
         if hidden:
             call.leaks.add(BETWEEN)
             call.aside.add(BETWEEN)
         call.returned = taken(output)
-        same = {id(t) for t, _ in self.given}
-        if {id(t) for t in tensors_in(self.asked)} & {id(t) for t in tensors if id(t) not in same}:
-            call.back = _place(self.asked, output)
+        same = {id(t) for t, _ in self.versions}
+        if {id(t) for t in tensors_in(self.arguments)} & {id(t) for t in returned if id(t) not in same}:
+            call.back = _place(self.arguments, output)
             call.writes = call.back is None
-        for i, _ in self._carried(t for t in tensors if id(t) in same):
-            self.seen.calls[i].leaks.add(this_call)
-            self.seen.calls[i].aside.add(this_call)
-        for tensor in tensors:  # a unit may hand on what it was given: then it also comes from where that came from
+        for i, _ in self._carried(t for t in returned if id(t) in same):
+            self.metered.calls[i].leaks.add(this_call)
+            self.metered.calls[i].aside.add(this_call)
+        for tensor in returned:  # a unit may hand on what it was given: then it also comes from where that came from
             self._mark(tensor, this | self.sources([tensor]) if id(tensor) in same else this)
-        for tensor, before in self.given:
+        for tensor, before in self.versions:
             if version(tensor) != before:
                 call.writes = True
                 self._mark_storage(tensor, this)
-        self.given, self.asked = [], ()
+        self.versions, self.arguments = [], ((), {})
 
-    def finish(self, output: Any, loss: Any = None) -> Metered:
+    def finish(self, output: object, loss: object = None) -> Metered:
         """The run is over and returned `output`, of which a loss was made, if it is given: else that may depend on all of it."""
-        self.seen.needs = tuple(sorted(self.sources(tensors_in(output))))
+        self.metered.needs = tuple(sorted(self.sources(tensors_in(output))))
         for i, _ in self._carried(tensors_in(output)):
-            self.seen.calls[i].aside.add(OUTPUT)
+            self.metered.calls[i].aside.add(OUTPUT)
         for i, way in self._carried(tensors_in(output if loss is None else loss)):
-            self.seen.calls[i].leaks.add(way if way == KNOWN else OUTPUT)
+            self.metered.calls[i].leaks.add(way if way == KNOWN else OUTPUT)
         for call, size in self.kept.values():
             if call is None:
-                self.seen.saved += size
+                self.metered.saved += size
             else:
-                self.seen.calls[call].saved += size
+                self.metered.calls[call].saved += size
         self.alive.clear()  # autograd's graph may hold itself through these
-        return self.seen
+        return self.metered
 
     def _used(self, homes: set[str] | None) -> None:
         """Something that lies in these units is used here: from outside, unless one of them is running."""
-        here = "" if self.running is None else self.seen.calls[-1].unit
+        here = "" if self.running is None else self.metered.calls[-1].unit
         if homes is not None and here not in homes:
-            self.seen.opened |= homes - {""}
+            self.metered.opened |= homes - {""}
 
     # — dependencies —
 
-    def sources(self, tensors: Any) -> frozenset[int]:
+    def sources(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         """The calls that these tensors were computed from."""
-        found = NONE
+        calls = NONE
         for tensor in tensors:
-            found |= self.of.get(id(tensor), NONE)
+            calls |= self.of.get(id(tensor), NONE)
             if self.written:
-                found |= self.written.get(storage_key(tensor), NONE)
-        return found
+                calls |= self.written.get(storage_key(tensor), NONE)
+        return calls
 
-    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """A torch function was called by the model's own code."""
         if self.looking:
             return
-        given = [*flat(args), *flat(kwargs)]
-        carried = self._carried(given)
+        arguments = [*flat(args), *flat(kwargs)]
+        carried = self._carried(arguments)
         if carried:
-            self._passed(carried, func, given, result)
+            self._passed(carried, func, arguments, result)
         if self.running is not None:
-            old = {id(t) for t in given}
+            old = {id(t) for t in arguments}
             for tensor in flat(result):
                 if id(tensor) not in old and id(tensor) not in self.of:
-                    self.made[id(tensor)] = len(self.seen.calls) - 1
+                    self.made[id(tensor)] = len(self.metered.calls) - 1
                     self.alive.append(tensor)
             return
-        found = self.sources(given)
-        if not found:
+        calls = self.sources(arguments)
+        if not calls:
             return
         if getattr(func, "__name__", "") == "__setitem__":
-            self._mark_storage(given[0], found)
-        inputs = {id(t) for t in given}
+            self._mark_storage(arguments[0], calls)
+        inputs = {id(t) for t in arguments}
         for tensor in flat(result):
-            self._mark(tensor, found)
+            self._mark(tensor, calls)
             if id(tensor) in inputs:  # in place, or out=
-                self._mark_storage(tensor, found)
+                self._mark_storage(tensor, calls)
 
     def _carried(self, tensors: Iterable[Tensor]) -> frozenset[tuple[int, int]]:
         """What of these tensors calls other than the one that runs computed and did not return."""
-        here = BETWEEN if self.running is None else len(self.seen.calls) - 1
-        found: set[tuple[int, int]] = set()
+        here = BETWEEN if self.running is None else len(self.metered.calls) - 1
+        pairs: set[tuple[int, int]] = set()
         for tensor in tensors:
             call = self.made.get(id(tensor), here)
             if call != here and id(tensor) not in self.of:
-                found.add((call, KNOWN if hasattr(tensor, ROUTED) else BETWEEN))
-            found |= self.past.get(id(tensor), frozenset())
+                pairs.add((call, KNOWN if hasattr(tensor, ROUTED) else BETWEEN))
+            pairs |= self.past.get(id(tensor), frozenset())
             if self.past_written:
-                found |= self.past_written.get(storage_key(tensor), frozenset())
-        return frozenset(found)
+                pairs |= self.past_written.get(storage_key(tensor), frozenset())
+        return frozenset(pairs)
 
     def _passed(
-        self, carried: frozenset[tuple[int, int]], func: Callable[..., Any], given: list[Tensor], result: Any
+        self, carried: frozenset[tuple[int, int]], func: Callable[..., Any], arguments: list[Tensor], result: object
     ) -> None:
         """A function is given what calls did not return: its results depend on them."""
         name, results = getattr(func, "__name__", ""), list(flat(result))
-        here = BETWEEN if self.running is None else len(self.seen.calls) - 1
-        written = (
-            {id(t) for t in given[:1]} if name == "__setitem__" else {id(t) for t in given} & {id(t) for t in results}
-        )
+        here = BETWEEN if self.running is None else len(self.metered.calls) - 1
+        written = {id(t) for t in arguments} & {id(t) for t in (arguments[:1] if name == "__setitem__" else results)}
         numbers = bool(results or written) or name not in SHAPES
         for i, way in carried:
-            self.seen.calls[i].aside.add(here if here != BETWEEN else way)
+            self.metered.calls[i].aside.add(here if here != BETWEEN else way)
             if numbers and (here != BETWEEN or not (results or written)):
-                self.seen.calls[i].leaks.add(here if here != BETWEEN else way)
+                self.metered.calls[i].leaks.add(here if here != BETWEEN else way)
         for tensor in results if here == BETWEEN else ():
             self.past[id(tensor)] = self.past.get(id(tensor), frozenset()) | carried
             self.alive.append(tensor)
-        for tensor in (t for t in given if id(t) in written):
+        for tensor in (t for t in arguments if id(t) in written):
             key = storage_key(tensor)
             self.past_written[key] = self.past_written.get(key, frozenset()) | carried
             self.alive.append(tensor)
@@ -309,28 +295,29 @@ class Meter:
 
     # — operators and what autograd keeps —
 
-    def operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """An operator ran."""
         for tensor in flat(args):
             homes = self.parameters.get(id(tensor))
             if homes is not None:
                 self._used(homes)
-        seen = self.seen if self.running is None else self.seen.calls[-1]
-        seen.flops += seen.effort.add(func, args, kwargs, result, self.constants)
+        record = self.metered if self.running is None else self.metered.calls[-1]
+        record.flops += record.effort.add(func, args, kwargs, result, self.constants)
 
     def pack(self, tensor: Tensor) -> int:
         """Autograd keeps a tensor. What it keeps already, parameters and buffers cost nothing more."""
         storage = storage_key(tensor)
-        call = None if self.running is None else len(self.seen.calls) - 1
+        call = None if self.running is None else len(self.metered.calls) - 1
         before = self.kept.get(storage)
         if storage not in self.constants and (before is None or (before[0] is None and call is not None)):
-            self.kept[storage] = (call, _storage_bytes(tensor))
+            size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else _bytes([tensor])
+            self.kept[storage] = (call, size)
         self.alive.append(tensor)
         return len(self.alive) - 1
 
     def unpack(self, index: int) -> Tensor:
         """What was packed, for a model that differentiates in its forward pass."""
-        self.seen.differentiates = True
+        self.metered.differentiates = True
         return self.alive[index]
 
 
@@ -349,16 +336,10 @@ def homes(model: nn.Module, units: Mapping[int, str]) -> Iterator[tuple[nn.Modul
     yield from walk(model, "")
 
 
-def _place(asked: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> int | str | None:
+def _place(asked: Arguments, output: object) -> int | str | None:
     """Which of the arguments (args, kwargs) is itself the output."""
     return next((key for key, value in (*enumerate(asked[0]), *asked[1].items()) if value is output), None)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return tensor.numel() * tensor.element_size()
-    return tensor.untyped_storage().nbytes()

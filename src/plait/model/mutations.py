@@ -18,7 +18,7 @@ from plait.tensors.torch_private import BatchNormBase, FakeTensor, FakeTensorMod
 class Mutations:
     """Listens to the operators of one forward pass of a model on `inputs`."""
 
-    def __init__(self, model: nn.Module, inputs: Any, fakes: FakeTensorMode | None):
+    def __init__(self, model: nn.Module, inputs: object, fakes: FakeTensorMode | None):
         norms = {id(b) for m in model.modules() if isinstance(m, BatchNormBase) for b in m.buffers()}
         buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in norms]
         self.model, self.norms = model, {name for name, b in model.named_buffers() if id(b) in norms}
@@ -35,7 +35,7 @@ class Mutations:
         self._mark(inputs)
 
     def operator(
-        self, module: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self, module: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
         """One that a module's own code has run."""
         written, read = roles(func, args, kwargs)
@@ -45,10 +45,9 @@ class Mutations:
         if any(storage_key(t) in self.sampled for t in (*written, *read)):
             self._mark([result, written])
 
-    def tell(self, seen: Any) -> None:
-        """Write it down, at the end: `counting` (buffers written in place), `rewritten` and `sampled` of a `Watched`."""
-        seen.counting = [name for name in self.by if name not in self.data]
-        seen.rewritten, seen.sampled = self.weights(), self.from_samples()
+    def buffers(self) -> list[str]:
+        """Buffers that were written in place."""
+        return [name for name in self.by if name not in self.data]
 
     def from_samples(self) -> list[str]:
         """Buffers and weights that hold something made from samples now."""
@@ -58,13 +57,13 @@ class Mutations:
 
     def weights(self) -> dict[str, set[str]]:
         """Weights that were written or given other storage, and the modules whose code did it, where that is known."""
-        found = {name: self.by[name] for name in self.data if name in self.by}
+        written = {name: self.by[name] for name in self.data if name in self.by}
         for name, parameter in self.model.named_parameters():
             if storage_key(parameter) != self.data[name]:
-                found.setdefault(name, {""})
-        return found
+                written.setdefault(name, {""})
+        return written
 
-    def _mark(self, values: Any) -> None:
+    def _mark(self, values: object) -> None:
         for t in tree_leaves(values):
             if isinstance(t, torch.Tensor):
                 self.sampled[storage_key(t)] = t.untyped_storage() if t.layout is torch.strided else t

@@ -1,15 +1,12 @@
 """What a unit call's forward consists of: products of matrices, elements that other operators move, operators launched.
 
-`model/meter.py` notes it for two batch sizes; `line` finds what grows with the batch. The planner times it.
-
-Floating-point operations of one operator: those of products of matrices and convolutions, the rest counts nothing.
-
-The formulas are torch's own (`torch.utils.flop_counter`), and a few for operators it has none for. A multiplication
-and an addition are two operations.
+`model/meter.py` notes it for two batch sizes; `line` finds what grows with the batch. The planner times it. Floating-point
+operations are those of products of matrices and convolutions, by torch's own formulas (`torch.utils.flop_counter`) and a few
+for operators it has none for; a multiplication and an addition are two.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,9 +15,10 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from plait.tensors.torch_private import OpOverload, schema, storage_key
+from plait.tensors.trees import flat
 
 
-def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
     """What one call of an operator such as `torch.ops.aten.mm.default` computes."""
     packet = func.overloadpacket
     formula = OURS.get(packet) or flop_registry.get(packet)
@@ -52,21 +50,19 @@ def _vector(matrix: Tensor, vector: Tensor, *_: Any, **__: Any) -> int:
     return 2 * matrix.numel()
 
 
-def _ours() -> Mapping[Any, Callable[..., int]]:
-    known = {
+aten = torch.ops.aten
+OURS = {
+    getattr(aten, name): formula
+    for name, formula in {
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "mkldnn_rnn_layer": _recurrent,
         "_cudnn_rnn": _recurrent_cuda,
         "_grouped_mm": _grouped,
         "mv": _vector,
-    }
-    return {getattr(torch.ops.aten, name): f for name, f in known.items() if hasattr(torch.ops.aten, name)}
-
-
-OURS = _ours()
-
-
-aten = torch.ops.aten
+    }.items()
+    if hasattr(aten, name)
+}
+"""Formulas for operators of which torch has none."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class Product(MatrixProduct):
 
 @dataclass
 class Effort:
-    """Of one call. `moved` by the number of elements of the result, so that wide values are told from narrow ones."""
+    """What the operators of one call did. `moved`: elements, by those of the result, so that wide values are told from narrow ones."""
 
     products: list[Product] = field(default_factory=list)
     moved: Counter[int] = field(default_factory=Counter)
@@ -112,24 +108,24 @@ class Effort:
         func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        result: Any,
+        result: object,
         names: Mapping[int, str],
     ) -> int:
         """Note one operator; returns its floating-point operations. `names`: of parameters, by storage."""
         flops = flops_of(func, args, kwargs, result)
-        given, made = _tensors(args), _tensors((result,))
+        inputs, results = list(flat(args)), list(flat(result))
         if flops:
             self.operators += 1
-            self.products += _products(func.overloadpacket, args, made, flops, names)
+            self.products += _products(func, args, results, flops, names)
             if func.overloadpacket in ATTENTION:
                 self.keys += args[1].numel() + args[2].numel()
             return flops
-        stores = {storage_key(t) for t in given}
-        fresh = [t for t in made if storage_key(t) not in stores]
-        if fresh or (made and schema(func).is_mutable):
+        stores = {storage_key(t) for t in inputs}
+        fresh = [t for t in results if storage_key(t) not in stores]
+        if fresh or (results and schema(func).is_mutable):
             self.operators += 1
-            size = sum(t.numel() for t in given if t.dim()) + sum(t.numel() for t in (fresh or made))
-            self.moved[max(t.numel() for t in made)] += size
+            size = sum(t.numel() for t in inputs if t.dim()) + sum(t.numel() for t in (fresh or results))
+            self.moved[max(t.numel() for t in results)] += size
         return 0
 
 
@@ -144,21 +140,12 @@ SECOND = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (
 """Where the two matrices stand in the arguments."""
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [v for v in value if isinstance(v, Tensor)]
-    return found
-
-
 def _products(
-    packet: Any, args: tuple[Any, ...], made: list[Tensor], flops: int, names: Mapping[int, str]
+    func: OpOverload, args: tuple[Any, ...], results: list[Tensor], flops: int, names: Mapping[int, str]
 ) -> list[Product]:
     """The products of one operator."""
-    weight = next((names[storage_key(t)] for t in _tensors(args) if t.dim() > 1 and storage_key(t) in names), "")
+    packet = func.overloadpacket
+    weight = next((names[storage_key(t)] for t in flat(args) if t.dim() > 1 and storage_key(t) in names), "")
     if packet in ATTENTION:
         b, h, s, d = args[0].shape
         keys, wide = args[1].shape[2], args[2].shape[3]
@@ -169,7 +156,7 @@ def _products(
         if storage_key(left) in names and storage_key(right) not in names:  # weight @ x, as a transposed linear layer
             left, right = right.mT, left.mT
         return [Product(left.shape[-2], left.shape[-1], right.shape[-1], batch, weight=weight)]
-    out = made[0]
+    out = results[0]
     columns = out.shape[1] if out.dim() > 1 else 1
     rows = max(1, out.numel() // max(1, columns))
     return [Product(rows, flops / 2 / rows / max(1, columns), columns, weight=weight)]
@@ -183,18 +170,12 @@ def line(small: Effort, large: Effort | None, sizes: tuple[int, int]) -> list[Pr
             replace(p, rows=p.rows / a) if p.weight else replace(p, batch=p.batch / a, grows="batch")
             for p in small.products
         ]
-    found = []
+    products = []
     for p, q in zip(small.products, large.products):
         if q.rows != p.rows:
-            found.append(replace(p, rows=(q.rows - p.rows) / (b - a)))
+            products.append(replace(p, rows=(q.rows - p.rows) / (b - a)))
         elif q.batch != p.batch:
-            found.append(replace(p, batch=(q.batch - p.batch) / (b - a), grows="batch"))
+            products.append(replace(p, batch=(q.batch - p.batch) / (b - a), grows="batch"))
         else:
-            found.append(replace(p, grows=""))
-    return _together(found)
-
-
-def _together(products: list[Product]) -> list[Product]:
-    """Equal ones as one."""
-    counts = Counter(products)
-    return [replace(p, times=p.times * n) for p, n in counts.items()]
+            products.append(replace(p, grows=""))
+    return [replace(p, times=p.times * n) for p, n in Counter(products).items()]  # equal ones as one

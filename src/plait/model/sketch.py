@@ -6,8 +6,6 @@ one global mask. Layers that look at the whole batch at once (batch statistics) 
 batch changes them unless they are synchronised.
 
 A model that looks at values in its forward pass cannot run on fake tensors; a copy of it then runs for real.
-
-Random places: what pairs of runs of a model, on batches of two sizes, say of the tensors that it draws.
 """
 
 import copy
@@ -45,12 +43,8 @@ def places_of(
         for place, shape in small.drawn.items():
             other = large.drawn.get(place)
             grown = [d for d, (m, n) in enumerate(zip(shape, other or ())) if m != n]
-            if (
-                other is None
-                or len(shape) != len(other)
-                or len(grown) > 1
-                or any(shape[d] * b != other[d] * a for d in grown)
-            ):
+            one_dim = other is not None and len(shape) == len(other) and len(grown) < 2
+            if other is None or not one_dim or any(shape[d] * b != other[d] * a for d in grown):
                 coupled.append(place.split("#")[0] or "the model")
             elif place not in places:
                 shapes[place] = tuple(n // a if d in grown else n for d, n in enumerate(shape))
@@ -144,6 +138,7 @@ class Sketch:
         return replace(self, parameters=parameters, frozen=frozen, units=units)
 
 
+@keyed.host_kept()
 def sketch(
     model: nn.Module, inputs: Callable[[int], Any], call: Call, wanted: tuple[str, ...] | None = None,
     loss: Callable[[int], Callable[[Any], Any]] | None = None,
@@ -153,7 +148,6 @@ def sketch(
     `wanted`: names of its units, instead of those that are found. J015 when one names no module that is called. `loss(n)`
     makes the loss of an output for n samples, asked what it depends on where units hand on more than they return.
     """
-    state = keyed.host_state()
     probe = _Probe(model, inputs, call, units.choose(model) if wanted is None else units.named(model, wanted))
     first = probe.first()
     again = units.chosen_again(model, probe.chosen, first[0].metered) if wanted is None else None
@@ -166,7 +160,6 @@ def sketch(
     rounds = [first, *(probe.pair(number) for number in more)]
     if loss is not None and any(call.aside for run in first for call in run.metered.calls):
         probe.judge(loss, rounds)
-    keyed.restore_host(state)
     if wanted is not None and probe.metering:
         units.check_named(model, wanted, [pair[0].metered for pair in rounds])
     small = [pair[0] for pair in rounds]
@@ -224,10 +217,10 @@ class _Probe:
         keyed.seed_host("sketch", 0)
         model = copy.deepcopy(self.model) if self.by_values else self.model
         try:
-            seen = trace_run(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
+            trace = trace_run(model, inputs, self.call, not self.by_values, self.chosen, judge=judge)
         except Exception:  # it may look at numbers: then it may depend on anything
             return
-        read = seen.metered.calls
+        read = trace.metered.calls
         for run in (run.metered.calls for pair in rounds for run in pair):
             if [call.unit for call in run] == [call.unit for call in read]:
                 for call, judged in zip(run, read):
@@ -259,19 +252,19 @@ def _measures(model: nn.Module, chosen: dict[str, bool], rounds: list[list[RunTr
     called = units.in_order([[call.unit for call in run.calls] for run in rows])
     names = {id(p): name for name, p in model.named_parameters()}
     open_ = units.tied(model, called).union(*(run.opened for run in everything))
-    found = []
+    listed = []
     for name in called:
         module = model.get_submodule(name)
         parameters = list(module.parameters())
         weights = sum(p.numel() * p.element_size() for p in parameters)
         named = tuple(names[id(p)] for p in parameters)
-        found.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
+        listed.append(Unit(name, type(module).__name__, named, weights, name not in open_, chosen[name]))
     small, large = (run.metered for run in max(rounds, key=lambda pair: len(pair[0].metered.calls)))
     alike = units.same_calls(small, large)
     others = large.calls if alike else [None] * len(small.calls)
-    inside = {name for unit in found for name in unit.parameters}
+    inside = {name for unit in listed for name in unit.parameters}
     return {
-        "units": tuple(found),
+        "units": tuple(listed),
         "calls": tuple(_call(a, b) for a, b in zip(small.calls, others)),
         "needs": small.needs,
         "differentiates": any(run.differentiates for run in everything),
@@ -292,7 +285,7 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
     form = template(small.returned, None if large is None else large.returned, PROBES)
     numbers = small.output // max(1, small.itemsize), 0 if large is None else large.output // max(1, small.itemsize)
     work = _work(small.effort, None if large is None else large.effort, numbers)
-    told = {
+    flags = {
         "backward": small.backward,
         "given": small.given,
         "writes": small.writes,
@@ -300,7 +293,7 @@ def _call(small: MeteredCall, large: MeteredCall | None) -> UnitCall:
         "leaks": tuple(sorted(small.leaks)),
         "aside": tuple(sorted(small.aside)),
     }
-    return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **told)
+    return UnitCall(small.unit, small.needs, work=work, **figures, template=form, **flags)
 
 
 def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0)) -> OperationCounts:
@@ -317,7 +310,7 @@ def _work(small: Effort, large: Effort | None, returned: tuple[int, int] = (0, 0
     return OperationCounts(tuple(line(small, large, PROBES)), wide, whole - wide, float(small.operators), keys)
 
 
-def _fit(small: Any, large: Any, name: str) -> Figure:
+def _fit(small: object, large: object, name: str) -> Figure:
     """The line through both runs; when only one can be used, all of it is for each sample."""
     a, b = PROBES
     if large is None:

@@ -25,10 +25,10 @@ class ParameterSlice:
 
     def alike(self) -> list[tuple[int, ...]]:
         """The ranks in sets that hold the same."""
-        found: dict[Ranges, list[int]] = {}
+        holders: dict[Ranges, list[int]] = {}
         for rank, ranges in enumerate(self.ranges):
-            found.setdefault(ranges, []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+            holders.setdefault(ranges, []).append(rank)
+        return [tuple(ranks) for ranks in holders.values()]
 
 
 def holding_alike(cuts: Iterable[ParameterSlice]) -> list[tuple[int, ...]]:

@@ -98,10 +98,8 @@ def _alike(group: list[Unit], unit: Unit, calls: dict[str, list[UnitCall]]) -> b
     if number is None or before is None or stem != other or number != before + 1:
         return False
 
-    def cost(u: Unit) -> Any:
-        return u.kind, u.weights, u.closed, [(c.flops, c.output) for c in calls[u.name]]
-
-    return cost(unit) == cost(last)
+    costs = [(u.kind, u.weights, u.closed, [(c.flops, c.output) for c in calls[u.name]]) for u in (unit, last)]
+    return costs[0] == costs[1]
 
 
 def _numbered(name: str) -> tuple[str, int | None]:
@@ -141,29 +139,29 @@ def _row(
     )
 
 
-def table(found: Outline, job: str) -> str:
+def table(outlined: Outline, job: str) -> str:
     """What `plait sketch` prints."""
     lines = [COLUMNS]
-    for row in found.rows:
+    for row in outlined.rows:
         name = row.unit if row.closed else f"{row.unit} *"
         lines.append((name, row.kind, str(row.calls), short(row.parameters), short(row.flops), size(row.saved),
                       size(row.output), ", ".join(row.needs) or "the input"))  # fmt: skip
-    if found.rest or found.flops_between or found.saved_between:
-        lines.append(("between units", "", "", short(found.rest_parameters), short(found.flops_between),
-                      size(found.saved_between), "", ", ".join(found.rest[:3])))  # fmt: skip
-    calls = str(sum(row.calls for row in found.rows))
-    total = (short(found.parameters), short(found.flops), size(found.saved), "", ", ".join(found.output_needs))
-    lines.append(("together", "", calls, *total))
-    samples = "one sample" if found.batch == 1 else f"a batch of {found.batch}"
+    if outlined.rest or outlined.flops_between or outlined.saved_between:
+        lines.append(("between units", "", "", short(outlined.rest_parameters), short(outlined.flops_between),
+                      size(outlined.saved_between), "", ", ".join(outlined.rest[:3])))  # fmt: skip
+    calls = str(sum(row.calls for row in outlined.rows))
+    total = (short(outlined.parameters), short(outlined.flops), size(outlined.saved))
+    lines.append(("together", "", calls, *total, "", ", ".join(outlined.output_needs)))
+    samples = "one sample" if outlined.batch == 1 else f"a batch of {outlined.batch}"
     text = [f"job     {job}, the forward pass of {samples}"]
     text += aligned(lines, right=range(2, 7))
-    if any(not row.closed for row in found.rows):
+    if any(not row.closed for row in outlined.rows):
         text.append("* its parameters are also used outside of its own calls; shared ones count once in the total")
-    if found.unmeasured:
-        text.append(f"units could not be measured: {found.unmeasured}")
-    if found.opaque:
-        names = ", ".join(dict.fromkeys(name for _, name in found.opaque))
-        inside = ", ".join(dict.fromkeys(module or "the model" for module, _ in found.opaque))
+    if outlined.unmeasured:
+        text.append(f"units could not be measured: {outlined.unmeasured}")
+    if outlined.opaque:
+        names = ", ".join(dict.fromkeys(name for _, name in outlined.opaque))
+        inside = ", ".join(dict.fromkeys(module or "the model" for module, _ in outlined.opaque))
         text.append(f"not counted: what {names} computes, in {inside}")
     return "\n".join(text)
 

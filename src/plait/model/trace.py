@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from plait.model.meter import Meter, Metered, homes
 from plait.model.mutations import Mutations
@@ -72,7 +73,7 @@ class Keys:
 
 def trace_run(
     model: nn.Module,
-    inputs: Any,
+    inputs: object,
     call: Call,
     fake: bool,
     units: Iterable[str] | None = None,
@@ -85,73 +86,43 @@ def trace_run(
     """
     fakes = fakes_of(model) if fake else None
     meter = None if units is None else _meter(model, units, fakes)
-    with _left_as_it_was(model) as replaced:
-        watcher = _Watcher(model, meter, keys)
-        try:
-            with (
-                warnings.catch_warnings(),
-                _quiet(),
-                higher_order.apart(),
-                _keeping(meter),
-                nullcontext() if fakes is None else fakes if keys is None else PartlyFake(fakes),
-            ):
-                warnings.simplefilter("ignore")  # whatever it is, training will say it
-                shown = keys is not None
-                hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
-                given = tree_map_only(torch.Tensor, hide, inputs)
-                writes = watcher.writes = Mutations(model, given, fakes) if keys is None else None
-                with watcher, watcher.operators:
-                    output = call(model, given)
-                    loss = None if judge is None else judge(output)
-            if writes is not None:
-                writes.tell(watcher.seen)
-            if meter is not None:
-                watcher.seen.metered = meter.finish(output, loss)
-        finally:
-            watcher.remove()
-    watcher.seen.counting += replaced
+    watcher = _Watcher(model, meter, keys)
+    shown = keys is not None
+    with _as_it_was(model, watcher.seen), watcher.hooked():
+        around = nullcontext() if fakes is None else PartlyFake(fakes) if shown else fakes
+        with _silent(), higher_order.apart(), _keeping(meter), around:
+            hide = lambda t: t if fakes is None or (shown and not t.is_floating_point()) else fakes.from_tensor(t)  # noqa: E731
+            inputs = tree_map_only(torch.Tensor, hide, inputs)
+            writes = watcher.writes = None if shown else Mutations(model, inputs, fakes)
+            with watcher, watcher.operators:
+                output = call(model, inputs)
+                loss = None if judge is None else judge(output)
+        if writes is not None:
+            watcher.seen.counting = writes.buffers()
+            watcher.seen.rewritten, watcher.seen.sampled = writes.weights(), writes.from_samples()
+        if meter is not None:
+            watcher.seen.metered = meter.finish(output, loss)
     return watcher.seen
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch prints pages for what is raised on fake tensors; who catches it says what there is to say."""
+def _silent() -> Iterator[None]:
+    """No warnings, which training will give anyway, and not the pages that fake tensors print for what is raised anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logger.setLevel(level)
 
 
-@contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[list[str]]:
-    """What a run inside changes on the model is put back: a cache filled on fake tensors must not stay. The list gets the
-    names of buffers that the run replaced."""
-    modules, weights = list(scripted.plain(model)), [(p, p.data) for p in model.parameters()]
-    before, replaced = ModuleState(module for _, module in modules), list[str]()
-    buffers = [(f"{name}.{n}".lstrip("."), m, n, b) for name, m in modules for n, b in own_buffers(m).items()]
-    values = [
-        (b, b.clone()) for b in (*(b for *_, b in buffers), *(b for _, b in scripted.buffers(model))) if b is not None
-    ]
-    try:
-        yield replaced
-    finally:
-        replaced += [name for name, m, n, b in buffers if own_buffers(m).get(n) is not b]
-        before.restore()
-        for buffer, value in values:
-            if not buffer.is_leaf:  # written with what has a gradient
-                buffer.detach_()
-            buffer.copy_(value)
-        for parameter, data in weights:
-            if storage_key(parameter) != storage_key(data):
-                parameter.data = data
-
-
 def fakes_of(model: nn.Module) -> FakeTensorMode:
     """A mode for fake tensors: the one that the model itself was built in, if it was."""
-    built: Any = next((t.fake_mode for t in (*model.parameters(), *model.buffers()) if isinstance(t, FakeTensor)), None)
+    tensors = (*model.parameters(), *model.buffers())
+    built: Any = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
     return built or FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -174,6 +145,29 @@ def _keeping(meter: Meter | None) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def _as_it_was(model: nn.Module, seen: RunTrace) -> Iterator[None]:
+    """What a run inside changes on the model is put back: a cache filled on fake tensors must not stay. Buffers that were
+    replaced are noted in `seen`."""
+    modules, weights = list(scripted.plain(model)), [(p, p.data) for p in model.parameters()]
+    before = ModuleState(module for _, module in modules)
+    buffers = [(f"{name}.{n}".lstrip("."), m, n, b) for name, m in modules for n, b in own_buffers(m).items()]
+    all_buffers = (*(b for *_, b in buffers), *(b for _, b in scripted.buffers(model)))
+    values = [(b, b.clone()) for b in all_buffers if b is not None]
+    try:
+        yield
+    finally:
+        seen.counting += [name for name, m, n, b in buffers if own_buffers(m).get(n) is not b]
+        before.restore()
+        for buffer, value in values:
+            if not buffer.is_leaf:  # written with what has a gradient
+                buffer.detach_()
+            buffer.copy_(value)
+        for parameter, data in weights:
+            if storage_key(parameter) != storage_key(data):
+                parameter.data = data
+
+
 class _Watcher(TorchFunctionMode):
     """Follows which module is running and which function it called; its `operators` see what that function drew."""
 
@@ -183,11 +177,20 @@ class _Watcher(TorchFunctionMode):
         self.owner: list[tuple[str, str, nn.Module]] = [("", "#0", model)]
         self.calls: dict[str, int] = {}
         self.operators = _Operators(self)
-        self.handles: list[Any] = []
         self.writes: Mutations | None = None
-        for name, module in scripted.plain(model):
-            self.handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leaving, always_call=True))
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Be told of every module that is entered and left."""
+        handles: list[RemovableHandle] = []
+        for name, module in scripted.plain(self.owner[0][2]):
+            handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _entering(self, name: str):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,19 +201,15 @@ class _Watcher(TorchFunctionMode):
 
         return enter
 
-    def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: object) -> Any:
         self.owner.pop()
-        found = None
+        output_instead = None
         if self.meter is not None:
-            found = self.meter.leave(module, output)
-            ended = len(self.meter.seen.calls) - (self.meter.running is not None)
+            output_instead = self.meter.leave(module, output)
+            ended = len(self.meter.metered.calls) - (self.meter.running is not None)
             if self.keys is not None and self.keys.notes and len(self.keys.after) < ended:
                 self.keys.after.append((random.getstate(), np.random.get_state()))
-        return found
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        return output_instead
 
     def place(self) -> str:
         owner = self.owner[-1][1]
@@ -240,11 +239,11 @@ class _Watcher(TorchFunctionMode):
     def _whole(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing looks into it: what it draws cannot be keyed, what it computes is not counted."""
         name, _, module = self.owner[-1]
-        before, seen = torch.get_rng_state(), self.meter.seen if self.meter is not None else None
-        asked = seen is not None and seen.differentiates
+        before, metered = torch.get_rng_state(), self.meter.metered if self.meter is not None else None
+        asked = metered is not None and metered.differentiates
         result = func(*args, **kwargs)
-        if seen is not None:
-            seen.differentiates = asked  # how torch finds its backward is its own affair
+        if metered is not None:
+            metered.differentiates = asked  # how torch finds its backward is its own affair
         if not torch.equal(before, torch.get_rng_state()):
             self.seen.unkeyed.append(name or type(module).__name__)
         self.seen.opaque.append((name, args[0]))
@@ -269,26 +268,24 @@ class _Operators(TorchDispatchMode):
         self.watcher, self.keyed, self.per_sample = watcher, False, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        watcher = self.watcher
+        kwargs, watcher = kwargs or {}, self.watcher
+        result = func(*args, **kwargs)
         if watcher.meter is not None:
-            watcher.meter.operator(func, args, kwargs or {}, result)
+            watcher.meter.operator(func, args, kwargs, result)
         name, _, module = watcher.owner[-1]
         if watcher.writes is not None:
-            watcher.writes.operator(name, func, args, kwargs or {}, result)
-        if func in SEEDED and 0.0 not in [
-            _argument(func, args, kwargs or {}, name) for name in ("dropout_p", "dropout")
-        ]:
+            watcher.writes.operator(name, func, args, kwargs, result)
+        if func in SEEDED and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
             rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in distributions.RULES
             if self.keyed and rule and isinstance(result, torch.Tensor):
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = result.shape
                 if keys is not None:
-                    where = (func, args, kwargs or {}), list(keys.where), place
-                    result = distributions.redraw(result, *where, keys.places.get(place, -1))
+                    call, dim = (func, args, kwargs), keys.places.get(place, -1)
+                    result = distributions.redraw(result, call, list(keys.where), place, dim)
             else:
                 watcher.seen.unkeyed.append(name or type(module).__name__)
-        elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs or {}):
+        elif func.overloadpacket.__name__ in _NORMS and _uses_batch(func, args, kwargs):
             if isinstance(module, BatchNormBase):
                 watcher.seen.batch_norms.append(name)
             elif not self.per_sample:
@@ -296,7 +293,7 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _uses_batch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     training = _argument(func, args, kwargs, "training")
     training = _argument(func, args, kwargs, "train") if training is None else training
     return func.overloadpacket.__name__ == "_batch_norm_with_update" if training is None else bool(training)
@@ -306,9 +303,5 @@ def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], n
     """The value of an operator's argument, also when it is left at its default; None when there is no such argument."""
     for i, argument in enumerate(schema(func).arguments):
         if argument.name == name:
-            return (
-                args[i]
-                if i < len(args)
-                else kwargs.get(name, argument.default_value if argument.has_default_value() else None)
-            )
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
     return None

@@ -44,13 +44,13 @@ def _configs(model: nn.Module) -> list[Any]:
     """The library's configs of a model and of the models in it, and those inside of them, that have `use_cache`; each once."""
     kind = getattr(sys.modules["transformers"], "PretrainedConfig", ())
     waiting = [config for m in model.modules() if isinstance(config := vars(m).get("config"), kind)]
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     while waiting:
         config = waiting.pop()
-        if id(config) not in found:
-            found[id(config)] = config
+        if id(config) not in configs:
+            configs[id(config)] = config
             waiting += [inner for inner in vars(config).values() if isinstance(inner, kind)]
-    return [config for config in found.values() if hasattr(config, "use_cache")]
+    return [config for config in configs.values() if hasattr(config, "use_cache")]
 
 
 def in_doubles() -> None:

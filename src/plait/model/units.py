@@ -112,18 +112,18 @@ def chosen_again(model: nn.Module, chosen: dict[str, bool], run: Metered) -> dic
 def named(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
     """The modules that the patterns name, as `choose` returns them. J015 when one lies inside another."""
     wanted = [_regex(pattern) for pattern in patterns]
-    found = {
+    chosen = {
         name: False
         for name, module in model.named_modules()
         if name and has_forward(module) and not is_scripted(module) and any(r.fullmatch(name) for r in wanted)
     }
-    for name in found:
-        inner = next((other for other in found if other.startswith(f"{name}.")), None)
+    for name in chosen:
+        inner = next((other for other in chosen if other.startswith(f"{name}.")), None)
         if inner:
             raise PlaitError(Problem("J015", f"Job.units names {name} and {inner}, which lies inside it",
                                      why="a unit is not cut further", fix=(f"name only one of {name} and {inner}",)))  # fmt: skip
-    groups = Counter(re.sub(r"\d+", "*", name) for name in found)
-    return {name: groups[re.sub(r"\d+", "*", name)] > 1 for name in found}
+    groups = Counter(re.sub(r"\d+", "*", name) for name in chosen)
+    return {name: groups[re.sub(r"\d+", "*", name)] > 1 for name in chosen}
 
 
 def check_named(model: nn.Module, patterns: Sequence[str], runs: Sequence[Metered]) -> None:
@@ -155,7 +155,7 @@ def tied(model: nn.Module, units: Iterable[str]) -> set[str]:
     for module, home in homes(model, {id(model.get_submodule(name)): name for name in units}):
         for parameter in module.parameters(recurse=False):
             holders.setdefault(storage_key(parameter), set()).add(home)
-    return {home for found in holders.values() if len(found) > 1 for home in found if home}
+    return {home for sharing in holders.values() if len(sharing) > 1 for home in sharing if home}
 
 
 # — two runs —
@@ -163,14 +163,14 @@ def tied(model: nn.Module, units: Iterable[str]) -> set[str]:
 
 def in_order(runs: Iterable[list[str]]) -> list[str]:
     """The units of several runs in one order: what a later run adds stands behind what came before it there."""
-    found: list[str] = []
+    ordered: list[str] = []
     for run in runs:
         place = 0
         for name in run:
-            if name not in found:
-                found.insert(place, name)
-            place = found.index(name) + 1
-    return found
+            if name not in ordered:
+                ordered.insert(place, name)
+            place = ordered.index(name) + 1
+    return ordered
 
 
 def same_calls(small: Metered, large: Metered) -> bool:

@@ -25,8 +25,7 @@ from torch import Tensor
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
-from plait.data.batch import Batch
-from plait.data.iterable_shares import whole
+from plait.data.batch import Batch, whole
 from plait.engine.build import analyse, build, check_plan, start_build
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic, agree
