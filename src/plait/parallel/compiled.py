@@ -21,7 +21,6 @@ Paper
 
 import shutil
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -65,8 +64,7 @@ def apply(built: Built) -> None:
     from plait.model.transformers import without_cache
     from plait.randomness.keyed import drawn_in_composites
 
-    inside = drawn_in_composites(built.sketch.places, built.model)
-    if inside:
+    if inside := drawn_in_composites(built.sketch.places, built.model):
         raise PlaitError(
             Problem(
                 "P018",
@@ -77,7 +75,7 @@ def apply(built: Built) -> None:
         )
     compiled = torch.compile(called)  # a function of ours: torch.compile skips a root that is itself a torch module
 
-    def run(model: nn.Module, inputs: Any) -> Any:
+    def run(model: nn.Module, inputs: object) -> object:
         with without_cache(model):
             return compiled(model, inputs)
 

@@ -7,11 +7,11 @@ ranks must know.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.config.plan import SAME_SLICES
 from plait.parallel.built import Built
@@ -32,13 +32,11 @@ class CrossGroupSums:
         assert inner is None or isinstance(inner, (Reducer, FsdpRuntime))
         self.inner: Reducer | FsdpRuntime | None = inner
         self.pipelined, self.plan = built.pipe is not None, built.plan
-        self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
-        self.holders: dict[str, int] = built.holders
-        self.experts: set[str] = built.experts
+        self.partial, self.holders, self.experts = built.partial, built.holders, built.experts
         self.flagged: list[str] = names if isinstance(self.inner, FsdpRuntime) else []
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.step_row = self.row = torch.empty(0)
-        self.work: Any = None
+        self.work: dist.Work | None = None
         self.told: Callable[[Tensor], list[float]] = Tensor.tolist
         """How often each of some parameters got a gradient, from what all ranks of a group said together."""
 
@@ -118,7 +116,7 @@ class CrossGroupSums:
             return name in self.inner.used
         return name in self.own and self.own[name].grad is not None
 
-    def _add_up(self, names: list[str], group: Any) -> None:
+    def _add_up(self, names: list[str], group: ProcessGroup) -> None:
         """Sum over a group the gradients of some parameters, one message per number format; those nobody has stay None."""
         formats = dict.fromkeys(self.own[n].dtype for n in names)
         for dtype in formats:

@@ -186,5 +186,5 @@ class _Keeping(TorchDispatchMode):
         return out
 
 
-def _writes(leaf: Any) -> int:
+def _writes(leaf: object) -> int:
     return version(leaf) if isinstance(leaf, Tensor) else 0

@@ -19,11 +19,11 @@ After Liu et al. 2025, Muon is Scalable for LLM Training, section 2.3, for any o
 """
 
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import divides, shard_of
@@ -34,7 +34,7 @@ from plait.tensors.part import Part, everything
 
 def apply(built: Built) -> None:
     """Let the owners of tensors that are cut update them, on all ranks; after all strategies."""
-    group = group_of(built.plan, built.place.rank, ("fsdp", "tp"))
+    group = group_of(built.plan, ("fsdp", "tp"))
     whole = WholeTensors(built, group)
     if not whole.names:
         return
@@ -49,7 +49,7 @@ def apply(built: Built) -> None:
 class WholeTensors:
     """The tensors of which this rank and the others of `group` hold parts; `owned`: those that it updates, whole."""
 
-    def __init__(self, built: Built, group: Any):
+    def __init__(self, built: Built, group: ProcessGroup):
         self.group, self.own = group, built.own
         wanted = {n for n, p in built.own.items() if p.requires_grad}
         self.layouts = [{n: part for n, part in row.items() if n in wanted} for row in _layouts(built)]

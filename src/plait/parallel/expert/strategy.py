@@ -104,7 +104,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Built) -> None:
     plan, model = built.plan, built.model
-    holders = experts_of(plan, built.place.rank)
+    holders = experts_of(plan)
     here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
     frozen = {name for name, p in built.own.items() if not p.requires_grad}
     for mixture in here:

@@ -44,7 +44,7 @@ from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.context.sequences import as_held
-from plait.parallel.mesh import group_of
+from plait.parallel.mesh import group_at
 from plait.parallel.pipeline.partition import check
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.parallel.pipeline.runtime import PipelineRuntime
@@ -88,7 +88,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Built) -> None:
-    plan, sketch, place = built.plan, built.sketch, built.place
+    plan, sketch = built.plan, built.sketch
     if plan.cp > 1:
         sketch = as_held(sketch, context.rows(plan, sketch, built.place.rank))
     layout = StageLayout.of(plan, sketch, built.job.stages)
@@ -110,8 +110,8 @@ def apply(built: Built) -> None:
     built.sketch = layout.part(index)
     built.holders = {name: len(homes[name]) for name in built.own}
     for alike in sorted({ranks for ranks in homes.values() if len(ranks) > 1}):
-        group = group_of(plan, place.rank, ("pp",), alike)
-        if index in alike:
+        group = group_at(plan, ("pp",), alike)
+        if group is not None:
             built.partial.append((tuple(name for name, ranks in homes.items() if ranks == alike), group))
     built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
 
