@@ -7,9 +7,9 @@ and that list decides everything.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 
 from plait.config.errors import PlaitError, Problem
-from plait.parallel.data.buckets import numel
 
 CUT = 32 << 20
 """Bytes of the largest piece. A larger rectangle is cut along dim 0, so that several holders can share the writing and
@@ -38,7 +38,7 @@ class HeldChunk:
 
     @property
     def bytes(self) -> int:
-        return numel(self.size) * self.itemsize
+        return prod(self.size) * self.itemsize
 
 
 def overlap(a: Rect, b: Rect) -> Rect | None:
@@ -73,8 +73,8 @@ def wrong_tiling(shape: Sequence[int], rects: Iterable[Rect]) -> str | None:
         if any(s < 0 or n <= 0 or s + n > whole for s, n, whole in zip(start, size, shape)):
             return f"a piece at {list(start)} of size {list(size)} leaves the shape {list(shape)}"
     wrong = _overlapping(ordered, 0, len(shape))
-    covered = sum(numel(size) for _, size in ordered)
-    return wrong or (None if covered == numel(shape) else f"its pieces cover {covered} of {numel(shape)} elements")
+    covered = sum(prod(size) for _, size in ordered)
+    return wrong or (None if covered == prod(shape) else f"its pieces cover {covered} of {prod(shape)} elements")
 
 
 def _overlapping(ordered: list[Rect], dim: int, dims: int) -> str | None:

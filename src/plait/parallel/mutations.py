@@ -1,10 +1,14 @@
-"""What a plan would lose or multiply of what a forward pass writes into the model itself (`model/mutations.py`)."""
+"""What a forward pass writes into the model itself (`model/mutations.py`): what a plan would lose of it, and how it is undone."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
 
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import SAME_SLICES, Plan
 from plait.model.sketch import Sketch
+from plait.tensors.torch_private import own_buffers
 
 
 def refused(plan: Plan, sketch: Sketch, cut: Collection[str]) -> Problem | None:
@@ -40,3 +44,28 @@ def apart(sketch: Sketch, ranks: int) -> Iterator[str]:
     for name in sketch.sampled:
         if name not in sketch.rewritten:
             yield f"buffer {name} is made from the samples that a rank sees: each of {ranks} ranks has its own"
+
+
+def copied(buffer: Tensor | None) -> Tensor | None:
+    """A copy of a buffer, which may be None."""
+    return None if buffer is None else buffer.clone()
+
+
+def set_attributes(module: nn.Module, attributes: dict[str, object]) -> None:
+    """Give a module these attributes and no others."""
+    vars(module).clear()
+    vars(module).update(attributes)
+
+
+@contextmanager
+def undone(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, modules write into copies of their buffers; after, their attributes and buffers are what they were."""
+    before = [(m, dict(vars(m)), dict(own_buffers(m))) for m in modules]
+    for module, _, buffers in before:
+        own_buffers(module).update({name: copied(buffer) for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            set_attributes(module, attributes)
+            own_buffers(module).update(buffers)

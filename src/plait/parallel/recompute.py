@@ -45,6 +45,7 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
+from plait.parallel.mutations import copied, set_attributes, undone
 from plait.randomness.keyed import RepeatableForward, host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import TorchDispatchMode, alias, own_buffers, tree_flatten, tree_unflatten, version
@@ -81,67 +82,61 @@ def marked(sketch: Sketch) -> list[str]:
 def apply(built: Built) -> None:
     for name in marked(built.sketch):
         module = built.model.get_submodule(name)
-        module.forward = Recomputed(module, built.plan.recompute == "selective", built.sketch, name)
-        module.forward.wide = built.cast is torch.float64 and not built.plan.compile
+        wide = built.cast is torch.float64 and not built.plan.compile
+        module.forward = Recomputed(
+            module, name, built.sketch, selective=built.plan.recompute == "selective", wide=wide
+        )
 
 
 class Recomputed(RepeatableForward):
     """A unit's forward under an activation checkpoint. Hooks on the unit stay outside of it."""
 
-    def __init__(self, module: nn.Module, selective: bool, sketch: Sketch, name: str):
+    def __init__(self, module: nn.Module, name: str, sketch: Sketch, *, selective: bool, wide: bool):
         super().__init__(module)
-        self.host_random, self.wide = sketch.host_random, False
+        self.host_random, self.wide = sketch.host_random, wide
         inside = {f"{name}.{path}" if path else name: m for path, m in module.named_modules()}
         counting = [buffer.rpartition(".") for buffer in sketch.counting]
         self.counting = [(own_buffers(inside[owner]), key) for owner, _, key in counting if owner in inside]
-        self.options: dict[str, Any] = {"use_reentrant": False}
-        if selective:
-            self.options["context_fn"] = _selective
+        self.contexts: dict[str, Any] = {"context_fn": _selective} if selective else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward."""
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         state, runs = host_state()[:2] if self.host_random else None, 0
-        attributes = [(m, dict(m.__dict__)) for m in self.module.modules()]
-        buffers = [(held, name, held[name]) for held, name in self.counting]
-        buffers = [(held, name, None if b is None else b.clone()) for held, name, b in buffers]
+        attributes = [(m, dict(vars(m))) for m in self.module.modules()]
+        counting = [(buffers, name, copied(buffers[name])) for buffers, name in self.counting]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             runs += 1
-            with nullcontext() if runs == 1 else self._second(state, attributes, buffers):
+            with nullcontext() if runs == 1 else self._second(state, attributes, counting):
                 return self.run(*args, **kwargs)
 
-        return checkpoint(run, *args, **self.options, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **self.contexts, **kwargs)
 
     @contextmanager
-    def _second(self, state: Any, attributes: list[Any], counting: list[Any]) -> Iterator[None]:
+    def _second(
+        self,
+        state: tuple[Any, Any] | None,
+        attributes: list[tuple[nn.Module, dict[str, object]]],
+        counting: list[tuple[dict[str, Tensor | None], str, Tensor | None]],
+    ) -> Iterator[None]:
         """Python's and numpy's generators, attributes and buffers as they were before the first pass; put back after."""
-        now, kept = host_state()[:2], [(own_buffers(m), dict(own_buffers(m))) for m in self.module.modules()]
-        for buffers, _ in kept:
-            buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-        for buffers, name, value in counting:
-            buffers[name] = None if value is None else value.clone()
-        later = [(m, dict(m.__dict__)) for m, _ in attributes]
-        _set(attributes)
-        try:
-            if state is not None:
-                restore_host((*state, torch.get_rng_state()))
-            with Wide() if self.wide else nullcontext():  # torch's engine leaves the modes around backward
-                yield
-        finally:
-            if state is not None:
-                restore_host((*now, torch.get_rng_state()))
-            _set(later)
-            for buffers, originals in kept:
-                buffers.update(originals)
-
-
-def _set(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    for module, values in attributes:
-        module.__dict__.clear()
-        module.__dict__.update(values)
+        now = host_state()[:2]
+        with undone(self.module.modules()):
+            for buffers, name, value in counting:
+                buffers[name] = copied(value)
+            for module, values in attributes:
+                set_attributes(module, values)
+            try:
+                if state is not None:
+                    restore_host((*state, torch.get_rng_state()))
+                with Wide() if self.wide else nullcontext():  # torch's engine leaves the modes around backward
+                    yield
+            finally:
+                if state is not None:
+                    restore_host((*now, torch.get_rng_state()))
 
 
 Kept = dict[tuple[Any, int], tuple[list[tuple[Any, int]], Any]]

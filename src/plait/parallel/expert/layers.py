@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from plait.config.errors import PlaitError, Problem
 from plait.losses.global_batch import BatchPeers
 from plait.parallel.expert.dispatch import ExpertPlacement, Serve, through, tied
-from plait.tensors.torch_private import leaves, own_buffers, tree_leaves, tree_map_only
+from plait.parallel.mutations import undone
+from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
 
 Through = Callable[[Tensor, list[int | None], Serve], Tensor]
 """What takes rows to the experts and back: `travelling`, or `at_home` where all experts are here."""
@@ -171,18 +172,13 @@ class ListedExperts:
             given.append((number, rows))
             return probe.new_zeros(len(rows), *probe.shape[1:])
 
-        back, kept = self.again(), [(m, dict(m.__dict__), dict(own_buffers(m))) for m in self.around]
-        for module, _, buffers in kept:
-            own_buffers(module).update({n: None if b is None else b.clone() for n, b in buffers.items()})
-        try:
-            with self._asking(note):
-                self.own(*tree_map_only(Tensor, torch.clone, args), **tree_map_only(Tensor, torch.clone, kwargs))
-        finally:
-            back()
-            for module, attributes, buffers in kept:
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
-                own_buffers(module).update(buffers)
+        back = self.again()
+        with undone(self.around):
+            try:
+                with self._asking(note):
+                    self.own(*tree_map_only(Tensor, torch.clone, args), **tree_map_only(Tensor, torch.clone, kwargs))
+            finally:
+                back()
         for _, rows in given:
             if rows.dtype != like.dtype or rows.shape[1] != self.width:
                 told = f"{rows.dtype} rows of {rows.shape[1]} numbers where the layer is given {like.dtype} and {self.width}"
