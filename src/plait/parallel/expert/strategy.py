@@ -73,17 +73,16 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    whys = {
-        "processes=one": "" if plan.processes != "one" else "experts are shared out to processes, not to threads",
-        "compile=true": ""
-        if not plan.compile
-        else "how many rows travel depends on the data, and a graph has fixed sizes",
-        "offload=all": ""
-        if plan.offload != "all"
-        else "it is fsdp that brings parameters to the device, and it leaves experts",
-    }
-    for key, why in whys.items():
-        if why:
+    for given, key, why in (
+        (plan.processes == "one", "processes=one", "experts are shared out to processes, not to threads"),
+        (plan.compile, "compile=true", "how many rows travel depends on the data, and a graph has fixed sizes"),
+        (
+            plan.offload == "all",
+            "offload=all",
+            "it is fsdp that brings parameters to the device, and it leaves experts",
+        ),
+    ):
+        if given:
             yield Problem("P050", f"ep={plan.ep} does not work with {key}", why=why, fix=(f'--plan "ep={plan.ep}"',))
     if plan.shares % plan.ep:
         what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
