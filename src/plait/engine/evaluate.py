@@ -22,7 +22,7 @@ from plait.engine import try_metrics
 from plait.engine.build import move
 from plait.model.make import call
 from plait.parallel.built import Built
-from plait.parallel.precision import autocast
+from plait.parallel.precision import autocast, plan_format
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.collectives import exchange
@@ -87,7 +87,7 @@ def _evaluating(built: Built) -> Iterator[None]:
     modes = [(m, m.training) for m in built.model.modules()]
     built.model.eval()
     try:
-        with torch.no_grad(), higher_order.apart(), autocast(built.device.type, built.precision):
+        with torch.no_grad(), higher_order.apart(), autocast(built.device.type, plan_format(built.plan)):
             yield
     finally:
         for module, training in modes:

@@ -131,7 +131,6 @@ class Built:
     run: Call = call
     """(model, inputs) -> outputs."""
     scaler: LossScale | None = None
-    precision: torch.dtype | None = None
     begun: bool = False
     """A step was made."""
     structure: dict[str, list[str]] = field(default_factory=dict)

@@ -28,8 +28,6 @@ Paper
 """
 
 from collections.abc import Iterable
-from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -67,12 +65,12 @@ def apply(built: Built) -> None:
         for name, parameter in built.own.items()
     }
 
-    def out(*_: Any) -> None:
+    def out(*_: object) -> None:
         for name, master in masters.items():
             gradient = built.own[name].grad
             master.grad = None if gradient is None else gradient.to("cpu", copy=True)
 
-    def back(*_: Any) -> None:
+    def back(*_: object) -> None:
         with torch.no_grad():
             for name, master in masters.items():
                 built.own[name].copy_(master, non_blocking=True)
@@ -99,8 +97,3 @@ def on_host(plan: Plan, category: str, updating: bool) -> bool:
         return False
     there = ("optimizer", "host copies", *(("parameters", "gradients") if plan.offload == "all" else ()))
     return category in there or (updating and category == "temporary")
-
-
-def _part(plan: Plan, shape: tuple[int, ...]) -> int:
-    cut = plan.fsdp > 1 and shape and 0 not in shape
-    return -(-shape[0] // plan.fsdp) * prod(shape[1:]) if cut else prod(shape)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.tensors.rows import Ranges, Rows
 
@@ -26,7 +27,7 @@ from plait.tensors.rows import Ranges, Rows
 class Exchange:
     """The ranks among which a sequence is cut."""
 
-    group: Any
+    group: ProcessGroup
     cut: Rows
 
     def heads(self, t: Tensor) -> Tensor:

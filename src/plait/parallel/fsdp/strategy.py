@@ -151,9 +151,4 @@ def _gather_next(ahead: FSDPModule) -> Callable[[nn.Module, tuple[Any, ...]], No
 
 def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
     """Takes a rank's part of a whole parameter: its stretch of dim 0."""
-
-    def mine(t: Tensor) -> Tensor:
-        first, end = stretch(t.shape[0], plan.fsdp, rank % plan.fsdp)
-        return t[first:end]
-
-    return mine
+    return lambda t: t[slice(*stretch(t.shape[0], plan.fsdp, rank % plan.fsdp))]
