@@ -160,7 +160,7 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
         found = choose.sliced(found, made, batches, once, job, plan, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
-    found = context.stretched(built) if plan.cp > 1 else found
+    found = context.stretched(built) if context.wanted(plan) else found
     return replace(found, whole_update=optimizer_check.looks_at_wholes(job, plan, found))
 
 

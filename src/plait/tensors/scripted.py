@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.errors import Problem
-from plait.config.plan import Plan
+from plait.config.plan import SAME_LOSS, Plan
 
 
 def is_scripted(module: nn.Module) -> bool:
@@ -27,8 +27,8 @@ def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def refused(plan: Plan, names: Iterable[str]) -> Problem | None:
     """P071 when a plan would have to take one of these modules apart."""
     first = next(iter(names), None)
-    axes = {"fsdp": plan.fsdp > 1, "tp": plan.tp > 1, "cp": plan.cp > 1, "ep": plan.ep > 1}
-    needs = [f"{axis}={getattr(plan, axis)}" for axis, wanted in axes.items() if wanted]
+    axes = "fsdp", *reversed(SAME_LOSS), "ep"
+    needs = [f"{axis}={getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
     needs += ["offload=all"] if plan.offload == "all" else []
     if first is None or not needs:
         return None

@@ -64,7 +64,7 @@ from plait.parallel.context.opened_unit import Layout, worth
 from plait.parallel.context.runtime import ContextParallelUnits
 from plait.parallel.context.sequence_layout import GroupLayout
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.context.sequences import SAMPLES, SequencePlan
+from plait.parallel.context.sequences import SAMPLES, SequencePlan, as_held
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor.wiring import wire
 from plait.randomness.sub_block import Axis, HeldRows
@@ -164,6 +164,8 @@ def layout(plan: Plan) -> Layout:
     return Rows.zigzag if plan.context == "ring" else Rows.even
 
 
-def rows(plan: Plan, sketch: Sketch, rank: int) -> list[int]:
-    """Rows of each sequence that a rank computes."""
-    return [layout(plan)(n, plan.cp).sizes[plan.at(rank)[AXIS]] for n in sketch.sequence_plan.lengths]
+def sketch_of(plan: Plan, sketch: Sketch, rank: int) -> Sketch:
+    """The sketch with what calls of units return as a rank has it: its rows of each sequence."""
+    if not wanted(plan):
+        return sketch
+    return as_held(sketch, [layout(plan)(n, plan.cp).sizes[plan.at(rank)[AXIS]] for n in sketch.sequence_plan.lengths])
