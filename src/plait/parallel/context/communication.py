@@ -5,7 +5,7 @@ because code that makes masks at need makes others on fake ones.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,7 @@ class Communication:
 class _Deaf(GroupLayout):
     """Rows of a rank whose group never answers."""
 
-    told: Callable[[], None] = lambda: None
-    length_of: Callable[[SequenceLayout], int] = field(default=lambda held: 0)
-
-    @property
-    def length(self) -> int:
-        """Of the sequence as it was sketched."""
-        return self.length_of(self)
+    told: Callable[[], None]
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         self.told()
@@ -54,7 +48,7 @@ class _Deaf(GroupLayout):
 def communication(
     model: nn.Module, inputs: object, call: Call, parallel_units: ContextParallelUnits, layout: Layout
 ) -> Communication:
-    """What tells in a forward pass ; `stretching` has wrapped the model.
+    """What tells other ranks something in a forward pass; `parallel_units` has wrapped the model.
 
     P040 when a unit itself would compute its attention again, seeing its rows alone.
     """
@@ -74,9 +68,7 @@ def communication(
             return call(module, given)
 
     told = lambda: units.add(parallel_units.unit)  # noqa: E731
-    parallel_units.hold = lambda length: _Deaf(
-        layout(length, parallel_units.ranks), 0, absent, told, parallel_units.sketched
-    )
+    parallel_units.hold = lambda length: _Deaf(layout(length, parallel_units.ranks), 0, absent, told)
     parallel_units.answer = answer
     handles = parallel_units.install()
     try:

@@ -129,10 +129,6 @@ class ContextParallelUnits:
             self.held[number] = next(alike, None) or self.hold(length)
         return self.held
 
-    def sketched(self, held: SequenceLayout) -> int:
-        """The length, in the course, of the sequence of which these are the rows."""
-        return next(self.sequence_plan.lengths[number] for number, other in self.held.items() if other is held)
-
 
 class _Border:
     """What stands before and after a unit."""

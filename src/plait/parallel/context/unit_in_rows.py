@@ -84,7 +84,7 @@ def rows_of(whole: Tensor, at: At | None, held: Mapping[int, SequenceLayout]) ->
 
 
 @dataclass(frozen=True)
-class OnRows:
+class OutputOnRows:
     """What a unit returned, run on some rows."""
 
     leaves: list[tuple[str, Any]]
@@ -107,12 +107,12 @@ class OnRows:
 
 def on_rows(
     unit: nn.Module, given: Arguments, call: UnitPlan, held: Mapping[int, SequenceLayout], whole: WholeAttention
-) -> OnRows:
+) -> OutputOnRows:
     """Run a unit on the rows that are held of what it is given, its attentions answered from a run on the whole."""
     whole.number, whole.worst, besides = 0, 0.0, Besides()
     args, kwargs = cut_arguments(copied(given), call, held)
     with ShardedAttention(held, call.attends, whole.answer):
-        return OnRows(named_leaves(posed(unit, args, kwargs, call, held, besides))[0], call, held, besides)
+        return OutputOnRows(named_leaves(posed(unit, args, kwargs, call, held, besides))[0], call, held, besides)
 
 
 def cut_arguments(given: Arguments, call: UnitPlan, held: Mapping[int, SequenceLayout]) -> Arguments:

@@ -118,11 +118,8 @@ def apply(built: Built) -> None:
             rows = ((mine.start, len(mine)),)
             built.cuts |= {n: (shapes[n], (rows, *everything(shapes[n][1:]))) for n in held}
         built.experts |= held
-    whole = [
-        n
-        for n, p in built.own.items()
-        if n in built.experts - frozen and not expert_shards.parted(plan, tuple(p.shape))
-    ]
+    trained = {n: tuple(p.shape) for n, p in built.own.items() if n in built.experts - frozen}
+    whole = [n for n, shape in trained.items() if not expert_shards.parted(plan, shape)]
     if holders.holding.size() > 1 and whole:
         built.partial.append((tuple(whole), holders.holding))
     built.apart, alike = holders.apart, holders.copies or holders.holding
