@@ -33,10 +33,10 @@ class Communication:
 class _Deaf(GroupLayout):
     """Rows of a rank whose group never answers."""
 
-    told: Callable[[], None]
+    tell: Callable[[], None]
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        self.told()
+        self.tell()
         shape = list(local.shape)
         shape[dim] = self.cut.length - shape[dim]
         return torch.cat([local, local.new_zeros(shape)], dim)
@@ -67,8 +67,8 @@ def communication(
         with torch.enable_grad():
             return call(module, given)
 
-    told = lambda: units.add(parallel_units.unit)  # noqa: E731
-    parallel_units.hold = lambda length: _Deaf(layout(length, parallel_units.ranks), 0, absent, told)
+    tell = lambda: units.add(parallel_units.unit)  # noqa: E731
+    parallel_units.hold = lambda length: _Deaf(layout(length, parallel_units.ranks), 0, absent, tell)
     parallel_units.answer = answer
     handles = parallel_units.install()
     try:

@@ -79,10 +79,10 @@ class Gathered:
 class All(SequenceLayout):
     """All rows of a sequence: notes what is gathered."""
 
-    told: Gathered = field(default_factory=Gathered)
+    gathered: Gathered
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        self.told.notes.append(local.clone())
+        self.gathered.notes.append(local.clone())
         return local
 
 
@@ -90,20 +90,19 @@ class All(SequenceLayout):
 class Some(SequenceLayout):
     """A rank's rows of a sequence: what the others would tell it was noted."""
 
-    told: Gathered = field(default_factory=Gathered)
+    gathered: Gathered
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        told = self.told
-        if told.number == len(told.notes):
-            raise RuntimeError("on some rows its code needs other rows than on all")
-        whole = told.notes[told.number]
-        told.number += 1
-        alike = whole.shape[:dim] + whole.shape[dim + 1 :] == local.shape[:dim] + local.shape[dim + 1 :]
-        fits = alike and whole.shape[dim] == self.cut.length
-        told.worst = max(told.worst, apart(local, self.take(whole, dim)) if fits else torch.inf)
-        if not fits:
-            raise RuntimeError("on some rows its code needs other rows than on all")
-        return whole.clone()
+        gathered, shape = self.gathered, list(local.shape)
+        shape[dim] = self.cut.length
+        if gathered.number < len(gathered.notes):
+            whole = gathered.notes[gathered.number]
+            gathered.number += 1
+            if list(whole.shape) == shape:
+                gathered.worst = max(gathered.worst, apart(local, self.take(whole, dim)))
+                return whole.clone()
+            gathered.worst = torch.inf
+        raise RuntimeError("on some rows its code needs other rows than on all")
 
 
 def opened(module: nn.Module, made: UnitPlan, given: Arguments, layout: Layout, ranks: int) -> UnitPlan | None:
@@ -152,11 +151,11 @@ class _Trial:
         self.whole.note(asked)
         return plainly(asked)
 
-    def _held(self, rank: int | None, told: Gathered | None = None) -> dict[int, SequenceLayout]:
+    def _held(self, rank: int | None, gathered: Gathered | None = None) -> dict[int, SequenceLayout]:
         """The rows of a rank; None: all."""
         if rank is None:
-            return {n: All(AndAll.beside(c), len(c.ranks), told or Gathered()) for n, c in self.cuts.items()}
-        return {n: Some(c, rank, told or Gathered()) for n, c in self.cuts.items()}
+            return {n: All(AndAll.beside(c), len(c.ranks), gathered or Gathered()) for n, c in self.cuts.items()}
+        return {n: Some(c, rank, gathered or Gathered()) for n, c in self.cuts.items()}
 
     def _sees(self, held: Mapping[int, SequenceLayout], answer: Answer) -> ShardedAttention:
         return ShardedAttention(held, self.call.attends, answer)
@@ -180,15 +179,15 @@ class _Trial:
 
     def stopped(self) -> list[str] | None:
         """None when the unit on rows gives its rows of the output; else the modules in which its code stops, if it stops."""
-        told, parts = Gathered(), list[int]()
+        gathered, parts = Gathered(), list[int]()
         try:
-            self._run(self._held(None, told), told)
+            self._run(self._held(None, gathered), gathered)
             for rank in range(self.ranks):
-                parts.append(self._run(self._held(rank, told), told))
+                parts.append(self._run(self._held(rank, gathered), gathered))
         except Exception:
             return self._stopped()
         self.part = sum(parts) / self.ranks / self.flops if self.flops else 1.0
-        return None if told.worst <= NEAR else []
+        return None if gathered.worst <= NEAR else []
 
     def lost(self) -> list[str]:
         """The innermost module in which gradients are lost: a torch.autograd.Function is given rows that pose as the whole."""
@@ -221,12 +220,12 @@ class _Trial:
         """After an exception: the modules that it passed through, the innermost last, that may run on wholes yet."""
         return [name for name in self.running.now if name not in self.call.together]
 
-    def _run(self, held: Mapping[int, SequenceLayout], told: Gathered) -> int:
+    def _run(self, held: Mapping[int, SequenceLayout], gathered: Gathered) -> int:
         """The floating-point operations of a run on some rows. Raises when its output is not these rows of the whole's."""
-        told.number = 0
+        gathered.number = 0
         with Counted() as counted:
             output = on_rows(self.unit, self.given, self.call, held, self.whole)
-        told.worst = max(told.worst, self.whole.worst, *output.differences(self.expected))
+        gathered.worst = max(gathered.worst, self.whole.worst, *output.differences(self.expected))
         return counted.get_total_flops()
 
 

@@ -19,7 +19,7 @@ Paper
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,15 +100,14 @@ class _Ring(torch.autograd.Function):
                 blockwise.merge(out[:, :, rows], lse[:, :, rows], found)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask, result, lse, scores.kept)
-        ctx.how = Scores(scores.scale, scores.causal, learned=scores.learned), ring
+        ctx.scores, ctx.ring = replace(scores, mask=None, kept=None), ring
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
         q, k, v, mask, out, lse, kept = ctx.saved_tensors
-        how, ring = ctx.how
-        scores = Scores(how.scale, how.causal, mask, kept, how.learned)
+        scores, ring = replace(ctx.scores, mask=mask, kept=kept), ctx.ring
         grad = grads[0].contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dmask = torch.zeros_like(mask) if scores.learned else None
@@ -166,7 +165,7 @@ def _columns(scores: Scores, ring: Ring, source: int) -> Scores:
     def cut(t: Tensor | None) -> Tensor | None:
         return t if t is None or t.shape[-1] == 1 else t.index_select(-1, ring.columns(source, t.device))
 
-    return Scores(scores.scale, scores.causal, cut(scores.mask), cut(scores.kept), scores.learned)
+    return replace(scores, mask=cut(scores.mask), kept=cut(scores.kept))
 
 
 def _round(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -130,17 +130,17 @@ def _compared(
     values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     noise = [[size * torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(3)]
     rows = [noise[k % 3] for k in range(steps)]
-    told = lambda error: f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"  # noqa: E731
+    raised = lambda error: f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"  # noqa: E731
     try:
         whole = _updated(job, values, rows)
     except Exception as error:  # an optimizer may raise anything
-        raise _Unmade(_kind(job, values), told(error)) from error
+        raise _Unmade(_kind(job, values), raised(error)) from error
     alone = [k for k, lot in enumerate(held) if lot == ALONE]
     owner = {k: int(2 * i >= len(alone)) for i, k in enumerate(alone)}
     try:
         ranks = [_on_rank(job, values, rows, held=held, owner=owner, rank=rank) for rank in range(2)]
     except Exception as error:  # the real one would have to run on parts as well
-        return _kind(job, values), told(error)
+        return _kind(job, values), raised(error)
     for k, (expected, before) in enumerate(zip(whole, values)):
         lot = held[k] if before.dim() or held[k] == ALONE else WHOLE
         found = torch.cat([mine[k] for mine in ranks], lot) if isinstance(lot, int) else ranks[owner.get(k, 0)][k]
