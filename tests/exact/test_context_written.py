@@ -127,17 +127,17 @@ def test_functions_of_rows(name: str) -> None:
             assert torch.allclose(found, expected, atol=1e-6)
         return found
 
-    run(All(AndAll.beside(Rows.zigzag(9, 2)), None, 2, told))
+    run(All(AndAll.beside(Rows.zigzag(9, 2)), 2, told))
     assert len(told.notes) == asked
     for rank in range(2):
         told.number = 0
-        run(Some(Rows.zigzag(9, 2), None, rank, told))
+        run(Some(Rows.zigzag(9, 2), rank, told))
         assert told.number == asked and told.worst < 1e-12
 
 
 def test_a_rank_that_asks_for_something_else_is_seen() -> None:
     told, cut = Gathered([Q]), Rows.even(9, 2)
-    Some(cut, None, 1, told).gather(cut.take(Q, 2, 1) + 1e-3, 2)
+    Some(cut, 1, told).gather(cut.take(Q, 2, 1) + 1e-3, 2)
     assert told.worst > 1e-4
     with pytest.raises(RuntimeError, match="other rows"):
-        Some(cut, None, 1, told).gather(cut.take(Q, 2, 1), 2)
+        Some(cut, 1, told).gather(cut.take(Q, 2, 1), 2)

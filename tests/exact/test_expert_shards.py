@@ -110,7 +110,7 @@ def test_who_holds_what() -> None:
 
     def groups(place: Place) -> list[list[int]]:
         place.connect(torch.device("cpu"))
-        found = experts_of(Plan.parse("dp=2 fsdp=4 ep=2"), place.rank)
+        found = experts_of(Plan.parse("dp=2 fsdp=4 ep=2"))
         every = (found.sharing, found.holding, found.apart, found.copies)
         torch.distributed.barrier()  # nobody leaves while others still connect
         return [torch.distributed.get_process_group_ranks(group) for group in every]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.engine import passes
-from plait.parallel import offload, recompute
+from plait.parallel import mutations, offload, recompute
 from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import collectives
 from plait.parallel.fsdp import strategy as fsdp
@@ -37,7 +37,7 @@ def test_the_sum_divided_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         opened = self.open
         real(self)
         if opened is not None:
-            opened[2].div_(2)
+            opened[1].div_(2)
 
     monkeypatch.setattr(Scatter, "settle", settle)
     check(jobs.groups(), "fsdp=2", "G", "0.weight", "V002")
@@ -104,7 +104,7 @@ def test_recomputation_draws_other_masks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_recomputation_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: running statistics move twice in a step."""
-    monkeypatch.setattr(recompute, "own_buffers", lambda module: {})
+    monkeypatch.setattr(mutations, "own_buffers", lambda module: {})
     check(jobs_unlike.ALL["norm_inside"](), "fsdp=2 recompute=full", "B", "num_batches_tracked", "V011")
 
 

@@ -314,6 +314,11 @@ class Plan:
         return self.devices > self.shares or self.ep > 1
 
     @property
+    def waits_in_forward(self) -> bool:
+        """Whether ranks compute a forward pass together: slices, stretches or experts, whose messages it waits for."""
+        return self.along((*SAME_LOSS, "ep")) > 1
+
+    @property
     def world(self) -> int:
         """Processes the plan runs in."""
         return 1 if self.processes == "one" else self.devices

@@ -160,7 +160,7 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
         found = choose.sliced(found, made, built.pairs, once, job, plan, wide=wide, handed_on=handed_on)
     built.sketch = found
     mutations.check(plan, found)
-    found = context.stretched(built, built.pairs) if plan.cp > 1 else found
+    found = context.stretched(built) if context.wanted(plan) else found
     return replace(found, whole_update=optimizer_check.looks_at_wholes(job, plan, found))
 
 
@@ -169,10 +169,10 @@ def _meet(built: Built) -> None:
     plan, rank = built.plan, built.place.rank
     built.at, built.peers = plan.at(rank), built.group
     if plan.across:
-        built.groups = {axis: group_of(plan, rank, (axis,)) for axis in AXES if getattr(plan, axis) > 1}
-        built.peers = group_of(plan, rank, OTHER_SAMPLES)
+        built.groups = {axis: group_of(plan, (axis,)) for axis in AXES if getattr(plan, axis) > 1}
+        built.peers = group_of(plan, OTHER_SAMPLES)
     if plan.along(SAME_PARTS) > 1 and plan.processes != "one":
-        built.copies = built.group if plan.world == plan.dp else group_of(plan, rank, SAME_PARTS)
+        built.copies = built.group if plan.world == plan.dp else group_of(plan, SAME_PARTS)
     ranks = dist.get_process_group_ranks(built.peers) if built.peers is not None else None
     built.sharers = BatchPeers(ranks, plan.microbatches)
 

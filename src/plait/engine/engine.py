@@ -79,7 +79,7 @@ class Engine:
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself."""
         if self.place.joined and dist.is_initialized():
-            self.built.reducer = None
+            self.built.reducer = self.built.shards = None
             gc.collect()
             dist.destroy_process_group()
             time.sleep(0.2)  # gloo's threads may abort a correct program that ends at once

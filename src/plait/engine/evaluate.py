@@ -22,7 +22,7 @@ from plait.engine import try_metrics
 from plait.engine.build import move
 from plait.model.make import call
 from plait.parallel.built import Built
-from plait.parallel.precision import autocast
+from plait.parallel.precision import autocast, plan_format
 from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.collectives import exchange
@@ -86,7 +86,7 @@ def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
 @contextmanager
 def _forward_only(built: Built) -> Iterator[None]:
     """In eval mode, without gradients, in the number format of training."""
-    precision = autocast(built.device.type, built.precision)
+    precision = autocast(built.device.type, plan_format(built.plan))
     with evaluating(built.model), torch.no_grad(), higher_order.apart(), precision:
         yield
 

@@ -1,7 +1,6 @@
 """How training is split: one folder for each technique with a mesh axis, one file for each without.
 
-order             the strategies, in the order in which they are applied
-strategy          the contract of a strategy: wanted, refuse, inexact, apply
+order             the strategies, in the order in which they are applied; their contract: wanted, refuse, inexact, apply
 built             what strategies make of a job on one rank
 mesh              the groups of ranks of a plan
 gradient_sums     sums between ranks that are not alike; the norm

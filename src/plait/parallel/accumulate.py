@@ -48,21 +48,18 @@ def wanted(plan: Plan) -> bool:
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     smallest = batch // plan.shares
     if plan.microbatches > smallest >= 1:
-        yield Problem(
-            "P014",
-            f"a share of {smallest} samples does not split into {plan.microbatches} micro-batches",
-            why=f"batch {batch} / {plan.shares} shares = {batch / plan.shares:.4g} samples each",
-            fix=(f"microbatches={smallest}", f"--batch {plan.microbatches * plan.shares}"),
-        )
+        what = f"a share of {smallest} samples does not split into {plan.microbatches} micro-batches"
+        why = f"batch {batch} / {plan.shares} shares = {batch / plan.shares:.4g} samples each"
+        fix = (f"microbatches={smallest}", f"--batch {plan.microbatches * plan.shares}")
+        yield Problem("P014", what, why=why, fix=fix)
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     for name in (*sketch.batch_norms, *sketch.batch_coupled):
         yield f"batch statistics in {name} are those of each of the {plan.microbatches} micro-batches, not of the batch"
-    for kind, names in (("buffer", sketch.counting), ("weight", sketch.rewritten)):
-        yield from (
-            f"{kind} {name} changes in every forward pass, and a step has {plan.microbatches} of them" for name in names
-        )
+    changing = [f"buffer {name}" for name in sketch.counting] + [f"weight {name}" for name in sketch.rewritten]
+    for name in changing:
+        yield f"{name} changes in every forward pass, and a step has {plan.microbatches} of them"
 
 
 def apply(built: Built) -> None:

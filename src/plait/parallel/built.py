@@ -87,6 +87,8 @@ class Built:
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: GradientReducer | None = None
     """What sums gradients over the ranks: `Reducer`, `FsdpRuntime`, or None."""
+    shards: FsdpRuntime | None = None
+    """What runs the parts of a sharded model, if it is one."""
     peers: ProcessGroup | None = None
     """The group of the ranks with other samples and the same stage: all ranks, without a pipeline."""
     pipe: PipelineRuntime | None = None
@@ -129,7 +131,6 @@ class Built:
     run: Call = call
     """(model, inputs) -> outputs."""
     scaler: LossScale | None = None
-    precision: torch.dtype | None = None
     begun: bool = False
     """A step was made."""
     structure: dict[str, list[str]] = field(default_factory=dict)
@@ -141,12 +142,6 @@ class Built:
     lockstep: str = ""
     """Every rank must run every micro-batch, also an empty one, because the forward pass communicates: `empty` without
     a sample (layers that count samples), `sample` with one that weighs nothing."""
-
-    @property
-    def shards(self) -> FsdpRuntime | None:
-        """What runs the parts of a sharded model, if it is one."""
-        inner = getattr(self.reducer, "inner", self.reducer)
-        return inner if isinstance(inner, FsdpRuntime) else None
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of every parameter and buffer, tied ones once, by the model's names."""

@@ -21,7 +21,6 @@ Paper
 
 import shutil
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,19 +40,12 @@ def wanted(plan: Plan) -> bool:
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.processes == "one":
-        yield Problem(
-            "P017",
-            "compile=true does not work with processes=one",
-            why="threads of one process would compile and run the same graph at the same time",
-            fix=(f'--plan "dp={plan.dp} compile=true"', f'--plan "dp={plan.dp} processes=one"'),
-        )
+        why = "threads of one process would compile and run the same graph at the same time"
+        fix = (f'--plan "dp={plan.dp} compile=true"', f'--plan "dp={plan.dp} processes=one"')
+        yield Problem("P017", "compile=true does not work with processes=one", why=why, fix=fix)
     if device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        yield Problem(
-            "H002",
-            "compile=true needs a C++ compiler, none was found",
-            why="looked for g++ and clang++ in PATH",
-            fix=("install g++",),
-        )
+        what, why = "compile=true needs a C++ compiler, none was found", "looked for g++ and clang++ in PATH"
+        yield Problem("H002", what, why=why, fix=("install g++",))
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
@@ -65,19 +57,13 @@ def apply(built: Built) -> None:
     from plait.model.transformers import without_cache
     from plait.randomness.keyed import drawn_in_composites
 
-    inside = drawn_in_composites(built.sketch.places, built.model)
-    if inside:
-        raise PlaitError(
-            Problem(
-                "P018",
-                f"compile=true cannot key the random numbers drawn inside {', '.join(inside)}",
-                why="only dropout layers and torch.nn.functional.dropout* are traced; these draw inside another operator",
-                fix=("compile=false", "use nn.Dropout there"),
-            )
-        )
+    if inside := drawn_in_composites(built.sketch.places, built.model):
+        what = f"compile=true cannot key the random numbers drawn inside {', '.join(inside)}"
+        why = "only dropout layers and torch.nn.functional.dropout* are traced; these draw inside another operator"
+        raise PlaitError(Problem("P018", what, why=why, fix=("compile=false", "use nn.Dropout there")))
     compiled = torch.compile(called)  # a function of ours: torch.compile skips a root that is itself a torch module
 
-    def run(model: nn.Module, inputs: Any) -> Any:
+    def run(model: nn.Module, inputs: object) -> object:
         with without_cache(model):
             return compiled(model, inputs)
 

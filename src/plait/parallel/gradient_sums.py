@@ -7,16 +7,16 @@ ranks must know.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.config.plan import SAME_SLICES
 from plait.parallel.built import Built
 from plait.parallel.data.buckets import Reducer
-from plait.parallel.fsdp.runtime import FsdpRuntime, square
+from plait.parallel.fsdp.runtime import square
 
 
 class CrossGroupSums:
@@ -28,17 +28,14 @@ class CrossGroupSums:
 
     def __init__(self, names: list[str], built: Built):
         self.names, self.own, self.peers = names, built.own, built.peers
-        inner = built.reducer
-        assert inner is None or isinstance(inner, (Reducer, FsdpRuntime))
-        self.inner: Reducer | FsdpRuntime | None = inner
+        self.inner, self.shards = built.reducer, built.shards
+        self.copies = built.reducer if isinstance(built.reducer, Reducer) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
-        self.partial: list[tuple[tuple[str, ...], Any]] = built.partial
-        self.holders: dict[str, int] = built.holders
-        self.experts: set[str] = built.experts
-        self.flagged: list[str] = names if isinstance(self.inner, FsdpRuntime) else []
+        self.partial, self.holders, self.experts = built.partial, built.holders, built.experts
+        self.flagged: list[str] = [] if self.shards is None else names
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.step_row = self.row = torch.empty(0)
-        self.work: Any = None
+        self.work: dist.Work | None = None
         self.told: Callable[[Tensor], list[float]] = Tensor.tolist
         """How often each of some parameters got a gradient, from what all ranks of a group said together."""
 
@@ -54,8 +51,8 @@ class CrossGroupSums:
 
     def before(self, last: bool) -> None:
         """Before a micro-batch's forward pass: whether its backward ends the step. In a pipeline, before its end."""
-        if isinstance(self.inner, FsdpRuntime) and self.pipelined:
-            self.inner.hold(not last)
+        if self.shards is not None and self.pipelined:
+            self.shards.hold(not last)
         elif self.inner is not None and not self.pipelined:
             self.inner.before(last)
 
@@ -67,27 +64,27 @@ class CrossGroupSums:
     def arm(self, step_row: Tensor) -> None:
         """`step_row` is a row of numbers to sum over all ranks."""
         self.step_row = step_row
-        if isinstance(self.inner, Reducer) and not self.pipelined:
-            self.inner.arm(None)
+        if self.copies is not None and not self.pipelined:
+            self.copies.arm(None)
 
     def finish(self) -> Tensor:
         """Sum gradients over copies, shards and whoever has a part of the sum; the summed row of the step, whose numbers are
         there once `norm` was asked for."""
-        if isinstance(self.inner, FsdpRuntime):
-            self.inner.settle(self.peers)
-        elif self.inner is not None:
-            (self.inner.settle if self.pipelined else self.inner.finish)()
+        if self.shards is not None:
+            self.shards.settle(self.peers)
+        elif self.copies is not None:
+            (self.copies.settle if self.pipelined else self.copies.finish)()
         for names, group in self.partial:
             self._add_up([n for n in names if n in self.own and self.own[n].requires_grad], group)
         used = [float(self._used(n)) for n in self.flagged]
         row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.step_row.device)
         self.row = torch.cat([self.step_row, row])
         self.work = dist.all_reduce(self.row, async_op=True)
-        if isinstance(self.inner, FsdpRuntime):  # they have gradients of zeros where nobody used a parameter
+        if self.shards is not None:  # they have gradients of zeros where nobody used a parameter
             for name, times in zip(self.flagged, self._rest()[1:]):
                 if not times and name in self.own:
                     self.own[name].grad = None
-            self.inner.used.clear()
+            self.shards.used.clear()
         return self.row[: len(self.step_row)]
 
     def _rest(self) -> list[float]:
@@ -107,18 +104,18 @@ class CrossGroupSums:
         return sum(square(float(torch.nn.utils.get_total_norm(found))) / count for count, found in alike.items())
 
     def _copies(self, name: str) -> int:
-        plan, cut = self.plan, isinstance(self.inner, FsdpRuntime) and name in self.inner.sharded
+        plan, cut = self.plan, self.shards is not None and name in self.shards.sharded
         alike = self.holders.get(name, 1) * plan.along(SAME_SLICES)
         if name in self.experts:
             return alike // plan.ep // (plan.expert_shards if cut else 1)
         return alike // plan.fsdp if cut else alike
 
     def _used(self, name: str) -> bool:
-        if isinstance(self.inner, FsdpRuntime) and name in self.inner.sharded:
-            return name in self.inner.used
+        if self.shards is not None and name in self.shards.sharded:
+            return name in self.shards.used
         return name in self.own and self.own[name].grad is not None
 
-    def _add_up(self, names: list[str], group: Any) -> None:
+    def _add_up(self, names: list[str], group: ProcessGroup) -> None:
         """Sum over a group the gradients of some parameters, one message per number format; those nobody has stay None."""
         formats = dict.fromkeys(self.own[n].dtype for n in names)
         for dtype in formats:
@@ -138,8 +135,9 @@ class CrossGroupSums:
 
     def _size(self, name: str) -> int:
         """Elements of a parameter in a message: shards of unequal ranks are padded to the largest."""
-        shards = self.inner if isinstance(self.inner, FsdpRuntime) else None
-        return shards.size(name) if shards is not None and name in shards.sharded else self.own[name].numel()
+        if self.shards is not None and name in self.shards.sharded:
+            return self.shards.size(name)
+        return self.own[name].numel()
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
         """The gradient norm over all ranks' parts, as `finish` found it. Waits for it."""

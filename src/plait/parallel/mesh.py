@@ -1,59 +1,70 @@
 """The ranks of a plan as a mesh: who shares an axis with whom."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from plait.config.plan import AXES, Plan
+from plait.config.plan import AXES, OTHER_SAMPLES, SAME_SLICES, Plan
 
 
-def group_of(plan: Plan, rank: int, axes: tuple[str, ...], only: tuple[int, ...] | None = None) -> Any:
-    """The process group of the ranks that differ from `rank` on `axes` alone (and stand at `only` on the first).
+def group_of(plan: Plan, axes: tuple[str, ...]) -> ProcessGroup:
+    """The process group of the ranks that differ from this one on `axes` alone. Every rank makes every such group."""
+    group = group_at(plan, axes, range(getattr(plan, axes[0])))
+    assert group is not None
+    return group
+
+
+def group_at(plan: Plan, axes: tuple[str, ...], places: Collection[int]) -> ProcessGroup | None:
+    """The same of ranks that stand at some places on the first axis; None for a rank that stands elsewhere.
 
     Every rank makes every such group, in the same order, as torch demands.
     """
-    others = [axis for axis in AXES if axis not in axes]
-    mine = None
-    for fixed in product(*(range(getattr(plan, axis)) for axis in others)):
-        at = dict(zip(others, fixed))
-        ranks = []
-        for moving in product(*(range(getattr(plan, axis)) for axis in axes)):
-            if only is None or moving[0] in only:
-                ranks.append(plan.rank(at | dict(zip(axes, moving))))
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            mine = group
-    return mine
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(plan.devices):
+        at = plan.at(rank)
+        if at[axes[0]] in places:
+            members.setdefault(_except(at, axes), []).append(rank)
+    return _group(members.values())
+
+
+def _except(at: dict[str, int], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """A rank's place on the other axes."""
+    return tuple(at[axis] for axis in AXES if axis not in axes)
+
+
+def _group(members: Iterable[list[int]]) -> ProcessGroup | None:
+    """Make a group of each of these lists of ranks; the one that this rank is in."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    return next((group for group in groups if isinstance(group, ProcessGroup)), None)
 
 
 @dataclass(frozen=True)
 class Holders:
     """The ranks that a rank's experts bring it together with, as process groups."""
 
-    sharing: Any
+    sharing: ProcessGroup
     """Those that share them out: `ep` neighbours among the ranks with other samples."""
-    holding: Any
+    holding: ProcessGroup
     """Those that hold the same experts, whole or parts of them."""
-    apart: Any = None
+    apart: ProcessGroup | None = None
     """Those that keep parts of the same experts: neighbours among the holders. None: each of them keeps all."""
-    copies: Any = None
+    copies: ProcessGroup | None = None
     """Those that keep the same parts of the same experts."""
 
 
-def experts_of(plan: Plan, rank: int) -> Holders:
-    """Who has to do with the experts of `rank`. Every rank makes every group."""
-    ranks = plan.expert_shards
-    sets: list[dict[Any, list[int]]] = [{}, {}, {}, {}]
-    for r in range(plan.world):
-        at, (group, part) = plan.at(r), divmod(plan.share(r), plan.ep)
-        copy, shard = divmod(group, ranks)
-        keys = [(at["cp"], group), (part,), (at["cp"], part, copy), (part, shard)]
-        for found, key in zip(sets, keys):
-            found.setdefault((at["pp"], at["tp"], *key), []).append(r)
-    mine = []
-    for found in sets[: 4 if ranks > 1 else 2]:
-        made = [(members, dist.new_group(members)) for _, members in sorted(found.items())]
-        mine.append(next(group for members, group in made if rank in members))
-    return Holders(*mine)
+def experts_of(plan: Plan) -> Holders:
+    """Who has to do with the experts of this rank. Every rank makes every group."""
+    shards = plan.expert_shards
+    sets: list[dict[tuple[int, ...], list[int]]] = [{}, {}, {}, {}]
+    for rank in range(plan.world):
+        at, (group, part) = plan.at(rank), divmod(plan.share(rank), plan.ep)
+        copy, shard = divmod(group, shards)
+        here, slices = _except(at, OTHER_SAMPLES), _except(at, SAME_SLICES)
+        keys = (*here, group), (*slices, part), (*here, part, copy), (*slices, part, shard)
+        for members, key in zip(sets, keys):
+            members.setdefault(key, []).append(rank)
+    sharing, holding, *parts = (_group(members.values()) for members in sets[: 4 if shards > 1 else 2])
+    assert sharing is not None and holding is not None
+    return Holders(sharing, holding, *parts)

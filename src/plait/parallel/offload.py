@@ -28,7 +28,6 @@ Paper
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -66,12 +65,12 @@ def apply(built: Built) -> None:
         for name, parameter in built.own.items()
     }
 
-    def out(*_: Any) -> None:
+    def out(*_: object) -> None:
         for name, master in masters.items():
             gradient = built.own[name].grad
             master.grad = None if gradient is None else gradient.to("cpu", copy=True)
 
-    def back(*_: Any) -> None:
+    def back(*_: object) -> None:
         with torch.no_grad():
             for name, master in masters.items():
                 built.own[name].copy_(master, non_blocking=True)

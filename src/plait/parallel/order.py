@@ -5,16 +5,60 @@ slices of layers and which stretches of sequences; then precision, because it de
 everything after it computes; what splits the samples inside one process (threads, micro-batches); what is recomputed,
 inside of which compile works; then the copies and shards between processes, because their hooks must see the parameters
 as they finally are; and last where the optimizer's tensors live, because only now it is known which they are.
+
+A strategy is a module with the names of `Strategy`: no base class, no registry, no state. Its docstring explains the
+technique to a newcomer under fixed headings (What it does, Costs, Choose when, Avoid when, Paper).
 """
 
+from collections.abc import Iterable
+from typing import Protocol
+
+from plait.config.errors import Problem
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
 from plait.parallel import accumulate, compiled, offload, precision, recompute, threads
+from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.data import strategy as data_parallel
 from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.pipeline import strategy as pipeline
-from plait.parallel.strategy import Strategy
 from plait.parallel.tensor import strategy as tensor
+
+
+class Strategy(Protocol):
+    """The contract of a technique."""
+
+    @property
+    def AXIS(self) -> str | None:
+        """The mesh axis it owns."""
+        ...
+
+    @property
+    def EXACT(self) -> bool:
+        """True when the result equals one device's up to the order of rounding."""
+        ...
+
+    @staticmethod
+    def wanted(plan: Plan) -> bool:
+        """Whether this plan uses it."""
+        ...
+
+    @staticmethod
+    def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+        """What cannot work, with the arithmetic and what to change. Before any process starts."""
+        ...
+
+    @staticmethod
+    def apply(built: Built) -> None:
+        """The torch wiring."""
+        ...
+
+    @staticmethod
+    def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+        """What cannot equal one device under this plan, by nature: named, never hidden behind a tolerance."""
+        ...
+
 
 ORDER: tuple[Strategy, ...] = (
     pipeline,

@@ -61,7 +61,6 @@ def inexact(plan: Plan, sketch: Sketch | None = None) -> Iterable[str]:
 
 
 def apply(built: Built) -> None:
-    built.precision = plan_format(built.plan)
     if built.plan.precision == "fp16":
         built.scaler = LossScale()
 

@@ -82,22 +82,22 @@ def marked(sketch: Sketch) -> list[str]:
 def apply(built: Built) -> None:
     for name in marked(built.sketch):
         module = built.model.get_submodule(name)
-        module.forward = Recomputed(module, built.plan.recompute == "selective", built.sketch, name)
-        module.forward.wide = built.cast is torch.float64 and not built.plan.compile
+        wide = built.cast is torch.float64 and not built.plan.compile
+        module.forward = Recomputed(
+            module, name, built.sketch, selective=built.plan.recompute == "selective", wide=wide
+        )
 
 
 class Recomputed(RepeatableForward):
     """A unit's forward under an activation checkpoint. Hooks on the unit stay outside of it."""
 
-    def __init__(self, module: nn.Module, selective: bool, sketch: Sketch, name: str):
+    def __init__(self, module: nn.Module, name: str, sketch: Sketch, *, selective: bool, wide: bool):
         super().__init__(module)
-        self.host_random, self.wide = sketch.host_random, False
+        self.host_random, self.wide = sketch.host_random, wide
         inside = {f"{name}.{path}" if path else name: m for path, m in module.named_modules()}
         counting = [buffer.rpartition(".") for buffer in sketch.counting]
         self.counting = [(own_buffers(inside[owner]), key) for owner, _, key in counting if owner in inside]
-        self.options: dict[str, Any] = {"use_reentrant": False}
-        if selective:
-            self.options["context_fn"] = _selective
+        self.contexts: dict[str, Any] = {"context_fn": _selective} if selective else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward."""
@@ -105,19 +105,25 @@ class Recomputed(RepeatableForward):
             return self.run(*args, **kwargs)
         state, runs = host_state()[:2] if self.host_random else None, 0
         attributes = attributes_of(self.module.modules())
-        buffers = [(held, name, held[name]) for held, name in self.counting]
-        buffers = [(held, name, None if b is None else b.clone()) for held, name, b in buffers]
+        counting = [
+            (buffers, name, None if (b := buffers[name]) is None else b.clone()) for buffers, name in self.counting
+        ]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             runs += 1
-            with nullcontext() if runs == 1 else self._second(state, attributes, buffers):
+            with nullcontext() if runs == 1 else self._second(state, attributes, counting):
                 return self.run(*args, **kwargs)
 
-        return checkpoint(run, *args, **self.options, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **self.contexts, **kwargs)
 
     @contextmanager
-    def _second(self, state: Any, attributes: Attributes, counting: list[Any]) -> Iterator[None]:
+    def _second(
+        self,
+        state: tuple[Any, Any] | None,
+        attributes: Attributes,
+        counting: list[tuple[dict[str, Tensor | None], str, Tensor | None]],
+    ) -> Iterator[None]:
         """Python's and numpy's generators, attributes and buffers as they were before the first pass; put back after."""
         now = host_state()[:2]
         with state_kept(self.module.modules(), hooks=False):
@@ -176,5 +182,5 @@ class _Keeping(TorchDispatchMode):
         return out
 
 
-def _writes(leaf: Any) -> int:
+def _writes(leaf: object) -> int:
     return version(leaf) if isinstance(leaf, Tensor) else 0

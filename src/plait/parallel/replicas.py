@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from plait.model.sketch import Sketch
 from plait.randomness.keyed import Randomness
 from plait.tensors.rows import split
-from plait.tensors.torch_private import leaves, tree_flatten, tree_map, tree_map_only, tree_unflatten
+from plait.tensors.torch_private import leaves, tree_flatten, tree_map_only, tree_unflatten
 
 Call = Callable[[nn.Module, Any], Any]
 
@@ -36,7 +36,7 @@ class Replicas:
                     target.copy_(value, non_blocking=True)
 
     def forward(
-        self, call: Call, number_format: Callable[[], Any], inputs: Any, step: int, first: int, count: int
+        self, call: Call, number_format: Callable[[], Any], inputs: object, step: int, first: int, count: int
     ) -> tuple[Any, Callable[[list[Tensor | None]], None]]:
         """Outputs of the whole micro-batch on device 0 as leaves, and the function that runs backward from them.
 
@@ -60,13 +60,10 @@ class Replicas:
         def backward(gradients: list[Tensor | None]) -> None:
             def back(i: int, offset: int, n: int) -> None:
                 mine = tree_flatten(results[i])[0]
-                pairs = [
-                    (o, g[offset : offset + n].to(o.device))
-                    for o, g in zip(mine, gradients)
-                    if g is not None and o.requires_grad
-                ]
+                pairs = [(o, g) for o, g in zip(mine, gradients) if g is not None and o.requires_grad]
+                upstream = [g[offset : offset + n].to(o.device) for o, g in pairs]
                 with self.randomness[i].replay():
-                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                    torch.autograd.backward([o for o, _ in pairs], upstream)
 
             _in_threads(back, parts)
 
@@ -84,10 +81,8 @@ class Replicas:
     def device_bytes(self, optimizer: torch.optim.Optimizer, outputs: int) -> list[int]:
         """Bytes of tensors each device holds for good (weights, gradients, optimizer state) and, on 0, the outputs."""
         each = [sum(2 * p.nbytes for p in m.parameters()) + sum(b.nbytes for b in m.buffers()) for m in self.models]
-        state = tree_map(
-            lambda v: v.nbytes if isinstance(v, Tensor) else 0, [list(s.values()) for s in optimizer.state.values()]
-        )
-        each[0] += sum(map(sum, state)) + outputs
+        state = (value for of_one in optimizer.state.values() for value in of_one.values())
+        each[0] += sum(value.nbytes for value in state if isinstance(value, Tensor)) + outputs
         return each
 
 

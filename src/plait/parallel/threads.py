@@ -51,12 +51,9 @@ def wanted(plan: Plan) -> bool:
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.dp > batch:
-        yield Problem(
-            "P012",
-            f"global batch {batch} does not split over {plan.dp} devices",
-            why=f"{plan.dp - batch} devices would never have a sample",
-            fix=(f'--plan "dp={batch} processes=one"', f"--batch {plan.dp}"),
-        )
+        what, why = f"global batch {batch} does not split over {plan.dp} devices", "devices would never have a sample"
+        fix = (f'--plan "dp={batch} processes=one"', f"--batch {plan.dp}")
+        yield Problem("P012", what, why=f"{plan.dp - batch} {why}", fix=fix)
     if device == "cuda" and len(cuda_names()) < plan.dp:
         what = f"{plan.dp} devices are needed in one process, {len(cuda_names())} are visible"
         yield Problem("H003", what, fix=("--device cpu", f'--plan "dp={len(cuda_names())} processes=one"'))
@@ -71,9 +68,6 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Built) -> None:
-    devices = (
-        [built.device] * built.plan.dp
-        if built.device.type == "cpu"
-        else [torch.device("cuda", i) for i in range(built.plan.dp)]
-    )
+    cpu = built.device.type == "cpu"
+    devices = [built.device if cpu else torch.device("cuda", i) for i in range(built.plan.dp)]
     built.replicas = Replicas(built.model, devices, built.job.seed, built.sketch)

@@ -18,12 +18,13 @@ After Liu et al. 2025, Muon is Scalable for LLM Training, section 2.3, for any o
 (Rajbhandari et al. 2020).
 """
 
-from itertools import product
-from typing import Any
+from collections.abc import Iterator
+from itertools import chain, product
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from plait.parallel.built import Built
 from plait.parallel.fsdp.runtime import divides, shard_of
@@ -34,7 +35,7 @@ from plait.tensors.part import Part, everything
 
 def apply(built: Built) -> None:
     """Let the owners of tensors that are cut update them, on all ranks; after all strategies."""
-    group = group_of(built.plan, built.place.rank, ("fsdp", "tp"))
+    group = group_of(built.plan, ("fsdp", "tp"))
     whole = WholeTensors(built, group)
     if not whole.names:
         return
@@ -49,7 +50,7 @@ def apply(built: Built) -> None:
 class WholeTensors:
     """The tensors of which this rank and the others of `group` hold parts; `owned`: those that it updates, whole."""
 
-    def __init__(self, built: Built, group: Any):
+    def __init__(self, built: Built, group: ProcessGroup):
         self.group, self.own = group, built.own
         wanted = {n for n, p in built.own.items() if p.requires_grad}
         self.layouts = [{n: part for n, part in row.items() if n in wanted} for row in _layouts(built)]
@@ -75,11 +76,8 @@ class WholeTensors:
         there = there.to(next(iter(self.own.values())).device)
         dist.all_reduce(there, group=self.group)
         used = {n for n, count in zip(self.names, there.tolist()) if count}
-        parts = {
-            n: g if (g := self.own[n].grad) is not None else torch.zeros_like(self.own[n])
-            for n in self.names
-            if n in used
-        }
+        gradients = {n: self.own[n].grad for n in self.names if n in used}
+        parts = {n: torch.zeros_like(self.own[n]) if g is None else g for n, g in gradients.items()}
         for name, whole in self._gathered(parts).items():
             self.owned[name].grad = whole
 
@@ -91,11 +89,10 @@ class WholeTensors:
             mine = [n for n in names if n in self.owned]
             send = [[self._cut(self.owned[n].detach(), n, rank) for n in mine] for rank in self.ranks]
             theirs = [[n for n in names if self.owner[n] == rank] for rank in self.ranks]
-            received = self._exchanged(send, [[self.own[n].numel() for n in told] for told in theirs], dtype)
+            received = self._exchanged(send, [[self.own[n].numel() for n in some] for some in theirs], dtype)
             with torch.no_grad():
-                for told, parts in zip(theirs, received):
-                    for name, part in zip(told, parts):
-                        self.own[name].copy_(part.view_as(self.own[name]))
+                for name, part in zip(chain(*theirs), chain(*received)):
+                    self.own[name].copy_(part.view_as(self.own[name]))
         for parameter in self.owned.values():
             parameter.grad = None
 
@@ -110,8 +107,7 @@ class WholeTensors:
             for rank, received in enumerate(self._exchanged(send, sizes, dtype)):
                 for name, flat in zip(mine, received):
                     whole = found.setdefault(name, torch.zeros_like(self.owned[name]).detach())
-                    layout = self.layouts[rank][name]
-                    for piece in Part(flat.view(_shape(layout)), layout.shape, layout.ranges).pieces():
+                    for piece in self._pieces(flat, name, rank):
                         piece.inside(whole).copy_(piece.tensor)
         return found
 
@@ -119,18 +115,22 @@ class WholeTensors:
         """What every rank sends to this one, cut to `sizes`; `send`: to every rank. All-to-all."""
         device = next(iter(self.own.values())).device
         flat = [torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype, device=device) for tensors in send]
-        counts = [sum(told) for told in sizes]
+        counts = [sum(some) for some in sizes]
         into = torch.empty(sum(counts), dtype=dtype, device=device)
         dist.all_to_all_single(into, torch.cat(flat), counts, [t.numel() for t in flat], group=self.group)
-        return [list(part.split(told)) for part, told in zip(into.split(counts), sizes)]
+        return [list(part.split(some)) for part, some in zip(into.split(counts), sizes)]
 
     def _cut(self, whole: Tensor, name: str, rank: int) -> Tensor:
         """A rank's part of a whole, flat."""
-        layout = self.layouts[rank][name]
-        part = whole.new_empty(_shape(layout))
-        for piece in Part(part, layout.shape, layout.ranges).pieces():
+        flat = whole.new_empty(self._numel(name, rank))
+        for piece in self._pieces(flat, name, rank):
             piece.tensor.copy_(piece.inside(whole))
-        return part.reshape(-1)
+        return flat
+
+    def _pieces(self, flat: Tensor, name: str, rank: int) -> Iterator[Part]:
+        """The rectangles of a rank's part, which is `flat`."""
+        layout = self.layouts[rank][name]
+        return Part(flat.view(_shape(layout)), layout.shape, layout.ranges).pieces()
 
     def _numel(self, name: str, rank: int) -> int:
         return torch.Size(_shape(self.layouts[rank][name])).numel()

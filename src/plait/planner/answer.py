@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from plait.config.plan import Plan
+from plait.config.plan import AXES, Plan
 from plait.model.table import aligned, short, size
 from plait.planner.estimate import estimate
 from plait.planner.question import CONTEXT, PlanRequest
@@ -149,7 +149,7 @@ def classical(asked: PlanRequest, question: SearchSpace, found: Found) -> list[C
 
 def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     """The best plan with all devices on one axis, searched for by itself: bounds may have left it out."""
-    alone = dict.fromkeys(("pp", "dp", "fsdp", "tp", "cp", "ep"), 1) | {axis: question.devices}
+    alone = dict.fromkeys((*AXES, "ep"), 1) | {axis: question.devices}
     others = {key: value for key, value in question.pins.items() if key not in alone}
     pace, refused = asked.pace(), asked.refused()
     found = search(pace, replace(question, pins=others | alone), refused)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf
 
-from plait.config.plan import Plan
+from plait.config.plan import SAME_LOSS, Plan
 from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.schedules import Table
 from plait.parallel.pipeline.simulate import makespan
@@ -55,7 +55,7 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     states = sum(weights[s] for s in fullest) / plan.fsdp * (1 - pace.work.frozen)
     software = pace.software
     away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
-    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.tp * plan.cp * plan.pp)
+    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.devices // plan.shares)
     found = Estimate(plan, inf, {}, memory, reserved, flops, states * away)
     if reserved > within:
         return found
@@ -155,7 +155,7 @@ def pipeline(
     total = ideal = per_rank[busiest] * m
     if plan.pp > 1:
         size = max(b.out for b, _, _ in part) * samples / plan.cp * item(plan)
-        inner = plan.tp * plan.cp
+        inner = plan.along(SAME_LOSS)
         link = pace.machine.send(size / plan.tp, inner * plan.shares) + pace.machine.all_gather(size, plan.tp)
         times = (_rounded(forward), _rounded(inputs), _rounded(weight))
         total = played((plan.schedule, plan.pp, plan.stages_per_rank), m, times, round(link, 7))
@@ -208,7 +208,7 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
     """Seconds of the messages of dp and fsdp that computing does not hide. `hidden`: seconds of one micro-batch."""
     if plan.shares == 1 or pace.work.frozen == 1:
         return {"gradients": 0.0}
-    machine, software, inner, f = pace.machine, pace.software, plan.tp * plan.cp, plan.fsdp
+    machine, software, inner, f = pace.machine, pace.software, plan.along(SAME_LOSS), plan.fsdp
     free = pace.free
     elements = sum(room.weights(b, plan) * n for b, _, n in own)
     apart = machine.all_reduce(BUCKET, plan.dp, inner * f) * elements * software.sent / f / BUCKET

@@ -11,8 +11,7 @@ from plait.config.plan import Plan
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.parallel.context.sequences import as_held
-from plait.parallel.context.strategy import rows
+from plait.parallel.context.strategy import sketch_of
 from plait.parallel.pipeline.partition import StageLayout, check
 from plait.planner.dryrun.dry_run import known
 
@@ -34,10 +33,10 @@ def _look(job: Job, plan: Plan, place: Place) -> None:
     place.beat(-1, "build")
     sketch, _ = known(job, plan)
     if plan.pp > 1:
-        held = as_held(sketch, rows(plan, sketch, 0)) if plan.cp > 1 else sketch
+        held = sketch_of(plan, sketch, 0)
         check(
             sketch,
             StageLayout.of(plan, held, job.stages).cut,
             plan.stages_per_rank > 1,
-            plan.tp * plan.cp * plan.ep > 1,
+            plan.waits_in_forward,
         )

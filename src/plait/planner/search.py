@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from plait.config.plan import Plan
+from plait.config.plan import AXES, Plan
 from plait.planner import memory
 from plait.planner.estimate import Estimate, estimate, touched
 from plait.planner.space import MOST, SearchSpace, branch_samples, branches, of, orders, shardings
@@ -35,8 +35,7 @@ class Candidate:
     @property
     def mesh(self) -> tuple[int, ...]:
         """Plans of one mesh are shown as their best."""
-        plan = self.plan
-        return plan.pp, plan.dp, plan.fsdp, plan.cp, plan.tp, plan.ep
+        return tuple(getattr(self.plan, axis) for axis in (*AXES, "ep"))
 
     @property
     def seconds(self) -> float:

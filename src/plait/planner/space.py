@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from plait.config.plan import Plan
+from plait.config.plan import SAME_LOSS, Plan
 from plait.planner.estimate import Estimate
 
 
@@ -132,7 +132,7 @@ def of(key: str, values: list[Any], given: dict[str, Any]) -> list[Any]:
 def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
     """Between how many devices a copy is shared out: none, all, those of one node."""
     given, shares = question.pins, branch.shares
-    node = max(1, per_node // (branch.tp * branch.cp))
+    node = max(1, per_node // branch.along(SAME_LOSS))
     sizes = sorted({1, shares, node if 1 < node < shares and shares % node == 0 else 1})
     if "dp" in given:
         sizes = [shares // given["dp"]]

@@ -17,7 +17,7 @@ from math import ceil, log2
 from typing import Any
 
 from plait.config.machine import Machine
-from plait.config.plan import Plan
+from plait.config.plan import SAME_LOSS, Plan
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 
@@ -75,7 +75,7 @@ class Cores:
     def passes(self, kernels: float, plan: Plan) -> tuple[float, float]:
         """Seconds to launch so many operators forward, and backward."""
         stretched = plan.cp > 1 or plan.sequence_parallel
-        around = (self.slice if stretched else self.plain) / 2 if plan.tp * plan.cp > 1 else 0.0
+        around = (self.slice if stretched else self.plain) / 2 if plan.along(SAME_LOSS) > 1 else 0.0
         each = (self.launch + around) * kernels * self.operator
         return each, each
 
@@ -304,14 +304,14 @@ class TimeModel:
         if plan.shares == 1 or not block.statistics:
             return 0.0
         sums = self.software.cores.statistics if self.software.cores else 1.0
-        return sums * block.statistics * self.machine.all_reduce(STATISTICS, plan.shares, plan.tp * plan.cp)
+        return sums * block.statistics * self.machine.all_reduce(STATISTICS, plan.shares, plan.along(SAME_LOSS))
 
     def exchanged(self, block: Block, plan: Plan, samples: float) -> float:
         """Seconds to send rows to experts and back."""
         if plan.ep == 1 or not block.routed:
             return 0.0
         size = block.routed * samples / plan.cp / self.thin(plan) * item(plan)
-        stride = 1 if self.thin(plan) > 1 else plan.tp * plan.cp
+        stride = 1 if self.thin(plan) > 1 else plan.along(SAME_LOSS)
         nodes = -(-plan.ep * stride // self.machine.devices_per_node)
         if (
             nodes > 1 and not self.software.portable

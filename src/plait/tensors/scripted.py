@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.errors import Problem
-from plait.config.plan import Plan
+from plait.config.plan import SAME_LOSS, Plan
 
 
 def is_scripted(module: nn.Module) -> bool:
@@ -23,7 +23,8 @@ def plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def refused(plan: Plan, names: Iterable[str]) -> Problem | None:
     """P071 when a plan would have to take one of the compiled modules apart."""
     first = next(iter(names), None)
-    needs = [f"{axis}={getattr(plan, axis)}" for axis in ("fsdp", "tp", "cp", "ep") if getattr(plan, axis) > 1]
+    axes = "fsdp", *reversed(SAME_LOSS), "ep"
+    needs = [f"{axis}={getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
     needs += ["offload=all"] if plan.offload == "all" else []
     if first is None or not needs:
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Job
-from plait.config.plan import Plan
+from plait.config.plan import AXES, OTHER_SAMPLES, Plan
 from plait.data.batch import Batch
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic
@@ -176,7 +176,7 @@ def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) ->
     built, samples = engine.built, tuple(n for n, _ in sizes)
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     return {
-        "alike": [built.at["pp"], built.at["tp"], built.at["cp"], *samples, *_crossings(built, samples), held_experts],
+        "alike": [*(built.at[axis] for axis in AXES if axis not in OTHER_SAMPLES), *samples, *_crossings(built, samples), held_experts],
         "sizes": sizes, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
     }  # fmt: skip
 

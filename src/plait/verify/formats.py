@@ -80,7 +80,7 @@ class Reference:
         self.data = job.data()
         self.read = next(reference.samples(self.job, self.data))
         self.format = plan_format(plan)
-        self.cut = plan.tp * plan.cp * plan.ep > 1 or plan.compile or self._summed_elsewhere()
+        self.cut = plan.waits_in_forward or plan.compile or self._summed_elsewhere()
 
     def _summed_elsewhere(self) -> bool:
         """Whether a weight that two units share is gathered in 16 bits by two stages: one device adds its two gradients up

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config.plan import Plan
+from plait.config.plan import OTHER_SAMPLES, SAME_LOSS, Plan
 from plait.verify.notes import SHARE, UnitNotes, key
 from plait.verify.probes import TOLERANCE, apart, size_of
 from plait.verify.sum_faults import Sum, explained
@@ -210,10 +210,10 @@ def _forward(sides: Sides, step: int) -> Finding | None:
 def _inside(sides: Sides, unit: str) -> tuple[str, ...]:
     """The axes whose messages a unit's own forward pass waits for; of the code between units, without a name."""
     norms = sides.told[0]["batch_norms"]
-    found = [axis for axis in ("cp", "tp") if getattr(sides.plan, axis) > 1]
+    found = [axis for axis in SAME_LOSS if getattr(sides.plan, axis) > 1]
     found += ["ep"] if sides.plan.ep > 1 and (not unit or _mixes(sides, unit)) else []
     if any(norm == unit or norm.startswith(f"{unit}.") for norm in norms if unit):
-        found += [axis for axis in ("dp", "fsdp") if getattr(sides.plan, axis) > 1]
+        found += [axis for axis in OTHER_SAMPLES if getattr(sides.plan, axis) > 1]
     return tuple(found)
 
 

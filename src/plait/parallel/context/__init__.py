@@ -9,8 +9,9 @@ unit_in_rows      a unit run on some rows
 left_out          modules of a unit that look at no other position
 communication     which units tell other ranks something
 runtime           the forward pass of a rank, unit by unit
-sequence_shard    a rank's stretch, as the model's code between units sees it
-sequence_rules    what functions do to it
+sequence_layout   which rows a rank holds, and the tensor that stands for all of them
+sequence_shard    what functions of torch do with such a tensor
+sequence_rules    those that need no other rows, one by one
 attention         torch's attention, answered for the whole sequence
 ring              keys and values come by in turns
 blockwise         attention over blocks of keys, put together

@@ -12,21 +12,24 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from plait.config.errors import PlaitError, Problem
 from plait.parallel.context import ring, ulysses
 from plait.parallel.context.blockwise import Scores
-from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
+from plait.parallel.context.sequence_layout import SequenceLayout
+from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.context.sequences import Pair
 from plait.randomness.distributions import bits, key
+from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Axis, sub_block
+from plait.tensors.collectives import Absent
 from plait.tensors.part import within
 from plait.tensors.rows import Rows
 
@@ -120,7 +123,15 @@ def _local(given: Tensor, dim: int) -> Tensor:
     return given.local if given.cut == dim and given.times == 1 else given.whole()
 
 
-def by_ring(randomness: Callable[[], Any]) -> Answer:
+def plainly(asked: AttentionCall) -> Tensor:
+    """Attention as torch computes it, of all rows, without dropout."""
+    grouped = asked.k.shape[1] != asked.q.shape[1]
+    return F.scaled_dot_product_attention(
+        asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
+    )
+
+
+def by_ring(randomness: Callable[[], Randomness], group: ProcessGroup) -> Answer:
     """Attention in a ring."""
 
     def answer(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
@@ -133,16 +144,16 @@ def by_ring(randomness: Callable[[], Any]) -> Answer:
             kept = drawn.kept(asked, axes).view(b, h, t, length)
         learned = mask is not None and mask.requires_grad
         scores = Scores(asked.scale, asked.causal, mask, kept, learned)
-        return ring.attention(asked.q, asked.k, asked.v, scores, ring.Ring(keys.group, keys.cut))
+        return ring.attention(asked.q, asked.k, asked.v, scores, ring.Ring(group, keys.cut))
 
     return answer
 
 
-def by_ulysses(randomness: Callable[[], Any]) -> Answer:
+def by_ulysses(randomness: Callable[[], Randomness], group: ProcessGroup) -> Answer:
     """Attention on this rank's heads of the whole sequence."""
 
     def answer(asked: AttentionCall, queries: SequenceLayout, keys: SequenceLayout) -> Tensor:
-        rows, columns = (ulysses.Exchange(held.group, held.cut) for held in (queries, keys))
+        rows, columns = (ulysses.Exchange(group, held.cut) for held in (queries, keys))
         ranks, heads = len(queries.cut.ranks), asked.q.shape[1]
         k, v = (ulysses.repeated(t, heads, ranks) for t in (asked.k, asked.v))
         q, k, v = rows.heads(asked.q), columns.heads(k), columns.heads(v)
@@ -151,29 +162,15 @@ def by_ulysses(randomness: Callable[[], Any]) -> Answer:
             mask = (queries.gather if mask.requires_grad else queries.fetch)(mask, mask.dim() - 2)
         mask = mask if mask is None else rows.mine(mask)
         if asked.dropout == 0.0:
-            grouped = k.shape[1] != q.shape[1]
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=asked.causal, scale=asked.scale, enable_gqa=grouped
-            )
-            return rows.rows(out)
+            return rows.rows(plainly(replace(asked, q=q, k=k, v=v, mask=mask)))
         b, share, sizes = q.shape[0], q.shape[1], (queries.cut.length, keys.cut.length)
         drawn = _Drawn(randomness(), b, heads, False)
         axes = [*drawn.heads((queries.rank * share, share)), *((size, ((0, size),)) for size in sizes)]
         kept = drawn.kept(asked, axes).view(b, share, *sizes)
         scores = Scores(asked.scale, asked.causal, mask, kept, mask is not None and mask.requires_grad)
-        return rows.rows(ring.attention(q, k, v, scores, ring.Ring(_Alone(), Rows.of(sizes[1:]))))
+        return rows.rows(ring.attention(q, k, v, scores, ring.Ring(Absent(1), Rows.of(sizes[1:]))))
 
     return answer
-
-
-class _Alone:
-    """A group of one."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 def check_heads(heads: int, ranks: int, slices: int = 1) -> None:
@@ -188,7 +185,8 @@ def check_heads(heads: int, ranks: int, slices: int = 1) -> None:
 class _Drawn:
     """What an attention of `heads` heads draws: element i of the stream is that of the whole weights, samples first."""
 
-    def __init__(self, randomness: Any, batch: int, heads: int, fold: bool):
+    def __init__(self, randomness: Randomness, batch: int, heads: int, fold: bool):
+        assert randomness.windows is not None  # under cp numbers are drawn for rows
         self.windows, self.place = randomness.windows, randomness.place()
         self.seed, self.step, first, self.samples = randomness.where.tolist()
         if fold and self.samples and batch % self.samples and batch * heads % self.samples == 0:  # both in one dim
@@ -218,14 +216,6 @@ class _Drawn:
 # — the check —
 
 
-def plainly(asked: AttentionCall) -> Tensor:
-    """Attention as torch computes it, of all rows."""
-    grouped = asked.k.shape[1] != asked.q.shape[1]
-    return F.scaled_dot_product_attention(
-        asked.q, asked.k, asked.v, asked.mask, 0.0, asked.causal, scale=asked.scale, enable_gqa=grouped
-    )
-
-
 @dataclass
 class WholeAttention:
     """A run on the whole sequence: the keys and values of each attention, by their number."""
@@ -248,8 +238,7 @@ class WholeAttention:
         if asked.causal:
             order = torch.arange(queries.cut.length, device=asked.q.device)
             mask = queries.take(order[:, None], 0) >= order
-        grouped = whole.k.shape[1] != asked.q.shape[1]
-        return F.scaled_dot_product_attention(asked.q, whole.k, whole.v, mask, scale=asked.scale, enable_gqa=grouped)
+        return plainly(replace(asked, k=whole.k, v=whole.v, mask=mask, causal=False))
 
 
 def apart(a: Tensor, b: Tensor) -> float:

@@ -13,8 +13,7 @@ Paper
     Dao et al. 2022, FlashAttention (NeurIPS); Milakov and Gimelshein 2018, Online normalizer calculation for softmax.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class Scores:
 
     def only(self, rows: slice, columns: slice, causal: bool) -> "Scores":
         """The scores of some rows and columns."""
-        return Scores(self.scale, causal, _cut(self.mask, rows, columns), _cut(self.kept, rows, columns), self.learned)
+        return replace(self, causal=causal, mask=_cut(self.mask, rows, columns), kept=_cut(self.kept, rows, columns))
 
 
 def _cut(t: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
@@ -82,7 +81,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
     return out.to(wide(q.dtype)), lse.to(wide(q.dtype))
 
 
-def backward(grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, scores: Scores) -> list[Any]:
+def backward(
+    grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of queries, keys, values and (if it is learned) mask that come from these keys.
 
     `out` and `lse` are those over all keys. Gradients are in the format of `wide`.
@@ -92,13 +93,19 @@ def backward(grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse:
     if _flash(q, k, v, scores):
         mask = _added(scores.mask, q, k)
         found = flash_cpu_backward(grad.to(q.dtype), qkv, (out.to(q.dtype), lse), scores.causal, mask, scores.scale)
-        return [*(g.to(wide(q.dtype)) for g in found), None]
-    found = [torch.zeros_like(t, dtype=wide(t.dtype)) for t in qkv]
+        dq, dk, dv = (g.to(wide(q.dtype)) for g in found)
+        return dq, dk, dv, None
+    dq, dk, dv = (torch.zeros_like(t, dtype=wide(t.dtype)) for t in qkv)
     learned = scores.mask if scores.learned else None
-    masked = None if learned is None else torch.zeros_like(learned, dtype=wide(learned.dtype))
+    dmask = None if learned is None else torch.zeros_like(learned, dtype=wide(learned.dtype))
     for rows in _chunks(q):
-        _rows_back((grad, q, k, v, out, lse), scores, rows, [*found, masked])
-    return [*found, masked]
+        g, ds, p = _rows_back(grad, qkv, out, lse, scores, rows)
+        if (part := _cut(dmask, rows, slice(None))) is not None:
+            part += ds.sum_to_size(part.shape)
+        dq[:, :, rows] += (ds @ _spread(k, q).to(ds.dtype)) * scores.scale
+        _gather(dk, (ds.mT @ q[:, :, rows].to(ds.dtype)) * scores.scale)
+        _gather(dv, p.mT @ g)
+    return dq, dk, dv, dmask
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
@@ -145,20 +152,18 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Scores, rows: slice) -> tuple
     return p @ _spread(v, q).to(p.dtype), lse
 
 
-def _rows_back(given: tuple[Tensor, ...], scores: Scores, rows: slice, into: list[Any]) -> None:
-    grad, q, k, v, out, lse = given
+def _rows_back(
+    grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, scores: Scores, rows: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of some rows: the gradient of the output and of the scores, and the weights that values were multiplied with."""
+    q, k, v = qkv
     g, out = grad[:, :, rows].to(wide(q.dtype)), out.to(wide(q.dtype))
     p = (_products(q, k, scores, rows) - lse[:, :, rows].unsqueeze(-1)).exp_()
     kept = _cut(scores.kept, rows, slice(None))
     dp = g @ _spread(v, q).to(g.dtype).mT
     dp = dp if kept is None else dp * kept
     ds = p * (dp - (g * out[:, :, rows]).sum(-1, keepdim=True))
-    part = _cut(into[3], rows, slice(None))
-    if part is not None:
-        part += ds.sum_to_size(part.shape)
-    into[0][:, :, rows] += (ds @ _spread(k, q).to(ds.dtype)) * scores.scale
-    _gather(into[1], (ds.mT @ q[:, :, rows].to(ds.dtype)) * scores.scale)
-    _gather(into[2], (p if kept is None else p * kept).mT @ g)
+    return g, ds, p if kept is None else p * kept
 
 
 def _spread(t: Tensor, q: Tensor) -> Tensor:

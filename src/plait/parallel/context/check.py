@@ -9,9 +9,8 @@ sequence (`Stretch`): then its code counts all. One in which positions meet othe
 without attention that fails at that too runs on the whole sequence; one with attention is refused.
 """
 
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -25,21 +24,17 @@ from plait.parallel.context.attention import (
     AttentionCall,
     ShardedAttention,
     WholeAttention,
-    apart,
     check_heads,
     plainly,
 )
 from plait.parallel.context.left_out import Running, leave_out
 from plait.parallel.context.opened_unit import NEAR, TRIED, Counted, Layout, opened
-from plait.parallel.context.sequence_shard import SequenceLayout
-from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused, short, too_short
+from plait.parallel.context.sequence_layout import SequenceLayout
+from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused, short, too_short
 from plait.parallel.context.unit_in_rows import (
-    Besides,
     copied,
-    cut_arguments,
     lengths_of,
-    posed,
-    taken_of,
+    on_rows,
     wide,
     widened,
 )
@@ -50,17 +45,18 @@ from plait.tensors.torch_private import named_leaves, tree_map_only
 
 def checked_units(
     model: nn.Module,
-    inputs: Any,
+    inputs: object,
     call: Run,
     sequence_plan: SequencePlan,
-    layout: tuple[Layout, int],
-    heads: bool = False,
+    *,
+    layout: Layout,
+    ranks: int,
+    heads: bool,
 ) -> SequencePlan:
     """The course with every call that can run on stretches marked so. P040 when one with attention cannot.
 
-    `inputs`: one sample. `layout`: how the sequence is cut over how many ranks. `heads`: attention shares out heads.
+    `inputs`: one sample. `heads`: attention shares out heads.
     """
-    cut, ranks = layout
     try:
         taken = _taken(model, short(sequence_plan, inputs, ranks), call, sequence_plan)
     except Exception:  # it may need its own length
@@ -71,9 +67,9 @@ def checked_units(
             calls.append(made)
             continue
         unit = model.get_submodule(made.unit)
-        found, why = _tried(unit, made, given, (cut, ranks), heads)
+        found, why = _tried(unit, made, given, layout=layout, ranks=ranks, heads=heads)
         if why:
-            found = opened(unit, found, given, (cut, ranks)) or replace(found, stretched=False)
+            found = opened(unit, found, given, layout, ranks) or replace(found, stretched=False)
         if made.sees and not found.stretched:
             raise refused(f"unit {made.unit} cannot run on a stretch of the sequence", why)
         calls.append(found)
@@ -83,7 +79,7 @@ def checked_units(
     )
 
 
-def _taken(model: nn.Module, inputs: Any, call: Run, sequence_plan: SequencePlan) -> list[Any]:
+def _taken(model: nn.Module, inputs: object, call: Run, sequence_plan: SequencePlan) -> list[Any]:
     """What the units are given in a run of the model."""
     found: list[Any] = []
     names = dict.fromkeys(c.unit for c in sequence_plan.calls)
@@ -104,7 +100,7 @@ def _taken(model: nn.Module, inputs: Any, call: Run, sequence_plan: SequencePlan
 
 
 def _tried(
-    module: nn.Module, made: UnitPlan, given: Any, layout: tuple[Layout, int], heads: bool
+    module: nn.Module, made: UnitPlan, given: Arguments, *, layout: Layout, ranks: int, heads: bool
 ) -> tuple[UnitPlan, str]:
     """The call, perhaps with some arguments left whole, and why it cannot run on a stretch, if it cannot."""
     unit, (args, kwargs) = widened(module), tree_map_only(Tensor, wide, given)
@@ -113,21 +109,19 @@ def _tried(
         lengths = lengths_of(made, (args, kwargs))
         if not lengths:
             return made, "it is given nothing of the sequence when it does not train"
-        if min(lengths.values()) < 2 * layout[1]:
-            raise too_short(min(lengths.values()), layout[1])
-        cuts = {n: layout[0](t, layout[1]) for n, t in lengths.items()}
-        ranks: list[Mapping[int, SequenceLayout]] = [
-            {n: Lone(c, None, r) for n, c in cuts.items()} for r in range(layout[1])
-        ]
+        if min(lengths.values()) < 2 * ranks:
+            raise too_short(min(lengths.values()), ranks)
+        cuts = {n: layout(t, ranks) for n, t in lengths.items()}
+        held = [{n: SequenceLayout(c, r) for n, c in cuts.items()} for r in range(ranks)]
 
         def plain(asked: AttentionCall, *_: SequenceLayout) -> Tensor:
             if heads:
-                check_heads(asked.q.shape[1], layout[1])
+                check_heads(asked.q.shape[1], ranks)
             running.attends()
             whole.note(asked)
             return plainly(asked)
 
-        sequences = {n: SequenceLayout(Rows.of([t]), None, 0) for n, t in lengths.items()}
+        sequences = {n: SequenceLayout(Rows.of([t]), 0) for n, t in lengths.items()}
         try:
             with running, ShardedAttention(sequences, made.attends, plain), Counted() as counted:
                 expected = named_leaves(unit(*copied(args), **copied(kwargs)))[0]
@@ -142,9 +136,9 @@ def _tried(
             call = replace(made, left=left, poses=poses)
             while True:
                 with running, Counted() as counted:
-                    reason = _differs(unit, (args, kwargs), call, (expected, whole), ranks)
+                    reason = _differs(unit, (args, kwargs), call, held, expected, whole)
                 if not reason:
-                    part = counted.get_total_flops() / len(ranks) / made.flops if made.flops else 1.0
+                    part = counted.get_total_flops() / ranks / made.flops if made.flops else 1.0
                     return replace(call, part=part), ""
                 reasons.append(reason)
                 if not poses or len(call.alone) == TRIED or not (name := running.stopped()):
@@ -154,7 +148,7 @@ def _tried(
     return made, reasons[0]
 
 
-def _choices(made: UnitPlan, given: Any) -> list[tuple[frozenset[str], bool]]:
+def _choices(made: UnitPlan, given: Arguments) -> list[tuple[frozenset[str], bool]]:
     """(arguments to leave whole, whether the others pose as whole), the likeliest first: none, then masks. Posing comes last.
 
     What poses has features in its last dim; where the sequence is in the last one, it is a mask.
@@ -167,51 +161,31 @@ def _choices(made: UnitPlan, given: Any) -> list[tuple[frozenset[str], bool]]:
     return [*((left, False) for left in found), (masks, True)]
 
 
-@dataclass(frozen=True)
-class Lone(SequenceLayout):
-    """Rows of a rank that has no others to ask."""
-
-    def gather(self, local: Tensor, dim: int) -> Tensor:
-        raise RuntimeError("its code needs all rows of the sequence")
-
-    fetch = gather
-
-
 def _differs(
     unit: nn.Module,
-    given: Any,
+    given: Arguments,
     call: UnitPlan,
-    known: tuple[list[tuple[str, Any]], WholeAttention],
-    ranks: list[Mapping[int, SequenceLayout]],
+    ranks: list[dict[int, SequenceLayout]],
+    expected: list[tuple[str, Any]],
+    whole: WholeAttention,
 ) -> str:
     """How the unit's outputs on stretches are not the stretches of its output, or nothing."""
-    expected, whole = known
     for held in ranks:
-        whole.number, whole.worst = 0, 0.0
-        args, kwargs = cut_arguments(copied(given), call, held)
         try:
-            with ShardedAttention(held, call.attends, whole.answer):
-                besides: Besides = {}
-                found = named_leaves(posed(unit, args, kwargs, call, held, besides))[0]
+            output = on_rows(unit, given, call, held, whole)
         except PlaitError:
             raise
         except Exception as error:
             sizes = " and ".join(f"{mine.size} of {mine.cut.length}" for mine in held.values())
-            told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            return f"on {sizes} positions: {told}"
+            return f"on {sizes} positions: {type(error).__name__}: {str(error).splitlines()[0]}"
         if whole.worst > NEAR:
-            return (
-                f"its queries, keys or values on a stretch are not those of the whole: they differ by {whole.worst:.0e}"
-            )
-        if [path for path, _ in found] != [path for path, _ in expected]:
-            return "it returns something else"
-        for (path, a), (_, b) in zip(found, expected):
-            if isinstance(b, Tensor):
-                b = taken_of(b, path, call, held, besides)
-                off = apart(a, b) if isinstance(a, Tensor) else 1.0
-                if off > NEAR:
-                    used = (
-                        "its attention is not torch's function" if not whole.calls else "it mixes positions otherwise"
-                    )
-                    return f"its output on a stretch differs from that of the whole by {off:.0e}: {used}"
+            what = "its queries, keys or values on a stretch are not those of the whole"
+            return f"{what}: they differ by {whole.worst:.0e}"
+        try:
+            off = next((off for off in output.differences(expected) if off > NEAR), 0.0)
+        except ValueError as error:
+            return str(error)
+        if off:
+            used = "its attention is not torch's function" if not whole.calls else "it mixes positions otherwise"
+            return f"its output on a stretch differs from that of the whole by {off:.0e}: {used}"
     return ""

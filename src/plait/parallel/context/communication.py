@@ -5,22 +5,19 @@ because code that makes masks at need makes others on fake ones.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from plait.config.errors import PlaitError
 from plait.model.trace import Call, trace_run
-from plait.parallel.context.attention import AttentionCall
+from plait.parallel.context.attention import AttentionCall, plainly
 from plait.parallel.context.opened_unit import Layout
 from plait.parallel.context.runtime import ContextParallelUnits
-from plait.parallel.context.sequence_shard import SequenceLayout
+from plait.parallel.context.sequence_layout import GroupLayout, SequenceLayout
 from plait.parallel.context.sequences import refused, short
 from plait.tensors.collectives import Absent
-from plait.tensors.sharded_tensor import ShardedTensor
 from plait.tensors.torch_private import checkpoint_frame
 
 
@@ -33,19 +30,13 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class _Deaf(SequenceLayout):
+class _Deaf(GroupLayout):
     """Rows of a rank whose group never answers."""
 
-    told: Callable[[], None] = lambda: None
-    length_of: Callable[[SequenceLayout], int] = field(default=lambda held: 0)
-
-    @property
-    def length(self) -> int:
-        """Of the sequence as it was sketched."""
-        return self.length_of(self)
+    tell: Callable[[], None]
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        self.told()
+        self.tell()
         shape = list(local.shape)
         shape[dim] = self.cut.length - shape[dim]
         return torch.cat([local, local.new_zeros(shape)], dim)
@@ -53,14 +44,11 @@ class _Deaf(SequenceLayout):
     def fetch(self, local: Tensor, dim: int) -> Tensor:
         return self.gather(local, dim)
 
-    def finish(self, local: Tensor, dim: int) -> Tensor:
-        return ShardedTensor(local, dim, self.cut, self.group)
-
 
 def communication(
-    model: nn.Module, inputs: Any, call: Call, parallel_units: ContextParallelUnits, layout: Layout
+    model: nn.Module, inputs: object, call: Call, parallel_units: ContextParallelUnits, layout: Layout
 ) -> Communication:
-    """What tells in a forward pass ; `stretching` has wrapped the model.
+    """What tells other ranks something in a forward pass; `parallel_units` has wrapped the model.
 
     P040 when a unit itself would compute its attention again, seeing its rows alone.
     """
@@ -73,18 +61,14 @@ def communication(
             raise refused(f"unit {parallel_units.unit} cannot run on a stretch of the sequence", why, *fix)
         units.add(parallel_units.unit)
         heads.add(asked.q.shape[1])
-        return F.scaled_dot_product_attention(
-            asked.q, asked.k, asked.v, enable_gqa=asked.k.shape[1] != asked.q.shape[1]
-        )
+        return plainly(replace(asked, mask=None, causal=False))
 
-    def run(module: nn.Module, given: Any) -> Any:
+    def run(module: nn.Module, given: object) -> object:
         with torch.enable_grad():
             return call(module, given)
 
-    told = lambda: units.add(parallel_units.unit)  # noqa: E731
-    parallel_units.hold = lambda length: _Deaf(
-        layout(length, parallel_units.ranks), absent, 0, told, parallel_units.sketched
-    )
+    tell = lambda: units.add(parallel_units.unit)  # noqa: E731
+    parallel_units.hold = lambda length: _Deaf(layout(length, parallel_units.ranks), 0, absent, tell)
     parallel_units.answer = answer
     handles = parallel_units.install()
     try:

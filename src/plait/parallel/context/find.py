@@ -29,7 +29,7 @@ from plait.model.meter import KNOWN, OUTPUT
 from plait.model.sketch import Sketch
 from plait.model.trace import Call as Run
 from plait.model.trace import trace_run
-from plait.parallel.context.sequences import At, Pair, SequencePlan, UnitPlan, refused, shortened
+from plait.parallel.context.sequences import Arguments, At, Pair, SequencePlan, UnitPlan, refused, shortened
 from plait.randomness.keyed import host_kept, seed_host
 from plait.randomness.sub_block import differing
 from plait.tensors.torch_private import named_leaves, tree_flatten, tree_unflatten
@@ -38,6 +38,8 @@ PARTED = 6
 """Tensors of one length in the input of which groups are tried alone."""
 Shapes = dict[str, tuple[int, ...]]
 """Of tensors, by their path in the arguments or in the output."""
+Narrow = Callable[[int, Arguments], Arguments]
+"""(number of a call of a unit, what it is given) -> what it is given instead."""
 
 
 @dataclass
@@ -63,34 +65,35 @@ class Shorter:
 class SequenceFinder:
     """Looks for the sequences of `model` on `inputs`, a batch of `SAMPLES`."""
 
-    def __init__(self, model: nn.Module, inputs: Any, call: Run, sketch: Sketch):
+    def __init__(self, model: nn.Module, inputs: object, call: Run, sketch: Sketch):
         self.model, self.inputs, self.call, self.fake = model, inputs, call, not sketch.by_values
         self.names = list(dict.fromkeys([*(c.unit for c in sketch.calls), *(u.name for u in sketch.units)]))
-        self.whole, self.drawn = self.record(inputs)
+        self.whole, self.drawn = record(model, inputs, call, self.names, fake=self.fake)
         self.found: list[Shorter] = []
         self.failed = ""
-        self.counts = moved
+        self.counts: Callable[[UnitSeen, UnitSeen], bool] = moved
         """(call, the same with one position less) -> whether it shows a sequence."""
 
-    def record(self, inputs: Any, narrow: Callable[[int, Any], Any] | None = None) -> tuple[list[UnitSeen], Shapes]:
-        """What the units were given and returned in one run, and what was drawn."""
-        return record(self.model, inputs, self.call, self.names, (self.fake, narrow))
-
-    def tried(self, length: int, inputs: Any, narrow: Callable[[int, Any], Any] | None = None) -> Shorter | None:
+    def tried(self, length: int, inputs: object, narrow: Narrow | None = None) -> Shorter | None:
         """The run with one less, when there are fewer queries somewhere; else None."""
         try:
-            less, drawn = self.record(inputs, narrow)
+            less, drawn = record(self.model, inputs, self.call, self.names, fake=self.fake, narrow=narrow)
         except PlaitError:
             raise
         except Exception as error:  # it cannot be shortened there
             told = f"{type(error).__name__}: {str(error)[:200]}"
             self.failed = self.failed or f"with {length - 1} instead of {length}: {told}"
             return None
-        if not any(self.counts(a, b) for a, b in zip(self.whole, less)):
+        if not any(map(self.counts, self.whole, less)):
             return None
         if [w.unit for w in self.whole] != [s.unit for s in less]:
             raise refused("the model calls other units for a shorter sequence", "its course depends on the length")
         return Shorter(length, less, drawn)
+
+    def tried_from(self, start: int, length: int) -> Shorter | None:
+        """`tried`, where units get one position less from call `start` on."""
+        narrow: Narrow = lambda at, given: given if at < start else shortened(given, [length], [length - 1])  # noqa: E731
+        return self.tried(length, self.inputs, narrow)
 
     def in_inputs(self) -> None:
         """Sequences whose length is a size in the inputs."""
@@ -122,14 +125,10 @@ class SequenceFinder:
         hopeless = {1}
         for start, seen in enumerate(self.whole):
             for number, (length, _) in enumerate(seen.attends):
-                if length in hopeless or any(_fewer(seen, less.calls[start], number) for less in self.found):
+                if length in hopeless or any(moved(seen, less.calls[start], number) for less in self.found):
                     continue
-
-                def narrow(at: int, given: Any, length: int = length, start: int = start) -> Any:
-                    return given if at < start else shortened(given, [length], [length - 1])
-
-                found = self.tried(length, self.inputs, narrow)
-                if found is not None and _fewer(seen, found.calls[start], number):
+                found = self.tried_from(start, length)
+                if found is not None and moved(seen, found.calls[start], number):
                     self.found.append(found)
                 else:
                     hopeless.add(length)
@@ -141,13 +140,7 @@ class SequenceFinder:
         hopeless = {1}
         for start, seen in enumerate(self.whole) if not self.found else ():
             for length in dict.fromkeys(n for s in seen.given.values() if s in seen.returned.values() for n in s[1:-1]):
-                if length in hopeless:
-                    continue
-
-                def narrow(at: int, given: Any, length: int = length, start: int = start) -> Any:
-                    return given if at < start else shortened(given, [length], [length - 1])
-
-                found = self.tried(length, self.inputs, narrow)
+                found = None if length in hopeless else self.tried_from(start, length)
                 if found is not None:
                     self.found.append(found)
                     return
@@ -166,8 +159,8 @@ class SequenceFinder:
 
         def of(which: int, side: int) -> int | None:
             n = self.whole[at].attends[which][side]
-            lengths = [less.calls[at].attends[which : which + 1] for less in self.found]
-            return next((i for i, found in enumerate(lengths) if found and n - found[0][side] == 1), None)
+            fewer = [less.calls[at].attends[which : which + 1] for less in self.found]
+            return next((i for i, sizes in enumerate(fewer) if sizes and n - sizes[0][side] == 1), None)
 
         return tuple((of(i, 0), of(i, 1)) for i in range(len(self.whole[at].attends)))
 
@@ -193,7 +186,7 @@ class SequenceFinder:
         return SequencePlan(tuple(calls), draws, tuple(run.length for run in self.found))
 
 
-def find(model: nn.Module, inputs: Any, call: Run, sketch: Sketch) -> SequencePlan:
+def find(model: nn.Module, inputs: object, call: Run, sketch: Sketch) -> SequencePlan:
     """The course of `model` on `inputs`, a batch of `SAMPLES`. P040 when there is none."""
     if sketch.unmeasured or not sketch.calls:
         raise refused("the model's units cannot be measured", sketch.unmeasured or "it has none")
@@ -217,9 +210,10 @@ def _leaks(call: UnitCall) -> bool:
     return bool({*call.leaks, *(set(call.aside) - {OUTPUT})} - {KNOWN})
 
 
-def moved(whole: UnitSeen, less: UnitSeen) -> bool:
-    """Whether an attention of a call has a query less."""
-    return any(a - b == 1 for (a, _), (b, _) in zip(whole.attends, less.attends))
+def moved(whole: UnitSeen, less: UnitSeen, number: int | None = None) -> bool:
+    """Whether an attention of a call has a query less; `number`: which one."""
+    only = slice(None) if number is None else slice(number, number + 1)
+    return any(a - b == 1 for (a, _), (b, _) in zip(whole.attends[only], less.attends[only]))
 
 
 def carried(whole: UnitSeen, less: UnitSeen) -> bool:
@@ -232,13 +226,6 @@ def carried(whole: UnitSeen, less: UnitSeen) -> bool:
     return bool(hidden(whole.given, less.given) & hidden(whole.returned, less.returned))
 
 
-def _fewer(whole: UnitSeen, less: UnitSeen, number: int) -> bool:
-    return moved(
-        UnitSeen("", {}, {}, whole.attends[number : number + 1]),
-        UnitSeen("", {}, {}, less.attends[number : number + 1]),
-    )
-
-
 def _moved(shape: tuple[int, ...], other: tuple[int, ...]) -> list[int] | None:
     """Dims that are one shorter; None when there are others."""
     if len(shape) != len(other):
@@ -247,10 +234,14 @@ def _moved(shape: tuple[int, ...], other: tuple[int, ...]) -> list[int] | None:
     return None if any(shape[d] - other[d] != 1 for d in dims) else dims
 
 
-def _lengths(inputs: Any) -> list[int]:
+def _lengths(inputs: object) -> list[int]:
     """Sizes in the inputs that may be a sequence's, the most frequent first, then the largest."""
     sizes = Counter(n for t in tree_flatten(inputs)[0] if isinstance(t, Tensor) for n in t.shape[1:] if n > 1)
     return sorted(sizes, key=lambda n: (-sizes[n], -n))
+
+
+_ROWS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
+"""Functions of attention, the second of torch's own module -> the dim of queries and keys that has the positions."""
 
 
 class _Attention(TorchFunctionMode):
@@ -264,9 +255,7 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        at = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}.get(
-            func
-        )  # the latter: torch's module
+        at = _ROWS.get(func)
         if at is not None and self.running is not None:
             query, key = (*args, *(kwargs[name] for name in ("query", "key") if name in kwargs))[:2]
             self.running.attends.append((query.shape[at], key.shape[at]))
@@ -275,13 +264,9 @@ class _Attention(TorchFunctionMode):
 
 
 def record(
-    model: nn.Module, inputs: Any, call: Run, names: Iterable[str], how: tuple[bool, Callable[[int, Any], Any] | None]
+    model: nn.Module, inputs: object, call: Run, names: Iterable[str], *, fake: bool, narrow: Narrow | None = None
 ) -> tuple[list[UnitSeen], Shapes]:
-    """What the units were given and returned in one run, and what was drawn.
-
-    `how`: whether tensors are fake, and what is done to the arguments of call i, if anything.
-    """
-    fake, narrow = how
+    """What the units were given and returned in one run, and what was drawn. `fake`: on tensors without numbers."""
     found: list[UnitSeen] = []
     attention = _Attention()
     with ExitStack() as stack:
@@ -292,12 +277,10 @@ def record(
                 given = (args, kwargs) if narrow is None else narrow(len(found), (args, kwargs))
                 attention.running = UnitSeen(name, _shapes(given))
                 found.append(attention.running)
-                seed_host(
-                    "course", len(found)
-                )  # layers dropped at random are the same ones, whatever dropout drew before
+                seed_host("course", len(found))  # layers dropped at random are the same, whatever dropout drew before
                 return None if narrow is None else given
 
-            def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            def leave(_: nn.Module, args: tuple[Any, ...], output: object) -> None:
                 attention.running, found[-1].returned = None, _shapes(output)
                 seed_host("course", len(found), "left")
 
@@ -314,7 +297,7 @@ def record(
     return found, {place: tuple(shape) for place, shape in watched.drawn.items()}
 
 
-def _shapes(tree: Any) -> Shapes:
+def _shapes(tree: object) -> Shapes:
     return {path: tuple(t.shape) for path, t in named_leaves(tree)[0] if isinstance(t, Tensor)}
 
 

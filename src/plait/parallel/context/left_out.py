@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.tensors.modules import own_forward
@@ -28,9 +28,10 @@ def _plainly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     x = max(known, key=lambda t: t.local.dim())
 
-    def whole(leaf: Any) -> Any:
-        same = getattr(leaf, "shape", ())[: x.cut + 1] == x.local.shape[: x.cut + 1]
-        return x.like(leaf) if same and not isinstance(leaf, SequenceShard) else leaf
+    def whole(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, SequenceShard):
+            return leaf
+        return x.like(leaf) if leaf.shape[: x.cut + 1] == x.local.shape[: x.cut + 1] else leaf
 
     args, kwargs = tree_map(lambda leaf: leaf.local if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
     return tree_map(whole, forward(*args, **kwargs))

@@ -20,20 +20,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from plait.model.sketch import Sketch
-from plait.parallel.context.attention import AttentionCall, ShardedAttention, WholeAttention, apart, plainly
+from plait.parallel.context.attention import Answer, AttentionCall, ShardedAttention, WholeAttention, apart, plainly
 from plait.parallel.context.left_out import Running, leave_out
-from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
-from plait.parallel.context.sequences import SequencePlan, UnitPlan, refused
+from plait.parallel.context.sequence_layout import SequenceLayout
+from plait.parallel.context.sequence_shard import SequenceShard
+from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused
 from plait.parallel.context.unit_in_rows import (
-    Besides,
     copied,
     cut_arguments,
     lengths_of,
+    on_rows,
     posed,
-    taken_of,
     wide,
     widened,
 )
@@ -79,49 +80,41 @@ class Gathered:
 class All(SequenceLayout):
     """All rows of a sequence: notes what is gathered."""
 
-    told: Gathered = field(default_factory=Gathered)
+    gathered: Gathered
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        self.told.notes.append(local.clone())
+        self.gathered.notes.append(local.clone())
         return local
-
-    fetch = gather
 
 
 @dataclass(frozen=True)
 class Some(SequenceLayout):
     """A rank's rows of a sequence: what the others would tell it was noted."""
 
-    told: Gathered = field(default_factory=Gathered)
+    gathered: Gathered
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        told = self.told
-        if told.number == len(told.notes):
-            raise RuntimeError("on some rows its code needs other rows than on all")
-        whole = told.notes[told.number]
-        told.number += 1
-        alike = whole.shape[:dim] + whole.shape[dim + 1 :] == local.shape[:dim] + local.shape[dim + 1 :]
-        fits = alike and whole.shape[dim] == self.cut.length
-        told.worst = max(told.worst, apart(local, self.take(whole, dim)) if fits else torch.inf)
-        if not fits:
-            raise RuntimeError("on some rows its code needs other rows than on all")
-        return whole.clone()
-
-    fetch = gather
+        gathered, shape = self.gathered, list(local.shape)
+        shape[dim] = self.cut.length
+        if gathered.number < len(gathered.notes):
+            whole = gathered.notes[gathered.number]
+            gathered.number += 1
+            if list(whole.shape) == shape:
+                gathered.worst = max(gathered.worst, apart(local, self.take(whole, dim)))
+                return whole.clone()
+            gathered.worst = torch.inf
+        raise RuntimeError("on some rows its code needs other rows than on all")
 
 
-def opened(module: nn.Module, made: UnitPlan, given: Any, layout: tuple[Layout, int]) -> UnitPlan | None:
-    """The call of a unit, opened up; None when that is not possible.
-
-    `given`: to the unit, of one sample. `layout`: how a sequence is cut over how many ranks.
-    """
+def opened(module: nn.Module, made: UnitPlan, given: Arguments, layout: Layout, ranks: int) -> UnitPlan | None:
+    """The call of a unit, opened up; None when that is not possible. `given`: to the unit, of one sample."""
     unit, given = widened(module), tree_map_only(Tensor, wide, given)
     tensors = {path: leaf for path, leaf in named_leaves(given)[0] if isinstance(leaf, Tensor)}
     masks = frozenset(
         path for path, (dim, _) in made.given.items() if path in tensors and dim == tensors[path].dim() - 1 > 0
     )
     with torch.no_grad():
-        cuts = {n: layout[0](t, layout[1]) for n, t in lengths_of(made, given).items()}
+        cuts = {n: layout(t, ranks) for n, t in lengths_of(made, given).items()}
         try:
             trial = _Trial(unit, given, replace(made, left=masks, poses=True, opened=True), cuts)
         except Exception:  # it cannot run again on what it was given
@@ -145,7 +138,7 @@ def opened(module: nn.Module, made: UnitPlan, given: Any, layout: tuple[Layout, 
 class _Trial:
     """Runs of a unit: on the whole, and on the rows of each rank."""
 
-    def __init__(self, unit: nn.Module, given: Any, call: UnitPlan, cuts: Mapping[int, Rows]):
+    def __init__(self, unit: nn.Module, given: Arguments, call: UnitPlan, cuts: Mapping[int, Rows]):
         self.unit, self.given, self.call, self.cuts, self.running = unit, given, call, cuts, Running(unit)
         self.ranks = len(next(iter(cuts.values())).ranks)
         self.whole, self.part = WholeAttention([]), 1.0
@@ -159,13 +152,13 @@ class _Trial:
         self.whole.note(asked)
         return plainly(asked)
 
-    def _held(self, rank: int | None, told: Gathered | None = None) -> dict[int, SequenceLayout]:
+    def _held(self, rank: int | None, gathered: Gathered | None = None) -> dict[int, SequenceLayout]:
         """The rows of a rank; None: all."""
         if rank is None:
-            return {n: All(AndAll.beside(c), None, len(c.ranks), told or Gathered()) for n, c in self.cuts.items()}
-        return {n: Some(c, None, rank, told or Gathered()) for n, c in self.cuts.items()}
+            return {n: All(AndAll.beside(c), len(c.ranks), gathered or Gathered()) for n, c in self.cuts.items()}
+        return {n: Some(c, rank, gathered or Gathered()) for n, c in self.cuts.items()}
 
-    def _sees(self, held: Mapping[int, SequenceLayout], answer: Any) -> ShardedAttention:
+    def _sees(self, held: Mapping[int, SequenceLayout], answer: Answer) -> ShardedAttention:
         return ShardedAttention(held, self.call.attends, answer)
 
     def leave_out(self) -> None:
@@ -187,21 +180,21 @@ class _Trial:
 
     def stopped(self) -> list[str] | None:
         """None when the unit on rows gives its rows of the output; else the modules in which its code stops, if it stops."""
-        told, parts = Gathered(), list[int]()
+        gathered, parts = Gathered(), list[int]()
         try:
-            self._run(self._held(None, told), told)
+            self._run(self._held(None, gathered), gathered)
             for rank in range(self.ranks):
-                parts.append(self._run(self._held(rank, told), told))
+                parts.append(self._run(self._held(rank, gathered), gathered))
         except Exception:
             return self._stopped()
         self.part = sum(parts) / self.ranks / self.flops if self.flops else 1.0
-        return None if told.worst <= NEAR else []
+        return None if gathered.worst <= NEAR else []
 
     def lost(self) -> list[str]:
         """The innermost module in which gradients are lost: a torch.autograd.Function is given rows that pose as the whole."""
         found = list[str]()
 
-        def hook(name: str, output: Any) -> None:
+        def hook(name: str, output: object) -> None:
             made = [t.local if isinstance(t, SequenceShard) else t for t in leaves(output) if isinstance(t, Tensor)]
             if not found and any(isinstance(getattr(node, "variable", None), SequenceShard) for node in reached(made)):
                 found.append(name)
@@ -228,27 +221,18 @@ class _Trial:
         """After an exception: the modules that it passed through, the innermost last, that may run on wholes yet."""
         return [name for name in self.running.now if name not in self.call.together]
 
-    def _run(self, held: Mapping[int, SequenceLayout], told: Gathered) -> int:
+    def _run(self, held: Mapping[int, SequenceLayout], gathered: Gathered) -> int:
         """The floating-point operations of a run on some rows. Raises when its output is not these rows of the whole's."""
-        told.number = self.whole.number = 0
-        self.whole.worst = 0.0
-        args, kwargs = cut_arguments(copied(self.given), self.call, held)
-        with self._sees(held, self.whole.answer), Counted() as counted:
-            besides: Besides = {}
-            found = named_leaves(posed(self.unit, args, kwargs, self.call, held, besides))[0]
-        told.worst = max(told.worst, self.whole.worst)
-        if [path for path, _ in found] != [path for path, _ in self.expected]:
-            raise ValueError("it returns something else")
-        for (path, a), (_, b) in zip(found, self.expected):
-            if isinstance(b, Tensor):
-                b = taken_of(b, path, self.call, held, besides)
-                told.worst = max(told.worst, apart(a, b) if isinstance(a, Tensor) else torch.inf)
+        gathered.number = 0
+        with Counted() as counted:
+            output = on_rows(self.unit, self.given, self.call, held, self.whole)
+        gathered.worst = max(gathered.worst, self.whole.worst, *output.differences(self.expected))
         return counted.get_total_flops()
 
 
-def reached(starts: Iterable[Tensor]) -> set[Any]:
+def reached(starts: Iterable[Tensor]) -> set[Node]:
     """The nodes of autograd's graph that a backward pass from these tensors goes through."""
-    found: set[Any] = set()
+    found = set[Node]()
     left = [t.grad_fn for t in starts]
     while left:
         node = left.pop()
@@ -265,7 +249,7 @@ class Counted(FlopCounterMode):
         super().__init__(display=False)
 
 
-Seen = dict[str, list[tuple[Any, Any]]]
+Seen = dict[str, list[tuple[Arguments, object]]]
 """Of modules by name: (what it is given, what it returns) of each call."""
 
 
@@ -274,7 +258,7 @@ def _calls_of(modules: Mapping[str, nn.Module]) -> Iterator[Seen]:
     """Notes what modules are given and return meanwhile, outer modules before inner ones."""
     found: Seen = {name: [] for name in modules}
 
-    def hook(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         found[name].append(((args, kwargs), tree_map_only(Tensor, torch.clone, output)))
 
     hooks = [
@@ -288,7 +272,7 @@ def _calls_of(modules: Mapping[str, nn.Module]) -> Iterator[Seen]:
             handle.remove()
 
 
-def _alone(module: nn.Module, seen: tuple[Any, Any], cuts: Mapping[int, Rows]) -> bool:
+def _alone(module: nn.Module, seen: tuple[Arguments, object], cuts: Mapping[int, Rows]) -> bool:
     """Whether a module gives on some rows what it gave for them: its arguments' first dim of a sequence's length is cut."""
     given, output = seen
     for cut in cuts.values():

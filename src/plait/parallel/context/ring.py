@@ -17,17 +17,20 @@ Paper
     the balance.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from plait.parallel.context import blockwise
 from plait.parallel.context.blockwise import Scores
+from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
 
 TAG = 2**17
@@ -38,7 +41,7 @@ TAG = 2**17
 class Ring:
     """The ranks among which a sequence is cut."""
 
-    group: Any
+    group: ProcessGroup | Absent
     cut: Rows
 
     @property
@@ -66,8 +69,9 @@ class Ring:
         ranges = self.cut.ranks[source]
         return torch.cat([torch.arange(first, first + length, device=device) for first, length in ranges])
 
-    def turn(self, sent: Tensor, size: int, tag: int) -> tuple[Tensor, list[Any]]:
+    def turn(self, sent: Tensor, size: int, tag: int) -> tuple[Tensor, list[dist.Work]]:
         """Send to the next rank, receive from the one before; both go on while others things are computed."""
+        assert isinstance(self.group, ProcessGroup)
         received = sent.new_empty(size)
         ahead, behind = (self.rank + 1) % self.group.size(), (self.rank - 1) % self.group.size()
         give = dist.P2POp(dist.isend, sent, group=self.group, tag=tag, group_peer=ahead)
@@ -96,21 +100,22 @@ class _Ring(torch.autograd.Function):
                 blockwise.merge(out[:, :, rows], lse[:, :, rows], found)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask, result, lse, scores.kept)
-        ctx.how = Scores(scores.scale, scores.causal, learned=scores.learned), ring
+        ctx.scores, ctx.ring = replace(scores, mask=None, kept=None), ring
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
         q, k, v, mask, out, lse, kept = ctx.saved_tensors
-        how, ring = ctx.how
-        scores = Scores(how.scale, how.causal, mask, kept, how.learned)
+        scores, ring = replace(ctx.scores, mask=mask, kept=kept), ctx.ring
         grad = grads[0].contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dmask = torch.zeros_like(mask) if scores.learned else None
         home, travelling = Tensor(), None
         for source, k_, v_ in _round(k, v, ring):
-            found = _block_back(grad, (q, k_, v_), (out, lse), (scores, ring, source), (dq, dmask))
+            found = _block_back(
+                grad, (q, k_, v_), (out, lse), scores=scores, ring=ring, source=source, dq=dq, dmask=dmask
+            )
             if source == ring.rank:
                 home = found
             else:  # the rank before has met this stretch a step ago: what it found comes after it
@@ -125,10 +130,19 @@ class _Ring(torch.autograd.Function):
 
 
 def _block_back(
-    grad: Tensor, qkv: tuple[Tensor, ...], known: tuple[Tensor, Tensor], where: tuple[Scores, Ring, int], into: Any
+    grad: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    known: tuple[Tensor, Tensor],
+    *,
+    scores: Scores,
+    ring: Ring,
+    source: int,
+    dq: Tensor,
+    dmask: Tensor | None,
 ) -> Tensor:
-    """The gradients of a stretch's keys and values that come from this rank's queries; those of queries go to `into`."""
-    (q, k, v), (out, lse), (scores, ring, source), (dq, dmask) = qkv, known, where, into
+    """The gradients of a stretch's keys and values that come from this rank's queries. Those of the queries and of the mask
+    are added to `dq` and `dmask`. `known`: output and log-sum-exps over all keys."""
+    (q, k, v), (out, lse) = qkv, known
     dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (k, v))
     here = _columns(scores, ring, source)
     for rows, columns, causal in ring.jobs(source, scores.causal):
@@ -138,10 +152,10 @@ def _block_back(
         dq[:, :, rows] += a
         dk[:, :, columns] += b
         dv[:, :, columns] += c
-        if d is not None:
+        if d is not None and dmask is not None:
             one = torch.zeros(1, dtype=torch.long, device=d.device)
-            where_ = ring.columns(source, d.device) if dmask.shape[-1] > 1 else one
-            dmask.index_add_(-1, where_, d.to(dmask.dtype))
+            where = ring.columns(source, d.device) if dmask.shape[-1] > 1 else one
+            dmask.index_add_(-1, where, d.to(dmask.dtype))
     return _packed(dk, dv)
 
 
@@ -151,7 +165,7 @@ def _columns(scores: Scores, ring: Ring, source: int) -> Scores:
     def cut(t: Tensor | None) -> Tensor | None:
         return t if t is None or t.shape[-1] == 1 else t.index_select(-1, ring.columns(source, t.device))
 
-    return Scores(scores.scale, scores.causal, cut(scores.mask), cut(scores.kept), scores.learned)
+    return replace(scores, mask=cut(scores.mask), kept=cut(scores.kept))
 
 
 def _round(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -168,7 +182,7 @@ def _round(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tens
             held = _arrived(coming)
 
 
-def _arrived(turn: tuple[Tensor, list[Any]]) -> Tensor:
+def _arrived(turn: tuple[Tensor, list[dist.Work]]) -> Tensor:
     received, works = turn
     for work in works:
         work.wait()
@@ -180,9 +194,9 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _unpacked(flat: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    size = k.shape[0] * k.shape[1] * rows * k.shape[3]
-    shape = (*k.shape[:2], rows)
-    return flat[:size].view(*shape, k.shape[3]), flat[size:].view(*v.shape[:2], rows, v.shape[3])
+    shapes = [(*t.shape[:2], rows, t.shape[3]) for t in (k, v)]
+    size = math.prod(shapes[0])
+    return flat[:size].view(shapes[0]), flat[size:].view(shapes[1])
 
 
 def _flat_size(k: Tensor, v: Tensor, rows: int) -> int:

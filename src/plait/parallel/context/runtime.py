@@ -16,11 +16,12 @@ from plait.losses.global_batch import STRETCHES
 from plait.parallel.context.attention import Answer, ShardedAttention
 from plait.parallel.context.left_out import leave_out
 from plait.parallel.context.opened_unit import on_wholes
-from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard, for_loss
-from plait.parallel.context.sequences import At, SequencePlan, UnitPlan, refused, too_short
-from plait.parallel.context.unit_in_rows import Besides, posed, show
+from plait.parallel.context.sequence_layout import SequenceLayout
+from plait.parallel.context.sequence_shard import SequenceShard, for_loss, gathered
+from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused, too_short
+from plait.parallel.context.unit_in_rows import Besides, each, posed, show
 from plait.tensors.modules import own_forward
-from plait.tensors.torch_private import checkpoint_frame, is_unknown, leaves, named_leaves, tree_map, tree_unflatten
+from plait.tensors.torch_private import checkpoint_frame, is_unknown, leaves, named_leaves, tree_map
 
 
 class ContextParallelUnits:
@@ -35,7 +36,7 @@ class ContextParallelUnits:
         self.model, self.sequence_plan, self.ranks = model, sequence_plan, ranks
         self.unit = ""
         """That runs now."""
-        self.frame: Any = None
+        self.frame: object = None
         """The model's own checkpoint in which it was called."""
         self.held: dict[int, SequenceLayout] = {}
         """Which rows of each sequence."""
@@ -83,7 +84,7 @@ class ContextParallelUnits:
         self.held, self.turns, self.known, self.running = {}, {}, {}, True
         STRETCHES.set(self.whole)
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         self.running = False
         STRETCHES.set(None)
         if not self.held or output is None:
@@ -129,10 +130,6 @@ class ContextParallelUnits:
             self.held[number] = next(alike, None) or self.hold(length)
         return self.held
 
-    def sketched(self, held: SequenceLayout) -> int:
-        """The length, in the course, of the sequence of which these are the rows."""
-        return next(self.sequence_plan.lengths[number] for number, other in self.held.items() if other is held)
-
 
 class _Border:
     """What stands before and after a unit."""
@@ -141,43 +138,36 @@ class _Border:
         self.parallel_units, self.name = parallel_units, name
         self.now: UnitPlan | None = None
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         call = self.now = self.parallel_units.call(self.name)
-        given = self._given(call, args, kwargs)
+        flat, given = named_leaves((args, kwargs))[0], None
+        if call.stretched:
+            held = self.parallel_units.rows(call, flat)
+            given = each(lambda path, leaf: _mine(path, leaf, call, held), (args, kwargs))
+        elif any(isinstance(leaf, SequenceShard) for _, leaf in flat):
+            given = tree_map(gathered, (args, kwargs))
         self.parallel_units.unit = self.name
         return given
 
-    def _given(self, call: UnitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flat, spec = named_leaves((args, kwargs))
-        if not call.stretched:
-            if not any(isinstance(leaf, SequenceShard) for _, leaf in flat):
-                return None
-            return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, SequenceShard) else leaf, (args, kwargs))
-        held = self.parallel_units.rows(call, flat)
-        return tree_unflatten([_mine(path, leaf, call, held) for path, leaf in flat], spec)
-
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         call, self.now = self.now, None
         self.parallel_units.unit = ""
         if call is None or not call.stretched or not self.parallel_units.running:
             return output
-        flat, spec = named_leaves(output)
-        besides, self.parallel_units.besides = self.parallel_units.besides, {}
-        found = [(leaf, besides.get(path) or self._at(call.returned.get(path))) for path, leaf in flat]
-        return tree_unflatten([SequenceShard.of(leaf, *at) if at and known(leaf) else leaf for leaf, at in found], spec)
+        held, besides = self.parallel_units.held, self.parallel_units.besides
+        self.parallel_units.besides = {}
+        rows = {path: (dim, held[number]) for path, (dim, number) in call.returned.items() if number in held} | besides
 
-    def _at(self, at: At | None) -> tuple[int, SequenceLayout] | None:
-        """The dim and the rows of something returned, as code between units sees it."""
-        held = None if at is None else self.parallel_units.held.get(at[1])
-        return None if at is None or held is None else (at[0], held)
+        def as_sequence(path: str, leaf: object) -> object:
+            """What another stage has is an unknown, of the whole sequence."""
+            if path not in rows or not isinstance(leaf, Tensor) or is_unknown(leaf):
+                return leaf
+            return SequenceShard.of(leaf, *rows[path])
 
-
-def known(leaf: Any) -> bool:
-    """A tensor with numbers: what another stage has is an unknown, of the whole sequence."""
-    return isinstance(leaf, Tensor) and not is_unknown(leaf)
+        return each(as_sequence, output)
 
 
-def _mine(path: str, leaf: Any, call: UnitPlan, rows: dict[int, SequenceLayout]) -> Any:
+def _mine(path: str, leaf: object, call: UnitPlan, rows: dict[int, SequenceLayout]) -> object:
     """An argument as the unit gets it."""
     if not isinstance(leaf, Tensor):
         return leaf

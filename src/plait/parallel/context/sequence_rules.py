@@ -11,28 +11,24 @@ all values, which are gathered, and makes the rows of the output. This is all th
 ranks. A product that sums over rows which both sides hold in stretches needs the whole of both, and is made of wholes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.parallel.context.sequence_layout import Elsewhere, SequenceRows
 from plait.tensors import sharded_views
 from plait.tensors.torch_private import tree_leaves, tree_map
 
-
-class Elsewhere(Exception):
-    """A function needs rows that this rank does not have."""
-
-
-SECOND = {"linalg_norm": None, "linalg_vector_norm": None, "norm": None, "normalize": 1, "roll": None}
+SECOND = dict.fromkeys(("linalg_norm", "linalg_vector_norm", "norm", "repeat_interleave", "roll")) | {"normalize": 1}
 """Functions whose dims come after another argument -> what they are when they are not given."""
-FIRST = {"glu": -1}
+FIRST = {"glu": -1, "unbind": 0}
 """Those whose dim may be left out."""
 
 
-def others(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What runs along dims that are not the sequence's: sums, norms, softmax."""
+def others(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What runs along dims that are not the sequence's: sums, norms, softmax, tensors picked or taken apart."""
     name = func.__name__
     at, unsaid = (1, SECOND[name]) if name in SECOND else (0, FIRST.get(name))
     dims = args[at] if len(args) > at else kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", unsaid)))
@@ -48,16 +44,17 @@ def others(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict
     return tree_map(lambda t: x.like(t, x.cut - before * (t.dim() < x.dim())) if isinstance(t, Tensor) else t, found)
 
 
-def features(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """linear, layer_norm and rms_norm: of the last dims."""
-    plain = not any(isinstance(t, type(x)) for t in tree_leaves((args, kwargs)))
-    sizes = 1 if func.__name__ == "linear" else len(args[0] if args else kwargs["normalized_shape"])
+def features(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """linear, layer_norm and rms_norm, and complex numbers of pairs: of the last dims."""
+    plain = not any(isinstance(t, SequenceRows) for t in tree_leaves((args, kwargs)))
+    norm = func.__name__ in ("layer_norm", "rms_norm")
+    sizes = len(args[0] if args else kwargs["normalized_shape"]) if norm else 1
     if not plain or x.cut >= x.dim() - sizes:
         raise Elsewhere
     return x.like(func(x.local, *args, **kwargs))
 
 
-def indexed_along(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def indexed_along(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """gather and take_along_dim of another dim, with numbers for every place."""
     dim, index = (*args, *(kwargs[name] for name in ("dim", "index", "indices") if name in kwargs))[:2]
     dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, index)
@@ -66,7 +63,7 @@ def indexed_along(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwarg
     return x.like(torch.take_along_dim(x.local, x.rows_of(index), dim))
 
 
-def padded(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def padded(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.pad of dims after the sequence's."""
     sizes = args[0] if args else kwargs["pad"]
     if len(sizes) // 2 >= -x.along:
@@ -74,37 +71,34 @@ def padded(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict
     return x.like(func(x.local, *args, **kwargs))
 
 
-def typed(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`type`: another format, or the name of the one that it has."""
+def alone(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every row becomes another by itself: embeddings, pairs of complex numbers, `type` (or the name of the one that it has)."""
     found = func(x.local, *args, **kwargs)
     return x.like(found) if isinstance(found, Tensor) else found
 
 
-def tiled(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`repeat` of other dims."""
+def resized(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """expand and repeat of other dims."""
     sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
-    if len(sizes) < x.dim() or sizes[x.along] != 1:
+    expands = func.__name__ == "expand"
+    if len(sizes) < (-x.along if expands else x.dim()):
         raise Elsewhere
+    if sizes[x.along] not in ((-1, x.rows.length) if expands else (1,)):
+        raise Elsewhere
+    if expands:
+        sizes[x.along] = x.local.shape[x.along]
     return x.like(func(x.local, *sizes), x.along + len(sizes))
 
 
-def picked(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """index_select of another dim."""
-    dim = args[0] if args else kwargs["dim"]
-    if not isinstance(dim, int) or dim % x.dim() == x.cut:
-        raise Elsewhere
-    return x.like(func(x.local, *args, **kwargs))
-
-
-def triangle(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def triangle(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """tril and triu of rows of scores."""
-    if x.along != -2 or func.__name__ not in ("tril", "triu"):
+    if x.along != -2:
         raise Elsewhere
     whole = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.local.device)
     return x.like(x.local.masked_fill(~x.mine(func(whole, *args, **kwargs), 0), 0))
 
 
-def extreme(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def extreme(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """max and min: of two tensors, place by place, or along a dim."""
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Tensor):
@@ -114,74 +108,31 @@ def extreme(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dic
     return others(func, x, args, kwargs)
 
 
-def embedded(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows of numbers become rows of vectors."""
-    return x.like(func(x.local, *args, **kwargs), x.cut)
-
-
-def expanded(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Other dims are repeated without memory."""
-    sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
-    if not sizes or len(sizes) < -x.along or sizes[x.along] not in (-1, x.rows.length):
-        raise Elsewhere
-    sizes[x.along] = x.local.shape[x.along]
-    return x.like(func(x.local, *sizes), x.along + len(sizes))
-
-
-def repeated(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """repeat_interleave of another dim."""
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if not isinstance(dim, int) or dim % x.dim() == x.cut:
-        raise Elsewhere
-    return x.like(func(x.local, *args, **kwargs))
-
-
-def unbound(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensors along another dim."""
-    dim = (args[0] if args else kwargs.get("dim", 0)) % x.dim()
-    if dim == x.cut:
-        raise Elsewhere
-    return tuple(x.like(t, x.cut - (dim < x.cut)) for t in func(x.local, *args, **kwargs))
-
-
-def joined(func: Callable[..., Any], parts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def joined(func: Callable[..., Any], parts: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cat along another dim, or stack, of tensors that are all stretches."""
-    x, more = next(t for t in parts if hasattr(t, "held")), func.__name__ == "stack"
+    stretches, more = [t for t in parts if isinstance(t, SequenceRows)], func.__name__ == "stack"
+    x = stretches[0]
     dim = (args[0] if args else kwargs.get("dim", 0)) % (x.dim() + more)
-    if (dim == x.cut and not more) or not all(isinstance(t, type(x)) and x.alike(t) for t in parts):
+    if (dim == x.cut and not more) or len(stretches) < len(parts) or not all(map(x.alike, stretches)):
         raise Elsewhere
-    return x.like(func([t.local for t in parts], dim), x.cut + (more and dim <= x.cut))
+    return x.like(func([t.local for t in stretches], dim), x.cut + (more and dim <= x.cut))
 
 
-def paired(func: Callable[..., Any], x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Complex numbers of pairs along the last dim, and back."""
-    if func.__name__ == "view_as_complex" and x.along == -1:
-        raise Elsewhere
-    return x.like(func(x.local))
-
-
-RULES = {
+RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         (
-            "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "cumprod", "cumsum", "flip", "log_softmax", "logsumexp", "mean",
-            "prod", "softmax", "sort", "std", "sum", "topk", "var", *SECOND, *FIRST,
+            "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "cumprod", "cumsum", "flip", "index_select", "log_softmax",
+            "logsumexp", "mean", "prod", "softmax", "sort", "std", "sum", "topk", "var", *SECOND, *FIRST,
         ),
         others,
     ),
-    **dict.fromkeys(("view_as_complex", "view_as_real"), paired),
-    **dict.fromkeys(("linear", "layer_norm", "rms_norm"), features),
+    **dict.fromkeys(("linear", "layer_norm", "rms_norm", "view_as_complex"), features),
+    **dict.fromkeys(("embedding", "type", "view_as_real"), alone),
     **dict.fromkeys(("max", "min"), extreme),
     **dict.fromkeys(("gather", "take_along_dim"), indexed_along),
-    "index_select": picked,
+    **dict.fromkeys(("expand", "repeat"), resized),
+    **dict.fromkeys(("tril", "triu"), triangle),
     "pad": padded,
-    "repeat": tiled,
-    "tril": triangle,
-    "triu": triangle,
-    "type": typed,
-    "embedding": embedded,
-    "expand": expanded,
-    "repeat_interleave": repeated,
-    "unbind": unbound,
     **sharded_views.RULES,
 }  # fmt: skip
 """Name of a function -> its rule."""
@@ -191,17 +142,17 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """For dims that an equation calls `...`."""
 
 
-def multiplied(func: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multiplied(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """matmul, bmm, mm and @."""
     a, b = _operands(("input", "tensor1", "other", "mat2", "tensor2"), args, kwargs)
-    x, mine = _pair(kind, a, b)
+    x, mine = _pair(a, b)
     return x.like(func(*mine))
 
 
-def added(func: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def added(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """baddbmm and addmm: a product, and something that is added to it."""
     other, a, b = _operands(("input", "mat1", "batch1", "mat2", "batch2"), args, kwargs)
-    x, mine = _pair(kind, a, b)
+    x, mine = _pair(a, b)
     factors = {name: kwargs[name] for name in ("alpha", "beta") if name in kwargs}
     if len(args) + len(kwargs) > 3 + len(factors):
         raise Elsewhere
@@ -213,30 +164,30 @@ def _operands(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, A
     return (*args, *(kwargs[name] for name in names if name in kwargs))
 
 
-def _pair(kind: Any, a: Any, b: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
+def _pair(a: object, b: object) -> tuple[SequenceRows, tuple[Tensor, Tensor]]:
     """(the operand whose rows the result has, both operands as they are multiplied)."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.dim(), b.dim()) < 2:
         raise Elsewhere
-    if isinstance(a, kind) and a.along == -2:
+    if isinstance(a, SequenceRows) and a.along == -2:
         if b.dim() > a.dim():
             raise Elsewhere
-        return a, (a.local, b.whole() if isinstance(b, kind) else b)
-    if isinstance(b, kind) and b.along == -1 and not isinstance(a, kind) and a.dim() <= b.dim():
+        return a, (a.local, b.whole() if isinstance(b, SequenceRows) else b)
+    if isinstance(b, SequenceRows) and b.along == -1 and not isinstance(a, SequenceRows) and a.dim() <= b.dim():
         return b, (a, b.local)
-    x: Any = a if isinstance(a, kind) else b
-    if x.along > -3 or max(a.dim(), b.dim()) > x.dim():
+    x = a if isinstance(a, SequenceRows) else b
+    if not isinstance(x, SequenceRows) or x.along > -3 or max(a.dim(), b.dim()) > x.dim():
         raise Elsewhere
     return x, (x.rows_of(a), x.rows_of(b))
 
 
-def einsum(func: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def einsum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first letter of the result that is a sequence in an operand stays in rows; other operands have all they sum over."""
     equation, operands = args[0], args[1:]
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
     if not isinstance(equation, str) or "->" not in equation or kwargs:
         raise Elsewhere
     words, result = _spelled(equation, operands)
-    cut = {i: words[i][t.cut] for i, t in enumerate(operands) if isinstance(t, kind)}
+    cut = {i: words[i][t.cut] for i, t in enumerate(operands) if isinstance(t, SequenceRows)}
     kept = sorted((result.index(letter), i) for i, letter in cut.items() if letter in result)
     if not kept:
         raise Elsewhere
@@ -244,16 +195,17 @@ def einsum(func: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: d
     x, letter = operands[first], result[at]
     if any(word.count(letter) > 1 for word in words):
         raise Elsewhere
-    mine = [t if t is x else _meeting(x, kind, t, word.find(letter)) for t, word in zip(operands, words)]
+    mine = [t if t is x else _meeting(x, t, word.find(letter)) for t, word in zip(operands, words)]
     found = func(",".join(words) + "->" + result, *(x.local if t is x else t for t in mine))
     return x.like(found, at)
 
 
-def _meeting(x: Any, kind: Any, other: Tensor, dim: int) -> Tensor:
+def _meeting(x: SequenceRows, other: Tensor, dim: int) -> Tensor:
     """An operand beside `x`: its rows of the dim that is x's sequence in it (-1: of none), and all of every other."""
-    if isinstance(other, kind) and other.cut == dim and (other.held, other.times) == (x.held, x.times):
-        return other.local
-    other = other.whole() if isinstance(other, kind) else other
+    if isinstance(other, SequenceRows):
+        if other.cut == dim and (other.held, other.times) == (x.held, x.times):
+            return other.local
+        other = other.whole()
     if dim < 0 or other.shape[dim] == 1:
         return other
     if other.shape[dim] != x.rows.length:
@@ -275,9 +227,9 @@ def _spelled(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
     return words, result.replace("...", "".join(letters))
 
 
-PRODUCTS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+PRODUCTS: dict[str, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), multiplied),
     **dict.fromkeys(("baddbmm", "addmm"), added),
     "einsum": einsum,
 }
-"""Name of a function -> (function, class of stretches, arguments) -> result; `Elsewhere` when it needs wholes."""
+"""Name of a function -> (function, arguments) -> result; `Elsewhere` when it needs wholes."""

@@ -9,29 +9,17 @@ Gradients on a rank are shares of a sum over the ranks, everywhere: of parameter
 rows of a whole are taken without a word to the others, and gathering one sums what the ranks found.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
-from plait.parallel.context.sequence_rules import PRODUCTS, RULES, Elsewhere, joined
-from plait.randomness.sub_block import Axis
-from plait.tensors import collectives
-from plait.tensors.rows import Rows
-from plait.tensors.sharded_tensor import ELEMENTWISE, ShardedTensor
-from plait.tensors.torch_private import (
-    WrapperTensor,
-    checkpoint_frame,
-    leaves,
-    plainly,
-    tree_flatten,
-    tree_map,
-    tree_unflatten,
-    version,
-)
+from plait.parallel.context.sequence_layout import Elsewhere, SequenceRows
+from plait.parallel.context.sequence_rules import PRODUCTS, RULES, joined
+from plait.tensors.sharded_tensor import ELEMENTWISE
+from plait.tensors.torch_private import leaves, plainly, tree_flatten, tree_map, tree_unflatten
 
 PLACE = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ifloordiv__", "__imod__")
@@ -44,142 +32,19 @@ SHAPE = frozenset((
 """Functions of shape and format."""
 
 
-@dataclass(frozen=True)
-class SequenceLayout:
-    """Which rows of the sequence the ranks of a group hold."""
+class SequenceShard(SequenceRows):
+    """The rows of a sequence, with what torch's functions make of them."""
 
-    cut: Rows
-    group: Any
-    rank: int
-
-    @property
-    def size(self) -> int:
-        """Rows of this rank."""
-        return self.cut.sizes[self.rank]
-
-    def axis(self, local: int) -> Axis | None:
-        """What this rank holds of a dim of `local` rows, of one sequence or of several, for what is drawn for its rows."""
-        times, rest = divmod(local, self.size)
-        return None if rest else (times * self.cut.length, self.cut.merged(times, 1).ranks[self.rank])
-
-    def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's rows."""
-        return self.cut.take(whole, dim, self.rank)
-
-    def gather(self, local: Tensor, dim: int) -> Tensor:
-        """The whole; gradients of the ranks are summed."""
-        return collectives.gather_partial(local, dim, self.cut, self.group)
-
-    def fetch(self, local: Tensor, dim: int) -> Tensor:
-        """The whole of something without gradients."""
-        return collectives.gathered(local, dim % local.dim(), self.cut, self.group)
-
-    def finish(self, local: Tensor, dim: int) -> Tensor:
-        """What stands for the whole in a loss; where nothing is learned, the whole."""
-        if not torch.is_grad_enabled():
-            return collectives.gathered(local, dim, self.cut, self.group)
-        return ShardedTensor(local, dim, self.cut, self.group)
-
-
-class SequenceShard(WrapperTensor):
-    """`local`: this rank's rows of dim `along` (counted from the end) of a sequence.
-
-    `inside`: in a unit, where random numbers are drawn for this rank's rows alone.
-    """
-
-    local: Tensor
-    along: int
-    held: SequenceLayout
-    times: int
-    """Inside a unit: how often the dim has the sequence, one after the other, where the batch's dim is in it too."""
-    known: tuple[Any, Tensor] | None
-    """Inside a unit: the whole, once it was gathered, and what must not have changed since."""
-
-    @staticmethod
-    def of(local: Tensor, dim: int, held: SequenceLayout, inside: bool = False, times: int = 1) -> "SequenceShard":
-        """The sequence whose rows of dim `dim` on this rank are `local`."""
-        along = dim - local.dim() if dim >= 0 else dim
-        shape = list(local.shape)
-        shape[along] = times * held.cut.length
-        made = WrapperTensor.made(SequenceShard, local, shape)
-        if inside and local.requires_grad:
-            with plainly():
-                made.register_hook(_lost)
-        made.local, made.along, made.held, made.inside, made.times, made.known = local, along, held, inside, times, None
-        return made
-
-    def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> "SequenceShard":
-        """Another tensor whose rows are `local`: of the same dim counted from the front, unless said otherwise."""
-        times = self.times if rows is None else rows.length // self.held.cut.length
-        if rows is not None and (
-            rows.merged(1, 1) != self.held.cut.merged(times, 1) or (times > 1 and not self.inside)
-        ):
-            raise Elsewhere
-        return SequenceShard.of(local, self.cut if dim is None else dim, self.held, self.inside, times)
-
-    @property
-    def cut(self) -> int:
-        """The dim of the sequence."""
-        return self.along + self.local.dim()
-
-    @property
-    def rows(self) -> Rows:
-        """Who holds which rows."""
-        return self.held.cut if self.times == 1 else self.held.cut.merged(self.times, 1)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among them."""
-        return self.held.rank
-
-    def whole(self) -> Tensor:
-        """All rows, as a plain tensor."""
-        if not self.inside:
-            return self.held.gather(self.local, self.cut)
-        state = version(self.local), torch.is_grad_enabled(), checkpoint_frame()
-        if self.known is None or self.known[0] != state:
-            self.known = state, self._each(self.local, self.cut, self.held.gather)
-        return self.known[1]
-
-    def mine(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's rows of something as long as this one."""
-        return self._each(whole, dim, self.held.take)
-
-    def _each(self, t: Tensor, dim: int, what: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Something done to every sequence of a dim that has several."""
-        if self.times == 1:
-            return what(t, dim)
-        return what(t.unflatten(dim, (self.times, -1)), dim % t.dim() + 1).flatten(dim % t.dim(), dim % t.dim() + 1)
-
-    def alike(self, other: Any) -> bool:
-        """Whether another stretch is cut in the same dim, counted from the end, and in the same way."""
-        return (other.along, other.held, other.times) == (self.along, self.held, self.times)
-
-    def rows_of(self, other: Tensor) -> Tensor:
-        """This rank's rows of something that is broadcast against this sequence. `Elsewhere` when it does not fit."""
-        if isinstance(other, SequenceShard):
-            if not self.alike(other):
-                raise Elsewhere
-            return other.local
-        if other.dim() < -self.along or other.shape[self.along] == 1:
-            return other
-        if other.shape[self.along] != self.rows.length:
-            raise Elsewhere
-        return self.mine(other, self.along + other.dim())
-
-    def held_again(self, leaf: Any) -> Any:
-        """This rank's rows of a whole that has as many dims as this one, and as many rows in the dim of the sequence."""
-        alike = isinstance(leaf, Tensor) and not isinstance(leaf, SequenceShard) and leaf.dim() == self.dim()
-        if not alike or leaf.shape[self.cut] != self.rows.length:
-            return leaf
-        return self.like(self.mine(leaf, self.cut))
-
-    def __repr__(self, **_: Any) -> str:  # pyrefly: ignore[bad-override]
+    def __repr__(self, **_: object) -> str:  # pyrefly: ignore[bad-override]
         return f"Stretch(shape={tuple(self.shape)}, along={self.along}, rows={self.local.shape[self.along]})"
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -192,11 +57,11 @@ class SequenceShard(WrapperTensor):
         except Elsewhere:
             if _inplace(name) and isinstance(args[0], SequenceShard):
                 raise _writes(name) from None
-        found = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        found = func(*tree_map(gathered, args), **tree_map(gathered, kwargs))
         return _cut_again(found, args, kwargs)
 
 
-def _cut_again(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cut_again(found: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Inside a unit, what was made of wholes is held in rows again: what follows is computed for these alone."""
     inside = [t for t in leaves((args, kwargs)) if isinstance(t, SequenceShard) and t.inside]
     if not inside:
@@ -215,7 +80,7 @@ def _alone(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
         result = func(*given[0], **given[1])
         return args[0] if result is getattr(args[0], "local", None) else x.like(result, x.along + result.dim())
     if name in PRODUCTS:
-        return PRODUCTS[name](func, SequenceShard, args, kwargs)
+        return PRODUCTS[name](func, args, kwargs)
     if name in ("cat", "concat", "stack"):
         return joined(func, args[0] if args else kwargs.pop("tensors"), args[1:], kwargs)
     if name not in RULES or not args or not isinstance(args[0], SequenceShard):
@@ -240,7 +105,8 @@ def _attribute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return func(*args, **kwargs)
 
 
-def _gathered(leaf: Any) -> Any:
+def gathered(leaf: object) -> object:
+    """What is a sequence, whole."""
     return leaf.whole() if isinstance(leaf, SequenceShard) else leaf
 
 
@@ -257,14 +123,9 @@ def _writes(name: str) -> PlaitError:
     return PlaitError(Problem("P040", what, why="a rank has a part of it only", fix=("cp=1",)))
 
 
-def _lost(gradient: Tensor) -> None:
-    """A gradient came by a way that no function of torch's saw: through a torch.autograd.Function of the model's own."""
-    raise TypeError(
-        "a torch.autograd.Function was given a sequence that ranks hold in stretches, and its gradient is lost"
-    )
-
-
 class _Shared(torch.autograd.Function):
+    """A tensor of whose gradient every rank finds the whole: each keeps its share."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
@@ -275,19 +136,15 @@ class _Shared(torch.autograd.Function):
         return grads[0] / ctx.ranks, None
 
 
-def shared(x: Tensor, ranks: int) -> Tensor:
-    """`x`, of whose gradient every rank finds the whole: each keeps its share."""
-    return _Shared.apply(x, ranks)
-
-
-def for_loss(outputs: Any, ranks: int) -> Any:
+def for_loss(outputs: object, ranks: int) -> object:
     """A model's outputs for a loss that each of so many ranks computes whole."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> object:
         if isinstance(leaf, SequenceShard):
             return leaf.held.finish(leaf.local, leaf.along + leaf.local.dim())
-        needs = isinstance(leaf, Tensor) and leaf.requires_grad
-        return shared(leaf, ranks) if needs else leaf
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return _Shared.apply(leaf, ranks)
+        return leaf
 
     leaves(outputs)  # makes trees of dataclasses
     return tree_map(one, outputs)

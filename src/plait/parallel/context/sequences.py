@@ -20,6 +20,8 @@ from plait.tensors.trees import Slot
 
 SAMPLES = 3
 """Of the batch in the runs that look for sequences."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a unit is given, by place and by name."""
 At = tuple[int, int]
 """A dim of a tensor, and the number of the sequence that it is."""
 Pair = tuple[int | None, int | None]
@@ -103,7 +105,7 @@ def too_short(length: int, ranks: int) -> PlaitError:
     return PlaitError(Problem("P042", what, why=why, fix=(f"cp={max(1, length // 2)}", "longer sequences")))
 
 
-def shortened(inputs: Any, lengths: Sequence[int], to: Sequence[int]) -> Any:
+def shortened(inputs: object, lengths: Sequence[int], to: Sequence[int]) -> Any:
     """The inputs with `to[i]` positions where they have `lengths[i]`."""
     sizes = dict(zip(lengths, to))
 
@@ -115,7 +117,7 @@ def shortened(inputs: Any, lengths: Sequence[int], to: Sequence[int]) -> Any:
     return tree_map_only(Tensor, one, inputs)
 
 
-def short(sequence_plan: SequencePlan, inputs: Any, ranks: int) -> Any:
+def short(sequence_plan: SequencePlan, inputs: object, ranks: int) -> Any:
     """The inputs with lengths that are as good as any for a look at the model: unlike stretches for all ranks."""
     return shortened(inputs, sequence_plan.lengths, [min(n, 4 * ranks + 1) for n in sequence_plan.lengths])
 

@@ -46,10 +46,8 @@ Paper
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -64,8 +62,9 @@ from plait.parallel.context.communication import Communication, communication
 from plait.parallel.context.find import find
 from plait.parallel.context.opened_unit import Layout, worth
 from plait.parallel.context.runtime import ContextParallelUnits
-from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
-from plait.parallel.context.sequences import SAMPLES, SequencePlan
+from plait.parallel.context.sequence_layout import GroupLayout
+from plait.parallel.context.sequence_shard import SequenceShard
+from plait.parallel.context.sequences import SAMPLES, SequencePlan, as_held
 from plait.parallel.precision import trained_format
 from plait.parallel.tensor.wiring import wire
 from plait.randomness.sub_block import Axis, HeldRows
@@ -82,14 +81,11 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    whys = {
-        "processes=one": "" if plan.processes != "one" else "stretches are of processes, not of threads",
-        "compile=true": ""
-        if not plan.compile
-        else "attention is taken over while the model runs, and a graph does not see it",
-    }
-    for key, why in whys.items():
-        if why:
+    for given, key, why in (
+        (plan.processes == "one", "processes=one", "stretches are of processes, not of threads"),
+        (plan.compile, "compile=true", "attention is taken over while the model runs, and a graph does not see it"),
+    ):
+        if given:
             yield Problem("P041", f"cp={plan.cp} does not work with {key}", why=why, fix=(f'--plan "cp={plan.cp}"',))
 
 
@@ -97,34 +93,30 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     return ()
 
 
-def stretched(built: Built, batch: Callable[[int], Any]) -> Sketch:
-    """The sketch with the course of the model: found and proved on all of it, before anything of it is taken away.
+def stretched(built: Built) -> Sketch:
+    """The sketch with the course of the model: found and proved on all of it, before anything of it is taken away."""
+    plan, sketch, model = built.plan, built.sketch, built.model
 
-    `batch(n)`: inputs and targets of n samples.
-    """
-    plan, sketch = built.plan, built.sketch
-
-    def run(model: nn.Module, given: Any) -> Any:
+    def run(model: nn.Module, given: object) -> object:
         with trained_format(plan, built.cast, built.device.type, model):
             return call(model, given)
 
-    sequence_plan = find(built.model, batch(SAMPLES)[0], run, sketch)
+    sequence_plan = find(model, built.pairs(SAMPLES)[0], run, sketch)
+    heads = plan.context == "ulysses"
     sequence_plan = checked_units(
-        built.model, batch(1)[0], run, sequence_plan, (layout(plan), plan.cp), plan.context == "ulysses"
+        model, built.pairs(1)[0], run, sequence_plan, layout=layout(plan), ranks=plan.cp, heads=heads
     )
     if not any(made.sees for made in sequence_plan.calls):
         worth(sequence_plan, sketch)
-    with ExitStack() as stack:
-        model = built.model
-        if plan.tp > 1:
-            model = copy.deepcopy(model)
-            wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
-        stack.enter_context(forwards_kept(model.modules()))
+    if plan.tp > 1:
+        model = copy.deepcopy(model)
+        wire(model, sketch, dict(model.named_parameters()), Absent(plan.tp, built.at["tp"]))
+    with forwards_kept(model.modules()):
         parallel_units = ContextParallelUnits(model, sequence_plan, plan.cp)
         parallel_units.wrap()
-        found = communication(model, batch(SAMPLES)[0], run, parallel_units, layout(plan))
-    for heads in found.heads if plan.context == "ulysses" else ():
-        check_heads(heads, plan.cp, plan.tp)
+        found = communication(model, built.pairs(SAMPLES)[0], run, parallel_units, layout(plan))
+    for number in found.heads if heads else ():
+        check_heads(number, plan.cp, plan.tp)
     if plan.pp > 1:
         _check_stages(plan, sketch, sequence_plan, found)
     return replace(sketch, sequence_plan=sequence_plan)
@@ -147,8 +139,9 @@ def _check_stages(plan: Plan, sketch: Sketch, sequence_plan: SequencePlan, found
 def apply(built: Built) -> None:
     plan, group, sequence_plan = built.plan, built.groups["cp"], built.sketch.sequence_plan
     parallel_units = ContextParallelUnits(built.model, sequence_plan, plan.cp)
-    parallel_units.answer = (by_ring if plan.context == "ring" else by_ulysses)(lambda: built.randomness)
-    parallel_units.hold = lambda length: SequenceLayout(layout(plan)(length, plan.cp), group, group.rank())
+    answer = by_ring if plan.context == "ring" else by_ulysses
+    parallel_units.answer = answer(lambda: built.randomness, group)
+    parallel_units.hold = lambda length: GroupLayout(layout(plan)(length, plan.cp), group.rank(), group)
     parallel_units.wrap()
     drawn = frozenset(sequence_plan.draws)
 
@@ -172,10 +165,8 @@ def layout(plan: Plan) -> Layout:
     return Rows.zigzag if plan.context == "ring" else Rows.even
 
 
-def rows(plan: Plan, sketch: Sketch, rank: int) -> list[int]:
-    """Rows of each sequence that a rank computes."""
-    return [_mine(plan, rank, length) for length in sketch.sequence_plan.lengths]
-
-
-def _mine(plan: Plan, rank: int, length: int) -> int:
-    return layout(plan)(length, plan.cp).sizes[plan.at(rank)["cp"]]
+def sketch_of(plan: Plan, sketch: Sketch, rank: int) -> Sketch:
+    """The sketch with what calls of units return as a rank has it: its rows of each sequence."""
+    if not wanted(plan):
+        return sketch
+    return as_held(sketch, [layout(plan)(n, plan.cp).sizes[plan.at(rank)[AXIS]] for n in sketch.sequence_plan.lengths])

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.tensors.rows import Ranges, Rows
 
@@ -26,7 +27,7 @@ from plait.tensors.rows import Ranges, Rows
 class Exchange:
     """The ranks among which a sequence is cut."""
 
-    group: Any
+    group: ProcessGroup
     cut: Rows
 
     def heads(self, t: Tensor) -> Tensor:
@@ -57,13 +58,12 @@ def enough(kv: int, heads: int, ranks: int) -> int:
 class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
-        ctx.how = exchange, to_heads
+        ctx.exchange, ctx.to_heads = exchange, to_heads
         return _swapped(t, exchange, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
-        exchange, to_heads = ctx.how
-        return _Swap.apply(grads[0], exchange, not to_heads), None, None
+        return _Swap.apply(grads[0], ctx.exchange, not ctx.to_heads), None, None
 
 
 def _swapped(t: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:

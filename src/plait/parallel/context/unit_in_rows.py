@@ -1,15 +1,18 @@
 """A unit run on some rows of its sequences: its arguments cut, its rows posing as the whole where its code counts positions."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.parallel.context.sequence_shard import SequenceLayout, SequenceShard
-from plait.parallel.context.sequences import At, UnitPlan, seeds
+from plait.parallel.context.attention import ShardedAttention, WholeAttention, apart
+from plait.parallel.context.sequence_layout import SequenceLayout
+from plait.parallel.context.sequence_shard import SequenceShard
+from plait.parallel.context.sequences import Arguments, At, UnitPlan, seeds
 from plait.tensors import multihead
 from plait.tensors.torch_private import BatchNormBase, named_leaves, tree_map_only, tree_unflatten
 
@@ -49,12 +52,14 @@ def posed(
     if not call.poses:
         return forward(*args, **kwargs)
 
-    def whole(path: str, leaf: Any) -> Any:
+    def whole(path: str, leaf: object) -> object:
         dim, number = (0, None) if path in call.left else call.given.get(path, (0, None))
-        mine = None if number is None or not isinstance(leaf, Tensor) else held.get(number)
-        return SequenceShard.of(leaf, dim, mine, True) if mine is not None and leaf.shape[dim] == mine.size else leaf
+        mine = None if number is None else held.get(number)
+        if mine is None or not isinstance(leaf, Tensor) or leaf.shape[dim] != mine.size:
+            return leaf
+        return SequenceShard.of(leaf, dim, mine, True)
 
-    def rows(path: str, leaf: Any) -> Any:
+    def rows(path: str, leaf: object) -> object:
         at = call.returned.get(path)
         if not isinstance(leaf, SequenceShard):
             return rows_of(leaf, at, held) if isinstance(leaf, Tensor) else leaf
@@ -67,7 +72,7 @@ def posed(
     return each(rows, forward(*args, **kwargs))
 
 
-def each(make: Callable[[str, Any], Any], tree: Any) -> Any:
+def each(make: Callable[[str, object], object], tree: object) -> Any:
     """A tree with its leaves made again from their paths and what they are."""
     flat, spec = named_leaves(tree)
     return tree_unflatten([make(path, leaf) for path, leaf in flat], spec)
@@ -78,33 +83,57 @@ def rows_of(whole: Tensor, at: At | None, held: Mapping[int, SequenceLayout]) ->
     return whole if at is None or at[1] not in held else held[at[1]].take(whole, at[0])
 
 
-def taken_of(whole: Tensor, path: str, call: UnitPlan, held: Mapping[int, SequenceLayout], besides: Besides) -> Tensor:
-    """Of something that a unit returns on all rows, what it returns on some."""
-    if path in besides:
-        dim, mine = besides[path]
-        return mine.take(whole, dim)
-    return rows_of(whole, call.returned.get(path), held)
+@dataclass(frozen=True)
+class OutputOnRows:
+    """What a unit returned, run on some rows."""
+
+    leaves: list[tuple[str, Any]]
+    call: UnitPlan
+    held: Mapping[int, SequenceLayout]
+    besides: Besides
+
+    def differences(self, expected: list[tuple[str, Any]]) -> Iterator[float]:
+        """How far each tensor is from these rows of what the unit returns on all. ValueError when it returns other things."""
+        if [path for path, _ in self.leaves] != [path for path, _ in expected]:
+            raise ValueError("it returns something else")
+        for (path, found), (_, whole) in zip(self.leaves, expected):
+            if isinstance(whole, Tensor):
+                dim, mine = self.besides.get(path, (0, None))
+                rows = (
+                    rows_of(whole, self.call.returned.get(path), self.held) if mine is None else mine.take(whole, dim)
+                )
+                yield apart(found, rows) if isinstance(found, Tensor) else 1.0
 
 
-def cut_arguments(given: Any, call: UnitPlan, held: Mapping[int, SequenceLayout]) -> Any:
+def on_rows(
+    unit: nn.Module, given: Arguments, call: UnitPlan, held: Mapping[int, SequenceLayout], whole: WholeAttention
+) -> OutputOnRows:
+    """Run a unit on the rows that are held of what it is given, its attentions answered from a run on the whole."""
+    whole.number, whole.worst, besides = 0, 0.0, Besides()
+    args, kwargs = cut_arguments(copied(given), call, held)
+    with ShardedAttention(held, call.attends, whole.answer):
+        return OutputOnRows(named_leaves(posed(unit, args, kwargs, call, held, besides))[0], call, held, besides)
+
+
+def cut_arguments(given: Arguments, call: UnitPlan, held: Mapping[int, SequenceLayout]) -> Arguments:
     """(args, kwargs) with this rank's rows of what is cut."""
 
-    def one(path: str, leaf: Any) -> Any:
+    def one(path: str, leaf: object) -> object:
         at = None if path in call.left else call.given.get(path)
         return rows_of(leaf, at, held) if isinstance(leaf, Tensor) else leaf
 
     return each(one, given)
 
 
-def lengths_of(made: UnitPlan, given: Any) -> dict[int, int]:
+def lengths_of(made: UnitPlan, given: Arguments) -> dict[int, int]:
     """Sequence -> its length, of all that a unit is given something of."""
     named = {path: leaf for path, leaf in named_leaves(given)[0] if isinstance(leaf, Tensor)}
     return {number: named[path].shape[dim] for path, (dim, number) in made.given.items() if path in named}
 
 
-def copied(tree: Any) -> Any:
-    """Its tensors cloned: a unit may write into them."""
-    return tree_map_only(Tensor, torch.clone, tree)
+def copied(given: Arguments) -> Arguments:
+    """Arguments with their tensors cloned: a unit may write into them."""
+    return tree_map_only(Tensor, torch.clone, given)
 
 
 def wide(t: Tensor) -> Tensor:

@@ -31,12 +31,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from plait.tensors.torch_private import BatchNormBase, all_gather_tensor, all_reduce, check_dims
 
 
-def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
+def synchronise(model: nn.Module, names: Sequence[str], group: ProcessGroup | None) -> None:
     """Make the named batch-norm modules compute their training statistics over `group`."""
     for name in names:
         module = model.get_submodule(name)
@@ -46,7 +47,7 @@ def synchronise(model: nn.Module, names: Sequence[str], group: Any) -> None:
 
 
 class _Synchronised(BatchNormBase):
-    _group: Any
+    _group: ProcessGroup | None
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):
@@ -72,7 +73,9 @@ class _BatchStatistics(torch.autograd.Function):
     """(x - mean) / sqrt(var + eps) * weight + bias with mean and var over all ranks. x: [batch, channels, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: ProcessGroup | None
+    ):
         dims = [d for d in range(x.dim()) if d != 1]
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         count = x.numel() // x.shape[1]
@@ -118,9 +121,9 @@ class _BatchStatistics(torch.autograd.Function):
         )
 
 
-def _everyone(mine: Tensor, group: Any) -> Tensor:
+def _everyone(mine: Tensor, group: ProcessGroup | None) -> Tensor:
     """The rows of all ranks: [ranks, 2 * channels + 1]."""
-    if torch.compiler.is_compiling():
+    if group is not None and torch.compiler.is_compiling():
         return all_gather_tensor(mine[None], 0, group)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)

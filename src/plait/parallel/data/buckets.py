@@ -1,12 +1,12 @@
 """Gradients of several ranks summed in buckets, inside the last backward of a step (see `parallel/data/strategy.py`)."""
 
-from collections.abc import Container, Iterable
-from math import prod
-from typing import Any
+import math
+from collections.abc import Callable, Container, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 BUCKET_BYTES = 8 << 20
 """Bytes of gradients per all-reduce; docs/log.md has the measurements behind it."""
@@ -34,7 +34,7 @@ def fill(specs: list[Spec], apart: Container[int] = ()) -> list[list[int]]:
             size[kind] = 0
             buckets.append(open_bucket[kind])
         open_bucket[kind].append(i)
-        size[kind] += prod(shape) * dtype.itemsize
+        size[kind] += math.prod(shape) * dtype.itemsize
     return buckets
 
 
@@ -62,7 +62,7 @@ class _Bucket:
         pieces = self.flat[:total].split([p.numel() for p in parameters])
         self.views = [laid(piece, p) for piece, p in zip(pieces, parameters)]
         self.waiting = len(parameters)
-        self.work: Any = None
+        self.work: dist.Work | None = None
 
 
 class Reducer:
@@ -72,7 +72,9 @@ class Reducer:
     model's gradients. A bucket of 16-bit parameters cannot hold it; there it goes alone.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Any, step_row: int, apart: Container[int] = ()):
+    def __init__(
+        self, parameters: list[nn.Parameter], group: ProcessGroup | None, step_row: int, apart: Container[int] = ()
+    ):
         self.group = group
         specs = [(tuple(p.shape), p.dtype) for p in parameters]
         order, tail = fill(specs, apart), tail_of(specs, step_row, apart)
@@ -82,12 +84,12 @@ class Reducer:
         self.armed = False
         self.next = 0
         self.step_row: Tensor = torch.zeros(0)
-        self.alone: Any = None
+        self.alone: dist.Work | None = None
         for bucket in self.buckets:
             for i, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._ready(bucket, i))
 
-    def _ready(self, bucket: _Bucket, i: int):
+    def _ready(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
         view = bucket.views[i]
 
         def ready(parameter: Tensor) -> None:
@@ -166,6 +168,7 @@ class Reducer:
 
     def _wait(self) -> None:
         for bucket in self.buckets:
+            assert bucket.work is not None
             bucket.work.wait()
             bucket.work = None
             if bucket.waiting or self.idle:

@@ -53,12 +53,9 @@ def wanted(plan: Plan) -> bool:
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.shares > batch:
-        yield Problem(
-            "P012",
-            f"global batch {batch} does not split over dp={plan.dp}",
-            why=f"{plan.dp} ranks, {batch} samples: {plan.dp - batch} ranks would never have one",
-            fix=(f'--plan "dp={batch}"', f"--batch {plan.dp}"),
-        )
+        why = f"{plan.dp} ranks, {batch} samples: {plan.dp - batch} ranks would never have one"
+        fix = (f'--plan "dp={batch}"', f"--batch {plan.dp}")
+        yield Problem("P012", f"global batch {batch} does not split over dp={plan.dp}", why=why, fix=fix)
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from plait.tensors.rows import Rows
 
@@ -29,7 +30,7 @@ Serve = Callable[[Tensor, list[int | None]], Tensor]
 class ExpertPlacement:
     """How the experts of one layer lie on the ranks of a group: rank after rank, sizes differ by at most one."""
 
-    group: Any
+    group: ProcessGroup
     experts: int
 
     @property
@@ -49,24 +50,19 @@ def through(rows: Tensor, counts: list[int | None], way: ExpertPlacement, serve:
 
     rows [n, …], sorted by expert; `counts`: how many belong to each expert of the layer, None where there was no call.
     """
-    sizes, mine = way.rows.sizes, len(way.mine)
-    told = _counts(counts, way, rows.device)
-    given = [sum(n or 0 for n in part) for part in _parts(counts, sizes)]
-    taken = [sum(max(n, 0) for n in row) for row in told]
+    mine = len(way.mine)
+    asked = _counts(counts, way, rows.device)
+    given = [sum(n or 0 for n in counts[first : first + length]) for ((first, length),) in way.rows.ranks]
+    taken = [sum(max(n, 0) for n in row) for row in asked]
     arrived = travel(rows, given, taken, way.group)
-    kinds = torch.tensor([max(n, 0) for row in told for n in row], dtype=torch.int64)
-    experts = torch.arange(mine).repeat(len(told)).repeat_interleave(kinds)
+    kinds = torch.tensor([max(n, 0) for row in asked for n in row], dtype=torch.int64)
+    experts = torch.arange(mine).repeat(len(asked)).repeat_interleave(kinds)
     order = experts.argsort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).to(rows.device)
-    called = [[row[e] for row in told if row[e] >= 0] for e in range(mine)]
+    back = order.argsort().to(rows.device)
+    called = [[row[e] for row in asked if row[e] >= 0] for e in range(mine)]
     results = serve(arrived.index_select(0, order.to(rows.device)), [sum(c) if c else None for c in called])
     results = results if len(results) else tied(results, arrived)
     return travel(results.index_select(0, back), taken, given, way.group)
-
-
-def _parts(counts: list[int | None], sizes: tuple[int, ...]) -> list[list[int | None]]:
-    firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    return [counts[first : first + size] for first, size in zip(firsts, sizes)]
 
 
 def _counts(counts: list[int | None], way: ExpertPlacement, device: torch.device) -> list[list[int]]:
@@ -78,7 +74,7 @@ def _counts(counts: list[int | None], way: ExpertPlacement, device: torch.device
     return received.view(len(sizes), mine).tolist()
 
 
-def travel(rows: Tensor, given: list[int], taken: list[int], group: Any) -> Tensor:
+def travel(rows: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     """Rows [n, …] sent to the ranks of the group, `given[r]` to rank r, in order; of rank r come `taken[r]`."""
     needed = torch.is_grad_enabled() and not rows.requires_grad
     anchor = torch.zeros((), requires_grad=needed)  # so that backward comes here on every rank, and once
@@ -92,7 +88,9 @@ def tied(result: Tensor, *others: Tensor) -> Tensor:
 
 class _Travel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, anchor: Tensor, given: list[int], taken: list[int], group: Any) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, anchor: Tensor, given: list[int], taken: list[int], group: ProcessGroup
+    ) -> Tensor:
         ctx.way = given, taken, group
         ctx.save_for_backward(anchor.new_empty(0))  # a recomputation comes as far as this on every rank
         return moved(rows, given, taken, group)
@@ -116,7 +114,7 @@ class _Tied(torch.autograd.Function):
         return grads[0], *(torch.zeros(s, dtype=d, device=where) for s, d, where in ctx.others)
 
 
-def moved(rows: Tensor, given: list[int], taken: list[int], group: Any) -> Tensor:
+def moved(rows: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     """`travel`, not differentiated."""
     received = rows.new_empty([sum(taken), *rows.shape[1:]])
     dist.all_to_all_single(received, rows.contiguous(), taken, given, group=group)

@@ -5,11 +5,6 @@ to (`stacked`), and layers with a list of alike modules that get only some of th
 by name. Each proposal is checked in float64 on what the model really gives the layer, and on noise, without processes:
 the layer computed expert by expert, as the ranks of a group would, must return what the whole layer returns. What does
 not pass is left whole, and why is said.
-
-Whether a layer that looks like a mixture of experts is one: its parts run in float64, without processes.
-
-On what the model gives the layer, and on noise, the layer computed expert by expert, as the ranks of a group would, must
-return what the whole layer returns, to rounding. `parallel/expert/find.py` proposes, this decides.
 """
 
 import copy
@@ -24,12 +19,15 @@ from torch import Tensor, nn
 from plait.losses.global_batch import BatchPeers
 from plait.model.experts import Format, MoELayer, cut_stacked
 from plait.model.units import has_forward
+from plait.parallel.expert.dispatch import Serve
 from plait.parallel.expert.layers import ListedExperts, StackedExperts, at_home, roles, spelled
 from plait.randomness.keyed import host_kept, host_state, restore_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import DropoutBase, leaves, tree_leaves, tree_map_only
 
 NEAR = 1e-9
+SAMPLES = 3
+"""Of the run that shows what a model gives its layers."""
 ROUNDS = 3
 """Runs of a check: the first on what the model gives the layer, then on noise, which reaches more experts."""
 
@@ -38,8 +36,8 @@ ROUNDS = 3
 class Met:
     """What a run of the model showed of a module: what its first call was given, and how many rows it got in all."""
 
-    args: Any
-    kwargs: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     rows: int = 0
     calls: int = 0
 
@@ -67,14 +65,12 @@ def _examples(met: Met) -> Iterator[tuple[Any, Any]]:
         yield tree_map_only(Tensor, one, (met.args, met.kwargs))
 
 
-def _near(a: Any, b: Any) -> bool:
-    a, b = ([t for t in leaves(tree) if isinstance(t, Tensor)] for tree in (a, b))
-    same = len(a) == len(b) and all(x.shape == y.shape for x, y in zip(a, b))
-    return same and all(
-        float((x.double() - y.double()).abs().max()) <= NEAR * max(1.0, float(x.abs().max()))
-        for x, y in zip(a, b)
-        if x.numel()
-    )
+def _near(expected: object, output: object) -> bool:
+    a, b = ([t.double() for t in leaves(tree) if isinstance(t, Tensor)] for tree in (expected, output))
+    if [t.shape for t in a] != [t.shape for t in b]:
+        return False
+    pairs = ((x, y) for x, y in zip(a, b) if x.numel())
+    return all(float((x - y).abs().max()) <= NEAR * max(1.0, float(x.abs().max())) for x, y in pairs)
 
 
 def check_stacked(module: nn.Module, mixture: MoELayer, met: Met) -> tuple[MoELayer | None, str]:
@@ -93,7 +89,7 @@ def check_stacked(module: nn.Module, mixture: MoELayer, met: Met) -> tuple[MoELa
         proposal = replace(mixture, numbers=numbers)
         try:
             with torch.no_grad(), Wide():
-                width = _adds_up(module, proposal, (given, index, len(met.args)))
+                width = _adds_up(module, proposal, given, index=index, places=len(met.args))
         except Exception as error:
             why = f"its forward with some of the experts raised {type(error).__name__}: {error}".partition("\n")[0]
             continue
@@ -102,27 +98,21 @@ def check_stacked(module: nn.Module, mixture: MoELayer, met: Met) -> tuple[MoELa
     return None, why
 
 
-def _adds_up(module: nn.Module, mixture: MoELayer, how: tuple[dict[str, Any], str, int]) -> int:
-    """The width of a result when the parts of two ranks make the whole on all examples, else 0. `how`: arguments, which of them
-    says the experts, how many are given by place."""
-    (given, index, places), generator = how, torch.Generator().manual_seed(1)
-    width = 0
+def _adds_up(module: nn.Module, mixture: MoELayer, given: dict[str, Any], *, index: str, places: int) -> int:
+    """The width of a result when the parts of two ranks make the whole on all examples, else 0. `given`: arguments; `index`:
+    which of them says the experts; `places`: how many are given by place."""
+    generator, width = torch.Generator().manual_seed(1), 0
     for args, _ in _examples(Met(tuple(given.values()), {})):
         here = dict(zip(given, args))
         if width:  # spread the tokens over all experts
-            here[index] = (
-                torch.rand(len(here[index]), mixture.experts, generator=generator)
-                .argsort(1)[:, : here[index].shape[1]]
-                .to(here[index])
-            )
-        expected, parts = spelled(_wide(module), here, places), []
-        for rank in range(2):
-            part = cut_stacked(_wide(module), mixture, mixture.mine(2, rank))
-            parts.append((part, mixture.mine(2, rank)))
+            order = torch.rand(len(here[index]), mixture.experts, generator=generator).argsort(1)
+            here[index] = order[:, : here[index].shape[1]].to(here[index])
+        expected = spelled(_wide(module), here, places)
 
-        def through(rows: Tensor, counts: list[int | None], serve: Any, parts: Any = parts) -> Tensor:
+        def through(rows: Tensor, counts: list[int | None], serve: Serve) -> Tensor:
             found, at = [], 0
-            for part, mine in parts:
+            for mine in (mixture.mine(2, rank) for rank in range(2)):
+                part = cut_stacked(_wide(module), mixture, mine)
                 totals = counts[mine.start : mine.stop]
                 count = sum(n or 0 for n in totals)
                 worker.own = part.forward  # noqa: B023
@@ -192,9 +182,6 @@ def _coupled(layer: nn.Module, met: Met, drawn: bool) -> bool:
     return not _near(rows, rows[:1].expand_as(rows))
 
 
-SAMPLES = 3
-
-
 @host_kept()
 def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any]) -> tuple[list[MoELayer], list[str]]:
     """The mixtures of experts of a model, and of layers that look like one and cannot be split: why. Leaves it as it is."""
@@ -219,8 +206,8 @@ def find(model: nn.Module, inputs: Callable[[int], Any], call: Callable[..., Any
             whole.append(f"{mixture.name or 'the model'}: {why}")
         elif checked is not None:
             trained = checked.names & {n for n, p in model.named_parameters() if p.requires_grad}
-            told = {"rows": _rows(checked, met) / SAMPLES, "calls": met[checked.name].calls}
-            found.append(replace(checked, trained=trained, **told))
+            rows, calls = _rows(checked, met) / SAMPLES, met[checked.name].calls
+            found.append(replace(checked, trained=trained, rows=rows, calls=calls))
     return found, whole
 
 

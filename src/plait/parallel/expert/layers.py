@@ -11,8 +11,7 @@ are checked before (`parallel/expert/find.py`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,27 +56,18 @@ class StackedExperts:
         token = order // chosen.shape[1]
 
         def serve(rows: Tensor, totals: list[int | None]) -> Tensor:
-            return self._serve(
-                rows, [n or 0 for n in totals], lambda r, e: given | {name: r, index: e, weight: ones(r)}, len(args)
-            )
-
-        def ones(rows: Tensor) -> Tensor:
-            return torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
+            """Without a row, one of no meaning is computed and dropped: stacked parameters have a gradient on every rank."""
+            count, sizes = len(rows), [n or 0 for n in totals]
+            if not count:
+                row = torch.linspace(-1.0, 1.0, rows.shape[1], dtype=rows.dtype, device=rows.device)
+                rows, sizes = torch.cat([rows, row.unsqueeze(0)]), [1] + [0] * (len(sizes) - 1)
+            experts = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).unsqueeze(1).to(rows.device)
+            ones = torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
+            return spelled(self.own, given | {name: rows, index: experts, weight: ones}, len(args))[:count]
 
         result = self.through(hidden.index_select(0, token), counts, serve)
         result = (result * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(result.dtype)
         return result.new_zeros(len(hidden), *result.shape[1:]).index_add_(0, token, result)
-
-    def _serve(
-        self, rows: Tensor, totals: list[int], arguments: Callable[[Tensor, Tensor], dict[str, Tensor]], places: int
-    ) -> Tensor:
-        """Without a row, one of no meaning is computed and dropped: stacked parameters have a gradient on every rank."""
-        count = len(rows)
-        if not count:
-            row = torch.linspace(-1.0, 1.0, rows.shape[1], dtype=rows.dtype, device=rows.device)
-            rows, totals = torch.cat([rows, row.unsqueeze(0)]), [1] + [0] * (len(totals) - 1)
-        experts = torch.arange(len(totals)).repeat_interleave(torch.tensor(totals)).unsqueeze(1).to(rows.device)
-        return spelled(self.own, arguments(rows, experts), places)[:count]
 
 
 def spelled(forward: Callable[..., Tensor], given: dict[str, Tensor], places: int) -> Tensor:
@@ -168,8 +158,10 @@ class ListedExperts:
 
         back = self.again()
         try:
-            with state_kept(self.around, hooks=False), self._asking(note):
-                self.own(*tree_map_only(Tensor, torch.clone, args), **tree_map_only(Tensor, torch.clone, kwargs))
+            with state_kept(self.around, hooks=False):
+                self._asking(
+                    note, *tree_map_only(Tensor, torch.clone, args), **tree_map_only(Tensor, torch.clone, kwargs)
+                )
         finally:
             back()
         for _, rows in given:
@@ -194,8 +186,7 @@ class ListedExperts:
                 raise self._refused("its code took another course when it was run again with the experts' results")
             return result(calls - 1)
 
-        with self._asking(give):
-            output = self.own(*args, **kwargs)
+        output = self._asking(give, *args, **kwargs)
         if calls != len(given):
             raise self._refused("its code took another course when it was run again with the experts' results")
         return output
@@ -214,12 +205,12 @@ class ListedExperts:
         with torch.no_grad():
             return self.experts[self.mine.start].own(empty)
 
-    @contextmanager
-    def _asking(self, ask: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    def _asking(self, ask: Callable[[int, Tensor], Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own code, in which experts answer by `ask`."""
         for expert in self.experts:
             expert.ask = ask
         try:
-            yield
+            return self.own(*args, **kwargs)
         finally:
             for expert in self.experts:
                 expert.ask = None

@@ -73,17 +73,16 @@ def wanted(plan: Plan) -> bool:
 
 
 def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
-    whys = {
-        "processes=one": "" if plan.processes != "one" else "experts are shared out to processes, not to threads",
-        "compile=true": ""
-        if not plan.compile
-        else "how many rows travel depends on the data, and a graph has fixed sizes",
-        "offload=all": ""
-        if plan.offload != "all"
-        else "it is fsdp that brings parameters to the device, and it leaves experts",
-    }
-    for key, why in whys.items():
-        if why:
+    for given, key, why in (
+        (plan.processes == "one", "processes=one", "experts are shared out to processes, not to threads"),
+        (plan.compile, "compile=true", "how many rows travel depends on the data, and a graph has fixed sizes"),
+        (
+            plan.offload == "all",
+            "offload=all",
+            "it is fsdp that brings parameters to the device, and it leaves experts",
+        ),
+    ):
+        if given:
             yield Problem("P050", f"ep={plan.ep} does not work with {key}", why=why, fix=(f'--plan "ep={plan.ep}"',))
     if plan.shares % plan.ep:
         what = f"ep={plan.ep} does not divide the {plan.shares} ranks with different samples"
@@ -104,7 +103,7 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 def apply(built: Built) -> None:
     plan, model = built.plan, built.model
-    holders = experts_of(plan, built.place.rank)
+    holders = experts_of(plan)
     here = [m for m in built.sketch.mixtures if m.names & built.own.keys()]
     frozen = {name for name, p in built.own.items() if not p.requires_grad}
     for mixture in here:
@@ -119,11 +118,8 @@ def apply(built: Built) -> None:
             rows = ((mine.start, len(mine)),)
             built.cuts |= {n: (shapes[n], (rows, *everything(shapes[n][1:]))) for n in held}
         built.experts |= held
-    whole = [
-        n
-        for n, p in built.own.items()
-        if n in built.experts - frozen and not expert_shards.parted(plan, tuple(p.shape))
-    ]
+    trained = {n: tuple(p.shape) for n, p in built.own.items() if n in built.experts - frozen}
+    whole = [n for n, shape in trained.items() if not expert_shards.parted(plan, shape)]
     if holders.holding.size() > 1 and whole:
         built.partial.append((tuple(whole), holders.holding))
     built.apart, alike = holders.apart, holders.copies or holders.holding

@@ -5,6 +5,7 @@ Adafactor shares statistics between rows and columns, LAMB scales by a tensor's 
 clip by the norm of all gradients: on a part they would silently do something else.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -124,39 +125,33 @@ def _compared(
 ) -> tuple[str, str] | None:
     generator, (steps, size) = torch.Generator().manual_seed(0), course
     values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    rows = [
-        [size * torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(min(steps, 3))
-    ]
-    rows = [rows[k % len(rows)] for k in range(steps)]
-    told = lambda error: f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"  # noqa: E731
+    noise = [[size * torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(3)]
+    rows = [noise[k % 3] for k in range(steps)]
+    raised = lambda error: f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"  # noqa: E731
     try:
         whole = _updated(job, values, rows)
     except Exception as error:  # an optimizer may raise anything
-        raise _Unmade(_kind(job, values), told(error)) from error
+        raise _Unmade(_kind(job, values), raised(error)) from error
     alone = [k for k, lot in enumerate(held) if lot == ALONE]
     owner = {k: int(2 * i >= len(alone)) for i, k in enumerate(alone)}
     try:
-        ranks = [_on_rank(job, values, rows, (held, owner, rank)) for rank in range(2)]
+        ranks = [_on_rank(job, values, rows, held=held, owner=owner, rank=rank) for rank in range(2)]
     except Exception as error:  # the real one would have to run on parts as well
-        return _kind(job, values), told(error)
+        return _kind(job, values), raised(error)
     for k, (expected, before) in enumerate(zip(whole, values)):
         lot = held[k] if before.dim() or held[k] == ALONE else WHOLE
-        if isinstance(lot, int):
-            found = torch.cat([mine[k] for mine in ranks], lot)
-        else:
-            found = ranks[owner.get(k, 0)][k]
+        found = torch.cat([mine[k] for mine in ranks], lot) if isinstance(lot, int) else ranks[owner.get(k, 0)][k]
         moved = float((expected - before).abs().max()) if before.numel() else 0.0
         if moved and not float((found - expected).abs().max()) <= 1e-9 * moved + 1e-14 * float(before.abs().max()):
-            told_ = "when others are elsewhere" if lot in (WHOLE, ALONE) else "in two parts"
-            return _kind(job, values), f"a tensor of shape {list(before.shape)} is updated differently {told_}"
+            where = "when others are elsewhere" if lot in (WHOLE, ALONE) else "in two parts"
+            return _kind(job, values), f"a tensor of shape {list(before.shape)} is updated differently {where}"
     return None
 
 
 def _on_rank(
-    job: Job, values: list[Tensor], rows: list[list[Tensor]], how: tuple[list[Lot], dict[int, int], int]
+    job: Job, values: list[Tensor], rows: list[list[Tensor]], *, held: list[Lot], owner: dict[int, int], rank: int
 ) -> list[Tensor]:
-    """The tensors of one of two ranks after its steps. `how`: what ranks have, who has what one has alone, which rank."""
-    held, owner, rank = how
+    """The tensors of one of two ranks after its steps. `held`: what ranks have; `owner`: who has what one has alone."""
     mine = lambda t, k: _half(t, lot, rank) if isinstance(lot := held[k], int) else t  # noqa: E731
     here = lambda t, k: None if owner.get(k, rank) != rank else mine(t, k)  # noqa: E731
     gradients = [[here(g, k) for k, g in enumerate(row)] for row in rows]
@@ -172,10 +167,10 @@ def _kind(job: Job, values: list[Tensor]) -> str:
 
 def small(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Shapes like these, small enough to be tried."""
-    tried: dict[int, int] = {}
+    tried = Counter[int]()
     found = []
     for shape in shapes:
-        tried[len(shape)] = tried.get(len(shape), 0) + 1
+        tried[len(shape)] += 1
         limit = DIM if tried[len(shape)] <= MANY else FEW
         found.append(tuple(min(d, limit if i < 2 else FEW) for i, d in enumerate(shape)))
     return found

@@ -6,13 +6,14 @@ What FSDP2's hooks on a unit would change for the model's code, and hooks beside
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
@@ -65,8 +66,8 @@ def shard_of(whole: tuple[Ranges, ...], dim: int, ranks: int, rank: int) -> tupl
 class ShardGroup:
     """Where the parts of a parameter are: the group of ranks that hold them, of those that hold the same, which dim is cut."""
 
-    group: Any
-    copies: Any
+    group: ProcessGroup
+    copies: ProcessGroup | None
     """None when nobody else holds the same."""
     dim: int = 0
 
@@ -79,10 +80,21 @@ class FsdpRuntime:
     with the step_row.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Any, copies: Any, scatter: Scatter, names: set[str]):
-        self.model, self.zero, self.usual, self.scatter = model, plan.zero, ShardGroup(group, copies), scatter
-        self.apart: dict[str, ShardGroup] = {}
-        """Of parameters that other ranks share than the rest: experts."""
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        names: Collection[str],
+        scatter: Scatter,
+        *,
+        usual: ShardGroup,
+        apart: Mapping[str, ShardGroup],
+        cuts: Mapping[str, tuple[tuple[int, ...], tuple[Ranges, ...]]],
+    ):
+        """`names`: of the parameters that are its own. `apart`: where those of experts are that other ranks share than the rest.
+        `cuts`: parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
+        self.model, self.zero, self.scatter = model, plan.zero, scatter
+        self.usual, self.apart, self.cuts = usual, apart, cuts
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = {n: p for n, p in model.named_parameters() if n in names}
@@ -96,8 +108,6 @@ class FsdpRuntime:
         self.idle = False
         """Whatever this rank computes in this step is not counted: it used no parameter."""
         self.partial: dict[str, Tensor] = {}
-        self.cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = {}
-        """Parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
         self.squares = 0.0
         self.step_row = torch.empty(0)
         for module in self.modules:
@@ -175,11 +185,7 @@ class FsdpRuntime:
         row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.step_row.device)
         row = torch.cat([self.step_row, row])
         dist.all_reduce(row)
-        step_row, squares, rest = (
-            row[: len(self.step_row)],
-            float(row[len(self.step_row)]),
-            row[len(self.step_row) + 1 :].tolist(),
-        )
+        step_row, (squares, *rest) = row[: len(self.step_row)], row[len(self.step_row) :].tolist()
         self.squares = squares / (dist.get_world_size() // self.usual.group.size())
         used, scalars = rest[: len(flags)], rest[len(flags) :]
         for name, times in zip(self.trained, used):
@@ -201,7 +207,7 @@ class FsdpRuntime:
         if not on:
             end_backward(root)
 
-    def settle(self, peers: Any) -> None:
+    def settle(self, peers: ProcessGroup | None) -> None:
         """Give every part its summed gradient, without a row of the step."""
         self.scatter.finish()
         self._give()
@@ -213,7 +219,7 @@ class FsdpRuntime:
             parameter.grad = torch.full_like(parameter, float(flat[0])) if flat[1] else None
 
     def _give(self) -> None:
-        late: dict[Any, list[tuple[Tensor, int]]] = {}
+        late: dict[ProcessGroup | None, list[tuple[Tensor, int]]] = {}
         for name in self.trained:
             parameter, own = self.sharded[name], self.own[name]
             gradient = None if parameter.grad is None else local_of(parameter.grad)
@@ -239,7 +245,7 @@ class FsdpRuntime:
             module.reshard()
 
 
-def without_views(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def without_views(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
     """FSDP2's hook on an output that is a view is lost when the model's code changes it in place: give it a copy."""
     leaves(output)  # a dataclass that torch's trees have not met is one leaf to them
     return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)

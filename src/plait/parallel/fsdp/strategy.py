@@ -33,14 +33,13 @@ Paper
     Rajbhandari et al. 2020, ZeRO (SC); Zhao et al. 2023, PyTorch FSDP (VLDB).
 """
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait.config.errors import Problem
 from plait.config.plan import AXES, SAME_SLICES, Plan
@@ -50,7 +49,7 @@ from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import expert_shards
 from plait.parallel.fsdp.collectives import DeviceScatter, Gather, Scatter
 from plait.parallel.fsdp.groups import begins_once, check_formats, differentiated, groups
-from plait.parallel.fsdp.runtime import FsdpRuntime, divides, keep_one, without_views
+from plait.parallel.fsdp.runtime import FsdpRuntime, ShardGroup, divides, keep_one, without_views
 from plait.parallel.mutations import apart
 from plait.parallel.precision import plan_format
 from plait.tensors.collectives import directly
@@ -100,16 +99,18 @@ def apply(built: Built) -> None:
     }
     units = [[model.get_submodule(name) for name in names] for names in groups(built.sketch)]
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+    gathered = list[FSDPModule]()
     for modules in (*units, [model]):
         for module in modules:
             module.register_forward_hook(without_views)
         fully_shard(modules, mp_policy=policy, reshard_after_forward=plan.zero == 3 and modules != [model], **options)
         for module in modules:
             keep_one(module)
-    _ahead(model, built, units)
-    copies = built.copies
-    scatter = (Scatter if directly(device) else DeviceScatter)(copies)
-    gathered: list[Any] = [*(modules[0] for modules in units), model]  # FSDPModules now
+        assert isinstance(modules[0], FSDPModule)
+        gathered.append(modules[0])
+    _gather_ahead(built, units, gathered)
+    scatter = (Scatter if directly(device) else DeviceScatter)(built.copies)
+    scatter.others = {one.group.group_name: one.copies for one in where.values()}
     for module in gathered:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -117,29 +118,29 @@ def apply(built: Built) -> None:
         exchange_by(module, scatter, Gather() if directly(device) else None)
     if built.shares:
         materialise(model, device)
-    built.reducer = FsdpRuntime(model, plan, mesh["fsdp"].get_group(), copies, scatter, mine)
-    scatter.others = {one.group.group_name: one.copies for one in where.values()}
-    built.reducer.cuts, built.reducer.apart = built.cuts, where
-    built.own = built.reducer.own | {n: p for n, p in built.own.items() if n not in mine}
+    usual = ShardGroup(mesh["fsdp"].get_group(), built.copies)
+    shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, cuts=built.cuts)
+    built.reducer = built.shards = shards
+    built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
     for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):
         built.own[name].data.copy_(part)
     built.shares = {}
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting else "sample"
 
 
-def _ahead(model: Any, built: Built, units: list[Any]) -> None:
-    """Which group each gathers ahead, in forward and in backward."""
-    for here, ahead in itertools.pairwise(units):
-        here[0].register_forward_pre_hook(_gather_next(ahead[0]))
-    twice = differentiated(built.sketch)
-    again = [*(modules[0] for names, modules in zip(groups(built.sketch), units) if names[0] in twice), model]
+def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:
+    """Which group each gathers ahead, in forward and in backward. `gathered`: the first module of each group, the root last."""
+    for (here, *_), ahead in zip(units, gathered[1:-1]):
+        here.register_forward_pre_hook(_gather_next(ahead))
+    root, twice = gathered[-1], differentiated(built.sketch)
+    again = [*(module for names, module in zip(groups(built.sketch), gathered) if names[0] in twice), root]
     for before, here in zip(again[:1] + again, again):  # FSDP2 itself would also gather what backward never comes to
         here.set_modules_to_backward_prefetch([before])
     if not begins_once(built.whole):
-        model.set_modules_to_backward_prefetch([model])
+        root.set_modules_to_backward_prefetch([root])
 
 
-def _gather_next(ahead: Any) -> Callable[..., None]:
+def _gather_next(ahead: FSDPModule) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     """FSDP2's own forward prefetch would also gather when a unit runs again in backward, for nobody."""
 
     def gather(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -151,8 +152,4 @@ def _gather_next(ahead: Any) -> Callable[..., None]:
 
 def share(plan: Plan, rank: int) -> Callable[[Tensor], Tensor]:
     """Takes a rank's part of a whole parameter: its stretch of dim 0."""
-
-    def mine(t: Tensor) -> Tensor:
-        return t.narrow(0, *chunk(t.shape[0], plan.fsdp, rank % plan.fsdp))
-
-    return mine
+    return lambda t: t.narrow(0, *chunk(t.shape[0], plan.fsdp, rank % plan.fsdp))

@@ -42,8 +42,7 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
-from plait.parallel.context.sequences import as_held
-from plait.parallel.mesh import group_of
+from plait.parallel.mesh import group_at
 from plait.parallel.pipeline.partition import StageLayout, check, table_of
 from plait.parallel.pipeline.paths import ForwardPaths
 from plait.parallel.pipeline.runtime import PipelineRuntime
@@ -85,16 +84,14 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
 
 
 def apply(built: Built) -> None:
-    plan, sketch, place = built.plan, built.sketch, built.place
-    if plan.cp > 1:
-        sketch = as_held(sketch, context.rows(plan, sketch, built.place.rank))
+    plan, sketch = built.plan, context.sketch_of(built.plan, built.sketch, built.place.rank)
     layout = StageLayout.of(plan, sketch, built.job.stages)
-    check(sketch, layout.cut, plan.stages_per_rank > 1, plan.tp * plan.cp * plan.ep > 1)
+    check(sketch, layout.cut, plan.stages_per_rank > 1, plan.waits_in_forward)
     index, homes = built.at["pp"], layout.homes
     if plan.schedule in SPLIT:
         recompute_once()
     paths = ForwardPaths(built.model, sketch, layout.cut, built.trial_call, lambda n: built.pairs(n)[0])
-    paths.seed, paths.fixed = built.job.seed, plan.cp > 1
+    paths.seed, paths.fixed = built.job.seed, context.wanted(plan)
     if paths.fixed and paths.random:
         why = "its forward pass decides by random numbers what to run, and of a sequence that ranks hold in stretches (cp) no other course is found"
         raise PlaitError(Problem("P024", "the model cannot be cut into stages", why=why, fix=("cp=1", "pp=1")))
@@ -107,8 +104,8 @@ def apply(built: Built) -> None:
     built.sketch = layout.part(index)
     built.holders = {name: len(homes[name]) for name in built.own}
     for alike in sorted({ranks for ranks in homes.values() if len(ranks) > 1}):
-        group = group_of(plan, place.rank, ("pp",), alike)
-        if index in alike:
+        group = group_at(plan, ("pp",), alike)
+        if group is not None:
             built.partial.append((tuple(name for name, ranks in homes.items() if ranks == alike), group))
     built.elsewhere = tuple(u.name for u in sketch.units if u.name not in mine)
 

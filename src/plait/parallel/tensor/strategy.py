@@ -59,7 +59,7 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.model.slices import ParameterSlice, holding_alike
 from plait.parallel.built import Built
-from plait.parallel.mesh import group_of
+from plait.parallel.mesh import group_at
 from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits
 from plait.parallel.tensor.wiring import SlicedDraws, layout_of, wire
@@ -113,9 +113,8 @@ def apply(built: Built) -> None:
 
 def _sums(built: Built, cuts: dict[str, ParameterSlice]) -> None:
     """Whose gradients are shares of a sum: over all ranks, or over those that hold the same slice."""
-    rank = built.at["tp"]
     built.partial.append((tuple(n for n in built.sketch.shares if n in built.own), built.groups["tp"]))
     for alike in holding_alike(built.sketch.cuts):
-        group = group_of(built.plan, built.place.rank, ("tp",), alike)
-        if rank in alike:
-            built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), group))
+        made = group_at(built.plan, ("tp",), alike)
+        if made is not None:
+            built.partial.append((tuple(n for n, c in cuts.items() if alike in c.alike()), made))
