@@ -56,7 +56,7 @@ def _target(text: str) -> Path:
     return path
 
 
-def _say(options: argparse.Namespace, value: Any, text: str, code: int) -> int:
+def _say(options: argparse.Namespace, value: object, text: str, code: int) -> int:
     print(json.dumps(value) if options.json else text)
     return code
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -203,9 +204,7 @@ def way(cut: ParameterSlice) -> str:
 
 
 def _changed(model: nn.Module, integer: DividedNumber, inner: Callable[[str], str]) -> str:
-    value: Any = model.get_submodule(integer.module)
-    for step in integer.path.split("."):
-        value = getattr(value, step)
+    value = attrgetter(integer.path)(model.get_submodule(integer.module))
     owner = inner(integer.module)
     return f"{'' if owner == 'itself' else owner + '.'}{integer.path} {value} → {value // integer.divisor}"
 

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from plait.checkpoint import optimizer_state
 from plait.checkpoint.checkpoints import Checkpoints
@@ -71,7 +71,7 @@ class Request:
     """Train although the job check found that the plan makes another training of the job."""
 
 
-def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
+def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, Any]]:
     """Run the request: fork its processes here, or join those a launcher started. Returns (exit code, summary)."""
     console = Console(request.shown, request.verbose, out)
     if joining():
@@ -386,7 +386,12 @@ def _owed(engine: Engine, run: RunDirectory) -> bool:
 
 def _reporter(report: Callable[[dict[str, Any]], None]):
     def show(
-        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
     ) -> None:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         report({"kind": "warning", "text": text, "short": f"{category.__name__}: {short(str(message))}"})

@@ -13,7 +13,7 @@ travels in checkpoints, otherwise a resumed run reads up to where it was.
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -97,7 +97,15 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * each + min(index, extra), each + (index < extra)
 
 
-def is_map(data: Any) -> bool:
+class MapStyle(Protocol):
+    """A data set that is read by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> object: ...
+
+
+def is_map(data: object) -> TypeGuard[MapStyle]:
     """Whether the data set is read by index (torch's IterableDataset inherits a `__getitem__` that only raises)."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 

@@ -6,16 +6,19 @@ gathers parameters, a rank whose share has ended runs along on a sample of anoth
 A forward pass has as many samples as the largest micro-batch of training, so what fits in training fits here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from plait.data.batch import BatchShare, collate, empty, example, first_samples, is_map, largest, opened, part, split
+from plait.data import batch as batches
+from plait.data.batch import BatchShare, MapStyle, collate, empty, is_map, largest, opened, split
 from plait.data.iterable_streams import agree, digest
 from plait.data.padding import Padding
 from plait.engine import try_metrics
@@ -42,9 +45,9 @@ def evaluate(built: Built) -> dict[str, float]:
         data = opened(job.evaluate.data, try_metrics.WHERE)
         if hasattr(data, "collate"):
             parts = BatchShare(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
-            shares = _alike(data, job.batch, job.seed, parts, Padding(data, built.group, built.device), reads=reads)
+            shares = _alike(data, job.batch, job.seed, parts, Padding(data, built.group, built.device), reads)
         else:
-            shares = _share(data, size, job.seed, rank, ranks, built.group, reads=reads)
+            shares = _share(data, size, job.seed, BatchShare(rank, ranks), built.group, reads)
         for pair, count in shares:
             place.within("evaluate")
             if not count and not together:
@@ -76,7 +79,8 @@ def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
     assert built.job.evaluate is not None
     wanted, plan = built.job.evaluate.data, built.plan
     count = largest(built.job.batch, plan.shares, plan.microbatches)
-    pair = first_samples(example(wanted, opened(wanted, try_metrics.WHERE), try_metrics.WHERE), count)
+    held_out = batches.example(wanted, opened(wanted, try_metrics.WHERE), try_metrics.WHERE)
+    pair = batches.first_samples(held_out, count)
     with _evaluating(built):
         _sums(built, ready(pair), count)
 
@@ -94,7 +98,7 @@ def _evaluating(built: Built) -> Iterator[None]:
             module.training = training
 
 
-def _outputs(built: Built, inputs: Any, samples: int) -> tuple[Any, bool]:
+def _outputs(built: Built, inputs: object, samples: int) -> tuple[Any, bool]:
     """The model's outputs, and whether this rank has them: in a pipeline the last stage does."""
     if built.pipe is None:
         return call(built.model, inputs), True
@@ -102,27 +106,27 @@ def _outputs(built: Built, inputs: Any, samples: int) -> tuple[Any, bool]:
 
 
 def _share(
-    data: Any, batch: int, seed: int, rank: int, ranks: int, group: Any, *, reads: Callable[[], None]
-) -> Iterator[tuple[tuple[Any, Any], int]]:  # fmt: skip
+    data: MapStyle | Iterable[object],
+    batch: int,
+    seed: int,
+    share: BatchShare,
+    group: ProcessGroup | None,
+    reads: Callable[[], None],
+) -> Iterator[tuple[tuple[Any, Any], int]]:
     """This rank's part of an evaluation set, in order, every sample on exactly one rank; as many batches on each.
 
     Beside each batch how many of its samples are this rank's: 0 when it is only there to make up the number. `reads` is
     called before each sample.
     """
     if is_map(data):
-        first, count = split(len(data), ranks, rank)
-        for offset in range(0, split(len(data), ranks, 0)[1], batch):  # rank 0's share is the largest
+        first, count = split(len(data), share.ranks, share.rank)
+        for offset in range(0, split(len(data), share.ranks, 0)[1], batch):  # rank 0's share is the largest
             ids = range(first + offset, first + min(offset + batch, count))
-            samples = []
-            for i in ids or [0]:
-                reads()
-                seed_host(seed, "evaluate", i)
-                samples.append(data[i])
-            yield collate(data, samples), len(ids)
+            yield collate(data, [_read(data, seed, reads, i) for i in ids or [0]]), len(ids)
         return
     source, read = enumerate(_keyed(data, seed, reads)), 0
     while True:
-        everyone = [(s, i % ranks == rank) for _, (i, s) in zip(range(batch * ranks), source)]
+        everyone = [(s, i % share.ranks == share.rank) for i, s in islice(source, batch * share.ranks)]
         read += len(everyone)
         if group is not None:
             agree(read, digest([s for s, _ in everyone]), group, try_metrics.WHERE)
@@ -135,34 +139,32 @@ def _share(
 
 
 def _alike(
-    data: Any, batch: int, seed: int, share: BatchShare, padding: Padding, *, reads: Callable[[], None]
+    data: MapStyle | Iterable[object],
+    batch: int,
+    seed: int,
+    share: BatchShare,
+    padding: Padding,
+    reads: Callable[[], None],
 ) -> Iterator[tuple[tuple[Any, Any], int]]:
     """As `_share`, of data with a `collate`: batches of as many samples as a step has, each shared out as in training and
     padded to the longest sample of the batch."""
-
-    def read(i: int) -> Any:
-        reads()
-        seed_host(seed, "evaluate", i)
-        return data[i]
-
-    source, start = None if is_map(data) else enumerate(_keyed(data, seed, reads)), 0
+    source, start = _keyed(data, seed, reads), 0
     while True:
-        if source is None:
-            around, size = {}, min(batch, len(data) - start)
+        if is_map(data):
+            size, fetch = min(batch, len(data) - start), partial(_read, data, seed, reads)
         else:
-            around = dict(zip(range(start, start + batch), (s for _, s in islice(source, batch))))
-            size = len(around)
+            around = dict(enumerate(islice(source, batch), start))
+            size, fetch = len(around), around.__getitem__
             if padding.group is not None:
                 agree(start + size, digest(list(around.values())), padding.group, try_metrics.WHERE)
         if size == 0 and start == 0:
             raise empty("the iterable ended without a sample", try_metrics.WHERE)
         if size == 0:
             return
-        fetch = read if source is None else around.__getitem__
-        micros = [
-            part(data, [fetch(i) for i in ids] or [fetch(start)], first, ids)
-            for first, ids in ((f, list(range(start + f, start + f + n))) for f, n in share.parts(size))
-        ]
+        micros = []
+        for first, count in share.parts(size):
+            ids = list(range(start + first, start + first + count))
+            micros.append(batches.part(data, [fetch(i) for i in ids or [start]], first, ids))
         most = BatchShare(0, share.ranks, share.microbatches).parts(size)  # rank 0's parts are the largest
         for micro, (_, largest_) in zip(padding.alike(micros, fetch), most):
             if largest_:
@@ -170,7 +172,14 @@ def _alike(
         start += size
 
 
-def _keyed(data: Any, seed: int, reads: Callable[[], None]) -> Iterator[Any]:
+def _read(data: MapStyle, seed: int, reads: Callable[[], None], i: int) -> object:
+    """A sample, with the host generators seeded for it."""
+    reads()
+    seed_host(seed, "evaluate", i)
+    return data[i]
+
+
+def _keyed(data: MapStyle | Iterable[object], seed: int, reads: Callable[[], None]) -> Iterator[object]:
     """Samples of an iterable, the host generators seeded before each."""
     seed_host(seed, "evaluate")
     source, i = iter(data), 0

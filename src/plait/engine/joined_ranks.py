@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from plait.config.errors import PlaitError, Problem, trace_of
 from plait.engine.build import broadcast_text
@@ -31,7 +32,9 @@ SEEN = 5.0
 """Seconds in which a file must be seen on all machines of a shared file system."""
 
 
-def meet(place: Place, group: Any, device: torch.device, make: Callable[[], RunDirectory]) -> RunDirectory:
+def meet(
+    place: Place, group: ProcessGroup | None, device: torch.device, make: Callable[[], RunDirectory]
+) -> RunDirectory:
     """The run directory, which rank 0 makes and every rank sees. L003 on all ranks when some do not.
 
     What rank 0 cannot make ends every rank with the same exit code.

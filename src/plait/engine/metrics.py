@@ -48,7 +48,14 @@ class Waits:
 class Recorder:
     """Writes one rank's record of a run. `status` is called with a dict at most ten times a second on rank 0."""
 
-    def __init__(self, engine: Engine, run: RunDirectory, status: Any, mirrors: list[str], note: Any = print):
+    def __init__(
+        self,
+        engine: Engine,
+        run: RunDirectory,
+        status: Callable[[dict[str, Any]], None],
+        mirrors: list[str],
+        note: Callable[[str], None] = print,
+    ):
         self.engine, self.status, self.note, self.told = engine, status, note, 0.0
         rank = engine.place.rank
         self.rank, self.world = rank, engine.plan.devices
@@ -130,15 +137,8 @@ class Recorder:
         origin = step.spans[0][1] if step.spans else 0.0
         spans = [[name, round(start - origin, 6), round(took, 6)] for name, start, took in step.spans]
         at = batch.position
-        row = {
-            "step": step.step,
-            "epoch": at.epoch,
-            "start": at.start,
-            "size": batch.size,
-            "at": round(origin, 6),
-            "spans": spans,
-        }
-        self.events.write(json.dumps(row) + "\n")
+        row = {"step": step.step, "epoch": at.epoch, "start": at.start, "size": batch.size, "at": round(origin, 6)}
+        self.events.write(json.dumps(row | {"spans": spans}) + "\n")
 
     def _status(self, step: Step) -> dict[str, Any]:
         total = sum(r[0] for r in self.recent)
@@ -177,7 +177,7 @@ class Recorder:
 def _json(row: dict[str, Any]) -> str:
     """A line of metrics; a number that is not finite is null there."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
         return number(value) if isinstance(value, float) else value

@@ -220,7 +220,9 @@ class Search:
             if id(parameter) in names:
                 self._watch(names[id(parameter)], parameter)
 
-    def _unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _unit(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
         if all(n != self.passes.at for n, _ in self.units) and not _sound(output) and _sound((args, kwargs)):
             self.units.append((self.passes.at, name))
 
@@ -229,7 +231,7 @@ class Search:
             self.gradients.append((self.passes.at, name))
 
 
-def _sound(tree: Any) -> bool:
+def _sound(tree: object) -> bool:
     """Whether no tensor in it holds NaN or plus infinity: minus infinity is what masks are made of."""
     found = (
         t for t in tree_leaves(tree) if type(t) in (Tensor, nn.Parameter) and not t.is_meta and t.is_floating_point()
@@ -298,5 +300,5 @@ def _fixes(choice: str) -> tuple[str, ...]:
     )
 
 
-def _exchange(engine: Repeatable, value: Any) -> Iterable[bytes]:
+def _exchange(engine: Repeatable, value: object) -> Iterable[bytes]:
     return exchange(json.dumps(value).encode(), engine.built.group, engine.built.device)

@@ -183,7 +183,7 @@ class Passes:
         with self._format():
             return self.built.run(self.built.model, piece.inputs)
 
-    def _loss(self, outputs: Any, piece: MicroBatch) -> Tensor:
+    def _loss(self, outputs: object, piece: MicroBatch) -> Tensor:
         """The job's loss, or zero for an empty share in a model that communicates: it takes part and adds nothing."""
         with self._format():
             whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731

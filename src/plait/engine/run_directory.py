@@ -193,5 +193,5 @@ def _step_of(row: bytes) -> float:
     return step if isinstance(step, (int, float)) else float("inf")
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

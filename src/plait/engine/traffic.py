@@ -79,7 +79,8 @@ class Traffic:
 
     def note(self, op: str, args: tuple[Any, ...]) -> None:
         """A call of a collective."""
-        group: Any = next((g for g in map(group_in, args) if g is not None), dist.group.WORLD)
+        group = next((g for g in map(group_in, args) if g is not None), dist.group.WORLD)
+        assert group is not None
         number = self.known.get(group.group_name)
         if number is None:
             number = self.known[group.group_name] = len(self.groups)

@@ -10,7 +10,7 @@ A `Workload` is a sketch boiled down to what its time and its memory depend on: 
 alike neighbours as one with a count. Figures are those of one sample. `planner/from_sketch.py` makes one from a sketch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -260,7 +260,7 @@ def _runs(blocks: Iterable[Block]) -> list[Block]:
     return found
 
 
-def cuts_of(sketch: Sketch, model: nn.Module, inputs: Any, job: Job) -> Cuts:
+def cuts_of(sketch: Sketch, model: nn.Module, inputs: Callable[[int], Any], job: Job) -> Cuts:
     """What tp and ep can cut of a job's model; `model` may be one of fake tensors.
 
     Where rows go depends on numbers, so mixtures are looked for in a model that is really built, if that is small enough.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from plait.config.job import Job
 from plait.launch.place import Place
@@ -106,7 +107,9 @@ def communicate(place: Place, kind: str) -> dict[str, Any]:
     found = []
     for size in groups(place.world):
         made = [dist.new_group(list(range(first, first + size))) for first in range(0, place.world, size)]
-        group = MeasuredGroup(made[place.rank // size], size, place.rank % size, place.rank - place.rank % size)
+        mine = made[place.rank // size]
+        assert isinstance(mine, ProcessGroup)
+        group = MeasuredGroup(mine, size, place.rank % size, place.rank - place.rank % size)
         found.append(
             {"ranks": size, "points": {name: _points(make, group, device) for name, make in COLLECTIVES.items()}}
         )
@@ -117,7 +120,7 @@ def communicate(place: Place, kind: str) -> dict[str, Any]:
 class MeasuredGroup(NamedTuple):
     """A group of `size` neighbours, this rank's number in it, and the global rank of its first."""
 
-    handle: Any
+    handle: ProcessGroup
     size: int
     rank: int
     first: int

@@ -16,7 +16,7 @@ where two stages gather a weight that they share in 16 bits.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ class Reference:
         state = states(optimizer, {id(p): n for n, p in model.named_parameters()})
         return StepResult(start, held, {n: p.detach() for n, p in model.named_parameters()}, state, losses)
 
-    def _called(self, model: nn.Module, inputs: Any) -> Any:
+    def _called(self, model: nn.Module, inputs: object) -> Any:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
         if self.format is None or self.plan.fsdp == 1:
             return self.one.call(model, inputs)
@@ -172,7 +172,7 @@ class Reference:
             return functional_call(model, half, (), inputs)
         return functional_call(model, half, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
 
-    def _pair(self, first: int, n: int, shift: Any) -> Any:
+    def _pair(self, first: int, n: int, shift: Callable[[Tensor], Tensor]) -> Any:
         some, last = self.read[2][first : first + n], self.read[1][first + n - 1]
         again = (lambda: self.data[last]) if is_map(self.data) else lambda: None
         reference.seeded(self.job, self.read[0], last, again)  # what is drawn while samples are put together comes next

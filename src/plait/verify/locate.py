@@ -6,16 +6,15 @@ made of it. Whatever is wrong first is where the fault is; what is wrong after i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.config.plan import Plan
-from plait.verify.notes import SHARE, UnitNotes, key
-from plait.verify.probes import TOLERANCE
+from plait.verify.notes import key
+from plait.verify.probes import TOLERANCE, apart, off, scale_of
+from plait.verify.sides import Sides, Wrong
 from plait.verify.sum_faults import Sum, explained
 
 FLOOR = 1e-5
@@ -50,107 +49,6 @@ class Finding:
             "kind": self.kind, "step": self.step + 1, "unit": self.unit, "parameter": self.name, "axes": list(self.axes),
             "ranks": list(self.ranks), "micro_batches": list(self.micros), "relative": self.size, "how": self.how,
         }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """One row that is not the reference's: of which rank and micro-batch, by how much, and both."""
-
-    rank: int
-    micro: int
-    size: float
-    expected: Tensor
-    actual: Tensor
-
-
-@dataclass
-class Sides:
-    """Both sides' notes, and what the ranks told."""
-
-    one: UnitNotes
-    ranks: list[UnitNotes]
-    told: list[dict[str, Any]]
-    expected: dict[str, Any]
-    plan: Plan
-    index: dict[tuple[str, ...], list[tuple[int, int, str]]] = field(default_factory=dict)
-    """(step, what, name, call, leaf) -> (rank, micro-batch, key) of each row of a rank."""
-
-    @staticmethod
-    def load(folder: Path, told: list[dict[str, Any]], expected: dict[str, Any], plan: Plan) -> "Sides":
-        """As `verify` left them in its folder."""
-        ranks = [UnitNotes.load(folder / f"noted-{rank}.safetensors") for rank in range(len(told))]
-        sides = Sides(UnitNotes.load(folder / "noted.safetensors"), ranks, told, expected, plan)
-        for rank, notes in enumerate(ranks):
-            for known in notes.rows:
-                *what, micro = known.split("|")
-                if micro:
-                    sides.index.setdefault(tuple(what), []).append((rank, int(micro), known))
-        return sides
-
-    def places(self, step: int, what: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """What the reference noted in a step, in order: (what, name, call, leaf)."""
-        found = (tuple(known.split("|")) for known in self.one.rows)
-        return [row[1:5] for row in found if row[0] == str(step) and row[1] in what]
-
-    def of(self, step: int, *where: str) -> list[tuple[int, int, str]]:
-        """The ranks' rows of one place: (rank, micro-batch, key)."""
-        return self.index.get((str(step), *where), [])
-
-    def wrong(self, step: int, where: tuple[str, ...], what: str = "", floor: float = 0.0) -> list[Wrong]:
-        """The ranks' rows that are not the reference's, of one place; of what the ranks noted as `what`, if given."""
-        known = "|".join((str(step), *where, "0"))
-        row, about = self.one.rows[known], self.one.about[known]
-        scale = max(float(row.abs().max()), floor, 1e-300)
-        found, partial = [], dict[tuple[int, int, int], list[Wrong]]()
-        for rank, micro, mine in self.of(step, what or where[0], *where[1:]):
-            notes = self.ranks[rank]
-            expected, split = _placed(row, about, notes.about[mine])
-            actual = notes.rows[mine]
-            if expected is None or expected.shape != actual.shape:
-                continue
-            one = Wrong(rank, micro, _apart(expected, actual, scale), expected, actual)
-            at, cut = self.plan.at(rank), notes.about[mine][3]
-            if split and (cut != SHARE or where[0] != "back"):
-                partial.setdefault((self.plan.share(rank), micro, at["cp"]), []).append(one)
-            elif where[0] == "back" and self.plan.cp > 1 and cut == -1:
-                partial.setdefault((self.plan.share(rank), micro, at["tp"]), []).append(one)
-            elif not one.size <= TOLERANCE:
-                found.append(one)
-        for rows in partial.values():  # shares of a sum, or parts of vectors
-            total = torch.stack([one.actual for one in rows]).sum(0)
-            size = _apart(rows[0].expected, total, scale)
-            if not size <= TOLERANCE and any(not one.size <= TOLERANCE for one in rows):
-                found += [replace(one, size=size) for one in rows]
-        return found
-
-
-def _apart(a: Tensor, b: Tensor, scale: float) -> float:
-    difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
-    return difference if difference == difference else float("inf")
-
-
-def _placed(row: Tensor, one: list[Any], mine: list[Any]) -> tuple[Tensor | None, bool]:
-    """The rows of the reference that a rank's should be, None where that cannot be told; and whether they are shares."""
-    (_, batch, whole, *_), (first, count, shape, cut, ranges) = one, mine
-    if len(whole) != len(shape):
-        return None, False
-    differ = [d for d, (a, b) in enumerate(zip(whole, shape)) if a != b]
-    if len(differ) > 1 or (differ and whole[differ[0]] * count != shape[differ[0]] * batch):
-        return None, False
-    if differ and differ[0] == len(whole) - 1 and len(whole) > 1:
-        return None, False
-    if differ and whole[differ[0]] % batch:
-        return None, False
-    if differ:
-        each = whole[differ[0]] // batch
-        row = row.narrow(differ[0], first * each, count * each)
-    if cut < 0:
-        return row, cut == SHARE
-    if cut == len(whole) - 1:
-        return row, True
-    if max(start + length for start, length in ranges) > row.shape[cut]:
-        return None, False
-    return torch.cat([row.narrow(cut, start, length) for start, length in ranges], cut), False
 
 
 def beginning(sides: Sides) -> Finding | None:
@@ -238,7 +136,7 @@ def _weights(sides: Sides, step: int, unit: str, what: str) -> Finding | None:
         for rank, micro, mine in sides.index[known]:
             held, used = _held(sides, step, known[2], rank), sides.ranks[rank].rows[mine]
             if held is not None:
-                wrong.append(Wrong(rank, micro, _apart(held, used, max(float(held.abs().max()), 1e-300)), held, used))
+                wrong.append(Wrong(rank, micro, apart(held, used, scale_of(held)), held, used))
         if bad := [w for w in wrong if not w.size <= TOLERANCE]:
             return _finding("gather", step, bad, len(wrong), unit=unit, name=known[2], axes=("fsdp",))
     return None
@@ -275,7 +173,7 @@ def _how(sides: Sides, step: int, where: tuple[str, ...], wrong: list[Wrong]) ->
                     and min(map(len, (row, one.actual)))
                 ):
                     rows = min(len(row), len(one.actual))
-                    if _apart(row[:rows], one.actual[:rows], max(float(row.abs().max()), 1e-300)) <= TOLERANCE:
+                    if apart(row[:rows], one.actual[:rows], scale_of(row)) <= TOLERANCE:
                         return (
                             f"it is that of micro-batch {micro}" if other == step else "it is that of the step before"
                         )
@@ -371,7 +269,7 @@ def _norm(sides: Sides, step: int) -> Finding | None:
     wrong = []
     for rank, told in enumerate(sides.told):
         norm = told["rows"][step]["norm"]
-        size = abs(norm - expected) / max(abs(expected), 1e-300)
+        size = off(expected, norm)
         if not size <= TOLERANCE:
             wrong.append((rank, norm, size))
     if not wrong:
@@ -427,7 +325,7 @@ def _differs(sides: Sides, step: int, where: tuple[str, ...], floor: float) -> f
     """The relative difference of a weight or state, as far as it is larger than rounding; else 0."""
     known, name = key(step, where[0], where[1]), where[1]
     expected = sides.one.rows[known]
-    scale = max(float(expected.abs().max()), floor, 1e-300)
+    scale = scale_of(expected, floor)
     worst = 0.0
     groups: dict[str, list[Tensor]] = {}
     for notes, told in zip(sides.ranks, sides.told):
@@ -437,19 +335,19 @@ def _differs(sides: Sides, step: int, where: tuple[str, ...], floor: float) -> f
         return 0.0
     if len(expected) == 1 and where[0] != "weight":  # a count of steps, the same on each part
         return max(
-            (w for rows in groups.values() for r in rows if (w := _apart(expected, r, scale)) > TOLERANCE), default=0.0
+            (w for rows in groups.values() for r in rows if (w := apart(expected, r, scale)) > TOLERANCE), default=0.0
         )
     for turn in range(max(map(len, groups.values()))):
         total = torch.stack([rows[min(turn, len(rows) - 1)] for rows in groups.values()]).sum(0)
-        worst = max(worst, _apart(expected, total, scale))
+        worst = max(worst, apart(expected, total, scale))
     return worst if not worst <= TOLERANCE else 0.0
 
 
 def _ranks_apart(sides: Sides, step: int, what: str, name: str) -> tuple[int, ...]:
     """The ranks whose copy is wrong while another's is right; none when they are alike, or hold parts."""
     known, expected = key(step, what, name), sides.one.rows[key(step, what, name)]
-    scale, rows = max(float(expected.abs().max()), 1e-300), [notes.rows.get(known) for notes in sides.ranks]
-    bad = [r for r, row in enumerate(rows) if row is not None and not _apart(expected, row, scale) <= TOLERANCE]
+    scale, rows = scale_of(expected), [notes.rows.get(known) for notes in sides.ranks]
+    bad = [r for r, row in enumerate(rows) if row is not None and not apart(expected, row, scale) <= TOLERANCE]
     return tuple(bad) if len(bad) < len([1 for row in rows if row is not None]) else ()
 
 

@@ -16,7 +16,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import psutil
@@ -30,7 +29,8 @@ from plait.engine.engine import Engine
 from plait.randomness.keyed import host_state, permutation, restore_host
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import reference
-from plait.verify.probes import TOLERANCE, Probe, Trace, scale_of, tensors
+from plait.verify.noted_data import ChosenSamples, Data, FirstSamples, first_of
+from plait.verify.probes import TOLERANCE, Probe, Trace, floor_of, tensors
 
 STEPS = 2
 FAR, HUGE = 4.0, 1000.0
@@ -98,7 +98,7 @@ def planned(job: Job, one: reference.OneDevice, seconds: float) -> Own:
     return dataclasses.replace(own, ids=_chosen(data, job, own))
 
 
-def _chosen(data: Any, job: Job, own: Own) -> tuple[int, ...]:
+def _chosen(data: Data, job: Job, own: Own) -> tuple[int, ...]:
     """Samples of the data, numbered so that the order of an epoch, and the far step's batch, begin with the extreme ones;
     of an iterable none."""
     if not is_map(data):
@@ -124,7 +124,7 @@ def _chosen(data: Any, job: Job, own: Own) -> tuple[int, ...]:
     return tuple(found[i] for i in range(own.samples))
 
 
-def _sizes(sample: Any) -> list[float]:
+def _sizes(sample: object) -> list[float]:
     """Length, largest and smallest number of each tensor of a sample."""
     found: list[float] = []
     for leaf in tree_leaves(sample):
@@ -133,54 +133,20 @@ def _sizes(sample: Any) -> list[float]:
     return [float(len(tree_leaves(sample))), *found]
 
 
-class Picked:
-    """Some samples of a data set."""
-
-    def __init__(self, data: Any, ids: tuple[int, ...]):
-        self.data, self.ids, self.seen = data, ids, dict[int, float]()
-        if hasattr(data, "collate"):
-            self.collate = data.collate
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.data[self.ids[i]]
-
-
-class FirstOf:
-    """The first samples of an iterable."""
-
-    def __init__(self, data: Any, length: int):
-        self.data, self.length, self.seen = data, length, dict[int, float]()
-        for name in ("collate", "set_epoch"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.data), self.length)
-
-
 def held_out(wanted: Evaluate | None, length: int) -> Evaluate | None:
     """The first samples of the job's held-out data."""
     if wanted is None:
         return None
 
-    def data() -> Any:
-        found = opened(wanted.data, "Evaluate(data=…)")
-        if is_map(found):
-            return Picked(found, tuple(range(min(length, len(found)))))
-        return FirstOf(found, length)
-
-    return dataclasses.replace(wanted, data=data)
+    return dataclasses.replace(wanted, data=lambda: first_of(opened(wanted.data, "Evaluate(data=…)"), length))
 
 
 def of_own_size(job: Job, hard: Job, own: Own) -> Job:
     """The hard job with batches of the job's own size, and its own clipping."""
 
-    def data() -> Any:
-        found = opened(job.data)
-        return Picked(found, own.ids) if is_map(found) else FirstOf(found, own.samples)
+    def data() -> ChosenSamples | FirstSamples:
+        samples = opened(job.data)
+        return ChosenSamples(samples, own.ids) if is_map(samples) else FirstSamples(samples, own.samples)
 
     return dataclasses.replace(hard, batch=own.batch, clip=job.clip, data=data)
 
@@ -291,7 +257,7 @@ def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple
             probes.append(Probe("D2", f"samples, {title}", 1, 0, f"step {step + 1}", detail))
     before = expected.own_gradients
     probes += [
-        tensors("G2", f"gradients, {title}", before, actual.own_gradients, names, scale_of(before)),
+        tensors("G2", f"gradients, {title}", before, actual.own_gradients, names, floor_of(before)),
         wrong,
         tensors("W2", f"weights, {title}", expected.own_weights, actual.own_weights, names, _moved(expected)),
     ]

@@ -4,10 +4,10 @@ A relative difference is taken to the scale of the tensor, or of its neighbourho
 gradient of an attention's key bias is): rounding of neighbours is all that such a tensor holds.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 TOLERANCE = 1e-9
@@ -49,6 +49,23 @@ class Probe:
         return self.worst <= self.tolerance
 
 
+def scale_of(t: Tensor, floor: float = 0.0) -> float:
+    """What differences of a tensor are relative to: its largest number, or `floor` if that is larger."""
+    return max(float(t.abs().max()) if t.numel() else 0.0, floor, 1e-300)
+
+
+def apart(a: Tensor, b: Tensor, scale: float) -> float:
+    """The largest difference of two tensors over `scale`; infinite where it is not a number."""
+    difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
+    return difference if difference == difference else math.inf
+
+
+def off(expected: float, actual: float) -> float:
+    """The relative difference of two numbers; infinite where it is not a number."""
+    difference = abs(expected - actual) / max(abs(expected), 1e-300)
+    return difference if difference == difference else math.inf
+
+
 def ratio(expected: Tensor, actual: Tensor) -> float | None:
     """actual / expected where it is one number on every element that is not noise, else None."""
     big = expected.abs() > 1e-3 * expected.abs().max()
@@ -59,8 +76,8 @@ def ratio(expected: Tensor, actual: Tensor) -> float | None:
     return middle if float((ratios - middle).abs().max()) < 1e-6 * max(1.0, abs(middle)) else None
 
 
-def scale_of(tensors: dict[str, Tensor]) -> float:
-    """Floor of the scale of a tensor: a gradient that is truly zero is compared with its neighbourhood."""
+def floor_of(tensors: dict[str, Tensor]) -> float:
+    """The least scale of a tensor: a gradient that is truly zero is compared with its neighbourhood."""
     return 1e-5 * max(
         (float(t.abs().max()) for t in tensors.values() if t.numel() and t.is_floating_point()), default=0.0
     )
@@ -78,14 +95,12 @@ def tensors(
     missing = sorted(set(expected) ^ set(actual))
     if missing:
         where = "the split run" if missing[0] in expected else "one device"
-        return Probe(code, title, float("inf"), name=missing[0], detail=f"it is missing in {where}")
+        return Probe(code, title, math.inf, name=missing[0], detail=f"it is missing in {where}")
     differences = {}
     for name in names:
         if name in expected:
             a, b = expected[name].double(), actual[name].double()
-            scale = max(float(a.abs().max()) if a.numel() else 0.0, floor, 1e-300)
-            difference = float((a - b).abs().max()) / scale if a.numel() and a.shape == b.shape else 0.0
-            differences[name] = difference if difference == difference and a.shape == b.shape else float("inf")
+            differences[name] = apart(a, b, scale_of(a, floor)) if a.shape == b.shape else math.inf
     if not differences:
         return Probe(code, title)
     worst = max(differences.values())
@@ -104,8 +119,7 @@ def rows(code: str, title: str, expected: Trace, actual: Trace, keys: tuple[str,
     worst, name, detail = 0.0, "", ""
     for step, (a, b) in enumerate(zip(expected.facts["rows"], actual.facts["rows"]), 1):
         for key in keys:
-            difference = abs(a[key] - b[key]) / max(abs(a[key]), 1e-300)
-            difference = difference if difference == difference else float("inf")
+            difference = off(a[key], b[key])
             if difference > worst and (worst <= TOLERANCE or not detail):
                 worst, name = difference, f"{key}, step {step}"
                 detail = f"{b[key]:.6g} instead of {a[key]:.6g}" if difference > TOLERANCE else ""
@@ -188,9 +202,3 @@ def _rows(rank: dict[str, Any], alike: bool) -> list[str]:
     if alike:
         return rank["collectives"]
     return [row.partition(" ")[0] for row in rank["collectives"] if not row.startswith(("send", "recv_"))]
-
-
-def far(a: Tensor, b: Tensor, floor: float) -> bool:
-    """Whether two tensors differ by more than the tolerance."""
-    scale = max(float(a.abs().max()) if a.numel() else 0.0, floor, 1e-300)
-    return not bool(((a - b).abs().max() if a.numel() else torch.zeros(())) / scale <= TOLERANCE)

@@ -7,9 +7,9 @@ engine and these lines agree to rounding, the engine trains what the job says.
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from plait.model.sketch import sketch
 from plait.randomness.keyed import Randomness, permutation, seed_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import tree_map_only
+from plait.verify.noted_data import Data
 from plait.verify.notes import Notes
 
 Samples = tuple[int, list[int], list[Any]]
@@ -50,7 +51,7 @@ class OneDevice:
     """Of processor time of each step's passes, for each sample and thread."""
 
     @staticmethod
-    def of(job: Job, data: Any, dtype: torch.dtype, device: str) -> "OneDevice":
+    def of(job: Job, data: Data, dtype: torch.dtype, device: str) -> "OneDevice":
         """The job before its first step."""
         model = _model(job, dtype, device)
         state = torch.get_rng_state()
@@ -68,7 +69,7 @@ class OneDevice:
         """The job's model once more, in its own number formats."""
         return _model(job, None, self.how[1])
 
-    def call(self, model: torch.nn.Module, inputs: Any) -> Any:
+    def call(self, model: torch.nn.Module, inputs: object) -> Any:
         """The model's outputs."""
         return _call(model, inputs)
 
@@ -77,7 +78,7 @@ class OneDevice:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def passes(
-        self, data: Any, read: Samples, moves: Callable[[], None] = lambda: None
+        self, data: Data, read: Samples, moves: Callable[[], None] = lambda: None
     ) -> tuple[Any, Any, torch.Tensor]:
         """(outputs, targets, loss) of a step's samples, after its forward and backward passes."""
         began = time.process_time()
@@ -163,15 +164,16 @@ def evaluate(one: OneDevice) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items()}
 
 
-def _held_out(job: Job, data: Any) -> Iterator[list[Any]]:
+def _held_out(job: Job, data: Data) -> Iterator[list[Any]]:
     """The samples of each batch of the held-out data, in order."""
     seed_host(job.seed, "evaluate")
-    source = iter(data) if not is_map(data) else None
-    for start in count(0, job.batch):
-        ids, read = list(range(start, start + job.batch)), list[Any]()
-        for i in ids if source is not None else ids[: max(0, len(data) - start)]:
+    mapped = data if is_map(data) else None
+    source, ids = iter(data if mapped is None else ()), iter(count() if mapped is None else range(len(mapped)))
+    while True:
+        read = list[object]()
+        for i in islice(ids, job.batch):
             seed_host(job.seed, "evaluate", i)
-            sample = data[i] if source is None else next(source, None)
+            sample = next(source, None) if mapped is None else mapped[i]
             read += [] if sample is None else [sample]
         if not read:
             return
@@ -211,7 +213,7 @@ def _model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
     return model
 
 
-def samples(job: Job, data: Any, length: int | None = None) -> Iterator[Samples]:
+def samples(job: Job, data: Data, length: int | None = None) -> Iterator[Samples]:
     """(epoch, sample ids, samples) of each step, epoch after epoch, the last batch of an epoch short. `length`: of the
     data that are read, instead of all."""
     epoch = 0
@@ -242,7 +244,7 @@ def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
     return load()
 
 
-def _is_mean(job: Job, outputs: Any, targets: Any, n: int) -> bool | None:
+def _is_mean(job: Job, outputs: object, targets: object, n: int) -> bool | None:
     """Whether the loss of the batch is the weighted mean of the losses of its two parts; None when it cannot be cut."""
     try:
         with torch.no_grad():
@@ -257,19 +259,19 @@ def _is_mean(job: Job, outputs: Any, targets: Any, n: int) -> bool | None:
     return abs(total / weights - whole) <= 1e-9 * max(abs(whole), 1e-9) if weights and np.isfinite(total) else None
 
 
-def _collate(data: Any, samples: list[Any]) -> Any:
+def _collate(data: Data, samples: list[Any]) -> Any:
     return data.collate(samples) if hasattr(data, "collate") else default_collate(samples)
 
 
-def _ready(pair: Any, dtype: torch.dtype, device: str) -> Any:
+def _ready(pair: tuple[object, object], dtype: torch.dtype, device: str) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), tuple(pair))
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def _call(model: nn.Module, inputs: object) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def _copy(named: Any) -> dict[str, torch.Tensor]:
+def _copy(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}

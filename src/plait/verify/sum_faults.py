@@ -5,13 +5,13 @@ it is the sum over fewer axes, a multiple of it, or the sum with one contributio
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.verify.notes import key
-from plait.verify.probes import TOLERANCE
+from plait.verify.probes import TOLERANCE, apart, scale_of
+from plait.verify.sides import Sides
 
 EXPLAINED = 1e-7
 """A relative difference that an explanation may leave."""
@@ -36,7 +36,7 @@ class Told:
 class Sum:
     """One parameter's gradient in one step: of each rank what it has, and what it and its peers gave, by (rank, micro-batch)."""
 
-    sides: Any
+    sides: Sides
     step: int
     name: str
     scale: float
@@ -47,10 +47,10 @@ class Sum:
     """By how much the contributions miss the reference."""
 
     @staticmethod
-    def of(sides: Any, step: int, name: str, floor: float) -> "Sum | None":
+    def of(sides: Sides, step: int, name: str, floor: float) -> "Sum | None":
         """None where contributions were not seen."""
         expected = sides.one.rows[key(step, "sum", name)]
-        scale = max(float(expected.abs().max()), floor, 1e-300)
+        scale = scale_of(expected, floor)
         known = key(step, "sum", name)
         has = {r: notes.rows[known] for r, notes in enumerate(sides.ranks) if known in notes.rows}
         rows: dict[int, list[tuple[int, Tensor]]] = {}
@@ -112,7 +112,7 @@ class Sum:
 
     def miss(self, a: Tensor, b: Tensor) -> float:
         """Relative difference."""
-        return float((a - b).abs().max()) / self.scale
+        return apart(a, b, self.scale)
 
     def total(self, rank: int) -> Tensor:
         """What a rank's sum should be."""

@@ -11,8 +11,23 @@ from torch import Tensor
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
-from plait.verify.locate import Finding, Sides, beginning
-from plait.verify.probes import Probe, Trace, collectives, far, moved, ratio, replicas, rows, samples, scale_of, tensors
+from plait.verify.locate import Finding, beginning
+from plait.verify.probes import (
+    TOLERANCE,
+    Probe,
+    Trace,
+    apart,
+    collectives,
+    floor_of,
+    moved,
+    ratio,
+    replicas,
+    rows,
+    samples,
+    scale_of,
+    tensors,
+)  # fmt: skip
+from plait.verify.sides import Sides
 
 WEIGHTS = "micro-batches or ranks enter with the wrong weight, or some are lost: no constant ratio"
 CODES = {
@@ -55,6 +70,8 @@ def likely_cause(
         return "V008", f"the clock differs: {p['S'].name}, {p['S'].detail}"
     if not p["G"].equal and expected.facts["mean"] is False and (where is None or where.kind in COUPLED):
         return "V013", COUPLES
+    if missing := set(expected.gradients) ^ set(actual.gradients):
+        return "V003", f"{min(missing)} has a gradient on one side only"
     if where is not None:
         return _located(where, p, expected, actual, plan)
     if not p["G"].equal:
@@ -81,8 +98,6 @@ def likely_cause(
 def _located(where: Finding, p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
     """The cause by where the difference begins; known patterns have codes of their own."""
     code, text = CODES[where.kind], sentence(where, plan)
-    if missing := set(expected.gradients) ^ set(actual.gradients):
-        return "V003", f"{min(missing)} has a gradient on one side only"
     if where.kind in ("loss", "weights", "reduction") and where.step == 0 and not p["G"].equal:
         known, pattern = _gradient_cause(p, expected, actual, plan)
         if known in ("V002", "V003", "V004"):
@@ -147,14 +162,9 @@ def place(where: Finding, plan: Plan) -> str:
 
 
 def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
-    wrong = [
-        n
-        for n, t in expected.gradients.items()
-        if n in actual.gradients and far(t, actual.gradients[n], scale_of(expected.gradients))
-    ]
-    missing = set(expected.gradients) ^ set(actual.gradients)
-    if missing:
-        return "V003", f"{sorted(missing)[0]} has a gradient on one side only"
+    both = {n: (t, actual.gradients[n]) for n, t in expected.gradients.items() if n in actual.gradients}
+    floor = floor_of(expected.gradients)
+    wrong = [n for n, (a, b) in both.items() if not apart(a, b, scale_of(a, floor)) <= TOLERANCE]
     ratios = {_rounded(expected.gradients[n], actual.gradients[n]) for n in wrong}
     ratios = set() if None in ratios else ratios
     differs_between_ranks = not p["R"].equal and "gradient" in p["R"].detail
@@ -245,8 +255,8 @@ def judge(
     """
     names = actual.facts["names"]
     probes = (
-        tensors("I", "initial weights", expected.initial, actual.initial, names, scale_of(expected.initial)),
-        tensors("G", "gradients, step 1", expected.gradients, actual.gradients, names, scale_of(expected.gradients)),
+        tensors("I", "initial weights", expected.initial, actual.initial, names, floor_of(expected.initial)),
+        tensors("G", "gradients, step 1", expected.gradients, actual.gradients, names, floor_of(expected.gradients)),
         tensors(
             "U",
             f"weights, step {len(expected.facts['rows'])}",
@@ -256,7 +266,7 @@ def judge(
             moved(expected),
         ),
         rows("U2", "loss and norm, every step", expected, actual, ("loss", "norm")),
-        tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), scale_of(expected.buffers)),
+        tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), floor_of(expected.buffers)),
         replicas(ranks),
         samples(expected, ranks),
         rows("S", "learning rate and clock", expected, actual, ("lr", "samples")),

@@ -239,7 +239,7 @@ def alone(
         _followed(engine, pretending)
         hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
 
-        def ready(pair: Any) -> Any:
+        def ready(pair: object) -> Any:
             pretending.traffic = None  # of the messages of a step alone
             return pair if real else tree_map_only(Tensor, hide, pair)
 

@@ -174,7 +174,7 @@ def optimizer_state(job: Job, sketch: Sketch) -> int:
     return sum(alike[tuple(p.shape), p.dtype] * kept_by(state) for p, state in optimizer.state.items())
 
 
-def kept_by(state: Any) -> int:
+def kept_by(state: object) -> int:
     """Bytes of one parameter's state."""
     found = (t.untyped_storage() for t in tree_leaves(state) if isinstance(t, Tensor))
     return sum({id(s): s.nbytes() for s in found}.values())

@@ -72,7 +72,7 @@ class _Runs:
         inputs = move(micro.inputs, built.device, WIDE)
         keyed, wide = built.randomness.at(self.step, micro.first, micro.count), forward_format(Plan(), WIDE, "cpu")
         with torch.no_grad(), wide, higher_order.apart(), keyed, choices:
-            outputs: Any = call(built.model, inputs)
+            outputs: object = call(built.model, inputs)
         return [t for t in leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()], choices.read
 
 

@@ -39,7 +39,8 @@ from plait.parallel.precision import forward_format
 from plait.randomness.keyed import host_state, restore_host
 from plait.tensors import higher_order
 from plait.verify.job.causes import problems_of, unlike_readers
-from plait.verify.job.trial import WIDE, Known, Point, measure, noted, one_device
+from plait.verify.job.trial import WIDE, Known, Point, digests, measure, one_device
+from plait.verify.noted_data import first_of
 
 FILE = "check.json"
 SECONDS = {"quick": 0.5, "full": 60.0}
@@ -214,7 +215,7 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: P
     points = _points(
         job, cut, (min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches)), samples), length, level
     )
-    noting = replace(job, data=lambda: noted(opened(job.data)))
+    noting = replace(job, data=lambda: first_of(opened(job.data), digest=digests))
     try:
         sides = _sides(noting, cut, known, points, (limit, seconds))
     except PlaitError:  # it may not bear parts that are smaller than those of a batch

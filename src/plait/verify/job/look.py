@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Micro, is_map, opened, weigh
+from plait.data.batch import MapStyle, Micro, is_map, opened, weigh
 from plait.engine.build import move
 from plait.launch.place import Place, pose
 from plait.model.make import call
@@ -23,7 +23,8 @@ from plait.parallel.precision import forward_format
 from plait.randomness.keyed import permutation, seed_host
 from plait.tensors import higher_order
 from plait.tensors.torch_private import leaves, tree_flatten, tree_leaves, tree_map_only
-from plait.verify.job.trial import WIDE, Known, NotedData, Point, Rehearsed, digests, move_weights, read
+from plait.verify.job.trial import WIDE, Known, Point, Rehearsed, digests, move_weights, read
+from plait.verify.noted_data import ChosenSamples
 
 TOLERANCE = 1e-9
 Seen = dict[tuple[str, int], list[Tensor]]
@@ -70,7 +71,7 @@ def _forward(engine: Rehearsed, micro: Micro, step: int) -> tuple[Any, Seen]:
     built, seen, calls = engine.built, Seen(), dict[str, int]()
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             calls[name] = calls.get(name, 0) + 1
             seen[name, calls[name]] = [t.detach().clone() for t in leaves(output) if isinstance(t, Tensor)]
 
@@ -212,7 +213,7 @@ def read_as(job: Job, count: int, place: Place) -> dict[str, Any]:
 class _Digests(Dataset):
     """The digests of a data set's samples."""
 
-    def __init__(self, job: Job, data: Any):
+    def __init__(self, job: Job, data: MapStyle):
         self.job, self.data = job, data
 
     def __getitem__(self, index: int) -> list[int]:
@@ -223,7 +224,7 @@ class _Digests(Dataset):
 def read_again(job: Job, i: int) -> dict[str, Any]:
     """Whether a sample differs when it is read twice in a row, and what in the data set may be why."""
     data = opened(job.data)
-    data = data.data if isinstance(data, NotedData) else data
+    data = data.data if isinstance(data, ChosenSamples) else data
     if not is_map(data):
         return {"again": False, "source": ""}
     rows, before = list[list[int]](), _simple(data)
@@ -239,5 +240,5 @@ def read_again(job: Job, i: int) -> dict[str, Any]:
     return {"again": rows[0] != rows[1], "source": source}
 
 
-def _simple(data: Any) -> dict[str, Any]:
+def _simple(data: object) -> dict[str, Any]:
     return {n: v for n, v in getattr(data, "__dict__", {}).items() if isinstance(v, (int, float, str))}

@@ -55,49 +55,12 @@ class Rehearsed(Engine):
         return build(job, plan, self.place, device, cast, self.known)
 
 
-class NotedData:
-    """A data set read by index; digests of each sample's parts are noted as it is read."""
-
-    def __init__(self, data: Any):
-        self.data, self.seen = data, dict[int, list[int]]()
-        if hasattr(data, "collate"):
-            self.collate = data.collate
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> Any:
-        sample = self.data[i]
-        self.seen[i] = digests(sample)
-        return sample
-
-
-class NotedStream:
-    """The same of an iterable, by the number of a sample; it has no shares, which are looked at elsewhere."""
-
-    def __init__(self, data: Any):
-        self.data, self.seen = data, dict[int, list[int]]()
-        for name in ("collate", "set_epoch"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
-
-    def __iter__(self) -> Iterator[Any]:
-        for i, sample in enumerate(self.data):
-            self.seen[i] = digests(sample)
-            yield sample
-
-
-def noted(data: Any) -> Any:
-    """The data set, with what is read of it noted."""
-    return NotedData(data) if is_map(data) else NotedStream(data)
-
-
-def digests(sample: Any) -> list[int]:
+def digests(sample: object) -> list[int]:
     """A number for each leaf of a sample."""
     return [_digest(leaf) for leaf in tree_leaves(sample)]
 
 
-def _digest(leaf: Any) -> int:
+def _digest(leaf: object) -> int:
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().cpu().contiguous()
         return crc32(leaf.flatten().view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
@@ -130,7 +93,7 @@ def one_device(
     engine, (cut, size, seconds) = Rehearsed(job, Plan(), place, known), how
     kept, began = list[Any](), time.perf_counter()
 
-    def run(model: nn.Module, inputs: Any) -> Any:
+    def run(model: nn.Module, inputs: object) -> Any:
         kept.append(call(model, inputs))
         return kept[-1]
 
@@ -153,7 +116,7 @@ def parts_of(cut: Plan, size: int) -> list[tuple[int, int]]:
     return [part for share in shares for part in share.parts(size) if part[1]]
 
 
-def many(outputs: Any, size: int, wanted: int) -> Any:
+def many(outputs: object, size: int, wanted: int) -> Any:
     """Outputs of `wanted` samples, made of those of `size`: each again and again, with noise."""
     if wanted == size:
         return outputs
