@@ -6,9 +6,10 @@ that only proofs and tests do it; a dry run tells what each kind of rank would s
 what they did is put side by side: collectives call by call, and what one sends to another with what that one receives.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -179,27 +180,22 @@ def agree(records: dict[int, Traffic], like: Callable[[int], int]) -> None:
                 found = whose.sorted.get(key, (group, [], {}))
                 if whose.rank not in done:
                     done.add(whose.rank)
-                    _same(group, (record.rank, together), (whose.rank, found[1]), "calls")
+                    _same(group, (record.rank, together), (whose.rank, found[1]))
                 back = -peer % len(group.ranks)
                 if peer and (whose.rank, peer) not in done:
                     done.add((whose.rank, peer))
                     sent, taken = pointed.get(("send", peer), []), found[2].get(("recv_", back), [])
-                    _same(group, (record.rank, sent), (whose.rank, taken), "sends and")
+                    _same(group, (record.rank, sent), (whose.rank, taken))
 
 
-def _same(group: GroupSeen, mine: tuple[int, list[Message]], others: tuple[int, list[Message]], what: str) -> None:
-    for i, (a, b) in enumerate(_pairs(mine[1], others[1]), 1):
+def _same(group: GroupSeen, mine: tuple[int, list[Message]], others: tuple[int, list[Message]]) -> None:
+    for i, (a, b) in enumerate(zip_longest(mine[1], others[1]), 1):
         if a is None or b is None or _content(a) != _content(b):
             told = [str(m) if m is not None else "nothing more" for m in (a, b)]
             raise PlaitError(Problem(
                 "D001", f"ranks {mine[0]} and {others[0]} would wait for each other: number {i} on {group.axes}",
                 why=f"rank {mine[0]}: {told[0]}; rank {others[0]}: {told[1]}", fix=("another plan",),
             ))  # fmt: skip
-
-
-def _pairs(a: list[Any], b: list[Any]) -> Iterator[tuple[Any, Any]]:
-    for i in range(max(len(a), len(b))):
-        yield a[i] if i < len(a) else None, b[i] if i < len(b) else None
 
 
 def _content(m: Message) -> Any:

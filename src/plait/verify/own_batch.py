@@ -30,7 +30,7 @@ from plait.randomness.keyed import host_state, permutation, restore_host
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import reference
 from plait.verify.noted_data import ChosenSamples, Data, FirstSamples, first_of
-from plait.verify.probes import TOLERANCE, Probe, Trace, floor_of, tensors
+from plait.verify.probes import TOLERANCE, Probe, Trace, floor_of, moved, off, rows, tensors
 
 STEPS = 2
 FAR, HUGE = 4.0, 1000.0
@@ -259,48 +259,35 @@ def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple
     probes += [
         tensors("G2", f"gradients, {title}", before, actual.own_gradients, names, floor_of(before)),
         wrong,
-        tensors("W2", f"weights, {title}", expected.own_weights, actual.own_weights, names, _moved(expected)),
+        tensors(
+            "W2",
+            f"weights, {title}",
+            expected.own_weights,
+            actual.own_weights,
+            names,
+            moved(expected.weights, expected.own_weights),
+        ),
     ]
     return tuple(probes)
-
-
-def _moved(expected: Trace) -> float:
-    """The largest movement of any weight since the small batches."""
-    pairs = [(t, expected.weights[n]) for n, t in expected.own_weights.items() if t.numel()]
-    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
 
 
 def _metrics(expected: dict[str, float], actual: dict[str, float]) -> Probe:
     worst, name, detail = 0.0, "", ""
     for key in expected.keys() | actual.keys():
         a, b = expected.get(key, math.nan), actual.get(key, math.nan)
-        off = 0.0 if a == b or (a != a and b != b) else abs(a - b) / max(abs(a), 1e-300)
-        off = off if off == off else math.inf
-        if off >= worst:
-            worst, name = off, key
-            detail = f"{b:.6g} instead of {a:.6g}" if off > TOLERANCE else ""
+        difference = 0.0 if a == b or (a != a and b != b) else off(a, b)
+        if difference >= worst:
+            worst, name = difference, key
+            detail = f"{b:.6g} instead of {a:.6g}" if difference > TOLERANCE else ""
     return Probe("E", "evaluation", worst, name=name, detail=detail)
 
 
 def _rows(expected: list[dict[str, float]], actual: list[dict[str, float]], steps: int) -> Probe:
     """Loss and norm of each step; so many are not the far one."""
-    title = f"loss and norm, {'own batch' if steps else 'far step'}"
-    for step, (a, b) in enumerate(zip(expected, actual), 1):
-        for key in ("loss", "norm"):
-            off = abs(a[key] - b[key]) / max(abs(a[key]), 1e-300)
-            off = off if off == off else math.inf
-            if off > TOLERANCE:
-                where = "the far step" if step > steps else f"step {step}"
-                return Probe(
-                    "U3",
-                    title,
-                    off,
-                    name=f"{key}, {where}",
-                    detail=f"{b[key]:.6g} instead of {a[key]:.6g}",
-                )
-    pairs = [(abs(a[k] - b[k]) / max(abs(a[k]), 1e-300), k) for a, b in zip(expected, actual) for k in ("loss", "norm")]
-    worst, name = max(pairs, default=(0.0, ""))
-    return Probe("U3", title, worst, name=name)
+    probe = rows("U3", f"loss and norm, {'own batch' if steps else 'far step'}", expected, actual, ("loss", "norm"))
+    if probe.equal:
+        return dataclasses.replace(probe, name=probe.name.partition(",")[0] or "norm")
+    return dataclasses.replace(probe, name=probe.name.replace(f"step {steps + 1}", "the far step"))
 
 
 def cause(probes: tuple[Probe, ...], own: dict[str, Any] | None, plan: str) -> tuple[str, str]:

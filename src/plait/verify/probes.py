@@ -83,9 +83,9 @@ def floor_of(tensors: dict[str, Tensor]) -> float:
     )
 
 
-def moved(trace: Trace) -> float:
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     """The largest movement of any weight: an update is judged beside the weight it changes and beside the others' updates."""
-    return max((float((trace.weights[n] - t).abs().max()) for n, t in trace.initial.items() if t.numel()), default=0.0)
+    return max((float((after[n] - t).abs().max()) for n, t in before.items() if t.numel()), default=0.0)
 
 
 def tensors(
@@ -114,33 +114,28 @@ def _ratio_text(expected: Tensor, actual: Tensor) -> str:
     return f"ratio {constant:.4g} on every element" if constant is not None else "no constant ratio"
 
 
-def rows(code: str, title: str, expected: Trace, actual: Trace, keys: tuple[str, ...]) -> Probe:
-    """Compare numbers of every step."""
-    worst, name, detail = 0.0, "", ""
-    for step, (a, b) in enumerate(zip(expected.facts["rows"], actual.facts["rows"]), 1):
+def rows(
+    code: str, title: str, expected: list[dict[str, float]], actual: list[dict[str, float]], keys: tuple[str, ...]
+) -> Probe:
+    """Compare numbers of every step; the first that is wrong is named, else the worst."""
+    worst, name = 0.0, ""
+    for step, (a, b) in enumerate(zip(expected, actual), 1):
         for key in keys:
             difference = off(a[key], b[key])
-            if difference > worst and (worst <= TOLERANCE or not detail):
+            if difference > worst:
                 worst, name = difference, f"{key}, step {step}"
-                detail = f"{b[key]:.6g} instead of {a[key]:.6g}" if difference > TOLERANCE else ""
-    return Probe(code, title, worst, name=name, detail=detail)
+            if difference > TOLERANCE:
+                return Probe(code, title, worst, name=name, detail=f"{b[key]:.6g} instead of {a[key]:.6g}")
+    return Probe(code, title, worst, name=name)
 
 
 def replicas(ranks: list[dict[str, Any]]) -> Probe:
     """Whether what all ranks should hold alike was bit-equal on all, after every step."""
-    drifted = [row for r in ranks for row in r["drifted"]]
+    drifted, title = [row for r in ranks for row in r["drifted"]], "replicas, bit for bit"
     if not drifted:
-        return Probe("R", "replicas, bit for bit", tolerance=0)
-    step = min(row[0] for row in drifted)
-    first = next(row for row in drifted if row[0] == step)
-    return Probe(
-        "R",
-        "replicas, bit for bit",
-        len(drifted),
-        0,
-        first[2],
-        f"its {first[1]} differs between ranks from step {step}",
-    )
+        return Probe("R", title, tolerance=0)
+    step, what, name = min(drifted, key=lambda row: row[0])
+    return Probe("R", title, len(drifted), 0, name, f"its {what} differs between ranks from step {step}")
 
 
 def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
@@ -154,17 +149,10 @@ def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
     last = {i: step for step, (_, ids) in enumerate(expected.facts["ids"]) for i in ids}
     for r in ranks:
         mine = {i: step for step, (_, ids) in enumerate(r["ids"]) for i in ids}
-        for i, step in mine.items():
-            same_moment = step == last.get(i)
-            if same_moment and r["seen"].get(str(i)) != expected.facts["seen"].get(str(i)):
-                return Probe(
-                    "D",
-                    "samples",
-                    1,
-                    0,
-                    f"sample {i}",
-                    "its content differs: augmentation is not keyed by (seed, epoch, sample)",
-                )
+        for i in (i for i, step in mine.items() if step == last.get(i)):
+            if r["seen"].get(str(i)) != expected.facts["seen"].get(str(i)):
+                detail = "its content differs: augmentation is not keyed by (seed, epoch, sample)"
+                return Probe("D", "samples", 1, 0, f"sample {i}", detail)
     return Probe("D", "samples", tolerance=0)
 
 

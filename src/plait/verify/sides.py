@@ -47,10 +47,10 @@ class Sides:
                     sides.index.setdefault(tuple(what), []).append((rank, int(micro), known))
         return sides
 
-    def places(self, step: int, what: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """What the reference noted in a step, in order: (what, name, call, leaf)."""
+    def places(self, step: int, what: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+        """What the reference noted in a step, in order: (what, name, call, leaf); `what`: of these kinds only."""
         found = (tuple(known.split("|")) for known in self.one.rows)
-        return [row[1:5] for row in found if row[0] == str(step) and row[1] in what]
+        return [row[1:5] for row in found if row[0] == str(step) and (not what or row[1] in what)]
 
     def of(self, step: int, *where: str) -> list[tuple[int, int, str]]:
         """The ranks' rows of one place: (rank, micro-batch, key)."""

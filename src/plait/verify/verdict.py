@@ -253,23 +253,23 @@ def judge(
     `dry`: what every rank sends in a dry run, or why there is none. `folder`: where both sides left what they noted of their
     units, to say where a difference begins.
     """
-    names = actual.facts["names"]
+    names, steps = actual.facts["names"], (expected.facts["rows"], actual.facts["rows"])
     probes = (
         tensors("I", "initial weights", expected.initial, actual.initial, names, floor_of(expected.initial)),
         tensors("G", "gradients, step 1", expected.gradients, actual.gradients, names, floor_of(expected.gradients)),
         tensors(
             "U",
-            f"weights, step {len(expected.facts['rows'])}",
+            f"weights, step {len(steps[0])}",
             expected.weights,
             actual.weights,
             names,
-            moved(expected),
+            moved(expected.initial, expected.weights),
         ),
-        rows("U2", "loss and norm, every step", expected, actual, ("loss", "norm")),
+        rows("U2", "loss and norm, every step", *steps, ("loss", "norm")),
         tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), floor_of(expected.buffers)),
         replicas(ranks),
         samples(expected, ranks),
-        rows("S", "learning rate and clock", expected, actual, ("lr", "samples")),
+        rows("S", "learning rate and clock", *steps, ("lr", "samples")),
         collectives(ranks, dry),
     )
     where = None
