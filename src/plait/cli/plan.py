@@ -129,9 +129,8 @@ def chosen(job: Job, options: argparse.Namespace) -> Plan:
 def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     found = ask(asked, {"precision": "fp32"} if not asked.accelerated else {}, devices=ranks)
     if found.best is None or found.best.candidate.estimate is None:
-        why = (
-            f"the least that any plan on {ranks} devices needs is more than {sized_up(max(0.0, found.question.memory))}"
-        )
+        left = sized_up(max(0.0, found.question.memory))
+        why = f"the least that any plan on {ranks} devices needs is more than {left}"
         raise PlaitError(Problem("M001", "no plan fits", why=why, fix=("more processes: --nproc", "a smaller --batch")))
     best = found.best.candidate
     second = next((row for row in found.rows[1:] if row.fits), None)
