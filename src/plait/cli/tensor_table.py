@@ -193,7 +193,7 @@ def _how(group: ColumnRowPair, inner: Callable[[str], str]) -> tuple[str, ...]:
 def way(cut: ParameterSlice) -> str:
     """How one parameter is cut.
 
-    >>> way(Cut("w", 0, (((0, 4),), ((4, 4),)))), way(Cut("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2)))))
+    >>> way(ParameterSlice("w", 0, (((0, 4),), ((4, 4),)))), way(ParameterSlice("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2)))))
     ('contiguous', 'inside 2 parts')
     """
     alike = max(len(ranks) for ranks in cut.alike())

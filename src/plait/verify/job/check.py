@@ -109,10 +109,8 @@ def check(
     """
     if level == "none" or not asked(plan):
         return Checked(level)
-    began, words = (
-        time.perf_counter(),
-        [name, arguments or {}, str(_cut(plan, 10**9)), level, job.batch, job.steps, workers > 0],
-    )
+    began = time.perf_counter()
+    words = [name, arguments or {}, str(_cut(plan, 10**9)), level, job.batch, job.steps, workers > 0]
     silent = Listener(note=lambda text: None)
     try:
         (told,) = fork.run(lambda place: _side(job, plan, (level, workers > 0), (words, before), place), 1, silent)
@@ -184,11 +182,8 @@ def _key(words: list[Any]) -> str:
         folder = str(Path(name.partition(":")[0]).resolve().parent) + os.sep
         loaded = [str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
         mine = {file for file in loaded if file.startswith(folder) and not file.startswith(LIBRARIES)}
-        files = [
-            f"{file} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}"
-            for file in sorted(mine)
-            if Path(file).is_file()
-        ]
+        paths = filter(Path.is_file, map(Path, sorted(mine)))
+        files = [f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in paths]
     told = json.dumps([__version__, torch.__version__, files, *words], default=str, sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest() if name else ""
 
@@ -204,7 +199,7 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: P
     (looked_at, job), cut, unchecked = jobs, _cut(plan, RANKS[level]), list[str]()
     if cut.shares < plan.shares:
         unchecked.append(f"shares are compared as {cut.shares} of {plan.shares}, of the same size")
-    known, cut, named = _known(looked_at, cut, place)
+    known, named = _known(looked_at, cut, place)
     weights = sum(p.numel() for p in known[0].model.parameters()) * 8
     needed = weights * (2 + 4 * (cut.world + 1))
     if needed > psutil.virtual_memory().available // 2:
@@ -212,9 +207,8 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: P
         return Checked(level, unchecked=(*unchecked, f"nothing was compared: {what}"))
     limit = job.batch * cut.shares // plan.shares
     samples, seconds = _affordable(looked_at, known, cut, level)
-    points = _points(
-        job, cut, (min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches)), samples), length, level
-    )
+    size = min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches))
+    points = _points(job, cut, (size, samples), length, level)
     noting = replace(job, data=lambda: first_of(opened(job.data), digest=digests))
     try:
         sides = _sides(noting, cut, known, points, (limit, seconds))
@@ -232,19 +226,17 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: P
     return Checked(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
 
 
-def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, Plan, tuple[str, ...]]:
-    """The model in float64 and what is known of it, the plan to compare, and what of the cut is named as inexact anyway."""
+def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, tuple[str, ...]]:
+    """The model in float64 and what is known of it, and what of the cut is named as inexact anyway."""
     made = make(job, CPU, WIDE, None, None)
     built = start_build(job, Plan(), place, (CPU, WIDE), made)
-    built.sketch = built.whole = analyse(built, made)
-    sketch = built.whole
-    built.plan = cut
+    sketch, built.plan = analyse(built, made), cut
     if sketch.batch_norms and (cut.microbatches > 1 or cut.processes == "one"):
         for name in sketch.batch_norms:  # named as inexact: what else there is shows without them
             made.model.get_submodule(name).training = False
         sketch = replace(sketch, batch_norms=())
     built.sketch = built.whole = sketch
-    return (made, sketch), cut, tuple(inexact(built))
+    return (made, sketch), tuple(inexact(built))
 
 
 def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, float]:
@@ -287,9 +279,7 @@ def _points(job: Job, cut: Plan, sizes: tuple[int, int], length: int | None, lev
     return points
 
 
-def _sides(
-    job: Job, cut: Plan, known: Known, points: list[Point], loss: tuple[int, float]
-) -> list[dict[str, Any]]:  # fmt: skip
+def _sides(job: Job, cut: Plan, known: Known, points: list[Point], loss: tuple[int, float]) -> list[dict[str, Any]]:
     """What the ranks of the cut measured, and last one device."""
 
     def side(place: Place) -> dict[str, Any]:
