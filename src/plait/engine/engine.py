@@ -121,10 +121,9 @@ class Engine:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
         job = self.job
         reads = self.place.reads
-        source = batches(
-            self.built.data, job.batch, job.seed, self.share, self.position, workers=self.workers, reads=reads
-        )
-        if known_by(self.built.data, self.share.ranks):
+        data, workers = self.built.data, self.workers
+        source = batches(data, job.batch, job.seed, self.share, self.position, workers=workers, reads=reads)
+        if known_by(data, self.share.ranks):
             source = self._merged(source)
         padding = self._padding()
         while self.position.step < job.steps and not self._stop:
@@ -132,7 +131,7 @@ class Engine:
             batch = next(source)
             self._compare(batch)
             if padding is not None:
-                batch = padding.batch(batch, fetching(self.built.data, job.seed, batch, self.share.ranks))
+                batch = padding.batch(batch, fetching(data, job.seed, batch, self.share.ranks))
                 self._name_padding(padding)
             self._spans.end("data")
             yield batch
@@ -193,11 +192,8 @@ class Engine:
 
     def runs(self, batch: Batch, weights: list[float]) -> list[int]:
         """Numbers of the micro-batches that this rank runs: those that weigh something, or that every rank must run."""
-        most = BatchShare(0, self.plan.ranks, self.plan.microbatches).parts(
-            batch.size
-        )  # rank 0's parts are the largest
-        if batch.most:
-            most = BatchShare(0, 1, self.plan.microbatches).parts(batch.most)
+        ranks, size = (1, batch.most) if batch.most else (self.plan.ranks, batch.size)
+        most = BatchShare(0, ranks, self.plan.microbatches).parts(size)  # rank 0's parts are the largest
         return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
 
     def sizes_run(self, batch: Batch) -> list[tuple[int, str]]:
@@ -237,11 +233,8 @@ class Engine:
         row[data + self.place.rank] = sum(took for name, _, took in self._spans.open if name == "data")
         alike = self.plan.along(SAME_LOSS)
         together = self.plan.pp * alike
-        row[1], row[2 + rank], row[2 + ranks + rank] = (
-            float(self.place.stopping()),
-            batch.count / together,
-            self._busy / together,
-        )
+        row[1] = float(self.place.stopping())
+        row[2 + rank], row[2 + ranks + rank] = batch.count / together, self._busy / together
         if self.built.device.type == "cpu":
             row[0] = sum(float(loss) for loss in losses) / alike
             return torch.tensor(row, dtype=torch.float64)
@@ -301,9 +294,8 @@ class Engine:
         loss, stop, *rows, saved = row
         self.checkpoints.heard(self, saved)
         spans = self._spans.taken()
-        self._busy = sum(
-            took for name, _, took in spans if sort_of(name) in ("forward", "backward", "loss", "replicate")
-        )
+        computing = ("forward", "backward", "loss", "replicate")
+        self._busy = sum(took for name, _, took in spans if sort_of(name) in computing)
         self._stop = stop > 0
         return Step(
             batch.after.step, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,

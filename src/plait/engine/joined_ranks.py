@@ -89,10 +89,8 @@ def _seen(facts: dict[str, Any]) -> Path | None:
 def _apart(facts: dict[str, Any], blind: list[int]) -> PlaitError:
     ranks = ", ".join(map(str, blind[:8])) + (", …" if len(blind) > 8 else "")
     why = f"rank 0 made {facts['whole']} on {facts['host']}; rank {ranks} cannot read it"
-    fix = (
-        "--runs /a/folder/that/all/machines/share    (NFS, Lustre, …)",
-        "start all processes in one working directory on such a file system",
-    )
+    shared = "--runs /a/folder/that/all/machines/share    (NFS, Lustre, …)"
+    fix = (shared, "start all processes in one working directory on such a file system")
     what = "the run directory is not on a file system that all machines share"
     return PlaitError(Problem("L003", what, why=why, where=f"here: {socket.gethostname()}:{os.getcwd()}", fix=fix))
 

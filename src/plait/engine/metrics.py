@@ -192,7 +192,6 @@ def _mirror(names: list[str], path: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise PlaitError(
-            Problem("H004", "--to tensorboard needs the package tensorboard", fix=("pip install tensorboard",))
-        ) from None
+        fix = ("pip install tensorboard",)
+        raise PlaitError(Problem("H004", "--to tensorboard needs the package tensorboard", fix=fix)) from None
     return SummaryWriter(str(path / "tensorboard"))

@@ -161,12 +161,8 @@ def named(plan: Plan, ranks: tuple[int, ...]) -> str:
     """The axes along which ranks differ; `ep` for those that share out experts."""
     places = [plan.at(r) for r in ranks]
     axes = "×".join(a for a in AXES if len({p[a] for p in places}) > 1)
-    shares = {plan.share(r) // plan.ep for r in ranks}
-    return (
-        "ep"
-        if plan.ep > 1 and len(ranks) == plan.ep and len(shares) == 1 and set(axes.split("×")) <= set(OTHER_SAMPLES)
-        else axes or "alone"
-    )
+    one_share = plan.ep > 1 and len(ranks) == plan.ep and len({plan.share(r) // plan.ep for r in ranks}) == 1
+    return "ep" if one_share and set(axes.split("×")) <= set(OTHER_SAMPLES) else axes or "alone"
 
 
 def agree(records: dict[int, Traffic], like: Callable[[int], int]) -> None:

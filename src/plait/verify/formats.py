@@ -113,9 +113,8 @@ class Reference:
         except (RuntimeError, ValueError):  # a batch norm wants two samples
             return None
         spread = self.spread(base, [(0, len(self.read[1]))], ROUNDING[self.format])
-        return (
-            apart if all(off <= APART * spread.get(key, 0.0) for key, off in distances(base, apart).items()) else None
-        )
+        near = (off <= APART * spread.get(key, 0.0) for key, off in distances(base, apart).items())
+        return apart if all(near) else None
 
     def spread(self, base: StepResult, parts: list[tuple[int, int]], eps: float) -> dict[tuple[str, str], float]:
         """The largest distance of each tensor over runs with moved weights, at least one rounding."""
@@ -140,9 +139,8 @@ class Reference:
         optimizer = job.optimizer(trained)
         scale = SCALE if self.format is torch.float16 else 1.0
         pairs = [self._pair(first, n, shift) for first, n in parts]
-        weights = [
-            weigh(job.weight, Micro(first, n, None, targets, ())) for (_, targets), (first, n) in zip(pairs, parts)
-        ]
+        micros = (Micro(*part, None, targets, ()) for (_, targets), part in zip(pairs, parts))
+        weights = [weigh(job.weight, micro) for micro in micros]
         losses = dict[str, float]()
         for (inputs, targets), weight, (first, n) in zip(pairs, weights, parts):
             if not weight:
@@ -186,11 +184,9 @@ def _shifted(t: Tensor, eps: float, generator: torch.Generator) -> Tensor:
     if not eps or not t.is_floating_point():
         return t
     noise = torch.rand(t.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1).to(t.device)
-    return (
-        (t.double() * (1.0 + eps * noise)).to(t.dtype)
-        if t.dtype != torch.float32
-        else t * (1.0 + eps * 2 * noise).float()
-    )
+    if t.dtype == torch.float32:
+        return t * (1.0 + eps * 2 * noise).float()
+    return (t.double() * (1.0 + eps * noise)).to(t.dtype)
 
 
 def distances(base: StepResult, other: StepResult) -> dict[tuple[str, str], float]:
@@ -231,13 +227,8 @@ def facts(reference_: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Te
     base = found["base"]
     units = {f"{kind} {name}": unit for (kind, name), unit in found["units"].items()}
     tensors = {f"formats_{kind}": getattr(base, kind) for kind in ("start", *GROUPS)}
-    kept = dtypes(base.gradient, base.weight, base.state)
-    return {
-        "units": units,
-        "batch": reference_.job.batch,
-        "losses": found["losses"],
-        "dtypes": kept,
-    }, tensors
+    told = {"units": units, "batch": reference_.job.batch, "losses": found["losses"]}
+    return told | {"dtypes": dtypes(base.gradient, base.weight, base.state)}, tensors
 
 
 def states(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -309,8 +300,5 @@ def cause(probes: tuple[Probe, ...]) -> tuple[str, str]:
         return "V023", f"{wrong['F2'].name}: {wrong['F2'].detail}"
     if "F3" in wrong:
         return "V024", f"messages are not those of the plan's formats: {wrong['F3'].name}, {wrong['F3'].detail}"
-    told = wrong["F"]
-    return "V025", (
-        f"{told.name} is {told.worst:.0f} roundings from one device in the same formats (right runs: up to {APART:g}):"
-        " something is rounded through a narrower format on the way"
-    )
+    far = f"{wrong['F'].worst:.0f} roundings from one device in the same formats (right runs: up to {APART:g})"
+    return "V025", f"{wrong['F'].name} is {far}: something is rounded through a narrower format on the way"

@@ -158,10 +158,8 @@ class Notes(UnitNotes):
         self._hooks: list[Any] = []
         self.closed = False
         if units is not None:
-            self._hooks += [
-                model.register_forward_pre_hook(self._begin, prepend=True),
-                model.register_forward_pre_hook(lambda *_: self._listen("")),
-            ]
+            self._hooks.append(model.register_forward_pre_hook(self._begin, prepend=True))
+            self._hooks.append(model.register_forward_pre_hook(lambda *_: self._listen("")))
         for name, module in self.units.items():
             self._hooks += [
                 module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True),
@@ -361,12 +359,11 @@ class PartLayout:
 
     def parted(self, t: Tensor) -> Tensor:
         """Rows of the parts that the sum is cut into: [parts, SUMS]."""
+        if self.parts == 1:
+            return sums(t, self.shape, self.ranges)[None]
         rows = []
         for k in range(self.parts):
-            first, end = stretch(t.shape[self.dim], self.parts, k) if self.parts > 1 else (0, 0)
-            if self.parts == 1:
-                rows.append(sums(t, self.shape, self.ranges))
-                continue
+            first, end = stretch(t.shape[self.dim], self.parts, k)
             held = within(self.ranges[self.dim], first, end)
             ranges = (*self.ranges[: self.dim], held, *self.ranges[self.dim + 1 :])
             rows.append(sums(t.narrow(self.dim, first, end - first), self.shape, ranges))

@@ -246,29 +246,20 @@ def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple
     if not expected.own_weights:
         return tuple(probes)
     names, own = actual.facts["names"], Own(**expected.facts["own"])
-    wrong, title = (
-        _rows(expected.facts["own_rows"], ranks[0]["own_rows"], own.steps),
-        "own batch" if own.steps else "far step",
-    )
+    title = "own batch" if own.steps else "far step"
     for step, ids in enumerate(expected.facts["own_ids"]):
         given = [i for r in ranks if not any(r["alike"][:3]) for i in r["own_ids"][step]]
         if given != ids:
             detail = f"{len(given)} samples instead of {len(ids)}"
             probes.append(Probe("D2", f"samples, {title}", 1, 0, f"step {step + 1}", detail))
-    before = expected.own_gradients
-    probes += [
+    before, after = expected.own_gradients, expected.own_weights
+    floor = moved(expected.weights, after)
+    return (
+        *probes,
         tensors("G2", f"gradients, {title}", before, actual.own_gradients, names, floor_of(before)),
-        wrong,
-        tensors(
-            "W2",
-            f"weights, {title}",
-            expected.own_weights,
-            actual.own_weights,
-            names,
-            moved(expected.weights, expected.own_weights),
-        ),
-    ]
-    return tuple(probes)
+        _rows(expected.facts["own_rows"], ranks[0]["own_rows"], own.steps),
+        tensors("W2", f"weights, {title}", after, actual.own_weights, names, floor),
+    )
 
 
 def _metrics(expected: dict[str, float], actual: dict[str, float]) -> Probe:
@@ -299,21 +290,13 @@ def cause(probes: tuple[Probe, ...], own: dict[str, Any] | None, plan: str) -> t
         return "V006", f"the samples differ: {wrong['D2'].detail}"
     batch = own["batch"] if own and own["steps"] else 0
     if "G2" in wrong and batch:
-        return "V021", (
-            f"small batches agree and one of {batch} does not: model or loss depends on how many samples come together,"
-            f" or on a rare value, and {plan} gives each pass fewer"
-        )
+        why = f"model or loss depends on how many samples come together, or on a rare value, and {plan} gives each pass fewer"
+        return "V021", f"small batches agree and one of {batch} does not: {why}"
     if "G2" in wrong or ("U3" in wrong and "far" in wrong["U3"].name):
-        return (
-            "V021",
-            f"the steps agree until the weights are {FAR:g} times as large: model or loss takes another branch",
-        )
+        until = f"until the weights are {FAR:g} times as large"
+        return "V021", f"the steps agree {until}: model or loss takes another branch"
     if "U3" in wrong:
-        return (
-            "V022",
-            f"the batches agree at first and not later ({wrong['U3'].name}): the optimizer, or what is kept between steps",
-        )
-    return (
-        "V022",
-        f"gradients agree and weights do not when gradients are {HUGE:g} times as large: the optimizer looks at their size",
-    )
+        why = "the optimizer, or what is kept between steps"
+        return "V022", f"the batches agree at first and not later ({wrong['U3'].name}): {why}"
+    huge = f"when gradients are {HUGE:g} times as large"
+    return "V022", f"gradients agree and weights do not {huge}: the optimizer looks at their size"

@@ -61,17 +61,12 @@ class Sum:
         one = Sum(sides, step, name, scale, has, {})
         for rank in has:
             part = one.part(rank)
-            one.gave[rank] = {
-                (peer, micro): row[part]
-                for peer, found in rows.items()
-                if one.peers(rank, peer)
-                for micro, row in found
-                if part < len(row)
-            }
+            given = ((peer, micro, row) for peer in rows if one.peers(rank, peer) for micro, row in rows[peer])
+            one.gave[rank] = {(peer, micro): row[part] for peer, micro, row in given if part < len(row)}
         parts: dict[str, Tensor] = {}
-        for rank, given in one.gave.items():
-            if given:
-                parts.setdefault(one.held(rank), torch.stack(list(given.values())).sum(0))
+        for rank, gave in one.gave.items():
+            if gave:
+                parts.setdefault(one.held(rank), one.total(rank))
         if len(parts) == len({one.held(rank) for rank in has}):
             total = torch.stack(list(parts.values())).sum(0)
             one.local = float((total - expected).abs().max()) / scale
@@ -83,8 +78,7 @@ class Sum:
 
     def part(self, rank: int) -> int:
         """Which of the shards it is."""
-        found = self.sides.told[rank]["shard"].get(self.name)
-        return 0 if found is None else found
+        return self.sides.told[rank]["shard"].get(self.name, 0)
 
     def peers(self, rank: int, other: int) -> bool:
         """Whether what one rank gives belongs to another's sum."""
@@ -211,21 +205,16 @@ def _counted(one: Sum, rank: int, ranks: tuple[int, ...], size: float) -> Told |
         return None
     micros = tuple(sorted({m for (_, m), times in told.items() if abs(times - 1) > 1e-6}))
     many = len(all_) > len(micros)
-    what = (
-        f"rank {r}{f', micro-batch {m},' if len(all_) > 1 else ''} {times:.4g} times" for (r, m), times in told.items()
-    )
-    how = f"it counts {', '.join(what)}"
+    micro = lambda m: f", micro-batch {m}," if len(all_) > 1 else ""  # noqa: E731
+    how = f"it counts {', '.join(f'rank {r}{micro(m)} {times:.4g} times' for (r, m), times in told.items())}"
     return Told("accumulation" if many else "reduction", () if many else axes, ranks, micros if many else (), size, how)
 
 
 def _axes(one: Sum, rank: int) -> tuple[str, ...]:
     """The axes that a rank's sum goes over."""
     at = one.sides.plan.at
-    peers = [
-        peer
-        for peer in range(one.sides.plan.world)
-        if one.peers(rank, peer) and one.name in one.sides.told[peer]["given"]
-    ]
+    having = (peer for peer, told in enumerate(one.sides.told) if one.name in told["given"])
+    peers = [peer for peer in having if one.peers(rank, peer)]
     return tuple(axis for axis in at(rank) if any(at(peer)[axis] != at(rank)[axis] for peer in peers))
 
 

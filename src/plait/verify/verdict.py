@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.verify.locate import Finding, beginning
@@ -81,15 +79,11 @@ def likely_cause(
     if not p["R"].equal:
         return "V004", f"{p['R'].name}: {p['R'].detail}; it is updated or reduced on some ranks only"
     if not p["U2"].equal and p["U2"].name.startswith("norm"):
-        return (
-            "V007",
-            f"the gradients agree and their norm does not ({p['U2'].detail}): clipping uses another norm than the global one",
-        )
+        why = "clipping uses another norm than the global one"
+        return "V007", f"the gradients agree and their norm does not ({p['U2'].detail}): {why}"
     if not p["U"].equal or not p["U2"].equal:
-        return (
-            "V009",
-            "the gradients of step 1 agree and the weights do not: the optimizer, the clipping or later steps differ",
-        )
+        why = "the optimizer, the clipping or later steps differ"
+        return "V009", f"the gradients of step 1 agree and the weights do not: {why}"
     if not p["B"].equal:
         return "V011", f"buffer {p['B'].name} differs: it is computed from a rank's own share of the batch"
     return "V012", f"the collectives differ: {p['C'].detail}"
@@ -104,10 +98,8 @@ def _located(where: Finding, p: dict[str, Probe], expected: Trace, actual: Trace
             return known, f"{pattern}: {text}"
     drawn = draws(where, actual.facts["random"])
     if where.kind in ("forward", "between", "backward", "weights") and drawn:
-        return (
-            "V005",
-            f"random numbers are drawn in {drawn}, and those of the ranks are not stretches of the one device's: {text}",
-        )
+        why = f"random numbers are drawn in {drawn}, and those of the ranks are not stretches of the one device's"
+        return "V005", f"{why}: {text}"
     return code, text
 
 
@@ -165,29 +157,19 @@ def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: P
     both = {n: (t, actual.gradients[n]) for n, t in expected.gradients.items() if n in actual.gradients}
     floor = floor_of(expected.gradients)
     wrong = [n for n, (a, b) in both.items() if not apart(a, b, scale_of(a, floor)) <= TOLERANCE]
-    ratios = {_rounded(expected.gradients[n], actual.gradients[n]) for n in wrong}
-    ratios = set() if None in ratios else ratios
-    differs_between_ranks = not p["R"].equal and "gradient" in p["R"].detail
-    if differs_between_ranks:
+    if not p["R"].equal and "gradient" in p["R"].detail:
         return "V004", f"{p['R'].name}: its gradient is not summed over the ranks"
-    if len(ratios) == 1 and len(wrong) == len(expected.gradients):
-        return (
-            "V002",
-            f"every gradient is {ratios.pop():.4g} times too large: a sum where a mean belongs, or the reverse ({plan})",
-        )
-    if len(ratios) == 1 and len(wrong) < len(expected.gradients):
-        return (
-            "V003",
-            f"only {len(wrong)} of {len(expected.gradients)} gradients are wrong, by the factor {ratios.pop():.4g}: counted twice or not at all",
-        )
+    ratios = {None if (r := ratio(*both[n])) is None else round(r, 6) for n in wrong}
+    factor = ratios.pop() if len(ratios) == 1 else None
+    if factor is not None and len(wrong) == len(expected.gradients):
+        why = f"a sum where a mean belongs, or the reverse ({plan})"
+        return "V002", f"every gradient is {factor:.4g} times too large: {why}"
+    if factor is not None:
+        wrongs = f"only {len(wrong)} of {len(expected.gradients)} gradients are wrong"
+        return "V003", f"{wrongs}, by the factor {factor:.4g}: counted twice or not at all"
     if actual.facts["places"]:
         return "V005", "the model draws random numbers: the ranks' masks are not stretches of the one device's mask"
     return "V014", WEIGHTS
-
-
-def _rounded(a: Tensor, b: Tensor) -> float | None:
-    r = ratio(a, b)
-    return None if r is None else round(r, 6)
 
 
 @dataclass(frozen=True)
@@ -303,9 +285,8 @@ def table(verdict: Verdict, job: str) -> str:
         shown = f"{p.worst:.1e}" if p.tolerance else f"{p.worst:.0f} wrong"
         where = f"   {p.name}" if p.name else ""
         detail = f": {p.detail}" if p.detail and not p.equal else ""
-        lines.append(
-            f"  {p.title:<30}{shown:>16}   {f'{p.tolerance:.0e}' if p.tolerance else '0':<9}  {'✓' if p.equal else '✗'}{where}{detail}"
-        )
+        told = f"  {p.title:<30}{shown:>16}   {f'{p.tolerance:.0e}' if p.tolerance else '0':<9}"
+        lines.append(f"{told}  {'✓' if p.equal else '✗'}{where}{detail}")
     lines += [f"note  {line}" for line in verdict.notes]
     lines += [f"not exact by nature: {line}" for line in verdict.inexact]
     if verdict.equal and not verdict.split:
@@ -316,7 +297,6 @@ def table(verdict: Verdict, job: str) -> str:
     else:
         wrong = verdict.first_wrong
         assert wrong is not None
-        lines.append(
-            f"DIFFERENT  first wrong: {verdict.parameter or wrong.name}   likely: {verdict.cause}.   `plait help {verdict.code}`"
-        )
+        told = f"likely: {verdict.cause}.   `plait help {verdict.code}`"
+        lines.append(f"DIFFERENT  first wrong: {verdict.parameter or wrong.name}   {told}")
     return "\n".join(lines)
