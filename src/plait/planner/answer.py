@@ -54,12 +54,9 @@ class One:
     def told(self, chosen: Candidate, batch: int) -> str:
         """Beside the choice."""
         if self.best is not None and self.best.estimate is not None:
-            times = f"{self.best.seconds / chosen.seconds:.2f} × as fast"
-            here = (
-                "which is the choice"
-                if chosen.plan.devices == 1
-                else f"the choice, {chosen.plan.devices} devices, is {times}"
-            )
+            here, times = "which is the choice", f"{self.best.seconds / chosen.seconds:.2f} × as fast"
+            if chosen.plan.devices > 1:
+                here = f"the choice, {chosen.plan.devices} devices, is {times}"
             return f"one device alone: {short(batch / self.best.seconds)} samples/s; {here}"
         return f"one device alone: nothing fits{self.why and f', {self.why}'}"
 
@@ -122,10 +119,8 @@ def answer(asked: PlanRequest, question: SearchSpace, found: Found, top: int, to
     shown = {row.candidate.mesh for row in rows}
     for candidate in classical(asked, question, found):
         if candidate.mesh not in shown and len(rows) < max(top + 3, 4):
-            fits = question.holds(candidate.estimate)
-            rows.append(
-                PlanRow(candidate, fits and not candidate.why, candidate.why or why_not(candidate, best, question))
-            )
+            fits, why = question.holds(candidate.estimate), candidate.why
+            rows.append(PlanRow(candidate, fits and not why, why or why_not(candidate, best, question)))
             shown.add(candidate.mesh)
     return Answer(asked, question, tuple(rows), found, sureness(asked, best), took)
 
@@ -259,9 +254,8 @@ def _notes(found: Answer) -> list[str]:
             return [f"nothing fits: a device's own context ({size(CONTEXT)}) takes all of its memory; {told}"]
         return [f"nothing fits into {size(question.memory)}, what a device's memory leaves to a plan: {told}"]
     got, plan = best.candidate.estimate, best.candidate.plan
-    parts = " · ".join(
-        f"{name} {100 * got.share(name):.0f} %" for name, s in got.parts.items() if s / got.seconds > 0.005
-    )
+    large = [name for name in got.parts if got.share(name) > 0.005]
+    parts = " · ".join(f"{name} {100 * got.share(name):.0f} %" for name in large)
     memory = " · ".join(f"{name} {size(held)}" for name, held in got.memory.items() if held)
     lines = [
         f"step of #1: {parts}",

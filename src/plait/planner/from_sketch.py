@@ -203,9 +203,8 @@ def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], i
     inner = call.work.inner if rows or tables else 0.0
     kept, out = call.saved.each / itemsize, call.output.each / itemsize
     share = inner / max(1.0, inner + call.work.wide)
-    made = sum(
-        p.rows * p.columns * p.batch * p.times for p in call.work.products if not p.fused or p.columns <= p.inner
-    )
+    written = (p for p in call.work.products if not p.fused or p.columns <= p.inner)
+    made = sum(p.rows * p.columns * p.batch * p.times for p in written)
     given = call.inputs.each / itemsize
     return Block(
         unit.name, 1, products, float(whole), float(cut), float(experts), call.work.wide + call.work.inner, inner,

@@ -52,12 +52,8 @@ class Sizes:
 
     def text(self) -> str:
         """The table that is printed."""
-        lines = [
-            f"job       {self.job} · batch {self.batch}",
-            f"machine   {self.machine}",
-            f"question  {self.question}",
-            "",
-        ]
+        lines = [f"job       {self.job} · batch {self.batch}", f"machine   {self.machine}"]
+        lines += [f"question  {self.question}", ""]
         head = ("devices", "step", "samples/s", "efficiency", "whole job", "price", "slowed by", "plan")
         cells = [head, *(self._cells(size) for size in self.sizes)]
         for k, row in enumerate(aligned(cells, right=range(6))):
@@ -143,9 +139,8 @@ def measured(asked: PlanRequest, sizes: list[Size], question: str) -> Sizes:
 
 def scale(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: list[int]) -> Sizes:
     """The same batch on more and more devices: more is not linearly faster, and somewhere it stops paying."""
-    found = measured(
-        asked, [at(asked, pins, memory, n) for n in devices], f"the same batch of {asked.job.batch} on more devices"
-    )
+    sizes = [at(asked, pins, memory, n) for n in devices]
+    found = measured(asked, sizes, f"the same batch of {asked.job.batch} on more devices")
     works = [k for k, s in enumerate(found.sizes) if s.seconds]
     told = "no size works"
     if works:
@@ -165,12 +160,8 @@ def cheapest(asked: PlanRequest, pins: dict[str, Any], memory: float | None) -> 
     found = measured(asked, [at(asked, pins, memory, n) for n in halves(asked.machine)], "cheapest")
     works = [k for k, s in enumerate(found.sizes) if s.seconds]
     best = min(works, key=lambda k: found.sizes[k].seconds * found.sizes[k].devices, default=None)
-    told = (
-        ""
-        if asked.machine.price_per_hour is not None
-        else "the machine's file has no price_per_hour: device-hours decide"
-    )
-    return replace(found, chosen=best, told=told)
+    unpriced = "the machine's file has no price_per_hour: device-hours decide"
+    return replace(found, chosen=best, told=unpriced if asked.machine.price_per_hour is None else "")
 
 
 def fewest(asked: PlanRequest, pins: dict[str, Any], memory: float | None, deadline: float) -> Sizes:
@@ -185,9 +176,9 @@ def fewest(asked: PlanRequest, pins: dict[str, Any], memory: float | None, deadl
     found = measured(asked, sizes, f"fewest devices that take at most {deadline:.3g} h for {asked.job.steps} steps")
     last = found.sizes[-1]
     met = bool(last.seconds) and last.hours <= deadline
-    return replace(
-        found, chosen=len(sizes) - 1 if met else None, told="" if met else "not even the whole machine is fast enough"
-    )
+    if met:
+        return replace(found, chosen=len(sizes) - 1)
+    return replace(found, told="not even the whole machine is fast enough")
 
 
 def largest(asked: PlanRequest, pins: dict[str, Any], memory: float | None) -> Sizes:
@@ -212,9 +203,7 @@ def longest(name: str, arguments: dict[str, str], again: Callable[[dict[str, str
         first = int(arguments.get(name, "0")) or 64
         low, best = most(size, first, Size(n, why=f"nothing fits with {name}={first}"))
         got = measured(asked, [best], f"largest --job.{name}")
-        return replace(
-            got, chosen=0 if low else None, told=f"--job.{name} {low} is the largest that fits" if low else ""
-        )
+        return replace(got, chosen=0, told=f"--job.{name} {low} is the largest that fits") if low else got
 
     return found
 

@@ -36,9 +36,5 @@ def _look(job: Job, plan: Plan, place: Place) -> None:
     sketch, _ = known(job, plan)
     if plan.pp > 1:
         held = as_held(sketch, rows(plan, sketch, 0)) if plan.cp > 1 else sketch
-        check(
-            sketch,
-            StageLayout.of(plan, held, job.stages).cut,
-            plan.stages_per_rank > 1,
-            plan.tp * plan.cp * plan.ep > 1,
-        )
+        layout, shared = StageLayout.of(plan, held, job.stages), plan.tp * plan.cp * plan.ep > 1
+        check(sketch, layout.cut, plan.stages_per_rank > 1, shared)

@@ -91,11 +91,8 @@ class Cores:
             return (again * self.unit * units + self.shard * kernels) * self.operator + copied + late
         if plan.shares == 1:
             return 0.0
-        return (
-            (self.bucket * (plan.shares - 1) + self.hook * kernels) * self.operator
-            + size * self.bucketed / stream
-            + late
-        )
+        hooks = (self.bucket * (plan.shares - 1) + self.hook * kernels) * self.operator
+        return hooks + size * self.bucketed / stream + late
 
 
 REFERENCE = 312e12
@@ -171,15 +168,9 @@ class TimeModel:
 
     def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""
-        share = (
-            plan.shares if block.statistics else 1,
-            plan.tp,
-            plan.cp,
-            plan.ep,
-            plan.sequence_parallel,
-            plan.context,
-        )
-        key = (id(block), samples, share, plan.recompute, plan.precision, plan.compile)
+        shares, cuts = plan.shares if block.statistics else 1, (plan.tp, plan.cp, plan.ep)
+        ways = (plan.sequence_parallel, plan.context, plan.recompute, plan.precision, plan.compile)
+        key = (id(block), samples, shares, cuts, ways)
         if key not in self.known:
             self.known[key] = self._block(block, plan, samples)
         return self.known[key]
