@@ -36,7 +36,8 @@ from plait.engine.evaluate import evaluate
 from plait.engine.nonfinite import Guard
 from plait.engine.passes import Passes, Spans, Step, sort_of, tokens
 from plait.launch.place import Place, current
-from plait.parallel.built import Built
+from plait.model.make import BuiltModel
+from plait.model.sketch import Sketch
 from plait.tensors.finite import Rule
 from plait.tensors.torch_private import leaves, scale_
 
@@ -46,17 +47,19 @@ class Engine:
 
     `device` is auto, cpu or cuda. `directory` is where checkpoints live. `workers` loader processes fetch ahead.
     `on_nan`: what to do in a step whose loss or gradient norm is not finite: stop (N001), skip (leave it out), or ignore.
+    `cast` and `known` are those of `build`.
     Raises `PlaitError` for whatever is wrong with the job, the plan or the machine.
     """
 
     def __init__(
         self, job: Job, plan: Plan | str = "dp=*", *, device: str = "auto", directory: str | Path = "checkpoints",
         workers: int = 0, place: Place | None = None, cast: torch.dtype | None = None, on_nan: str = "stop",
+        known: tuple[BuiltModel, Sketch] | None = None,
     ):  # fmt: skip
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self.place = current() if place is None else place
         plan = plan.fill(self.place.world)
-        self.built: Built = self._build(job, plan, pick_device(device, self.place), cast)
+        self.built = build(job, plan, self.place, pick_device(device, self.place), cast, known)
         self.job, self.plan, self.workers = job, plan, workers
         self.position = Position()
         self.checkpoints = Checkpoints(Path(directory))
@@ -67,9 +70,6 @@ class Engine:
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
         self.passes = Passes(self.built, self._spans)
         self.guard = Guard(self.built, on_nan)
-
-    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
-        return build(job, plan, self.place, device, cast)
 
     def __enter__(self) -> "Engine":
         return self

@@ -120,10 +120,6 @@ class PlanRequest:
         made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
         return TimeModel(workload_of(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)
 
-    def room(self, memory: float | None = None) -> float:
-        """Bytes of a device that a plan may take; `memory`: of the device, when the user says."""
-        return room(self.machine, memory)
-
     def beside(self) -> float:
         """Bytes of its host's memory that a device's rank may take: where it is not known, twice what the device has."""
         known = (self.machine.host_memory or 0) / self.machine.devices_per_node
@@ -135,7 +131,7 @@ class PlanRequest:
         formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
         sizes = {m.experts for m in self.cuts.mixtures}
         return SearchSpace(
-            devices or self.machine.devices, self.job.batch, pins, self.room(memory), self.beside(), formats,
+            devices or self.machine.devices, self.job.batch, pins, room(self.machine, memory), self.beside(), formats,
             max(1, len(self.sketch.calls)), self.sliceable, self.attends,
             tuple(sorted(sizes)), self.heads, ("none", "optimizer", "all") if self.accelerated else ("none",),
             (True,) if self.accelerated else (True, False),

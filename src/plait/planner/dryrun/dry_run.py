@@ -27,7 +27,7 @@ from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch
 from plait.data.iterable_shares import whole
-from plait.engine.build import analyse, build, check_plan, start_build
+from plait.engine.build import analyse, check_plan, start_build
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic, agree
 from plait.launch.place import Place
@@ -35,7 +35,6 @@ from plait.model.fake_model import HOLDS, sketched
 from plait.model.make import BuiltModel, make, make_model
 from plait.model.sketch import Sketch
 from plait.model.table import size
-from plait.parallel.built import Built
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.offload import on_host
 from plait.planner.dryrun.allocations import Peak
@@ -48,6 +47,7 @@ from plait.tensors.torch_private import FakeTensorMode, fake_failures, tree_map_
 
 CPU = torch.device("cpu")
 Found = TypeVar("Found")
+Pair = tuple[object, object]
 SHOWN = 12
 """Kinds of ranks that the table has lines for, the fullest first."""
 
@@ -137,10 +137,10 @@ def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
 
     def measured(rank: int, real: bool) -> tuple[RankKind, Traffic]:
         traffic = Traffic(rank, plan)
-        with alone(job, traffic, (sketch, real)) as (engine, given):
+        with alone(job, traffic, (sketch, real)) as (engine, given, ready):
             peak = measure(engine, steps, given, partial(on_host, plan))
             if job.evaluate is not None:
-                other = measure_evaluation(engine, engine.ready, partial(on_host, plan))
+                other = measure_evaluation(engine, ready, partial(on_host, plan))
                 peak = replace(other, host=peak.host) if other.total > peak.total else peak
             samples = max(n for _, n in engine.share.parts(job.batch))
         return RankKind(
@@ -172,7 +172,7 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
 
     def sent(rank: int, real: bool) -> Sent:
         traffic = Traffic(rank, plan)
-        with alone(job, traffic, (sketch, real), cast) as (engine, given):
+        with alone(job, traffic, (sketch, real), cast) as (engine, given, _):
             batch = next(engine.batches())
             sizes = engine.sizes_run(batch)
             engine.update(batch, engine.backward(given(batch, True)))
@@ -215,8 +215,9 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
 @contextmanager
 def alone(
     job: Job, traffic: Traffic, how: tuple[Sketch, bool], cast: torch.dtype | None = None
-) -> Iterator[tuple["_Alone", Callable[[Batch, bool], Batch]]]:
-    """The engine of the rank that `traffic` is of, and what makes of a batch one that it can be given. It runs inside only.
+) -> Iterator[tuple[Engine, Callable[[Batch, bool], Batch], Callable[[Pair], Pair]]]:
+    """The engine of the rank that `traffic` is of, and what makes of a batch, and of (inputs, targets), one that it can be
+    given. It runs inside only.
 
     `how`: what every rank knows of the model, and whether it runs on real tensors.
     """
@@ -230,7 +231,8 @@ def alone(
         warnings.filterwarnings(
             "ignore", "The .grad attribute"
         )  # torch looks at it when a real tensor becomes a fake one
-        engine = _Alone(job, plan, Place(rank, plan.world), (BuiltModel(model, model), sketch), cast)
+        place, known = Place(rank, plan.world), (BuiltModel(model, model), sketch)
+        engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, known=known)
         if isinstance(
             engine.built.reducer, CrossGroupSums
         ):  # another rank may have the gradient of a parameter they share
@@ -239,7 +241,7 @@ def alone(
         _followed(engine, pretending)
         hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
 
-        def ready(pair: object) -> Any:
+        def ready(pair: Pair) -> Pair:
             pretending.traffic = None  # of the messages of a step alone
             return pair if real else tree_map_only(Tensor, hide, pair)
 
@@ -251,8 +253,7 @@ def alone(
             hidden = (replace(m, **{k: tree_map_only(Tensor, hide, getattr(m, k)) for k in trees}) for m in batch.micro)
             return replace(batch, micro=tuple(hidden)[: None if last else 1])  # what lasts is there after one
 
-        engine.ready = ready
-        yield engine, given
+        yield engine, given, ready
 
 
 def _followed(engine: Engine, pretending: Pretending) -> None:
@@ -269,18 +270,3 @@ def _followed(engine: Engine, pretending: Pretending) -> None:
 
     engine.optimizer.register_step_pre_hook(begins)
     engine.optimizer.register_step_post_hook(ends)
-
-
-class _Alone(Engine):
-    """An engine that is given its model, and what is known of it."""
-
-    def __init__(
-        self, job: Job, plan: Plan, place: Place, known: tuple[BuiltModel, Sketch], cast: torch.dtype | None = None
-    ):
-        self.known = known
-        self.ready: Callable[[Any], Any] = lambda pair: pair
-        """Makes of samples what its model can be given."""
-        super().__init__(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast)
-
-    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
-        return build(job, plan, self.place, device, cast, self.known)

@@ -15,10 +15,11 @@ from torch import Tensor
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Micro
+from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.tensors.torch_private import TorchDispatchMode, leaves
 from plait.verify.job.look import forward, parted, rows_apart
-from plait.verify.job.trial import Known, Point, Rehearsed
+from plait.verify.job.trial import Known, Point
 
 SCALES = (*(1.2**k for k in range(1, 9)), *(0.8**k for k in range(1, 7)))
 HALVES = 8
@@ -43,7 +44,7 @@ class _Choices(TorchDispatchMode):
 class _Runs:
     """Forward passes of a batch and its parts, with weights of any size."""
 
-    def __init__(self, engine: Rehearsed, whole: Micro, parts: list[Micro], step: int):
+    def __init__(self, engine: Engine, whole: Micro, parts: list[Micro], step: int):
         self.engine, self.whole, self.parts, self.step = engine, whole, parts, step
         self.given = [(p, p.detach().clone()) for p in engine.built.model.parameters()]
 

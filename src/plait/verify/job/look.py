@@ -18,13 +18,14 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import MapStyle, Micro, is_map, opened, weigh
 from plait.engine.build import move
+from plait.engine.engine import Engine
 from plait.launch.place import Place, pose
 from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import permutation, seed_host
 from plait.tensors import higher_order
 from plait.tensors.torch_private import leaves, tree_flatten, tree_leaves, tree_map_only
-from plait.verify.job.trial import WIDE, Known, Point, Rehearsed, digests, move_weights, read
+from plait.verify.job.trial import WIDE, Known, Point, digests, in_float64, move_weights, read
 from plait.verify.noted_data import ChosenSamples
 
 TOLERANCE = 1e-9
@@ -55,9 +56,9 @@ def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[
     return found | _losses(job, (whole, first[0]), list(zip(parts, (outputs for outputs, _ in ran))))
 
 
-def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tuple[Rehearsed, Micro, list[Micro]]:
+def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tuple[Engine, Micro, list[Micro]]:
     """One device, a point's batch, and the parts that the plan cuts it in, as micro-batches of one process."""
-    engine = Rehearsed(job, Plan(), place, known)
+    engine = in_float64(job, Plan(), place, known)
     for name in engine.built.whole.batch_norms:  # between ranks these are synchronised
         engine.model.get_submodule(name).training = False
     (whole,) = next(read(engine, [point])).micro
@@ -67,7 +68,7 @@ def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tup
     return engine, whole, [micro for micro in batch.micro if micro.count]
 
 
-def forward(engine: Rehearsed, micro: Micro, step: int, around: AbstractContextManager[object]) -> Any:
+def forward(engine: Engine, micro: Micro, step: int, around: AbstractContextManager[object]) -> Any:
     """The outputs of a forward pass in float64, without gradients; `around` is entered last."""
     inputs = move(micro.inputs, engine.built.device, WIDE)
     keyed = engine.built.randomness.at(step, micro.first, micro.count)
@@ -75,7 +76,7 @@ def forward(engine: Rehearsed, micro: Micro, step: int, around: AbstractContextM
         return call(engine.model, inputs)
 
 
-def _forward(engine: Rehearsed, micro: Micro, step: int) -> tuple[Any, Seen]:
+def _forward(engine: Engine, micro: Micro, step: int) -> tuple[Any, Seen]:
     """(outputs, those of each module by name and call, as they come)."""
     seen, calls = Seen(), dict[str, int]()
 

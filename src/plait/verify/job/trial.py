@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map
-from plait.engine.build import build, move
+from plait.engine.build import move
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.losses import separable
 from plait.model.make import BuiltModel, call
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import key
 from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
@@ -44,15 +43,9 @@ class Point:
     moved: bool = False
 
 
-class Rehearsed(Engine):
+def in_float64(job: Job, plan: Plan, place: Place, known: Known) -> Engine:
     """An engine in float64 that is given its model, and what is known of it."""
-
-    def __init__(self, job: Job, plan: Plan, place: Place, known: Known):
-        self.known = known
-        super().__init__(job, plan, place=place, device="cpu", cast=WIDE, on_nan="ignore")
-
-    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
-        return build(job, plan, self.place, device, cast, self.known)
+    return Engine(job, plan, place=place, device="cpu", cast=WIDE, on_nan="ignore", known=known)
 
 
 def digests(sample: object) -> list[int]:
@@ -83,14 +76,14 @@ def read(engine: Engine, points: list[Point]) -> Iterator[Batch]:
 
 def measure(job: Job, cut: Plan, known: Known, points: list[Point], place: Place) -> dict[str, Any]:
     """Losses and gradients of the points on this rank of `cut`, and digests of the samples it read. JSON values only."""
-    return _measured(Rehearsed(job, cut, place, known), points)
+    return _measured(in_float64(job, cut, place, known), points)
 
 
 def one_device(
     job: Job, known: Known, points: list[Point], how: tuple[Plan, int, float], place: Place
 ) -> dict[str, Any]:  # fmt: skip
     """The same of one device; and whether the loss is separable as (plan, samples, seconds) = `how` cut a batch."""
-    engine, (cut, size, seconds) = Rehearsed(job, Plan(), place, known), how
+    engine, (cut, size, seconds) = in_float64(job, Plan(), place, known), how
     kept, began = list[Any](), time.perf_counter()
 
     def run(model: nn.Module, inputs: object) -> Any:
