@@ -125,14 +125,17 @@ class Engine:
         source = batches(data, job.batch, job.seed, self.share, self.position, workers=workers, reads=reads)
         if known_by(data, self.share.ranks):
             source = self._merged(source)
-        padding = self._padding()
+        padding = None  # a data set without a `collate` has samples of one shape only
+        if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
+            padding = Padding(data, self.built.group, self.built.device)
         while self.position.step < job.steps and not self._stop:
             self._spans.begin("data")
             batch = next(source)
             self._compare(batch)
             if padding is not None:
                 batch = padding.batch(batch, fetching(data, job.seed, batch, self.share.ranks))
-                self._name_padding(padding)
+                if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
+                    self.built.unlike = (*self.built.unlike, LOOSE)
             self._spans.end("data")
             yield batch
 
@@ -147,16 +150,6 @@ class Engine:
         length = len(built.data) if hasattr(built.data, "__len__") else None
         return Merge(share, job.batch, built.group, nth, length).batches(source, self.position)
 
-    def _padding(self) -> Padding | None:
-        """What pads micro-batches alike. A data set without a `collate` has samples of one shape only."""
-        parts = self.plan.ranks * self.plan.microbatches
-        data, built = self.built.data, self.built
-        return Padding(data, built.group, built.device) if parts > 1 and hasattr(data, "collate") else None
-
-    def _name_padding(self, padding: Padding) -> None:
-        if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
-            self.built.unlike = (*self.built.unlike, LOOSE)
-
     def _compare(self, batch: Batch) -> None:
         """What ranks read of an iterable is the same; what only some of it is has a name."""
         if not batch.seen or self.place.world == 1:
@@ -166,8 +159,7 @@ class Engine:
 
     def step(self, batch: Batch) -> Step:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps."""
-        loss = self.backward(batch)
-        return self.update(batch, loss)
+        return self.update(batch, self.backward(batch))
 
     def backward(self, batch: Batch) -> Tensor:
         """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `_step_row`)."""
@@ -265,7 +257,11 @@ class Engine:
         finite = trouble is None and (built.scaler is None or math.isfinite(norm))
         if finite:
             self.guard.skipped = 0
-            self._optimise(_clip_factor(norm * unscale, self.job.clip) * unscale)
+            gradients = [p.grad for p in built.own.values() if p.grad is not None]
+            factor = _clip_factor(norm * unscale, self.job.clip) * unscale
+            if gradients and factor != 1.0:
+                scale_(gradients, factor)
+            optimizer.step()
         if built.scaler is not None and trouble is None:
             built.scaler.update(finite)
         for parameter in built.own.values():
@@ -275,12 +271,6 @@ class Engine:
         step = self._told(batch, row, norm * unscale, lr)
         step.skipped, step.trouble = not finite, trouble
         return step
-
-    def _optimise(self, factor: float) -> None:
-        gradients = [p.grad for p in self.built.own.values() if p.grad is not None]
-        if gradients and factor != 1.0:
-            scale_(gradients, factor)
-        self.optimizer.step()
 
     def _set_rate(self) -> None:
         if self.job.schedule is None:
@@ -331,7 +321,4 @@ class Engine:
 
 def _clip_factor(norm: float, clip: float | None) -> float:
     """As `torch.nn.utils.clip_grad_norm_`: clip / (norm + 1e-6), at most 1; NaN stays NaN."""
-    if clip is None:
-        return 1.0
-    factor = clip / (norm + 1e-6)
-    return 1.0 if factor > 1.0 else factor
+    return 1.0 if clip is None else min(clip / (norm + 1e-6), 1.0)

@@ -82,7 +82,10 @@ class Guard:
         places = self._where(engine, batch)
         self.skipped += 1
         why = "\n".join(places) or "every rank's own numbers are finite: their sum is too large for the number format"
-        problem = Problem("N001", f"step {step}: {what}", why=why, fix=_fixes(self.choice))
+        fix = ("look at what the job's data gives for these samples", GENTLER)
+        if self.choice == "stop":
+            fix = ("--resume --on-nan skip  goes on and leaves such steps out", *fix)
+        problem = Problem("N001", f"step {step}: {what}", why=why, fix=fix)
         if self.choice == "stop":
             raise PlaitError(problem, FAILED)
         if self.skipped == IN_A_ROW:
@@ -255,7 +258,8 @@ def _told(words: list[dict[str, Any]], microbatches: int) -> list[str]:
         began = {n for n, _ in word["unit"]}
         for n, facts in seen.items():
             ids, bad, where = micro[n]
-            row = not bad, n not in began, n, _about(ids, bad, where), "; ".join(facts)
+            unsound = f", of which {_some(bad)} are not finite themselves ({where})" if bad else ""
+            row = not bad, n not in began, n, _some(ids) + unsound, "; ".join(facts)
             rows.setdefault(row, []).append(rank)
     lines = []
     for (*_, n, samples, facts), ranks in sorted(rows.items(), key=lambda row: row[0][:2]):
@@ -267,18 +271,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
-def _about(ids: list[int], bad: list[int], where: str) -> str:
-    held = f", of which {_some(bad)} are not finite themselves ({where})" if bad else ""
-    return _some(ids) + held
-
-
 def _some(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:SHOWN])) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
-
-
-def _fixes(choice: str) -> tuple[str, ...]:
-    go = ("--resume --on-nan skip  goes on and leaves such steps out",) if choice == "stop" else ()
-    return (*go, "look at what the job's data gives for these samples", GENTLER)
 
 
 def _exchange(engine: Repeatable, value: object) -> Iterable[bytes]:

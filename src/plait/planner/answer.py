@@ -105,7 +105,7 @@ def ask(
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
-    found = search(asked.pace(), question, asked.refused())
+    found = search(asked.pace, question, asked.refused())
     return answer(asked, question, found, top, time.monotonic() - start)
 
 
@@ -146,7 +146,7 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     """The best plan with all devices on one axis, searched for by itself: bounds may have left it out."""
     alone = dict.fromkeys(("pp", "dp", "fsdp", "tp", "cp", "ep"), 1) | {axis: question.devices}
     others = {key: value for key, value in question.pins.items() if key not in alone}
-    pace, refused = asked.pace(), asked.refused()
+    pace, refused = asked.pace, asked.refused()
     found = search(pace, replace(question, pins=others | alone), refused)
     if found.best:
         return found.best[0]
@@ -193,7 +193,7 @@ def text(found: Answer) -> str:
         source = "nothing is known of its speed: run `plait bench`"
     counts = found.found.counts
     lines = [
-        f"job       {asked.name}   {short(asked.pace().work.weights)} parameters · batch {question.batch}",
+        f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}",
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
         f"{counts.get('slower', 0)} bounded to be slower · {counts.get('impossible', 0)} impossible · {found.seconds:.1f} s",
@@ -233,7 +233,7 @@ def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
         return plan, "✗", memory, "–", "–", "–", "–", "–", row.why
     sent = got.share("tensor") + got.share("gradients")
     bubble = f"{100 * got.share('bubble'):.1f} %" if row.candidate.plan.pp > 1 else "–"
-    peak = found.asked.pace().peak(row.candidate.plan.precision)
+    peak = found.asked.pace.peak(row.candidate.plan.precision)
     return (plan, "✓", memory, _time(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
             f"{100 * got.flops / got.seconds / peak:.0f} %", row.why)  # fmt: skip
 

@@ -110,12 +110,9 @@ class PlanRequest:
     def _tried(self) -> dict[tuple[str, bool, bool], tuple[str, str] | None]:
         return {}
 
+    @cached_property
     def pace(self) -> TimeModel:
         """Times of its blocks, which all searches of this job on this machine share."""
-        return self._pace
-
-    @cached_property
-    def _pace(self) -> TimeModel:
         loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
         made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
         return TimeModel(workload_of(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)

@@ -95,8 +95,8 @@ class Reference:
         shares = (BatchShare(rank, plan.ranks, plan.microbatches).parts(n) for rank in range(plan.ranks))
         return [part for share in shares for part in share if part[1]]
 
-    def facts(self) -> dict[str, Any]:
-        """What `judged` compares with: tensors of the step, the unit of each, and the losses of the parts."""
+    def trained(self) -> tuple[StepResult, dict[tuple[str, str], float]]:
+        """The step, and the unit of each of its tensors."""
         torch.set_num_threads(threads(self.plan.world))  # products are summed in the order of the ranks' own
         whole = [(0, len(self.read[1]))]
         eps, base, parts = ROUNDING[self.format], self.step(whole), whole
@@ -104,7 +104,7 @@ class Reference:
             base, parts, eps = apart, self.parts(), ROUNDING[None]
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
-        return {"base": base, "units": self.spread(base, parts, eps), "losses": base.losses if not self.cut else {}}
+        return base, self.spread(base, parts, eps)
 
     def _apart(self, base: StepResult) -> StepResult | None:
         """The step on parts, where it is that on the whole: not where batch statistics or a loss couple samples."""
@@ -221,14 +221,13 @@ def short(t: Tensor) -> str:
     return next((n for n, d in HALF.items() if float((some.to(d).float() == some).double().mean()) > MOSTLY), "")
 
 
-def facts(reference_: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """(JSON values, tensors by group) of one device."""
-    found = reference_.facts()
-    base = found["base"]
-    units = {f"{kind} {name}": unit for (kind, name), unit in found["units"].items()}
+def facts(one: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """(JSON values, tensors by group) of one device: what `judged` compares with."""
+    base, units = one.trained()
     tensors = {f"formats_{kind}": getattr(base, kind) for kind in ("start", *GROUPS)}
-    told = {"units": units, "batch": reference_.job.batch, "losses": found["losses"]}
-    return told | {"dtypes": dtypes(base.gradient, base.weight, base.state)}, tensors
+    told = {"units": {f"{kind} {name}": unit for (kind, name), unit in units.items()}, "batch": one.job.batch}
+    told |= {"losses": {} if one.cut else base.losses, "dtypes": dtypes(base.gradient, base.weight, base.state)}
+    return told, tensors
 
 
 def states(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -255,19 +254,17 @@ def judged(
         return ()
     base, other = (StepResult(*(getattr(t, f"formats_{k}") for k in ("start", *GROUPS))) for t in (expected, actual))
     other.start = base.start
-    ratios = {f"{kind} {name}": off for (kind, name), off in distances(base, other).items()}
-    same = _same_parts(told["losses"], ranks)
-    units = {} if same else told["units"]
-    ratios = {key: off / units.get(key, ROUNDING[None]) for key, off in ratios.items()}
+    losses = {key: loss for r in ranks for key, loss in r["formats"]["losses"].items()}
+    units = told["units"]
+    if (
+        losses and losses == told["losses"]
+    ):  # ranks computed the same parts to the last bit: only the order of sums differs
+        units = {}
+    apart = {f"{kind} {name}": off for (kind, name), off in distances(base, other).items()}
+    ratios = {key: off / units.get(key, ROUNDING[None]) for key, off in apart.items()}
     worst = max(ratios, key=lambda key: ratios[key], default="")
     numbers = Probe("F", "own formats, in roundings", ratios.get(worst, 0.0), APART, worst)
     return numbers, _formats(told, base, other, ranks), *([messages(ranks, dry)] if dry is not None else [])
-
-
-def _same_parts(losses: dict[str, float], ranks: list[dict[str, Any]]) -> bool:
-    """Whether ranks computed the reference's parts to the last bit, by their losses: then only the order of sums differs."""
-    found = {key: loss for r in ranks for key, loss in r["formats"]["losses"].items()}
-    return bool(losses) and found == losses
 
 
 def _formats(told: dict[str, Any], base: StepResult, other: StepResult, ranks: list[dict[str, Any]]) -> Probe:

@@ -132,7 +132,7 @@ def _weights(sides: Sides, step: int, unit: str, what: str) -> Finding | None:
         wrong = list[Wrong]()
         for rank, micro, mine in rows:
             held, used = _held(sides, step, name, rank), sides.ranks[rank].rows[mine]
-            if held is not None and not (size := apart(held, used, scale_of(held))) <= TOLERANCE:
+            if held is not None and (size := apart(held, used, scale_of(held))) > TOLERANCE:
                 wrong.append(Wrong(rank, micro, size, held, used))
         if wrong:
             return _finding("gather", step, wrong, unit=unit, name=name, axes=("fsdp",))
@@ -229,7 +229,7 @@ def _gradients(sides: Sides, step: int) -> Finding | None:
     found = []
     for name in names:
         one = Sum.of(sides, step, name, FLOOR * largest)
-        if one is not None and one.local_is_wrong:
+        if one is not None and one.local > TOLERANCE:
             how, ranks = one.of_one_rank()
             unit = next((u for _, u, *_ in sides.places(step, ("out",)) if name.startswith(f"{u}.")), "")
             return Finding("weights", step, unit, name, _inside(sides, unit), ranks, size=one.local, how=how)
@@ -246,7 +246,7 @@ def _gradients(sides: Sides, step: int) -> Finding | None:
 
 def _norm(sides: Sides, step: int) -> Finding | None:
     expected, *norms = [side["rows"][step]["norm"] for side in (sides.expected, *sides.told)]
-    wrong = {rank: size for rank, norm in enumerate(norms) if not (size := off(expected, norm)) <= TOLERANCE}
+    wrong = {rank: size for rank, norm in enumerate(norms) if (size := off(expected, norm)) > TOLERANCE}
     if not wrong:
         return None
     first = min(wrong)
