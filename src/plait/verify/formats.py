@@ -126,8 +126,8 @@ class Reference:
 
     def step(self, parts: list[tuple[int, int]], moved: tuple[float, int] | None = None) -> StepResult:
         """A step of a new model, its loss and gradients summed over parts of the batch."""
-        job, device = self.job, self.one.how[1]
-        model = self.one.made(job)
+        job, device = self.job, self.one.device
+        model = reference.make_model(job, None, device)
         generator = torch.Generator().manual_seed(0 if moved is None else moved[1] + 1)
         shift = lambda t: _shifted(t, 0.0 if moved is None else moved[0], generator)  # noqa: E731
         with torch.no_grad():
@@ -164,7 +164,7 @@ class Reference:
     def _called(self, model: nn.Module, inputs: object) -> Any:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
         if self.format is None or self.plan.fsdp == 1:
-            return self.one.call(model, inputs)
+            return reference.call(model, inputs)
         half = {n: p.to(self.format) for n, p in model.named_parameters() if divides(p.shape) and p.is_floating_point()}
         if isinstance(inputs, dict):
             return functional_call(model, half, (), inputs)
@@ -176,7 +176,7 @@ class Reference:
         reference.seeded(self.job, self.read[0], last, again)  # what is drawn while samples are put together comes next
         rest = [*self.read[2][:first], *self.read[2][first + n :]]
         pair = beside(self.data, some, rest) if hasattr(self.data, "collate") and rest else collate(self.data, some)
-        inputs, targets = tree_map_only(Tensor, lambda t: t.to(self.one.how[1]), tuple(pair))
+        inputs, targets = tree_map_only(Tensor, lambda t: t.to(self.one.device), tuple(pair))
         return tree_map_only(Tensor, shift, inputs), targets
 
 

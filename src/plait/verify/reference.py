@@ -39,8 +39,8 @@ class OneDevice:
     optimizer: torch.optim.Optimizer
     keyed: Randomness
     rates: list[float]
-    how: tuple[torch.dtype, str]
-    """Number format and device."""
+    dtype: torch.dtype
+    device: str
     kept: float
     """Bytes that units keep for backward, for each sample."""
     notes: Notes
@@ -53,25 +53,17 @@ class OneDevice:
     @staticmethod
     def of(job: Job, data: Data, dtype: torch.dtype, device: str) -> "OneDevice":
         """The job before its first step."""
-        model = _model(job, dtype, device)
+        model = make_model(job, dtype, device)
         state = torch.get_rng_state()
         sample = example(job.data, data)[0]
         torch.set_rng_state(state)
-        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call, job.units)
+        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], call, job.units)
         keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
-        kept = sketched.saved_between.each + sum(call.saved.each for call in sketched.calls)
+        kept = sketched.saved_between.each + sum(unit.saved.each for unit in sketched.calls)
         notes, rates = Notes(model, [unit.name for unit in sketched.units]), [g["lr"] for g in optimizer.param_groups]
         notes.tensors("initial", dict(model.named_parameters()))
-        return OneDevice(job, model, optimizer, keyed, rates, (dtype, device), kept, notes)
-
-    def made(self, job: Job) -> torch.nn.Module:
-        """The job's model once more, in its own number formats."""
-        return _model(job, None, self.how[1])
-
-    def call(self, model: torch.nn.Module, inputs: object) -> Any:
-        """The model's outputs."""
-        return _call(model, inputs)
+        return OneDevice(job, model, optimizer, keyed, rates, dtype, device, kept, notes)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -82,10 +74,10 @@ class OneDevice:
     ) -> tuple[Any, Any, torch.Tensor]:
         """(outputs, targets, loss) of a step's samples, after its forward and backward passes."""
         began = time.process_time()
-        inputs, targets = _ready(_collate(data, read[2]), *self.how)
+        inputs, targets = _ready(_collate(data, read[2]), self.dtype, self.device)
         self.notes.batch(self.steps, [(0, len(read[1]), (inputs, targets))])
         with Wide(), self.keyed.at(self.steps, 0, len(read[1])):
-            outputs = _call(self.model, inputs)
+            outputs = call(self.model, inputs)
             loss = self.job.loss(outputs, targets)
         moves()
         with self.keyed.replay():
@@ -154,8 +146,8 @@ def evaluate(one: OneDevice) -> dict[str, float]:
     one.model.eval()
     with torch.no_grad(), Wide():
         for read in _held_out(job, data):
-            inputs, targets = _ready(_collate(data, read), *one.how)
-            values = wanted.metrics(_call(one.model, inputs), targets)
+            inputs, targets = _ready(_collate(data, read), one.dtype, one.device)
+            values = wanted.metrics(call(one.model, inputs), targets)
             for name, row in ((str(name), torch.as_tensor(value)) for name, value in values.items()):
                 total = sums.setdefault(name, [0.0, 0])
                 total[0], total[1] = total[0] + float(row.double().sum()), total[1] + row.numel()
@@ -191,15 +183,15 @@ def _nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitErro
 
 def plain(job: Job, dtype: torch.dtype, device: str = "cpu") -> None:
     """One step of the job with nothing of plait's around it: whatever fails here fails in plain PyTorch."""
-    model, data = _model(job, dtype, device), job.data()
+    model, data = make_model(job, dtype, device), job.data()
     optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
     inputs, targets = _ready(_collate(data, next(samples(job, data))[2]), dtype, device)
-    job.loss(_call(model, inputs), targets).backward()
+    job.loss(call(model, inputs), targets).backward()
     optimizer.step()
 
 
-def _model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
-    """In training mode; parts that the job itself put in eval mode stay there."""
+def make_model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
+    """The job's model in a number format (None: its own), in training mode; parts that the job itself put in eval mode stay there."""
     random.seed(job.seed)
     np.random.seed(job.seed & 0xFFFFFFFF)
     torch.manual_seed(job.seed)
@@ -267,7 +259,8 @@ def _ready(pair: tuple[object, object], dtype: torch.dtype, device: str) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), tuple(pair))
 
 
-def _call(model: nn.Module, inputs: object) -> Any:
+def call(model: nn.Module, inputs: object) -> Any:
+    """The model's outputs."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

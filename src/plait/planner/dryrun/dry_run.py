@@ -137,7 +137,7 @@ def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
 
     def measured(rank: int, real: bool) -> tuple[RankKind, Traffic]:
         traffic = Traffic(rank, plan)
-        with alone(job, traffic, (sketch, real)) as (engine, given, ready):
+        with alone(job, traffic, sketch, real=real) as (engine, given, ready):
             peak = measure(engine, steps, given, partial(on_host, plan))
             if job.evaluate is not None:
                 other = measure_evaluation(engine, ready, partial(on_host, plan))
@@ -172,7 +172,7 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
 
     def sent(rank: int, real: bool) -> Sent:
         traffic = Traffic(rank, plan)
-        with alone(job, traffic, (sketch, real), cast) as (engine, given, _):
+        with alone(job, traffic, sketch, real=real, cast=cast) as (engine, given, _):
             batch = next(engine.batches())
             sizes = engine.sizes_run(batch)
             engine.update(batch, engine.backward(given(batch, True)))
@@ -214,16 +214,14 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
 
 @contextmanager
 def alone(
-    job: Job, traffic: Traffic, how: tuple[Sketch, bool], cast: torch.dtype | None = None
+    job: Job, traffic: Traffic, sketch: Sketch, *, real: bool, cast: torch.dtype | None = None
 ) -> Iterator[tuple[Engine, Callable[[Batch, bool], Batch], Callable[[Pair], Pair]]]:
     """The engine of the rank that `traffic` is of, and what makes of a batch, and of (inputs, targets), one that it can be
-    given. It runs inside only.
-
-    `how`: what every rank knows of the model, and whether it runs on real tensors.
+    given. It runs inside only. `sketch`: what every rank knows of the model; `real`: it runs on real tensors.
     """
     data = job.data
     job = replace(job, data=lambda: whole(data()))
-    fakes, (sketch, real), plan, rank = FakeTensorMode(allow_non_fake_inputs=True), how, traffic.plan, traffic.rank
+    fakes, plan, rank = FakeTensorMode(allow_non_fake_inputs=True), traffic.plan, traffic.rank
     with nullcontext() if real else PartlyFake(fakes):  # a constructor may look at what it makes
         made = make(job, CPU, cast, None, None).model
         model = made if real else faked(made, fakes)

@@ -111,9 +111,9 @@ def check(
         return Checked(level)
     began = time.perf_counter()
     words = [name, arguments or {}, str(_cut(plan, 10**9)), level, job.batch, job.steps, workers > 0]
-    silent = Listener(note=lambda text: None)
+    side = lambda place: _side(job, plan, place, words, before, level=level, loaders=workers > 0)  # noqa: E731
     try:
-        (told,) = fork.run(lambda place: _side(job, plan, (level, workers > 0), (words, before), place), 1, silent)
+        (told,) = fork.run(side, 1, Listener(note=lambda text: None))
     except PlaitError as error:
         first = error.problems[0]
         return Checked(level, unchecked=(f"nothing was compared: {first.what}",), seconds=time.perf_counter() - began)
@@ -135,23 +135,21 @@ def store(folder: Path, checked: Checked) -> None:
 
 
 def _side(
-    job: Job, plan: Plan, how: tuple[str, bool], again: tuple[list[Any], tuple[Path, ...]], place: Place
+    job: Job, plan: Plan, place: Place, words: list[Any], before: tuple[Path, ...], *, level: str, loaders: bool
 ) -> dict[str, Any]:
-    """The check, in a process of its own, which ends by itself when it takes too long. `how`: the level, and whether loader
-    processes will read."""
-    level = how[0]
+    """The check, in a process of its own, which ends by itself when it takes too long. `loaders`: loader processes will read."""
     timer = threading.Timer(LIMIT[level], lambda: os._exit(1))
     timer.daemon = True
     timer.start()
     torch.set_num_threads(1)  # a forked copy of a pool of threads is dead
     place.beat(-1, "build")
     length, here_, compared, once = _opened(job)
-    key = _key([*again[0], length])
-    for folder in again[1]:
+    key = _key([*words, length])
+    for folder in before:
         found = stored(folder)
         if found is not None and found.key == key:
             return replace(found, reused=True).to_dict()
-    found = _compared((here_, compared), plan, how, place, length)
+    found = _compared(here_, compared, plan, place, level=level, loaders=loaders, length=length)
     told = ("opening the data takes long and was done once: that every rank's is the same was not looked at",)
     return replace(found, key=key, unchecked=found.unchecked + told * once).to_dict()
 
@@ -193,10 +191,11 @@ def _cut(plan: Plan, most: int) -> Plan:
     return Plan(dp=min(plan.shares, most), microbatches=plan.microbatches, processes=plan.processes)
 
 
-def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: Place, length: int | None) -> Checked:
-    """`how`: as for `_side`; `jobs`: the one to look at here, and the one to compare, which is the same (see `_opened`)."""
-    level, loaders = how
-    (looked_at, job), cut, unchecked = jobs, _cut(plan, RANKS[level]), list[str]()
+def _compared(
+    looked_at: Job, job: Job, plan: Plan, place: Place, *, level: str, loaders: bool, length: int | None
+) -> Checked:
+    """What comparing finds. `looked_at`: the job to look at here; `job`: the same, to compare (see `_opened`)."""
+    cut, unchecked = _cut(plan, RANKS[level]), list[str]()
     if cut.shares < plan.shares:
         unchecked.append(f"shares are compared as {cut.shares} of {plan.shares}, of the same size")
     known, named = _known(looked_at, cut, place)
@@ -208,13 +207,13 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: P
     limit = job.batch * cut.shares // plan.shares
     samples, seconds = _affordable(looked_at, known, cut, level)
     size = min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches))
-    points = _points(job, cut, (size, samples), length, level)
+    points = _points(job, cut, length, level, size=size, most=samples)
     noting = replace(job, data=lambda: first_of(opened(job.data), digest=digests))
     try:
-        sides = _sides(noting, cut, known, points, (limit, seconds))
+        sides = _sides(noting, cut, known, points, size=limit, seconds=seconds)
     except PlaitError:  # it may not bear parts that are smaller than those of a batch
         points = [Point(0, 0, limit if length is None else min(limit, length))]
-        sides = _sides(noting, cut, known, points, (limit, seconds))
+        sides = _sides(noting, cut, known, points, size=limit, seconds=seconds)
     if points[0].size < limit and (length is None or points[0].size < length):
         unchecked.append(f"of the {limit} samples of a batch {points[0].size} are compared: all would take too long")
     problems, more = problems_of(job, cut, known, points, sides, named)
@@ -258,16 +257,14 @@ def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, flo
     return int(0.8 * allowed / (6 * each)), 0.2 * allowed
 
 
-def _points(job: Job, cut: Plan, sizes: tuple[int, int], length: int | None, level: str) -> list[Point]:
-    """A batch of the first step; one with other weights; a short one if there is one in training.
-
-    `sizes`: samples of the first, and of all together as far as it goes.
-    """
-    parts, (size, left) = cut.shares * cut.microbatches, sizes
+def _points(job: Job, cut: Plan, length: int | None, level: str, *, size: int, most: int) -> list[Point]:
+    """A batch of the first step, of `size` samples; one with other weights, of what is left of `most`; a short one if there
+    is one in training."""
+    parts = cut.shares * cut.microbatches
     if length is None:
         return [Point(0, 0, size), Point(1, size, size, True)]
     size = min(size, length)
-    small = min(size, max(2 * parts + max(1, parts // 2), left - size))
+    small = min(size, max(2 * parts + max(1, parts // 2), most - size))
     start = job.batch % length
     points = [Point(0, 0, size), Point(1, start if length - start >= small else 0, small, True)]
     short = length % job.batch
@@ -279,13 +276,16 @@ def _points(job: Job, cut: Plan, sizes: tuple[int, int], length: int | None, lev
     return points
 
 
-def _sides(job: Job, cut: Plan, known: Known, points: list[Point], loss: tuple[int, float]) -> list[dict[str, Any]]:
-    """What the ranks of the cut measured, and last one device."""
+def _sides(
+    job: Job, cut: Plan, known: Known, points: list[Point], *, size: int, seconds: float
+) -> list[dict[str, Any]]:
+    """What the ranks of the cut measured, and last one device. `size` and `seconds`: for the loss alone."""
 
     def side(place: Place) -> dict[str, Any]:
         pose(None if place.rank == cut.world else place.rank, cut.world)
         if place.rank == cut.world:
-            return one_device(job, known, points, (cut, *loss), replace(place, rank=0, world=1, store=None))
+            alone = replace(place, rank=0, world=1, store=None)
+            return one_device(job, known, points, alone, cut=cut, size=size, seconds=seconds)
         return measure(job, cut, known, points, replace(place, world=cut.world))
 
     return fork.run(side, cut.world + 1, Listener(note=lambda text: None))

@@ -80,10 +80,10 @@ def measure(job: Job, cut: Plan, known: Known, points: list[Point], place: Place
 
 
 def one_device(
-    job: Job, known: Known, points: list[Point], how: tuple[Plan, int, float], place: Place
-) -> dict[str, Any]:  # fmt: skip
-    """The same of one device; and whether the loss is separable as (plan, samples, seconds) = `how` cut a batch."""
-    engine, (cut, size, seconds) = in_float64(job, Plan(), place, known), how
+    job: Job, known: Known, points: list[Point], place: Place, *, cut: Plan, size: int, seconds: float
+) -> dict[str, Any]:
+    """The same of one device; and whether the loss is separable where `cut` cuts a batch of `size`, as far as `seconds` go."""
+    engine = in_float64(job, Plan(), place, known)
     kept, began = list[Any](), time.perf_counter()
 
     def run(model: nn.Module, inputs: object) -> Any:
