@@ -24,8 +24,8 @@ from plait.planner import goals
 from plait.planner.answer import answer, ask, text, toml, why_not
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import alive, estimate, played
-from plait.planner.fewer import compared, halves
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
+from plait.planner.goals import compared, halves
 from plait.planner.question import PlanRequest, sized
 from plait.planner.search import Candidate, Found, search
 from plait.planner.space import branch_samples, branches

@@ -17,7 +17,6 @@ from plait.launch.detect import read_machine
 from plait.model.table import size as sized_up
 from plait.planner import goals
 from plait.planner.answer import Answer, ask, text, toml
-from plait.planner.fewer import compared
 from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
 from plait.planner.space import divisors
 
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     found = ask(asked, pins, memory, EVERY if options.all else options.top)
     if not found.rows:
         raise PlaitError(impossible(found))
-    found = compared(found, pins, memory, choose=not options.tries)
+    found = goals.compared(found, pins, memory, choose=not options.tries)
     if options.tries:
         found = goals.tried(found, options)
     if options.out and found.best:

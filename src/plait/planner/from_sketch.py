@@ -1,13 +1,11 @@
-"""From a sketch to a `Workload`: units as blocks, alike neighbours as one, and what tp and ep would cut of each.
+"""What a step of a model costs, apart from any machine and plan: its workload, made from the sketch of the model.
 
-What tp cuts is found for two ranks (`parallel/tensor/find/finder.py`) and taken for every number of them: whether a number divides the heads
-is asked when a plan is chosen. Values between slices are told from others by their size: an operator whose result is as
-large as what the unit returns works on the unit's own width.
+A `Workload` has what time and memory depend on: products of matrices, bytes moved and bytes kept, of blocks in the order of
+the forward pass; equal neighbours are one block with a count. Figures are those of one sample.
 
-What a step of a model costs, apart from any machine and any plan: products of matrices, bytes moved, bytes kept.
-
-A `Workload` is a sketch boiled down to what its time and its memory depend on: blocks in the order of the forward pass,
-alike neighbours as one with a count. Figures are those of one sample. `planner/from_sketch.py` makes one from a sketch.
+What tp cuts is found for two ranks (`parallel/tensor/find/finder.py`) and taken for every number of them: whether a number
+divides the heads is asked when a plan is chosen. Values between slices are told from others by their size: an operator whose
+result is as large as what the unit returns works on the unit's own width.
 """
 
 from collections.abc import Callable, Iterable

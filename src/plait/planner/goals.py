@@ -1,19 +1,22 @@
-"""Other questions than "which plan is fastest here": how far more devices pay, the cheapest, the fewest, the largest; a try."""
+"""Other questions than "which plan is fastest here": what fewer or more devices do, the cheapest, the largest; a try."""
 
 import argparse
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.machine import Machine
 from plait.launch.devices import kind_of
 from plait.model.table import aligned, short
-from plait.planner.answer import WORDS, Answer, ask
-from plait.planner.fewer import halves
+from plait.planner.answer import WORDS, Answer, One, PlanRow, ask, why_not
 from plait.planner.question import PlanRequest, sized
+from plait.planner.search import ALIKE, Found, search
 
+KEPT = ("precision", "recompute", "compile", "offload")
+"""Given keys that mean the same on one device."""
 HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
 
 
@@ -223,6 +226,49 @@ def most(size: Callable[[int], Size], first: int, none: Size) -> tuple[int, Size
 LARGEST = 1 << 22
 
 
+def halves(machine: Machine) -> list[int]:
+    """Numbers of devices to try: 1, 2, 4 … of a node, then 1, 2, 4 … nodes, up to the machine."""
+    node = [n for n in (1 << k for k in range(20)) if n < machine.devices_per_node]
+    nodes = [n for n in (1 << k for k in range(20)) if n < machine.nodes]
+    return [*node, *(machine.devices_per_node * n for n in nodes), machine.devices]
+
+
+def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: bool = True) -> Answer:
+    """The answer with what one device alone would do.
+
+    With `choose`, the choice becomes the plan on the fewest devices that is predicted within `ALIKE` of the fastest.
+    """
+    asked, best = found.asked, found.best
+    if found.question.devices == 1:
+        return found
+    own = {key: value for key, value in pins.items() if key in KEPT}
+    alone = _searched(asked, own, memory, 1)
+    large = min(alone.large, key=lambda c: c.estimate.hosted if c.estimate else 0.0, default=None)
+    why = why_not(large, None, asked.on(sized(asked.machine, 1)).question(own, memory, 1)) if large else ""
+    found = replace(found, one=One(next(iter(alone.best), None), why))
+    if best is None or not choose:
+        return found
+    fastest = min(c.seconds for c in found.found.best)
+    first = None
+    for devices in reversed([n for n in halves(asked.machine) if n < found.question.devices]):
+        got = _searched(asked, pins, memory, devices, fastest * (1 + ALIKE))
+        good = [c for c in got.best if c.seconds <= fastest * (1 + ALIKE)]
+        if not good:
+            break
+        first = good[0]
+    if first is None:
+        return found
+    rows = [replace(row, why=why_not(row.candidate, first) if row.fits else row.why) for row in found.rows]
+    return replace(found, rows=(PlanRow(first, True, "chosen"), *rows), fewest=ALIKE)
+
+
+def _searched(
+    asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
+) -> Found:
+    fewer = asked.on(sized(asked.machine, devices))
+    return search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within)
+
+
 def tried(found: Answer, options: argparse.Namespace) -> Answer:
     """The first plans run for a few steps each, and the answer in the order of what was measured.
 
@@ -246,7 +292,7 @@ def tried(found: Answer, options: argparse.Namespace) -> Answer:
         raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
     times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
     rows = [row for row in fitting if str(row.candidate.plan) not in failed]
-    order = sorted(rows, key=lambda row: times.get(str(row.candidate.plan), float("inf")))
+    order = sorted(rows, key=lambda row: times.get(str(row.candidate.plan), inf))
     best = order[0] if order else None
     told = []
     for row in order:

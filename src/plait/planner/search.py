@@ -1,9 +1,8 @@
 """All plans of a job on a machine, the best first: every legal one is priced, or shown to be slower than one that is kept.
 
-A branch is what fixes how long the computing takes: stages, slices, stretches, micro-batch and number format. The time of
-its computing and of the messages inside layers, spread evenly over the stages, is a lower bound of every plan in it; what
-is bounded above the last plan that would be shown cannot be better, and is left out, as is what even an even share of
-which does not fit. Branches are gone through by their bound and ties in a fixed order: the same question has the same answer.
+The time that a branch (`planner/space.py`) computes and sends messages inside layers, spread evenly over the stages, is a
+lower bound of every plan in it. A branch is left out when its bound is above the last plan that would be shown, or when even an
+even share of it does not fit. Branches are tried by their bound, ties in a fixed order: the same question has the same answer.
 """
 
 from collections import Counter

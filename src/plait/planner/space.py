@@ -1,7 +1,7 @@
-"""What is searched: the plans of a question, in branches.
+"""The plans to search, in branches: plans that compute for the same time.
 
-A branch fixes how long the computing takes: stages, slices, stretches, micro-batch and number format. What is left of a
-plan, its sharding, recomputation, schedule and what is kept on the host, `planner/search.py` goes through.
+A branch fixes pp, tp, cp, ep, the micro-batches and the number format. What is left of a plan, its sharding, recomputation,
+schedule and what is kept on the host, `planner/search.py` goes through.
 """
 
 from collections.abc import Iterator

@@ -4,11 +4,9 @@ A matmul takes its operations at the rate that the device sustains, and a consta
 thin, its bytes at the memory's bandwidth instead. Pointwise operators take their bytes. A block never takes less than the
 host needs to launch its operators, which is what small models spend their time on.
 
-What a step costs on processors beyond computing: their cores launch the operators, run plait and copy the messages too.
-
-On an accelerator all that goes on beside the computing; a core does one thing after the other. Costs are counted in
-operators, the time of the forward pass of a small one (`Machine.operator`, measured by `plait bench compute`), since all of
-it is Python calling operators. The numbers were measured on two cores that did nothing else, with the plans of
+On an accelerator, launching operators, plait's own code and copying messages go on beside the computing. A processor's core
+does one after the other. Such costs are counted in operators: the time of the forward pass of a small one
+(`Machine.operator`, measured by `plait bench compute`). They were measured on two idle cores with the plans of
 `bench/choice.py`.
 """
 

@@ -1,4 +1,4 @@
-"""The third part of `verify`: a step in the plan's own number formats, against one device in the same formats.
+"""A step in the plan's own number formats, compared with one device in the same formats: the third part of `verify`.
 
 Float64 proves the logic and replaces every format, so it cannot see a sum made in bf16, state kept in bf16, or a message
 rounded on its way. Here the job trains one step as it will train. Two things are compared:

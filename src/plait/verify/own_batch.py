@@ -1,4 +1,4 @@
-"""The second part of `verify`: after the small, hard batches, batches of the job's own size, of chosen samples.
+"""Batches of the job's own size, of chosen samples: the second part of `verify`, after the small, hard batches.
 
 What depends on how many samples come together (a capacity, a hardest-k, a branch on the batch's size) is not met by
 small batches, and what depends on a rare value not by any few samples. So the run goes on, in the same processes, with

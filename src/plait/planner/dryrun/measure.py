@@ -28,7 +28,7 @@ def measure(
     """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it.
 
     `given` makes of a batch what a step is given, and is told whether it is the one that is measured. `on_host`, as in
-    `Tape.apart`, tells the host's memory from the device's; without it all is one.
+    `MemoryTape.apart`, tells the host's memory from the device's; without it all is one.
     """
     source = engine.batches()
     for _ in range(steps):
