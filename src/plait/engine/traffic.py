@@ -6,7 +6,7 @@ that only proofs and tests do it; a dry run tells what each kind of rank would s
 what they did is put side by side: collectives call by call, and what one sends to another with what that one receives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -100,21 +100,11 @@ class Traffic:
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """(calls, bytes) by operator; bytes only of messages whose size follows from plan, model and samples."""
-        found: dict[str, tuple[int, int]] = {}
-        for m in self.messages:
-            calls, size = found.get(m.op, (0, 0))
-            found[m.op] = calls + 1, size + m.sized * m.bytes
-        return found
+        return _counted((m.op, m.sized * m.bytes) for m in self.messages)
 
     def by_axes(self) -> dict[str, tuple[int, int]]:
         """(messages, bytes) by axis; of what is sent or received, what is sent."""
-        found: dict[str, tuple[int, int]] = {}
-        for m in self.messages:
-            if m.op != "recv_":
-                axes = self.groups[m.group].axes
-                calls, size = found.get(axes, (0, 0))
-                found[axes] = calls + 1, size + m.bytes
-        return found
+        return _counted((self.groups[m.group].axes, m.bytes) for m in self.messages if m.op != "recv_")
 
     @cached_property
     def sorted(self) -> dict[Any, tuple[GroupSeen, list[Message], dict[tuple[str, int], list[Message]]]]:
@@ -124,6 +114,15 @@ class Traffic:
             _, together, pointed = found[self.groups[m.group].key]
             (pointed.setdefault((m.op, m.peer), []) if m.op in POINTED else together).append(m)
         return found
+
+
+def _counted(rows: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """How often each name comes, and the sum of its numbers."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, size in rows:
+        calls, total = found.get(name, (0, 0))
+        found[name] = calls + 1, total + size
+    return found
 
 
 def given(op: str, args: tuple[Any, ...]) -> list[Tensor]:

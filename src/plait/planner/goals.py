@@ -291,20 +291,18 @@ def tried(found: Answer, options: argparse.Namespace) -> Answer:
         fix = (f'plait train {options.job} --plan "{plans[0]}"',)
         raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
     times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
-    rows = [row for row in fitting if str(row.candidate.plan) not in failed]
-    order = sorted(rows, key=lambda row: times.get(str(row.candidate.plan), inf))
-    best = order[0] if order else None
-    told = []
-    for row in order:
-        seconds = times.get(str(row.candidate.plan))
-        if seconds is None or row.candidate.estimate is None or best is None:
-            told.append(row)
-            continue
-        predicted = row.candidate.estimate.seconds
-        first = times[str(best.candidate.plan)]
-        words = "chosen" if row is best else f"{100 * (seconds / first - 1):.0f} % slower"
-        told.append(replace(row, why=f"{words}: {1000 * seconds:.3g} ms measured, {1000 * predicted:.3g} predicted"))
-    rest = [row for row in found.rows if row not in rows]
-    rest = [replace(row, fits=False, why=f"failed: {failed[name]}") if (name := str(row.candidate.plan)) in failed else row
-            for row in rest]  # fmt: skip
-    return replace(found, rows=(*told, *rest))
+    worked = [row for row in fitting if str(row.candidate.plan) not in failed]
+    order = sorted(worked, key=lambda row: times.get(str(row.candidate.plan), inf))
+
+    def told(row: PlanRow) -> PlanRow:
+        name, predicted = str(row.candidate.plan), row.candidate.estimate
+        if name in failed:
+            return replace(row, fits=False, why=f"failed: {failed[name]}")
+        if name not in times or predicted is None:
+            return row
+        words = f"{100 * (times[name] / min(times.values()) - 1):.0f} % slower"
+        words = "chosen" if row is order[0] else words
+        why = f"{words}: {1000 * times[name]:.3g} ms measured, {1000 * predicted.seconds:.3g} predicted"
+        return replace(row, why=why)
+
+    return replace(found, rows=tuple(told(row) for row in (*order, *(row for row in found.rows if row not in worked))))

@@ -145,7 +145,9 @@ def evaluate(one: OneDevice) -> dict[str, float]:
     data, modes, sums = wanted.data(), [(m, m.training) for m in one.model.modules()], dict[str, list[float]]()
     one.model.eval()
     with torch.no_grad(), Wide():
-        for read in _held_out(job, data):
+        seed_host(job.seed, "evaluate")
+        numbered = _numbered(data, range(len(data)) if is_map(data) else (), (job.seed, "evaluate"))
+        while read := [sample for _, sample in islice(numbered, job.batch)]:
             inputs, targets = _ready(_collate(data, read), one.dtype, one.device)
             values = wanted.metrics(call(one.model, inputs), targets)
             for name, row in ((str(name), torch.as_tensor(value)) for name, value in values.items()):
@@ -154,22 +156,6 @@ def evaluate(one: OneDevice) -> dict[str, float]:
     for module, training in modes:
         module.training = training
     return {name: total / count for name, (total, count) in sums.items()}
-
-
-def _held_out(job: Job, data: Data) -> Iterator[list[Any]]:
-    """The samples of each batch of the held-out data, in order."""
-    seed_host(job.seed, "evaluate")
-    mapped = data if is_map(data) else None
-    source, ids = iter(data if mapped is None else ()), iter(count() if mapped is None else range(len(mapped)))
-    while True:
-        read = list[object]()
-        for i in islice(ids, job.batch):
-            seed_host(job.seed, "evaluate", i)
-            sample = next(source, None) if mapped is None else mapped[i]
-            read += [] if sample is None else [sample]
-        if not read:
-            return
-        yield read
 
 
 def _nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitError:
@@ -208,26 +194,32 @@ def make_model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Mod
 def samples(job: Job, data: Data, length: int | None = None) -> Iterator[Samples]:
     """(epoch, sample ids, samples) of each step, epoch after epoch, the last batch of an epoch short. `length`: of the
     data that are read, instead of all."""
-    epoch = 0
-    while True:
+    for epoch in count():
+        order: Iterable[int] = ()
         if is_map(data):
             order = permutation(job.seed, epoch, len(data) if length is None else length).tolist()
-            for start in range(0, len(order), job.batch):
-                ids = order[start : start + job.batch]
-                yield epoch, ids, [seeded(job, epoch, i, lambda i=i: data[i]) for i in ids]
         else:
             seed_host(job.seed, "epoch", epoch)
-            source, position, ended = iter(data), 0, False
-            while not ended:
-                found: list[Any] = []
-                while len(found) < job.batch and not ended:
-                    sample = seeded(job, epoch, position + len(found), lambda source=source: next(source, None))
-                    ended = sample is None
-                    found += [] if ended else [sample]
-                if found:
-                    yield epoch, list(range(position, position + len(found))), found
-                position += len(found)
-        epoch += 1
+        numbered = _numbered(data, order, (job.seed, "sample", epoch))
+        while read := list(islice(numbered, job.batch)):
+            yield epoch, [i for i, _ in read], [sample for _, sample in read]
+
+
+def _numbered(data: Data, order: Iterable[int], words: tuple[int | str, ...]) -> Iterator[tuple[int, object]]:
+    """(number, sample) of the data in an order, of an iterable as they come; the host's generators are seeded before each by
+    `words` and its number."""
+    if is_map(data):
+        for i in order:
+            seed_host(*words, i)
+            yield i, data[i]
+        return
+    source = iter(data)
+    for i in count():
+        seed_host(*words, i)
+        sample = next(source, None)
+        if sample is None:
+            return
+        yield i, sample
 
 
 def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:

@@ -90,15 +90,13 @@ def _placed(row: Tensor, one: list[Any], mine: list[Any]) -> tuple[Tensor | None
     if len(whole) != len(shape):
         return None, False
     differ = [d for d, (a, b) in enumerate(zip(whole, shape)) if a != b]
-    if len(differ) > 1 or (differ and whole[differ[0]] * count != shape[differ[0]] * batch):
+    if len(differ) > 1:
         return None, False
-    if differ and differ[0] == len(whole) - 1 and len(whole) > 1:
-        return None, False
-    if differ and whole[differ[0]] % batch:
-        return None, False
-    if differ:
-        each = whole[differ[0]] // batch
-        row = row.narrow(differ[0], first * each, count * each)
+    for dim in differ:  # that of the samples
+        if whole[dim] * count != shape[dim] * batch or whole[dim] % batch or 0 < dim == len(whole) - 1:
+            return None, False
+        each = whole[dim] // batch
+        row = row.narrow(dim, first * each, count * each)
     if cut < 0:
         return row, cut == SHARE
     if cut == len(whole) - 1:
