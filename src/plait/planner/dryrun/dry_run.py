@@ -124,28 +124,27 @@ def run(options: argparse.Namespace, room: float | None = None) -> int:
     return 0 if fits else 1
 
 
-def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
-    """Of every kind of rank make `steps` steps, and one that is measured. D001 when ranks would wait for each other."""
+def dry_run(job: Job, plan: Plan) -> DryRun:
+    """Make a step of every kind of rank, and one that is measured. D001 when ranks would wait for each other."""
     check_plan(job, plan)
     if plan.compile or plan.processes == "one":
         key = "compile=true" if plan.compile else "processes=one"
         raise PlaitError(Problem("D002", f"{key} cannot run dry", why="torch.compile and threads need numbers",
                                  fix=(f"leave out {key}",)))  # fmt: skip
-    began, job = time.perf_counter(), replace(job, steps=max(job.steps, steps + 1))
+    began, job = time.perf_counter(), replace(job, steps=max(job.steps, 2))
     sketch, weights = known(job, plan)
     kinds = RankKinds.of(plan, sketch, job.batch)
 
     def measured(rank: int, real: bool) -> tuple[RankKind, Traffic]:
         traffic = Traffic(rank, plan)
         with alone(job, traffic, sketch, real=real) as (engine, given, ready):
-            peak = measure(engine, steps, given, partial(on_host, plan))
+            peak = measure(engine, 1, given, partial(on_host, plan))
             if job.evaluate is not None:
                 other = measure_evaluation(engine, ready, partial(on_host, plan))
                 peak = replace(other, host=peak.host) if other.total > peak.total else peak
             samples = max(n for _, n in engine.share.parts(job.batch))
-        return RankKind(
-            rank, kinds.counts()[rank], plan.at(rank), samples, peak, traffic.by_axes(), traffic.totals()
-        ), traffic
+        ranks, at = kinds.counts()[rank], plan.at(rank)
+        return RankKind(rank, ranks, at, samples, peak, traffic.by_axes(), traffic.totals()), traffic
 
     found = _each(kinds, measured, sketch.by_values, weights)
     agree({traffic.rank: traffic for _, traffic in found}, kinds.like)
@@ -203,9 +202,8 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
     if plan.cp > 1 or plan.ep > 1:
         if weights > HOLDS:
             why = f"how sequences and experts are shared out is proved on numbers; the weights are {size(weights)}"
-            raise PlaitError(
-                Problem("D002", f"{plan} cannot run dry", why=why, fix=("a smaller model of the same kind",))
-            )
+            fix = ("a smaller model of the same kind",)
+            raise PlaitError(Problem("D002", f"{plan} cannot run dry", why=why, fix=fix))
         model = make_model(job)
     made, again = BuiltModel(model, model), plan.pp > 1 and plan.precision != "fp32"
     built = start_build(job, plan, Place(0, plan.world), (CPU, None), made)
