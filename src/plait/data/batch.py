@@ -11,7 +11,7 @@ travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -103,6 +103,9 @@ class MapStyle(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> object: ...
+
+
+Data = MapStyle | Iterable[object]
 
 
 def is_map(data: object) -> TypeGuard[MapStyle]:

@@ -6,7 +6,7 @@ gathers parameters, a rank whose share has ended runs along on a sample of anoth
 A forward pass has as many samples as the largest micro-batch of training, so what fits in training fits here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.data import batch as batches
-from plait.data.batch import BatchShare, MapStyle, collate, empty, is_map, largest, opened, split
+from plait.data.batch import BatchShare, Data, MapStyle, collate, empty, is_map, largest, opened, split
 from plait.data.iterable_streams import agree, digest
 from plait.data.padding import Padding
 from plait.engine import try_metrics
@@ -116,7 +116,7 @@ class HeldOut:
     None are its own where a batch is only there to make up the number of batches, which is the same on all ranks.
     """
 
-    data: MapStyle | Iterable[object]
+    data: Data
     seed: int
     share: BatchShare
     reads: Callable[[], None]

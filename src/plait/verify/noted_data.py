@@ -1,13 +1,11 @@
 """The first or some chosen samples of a data set, as a data set that notes a digest of whatever is read of it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from plait.data.batch import MapStyle, is_map
+from plait.data.batch import Data, MapStyle, is_map
 
-Data = MapStyle | Iterable[object]
-"""What a job's `data` makes."""
 Digest = Callable[[object], Any] | None
 
 

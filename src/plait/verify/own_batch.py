@@ -24,12 +24,12 @@ from torch import Tensor
 
 from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Evaluate, Job
-from plait.data.batch import is_map, opened
+from plait.data.batch import Data, is_map, opened
 from plait.engine.engine import Engine
 from plait.randomness.keyed import host_state, permutation, restore_host
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import reference
-from plait.verify.noted_data import ChosenSamples, Data, FirstSamples, first_of
+from plait.verify.noted_data import ChosenSamples, FirstSamples, first_of
 from plait.verify.probes import TOLERANCE, Probe, Trace, floor_of, moved, off, rows, tensors
 
 STEPS = 2

@@ -19,12 +19,11 @@ from torch.utils.data import default_collate
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job
-from plait.data.batch import example, is_map
+from plait.data.batch import Data, example, is_map
 from plait.model.sketch import sketch
 from plait.randomness.keyed import Randomness, permutation, seed_host
 from plait.tensors.float64 import Wide
 from plait.tensors.torch_private import tree_map_only
-from plait.verify.noted_data import Data
 from plait.verify.notes import Notes
 
 Samples = tuple[int, list[int], list[Any]]
