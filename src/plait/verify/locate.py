@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.verify.notes import key
-from plait.verify.probes import TOLERANCE, apart, off, scale_of
+from plait.verify.probes import TOLERANCE, apart, off, size_of
 from plait.verify.sides import Sides, Wrong
 from plait.verify.sum_faults import Sum, explained
 
@@ -132,7 +132,7 @@ def _weights(sides: Sides, step: int, unit: str, what: str) -> Finding | None:
         wrong = list[Wrong]()
         for rank, micro, mine in rows:
             held, used = _held(sides, step, name, rank), sides.ranks[rank].rows[mine]
-            if held is not None and (size := apart(held, used, scale_of(held))) > TOLERANCE:
+            if held is not None and (size := apart(held, used, size_of(held))) > TOLERANCE:
                 wrong.append(Wrong(rank, micro, size, held, used))
         if wrong:
             return _finding("gather", step, wrong, unit=unit, name=name, axes=("fsdp",))
@@ -166,7 +166,7 @@ def _how(sides: Sides, step: int, where: tuple[str, ...], wrong: list[Wrong]) ->
             rows = min(len(row), len(one.actual))
             if (other, micro) == (step, one.micro) or row.shape[1:] != one.actual.shape[1:] or not rows:
                 continue
-            if apart(row[:rows], one.actual[:rows], scale_of(row)) <= TOLERANCE:
+            if apart(row[:rows], one.actual[:rows], size_of(row)) <= TOLERANCE:
                 return f"it is that of micro-batch {micro}" if other == step else "it is that of the step before"
     return ""
 
@@ -302,7 +302,7 @@ def _differs(sides: Sides, step: int, where: tuple[str, ...], floor: float) -> f
     else:
         copies = range(max(map(len, groups.values()), default=0))
         wholes = [torch.stack([rows[min(k, len(rows) - 1)] for rows in groups.values()]).sum(0) for k in copies]
-    worst = max((apart(expected, whole, scale_of(expected, floor)) for whole in wholes), default=0.0)
+    worst = max((apart(expected, whole, size_of(expected, floor)) for whole in wholes), default=0.0)
     return worst if worst > TOLERANCE else 0.0
 
 
@@ -310,7 +310,7 @@ def _ranks_apart(sides: Sides, step: int, what: str, name: str) -> tuple[int, ..
     """The ranks whose copy is wrong while another's is right; none when they are alike, or hold parts."""
     known, expected = key(step, what, name), sides.one.rows[key(step, what, name)]
     rows = {rank: notes.rows[known] for rank, notes in enumerate(sides.ranks) if known in notes.rows}
-    bad = [rank for rank, row in rows.items() if apart(expected, row, scale_of(expected)) > TOLERANCE]
+    bad = [rank for rank, row in rows.items() if apart(expected, row, size_of(expected)) > TOLERANCE]
     return tuple(bad) if len(bad) < len(rows) else ()
 
 

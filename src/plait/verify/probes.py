@@ -49,13 +49,13 @@ class Probe:
         return self.worst <= self.tolerance
 
 
-def scale_of(t: Tensor, floor: float = 0.0) -> float:
-    """What differences of a tensor are relative to: its largest number, or `floor` if that is larger."""
+def size_of(t: Tensor, floor: float = 0.0) -> float:
+    """What differences from a tensor are relative to: its largest number, or `floor` where that is larger."""
     return max(float(t.abs().max()) if t.numel() else 0.0, floor, 1e-300)
 
 
 def apart(a: Tensor, b: Tensor, scale: float) -> float:
-    """The largest difference of two tensors over `scale`; infinite where it is not a number."""
+    """The largest difference of two tensors of one shape, relative to `scale`; infinite where one is not a number."""
     difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
     return difference if difference == difference else math.inf
 
@@ -100,7 +100,7 @@ def tensors(
     for name in names:
         if name in expected:
             a, b = expected[name].double(), actual[name].double()
-            differences[name] = apart(a, b, scale_of(a, floor)) if a.shape == b.shape else math.inf
+            differences[name] = apart(a, b, size_of(a, floor)) if a.shape == b.shape else math.inf
     if not differences:
         return Probe(code, title)
     worst = max(differences.values())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.config.plan import Plan
 from plait.verify.notes import SHARE, UnitNotes
-from plait.verify.probes import TOLERANCE, apart, scale_of
+from plait.verify.probes import TOLERANCE, apart, size_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Sides:
         """The ranks' rows that are not the reference's, of one place; of what the ranks noted as `what`, if given."""
         known = "|".join((str(step), *where, "0"))
         row, about = self.one.rows[known], self.one.about[known]
-        scale = scale_of(row, floor)
+        scale = size_of(row, floor)
         found, partial = [], dict[tuple[int, int, int], list[Wrong]]()
         for rank, micro, mine in self.of(step, what or where[0], *where[1:]):
             notes = self.ranks[rank]

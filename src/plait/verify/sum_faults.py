@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.verify.notes import key
-from plait.verify.probes import TOLERANCE, apart, scale_of
+from plait.verify.probes import TOLERANCE, apart, size_of
 from plait.verify.sides import Sides
 
 EXPLAINED = 1e-7
@@ -50,7 +50,7 @@ class Sum:
     def of(sides: Sides, step: int, name: str, floor: float) -> "Sum | None":
         """None where contributions were not seen."""
         expected = sides.one.rows[key(step, "sum", name)]
-        scale = scale_of(expected, floor)
+        scale = size_of(expected, floor)
         known = key(step, "sum", name)
         has = {r: notes.rows[known] for r, notes in enumerate(sides.ranks) if known in notes.rows}
         rows: dict[int, list[tuple[int, Tensor]]] = {}

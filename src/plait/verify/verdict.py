@@ -22,7 +22,7 @@ from plait.verify.probes import (
     replicas,
     rows,
     samples,
-    scale_of,
+    size_of,
     tensors,
 )  # fmt: skip
 from plait.verify.sides import Sides
@@ -156,7 +156,7 @@ def place(where: Finding, plan: Plan) -> str:
 def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
     both = {n: (t, actual.gradients[n]) for n, t in expected.gradients.items() if n in actual.gradients}
     floor = floor_of(expected.gradients)
-    wrong = [n for n, (a, b) in both.items() if not apart(a, b, scale_of(a, floor)) <= TOLERANCE]
+    wrong = [n for n, (a, b) in both.items() if not apart(a, b, size_of(a, floor)) <= TOLERANCE]
     if not p["R"].equal and "gradient" in p["R"].detail:
         return "V004", f"{p['R'].name}: its gradient is not summed over the ranks"
     ratios = {None if (r := ratio(*both[n])) is None else round(r, 6) for n in wrong}
