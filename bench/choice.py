@@ -173,7 +173,7 @@ JOBS: dict[str, Callable[[], Job]] = {"mlp": mlp, "conv": conv, "lstm": lstm, "v
 
 def plans(asked: PlanRequest, most: int) -> list[Candidate]:
     """The best plan of each mesh and way of sharding or of ordering stages, as the planner prices them, fastest first."""
-    n, pace, refused, found = asked.machine.devices, asked.pace(), asked.refused(), {}
+    n, pace, refused, found = asked.machine.devices, asked.pace, asked.refused(), {}
     for sizes in product(divisors(n), repeat=len(AXES)):
         mesh: dict[str, Any] = dict(zip(AXES, sizes))
         if prod(sizes) != n or (mesh["cp"] > 1 and n > 2):

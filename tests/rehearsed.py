@@ -16,4 +16,4 @@ def rehearse(job: Job) -> None:
         data = job.data()
         samples = [data[0] if is_map(data) else next(iter(data))]
         inputs = lambda n: reference._ready(reference._collate(data, samples * n), torch.float64, "cpu")[0]  # noqa: E731
-        sketch(reference._model(job, torch.float64, "cpu"), inputs, reference._call)
+        sketch(reference.make_model(job, torch.float64, "cpu"), inputs, reference.call)

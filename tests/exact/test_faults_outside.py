@@ -67,7 +67,8 @@ def test_nothing_is_found_where_nothing_is_wrong(
 ) -> None:
     """Also where a verdict would not ask: no unit, gradient, sum or update differs."""
     from plait.verify import verify as module
-    from plait.verify.locate import Sides, beginning
+    from plait.verify.locate import beginning
+    from plait.verify.sides import Sides
 
     judge, found = module.judge, []
 

@@ -154,11 +154,11 @@ def test_evaluation_is_compared(text: str) -> None:
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Evaluations as they are often written."""
-    real = {"_share": evaluate._share, "_means": evaluate._means, "split": evaluate.split}
+    real = {"in_order": evaluate.HeldOut.in_order, "_means": evaluate._means, "split": evaluate.split}
 
-    def padded(data: Any, *rest: Any, **more: Any) -> Any:
+    def padded(held_out: evaluate.HeldOut, *rest: Any) -> Any:
         """A distributed sampler pads the shorter share with a sample that is counted again."""
-        for pair, count in real["_share"](data, *rest, **more):
+        for pair, count in real["in_order"](held_out, *rest):
             yield pair, max(count, 1)
 
     def mean_of_means(built: Any, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -169,10 +169,12 @@ def wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def all_of_it(size: int, parts: int, index: int) -> tuple[int, int]:
         return (0, size) if index == 0 else real["split"](size, parts, index)
 
-    patch = {"padded": ("_share", padded), "mean of means": ("_means", mean_of_means), "twice": ("split", all_of_it)}[
-        name
-    ]
-    monkeypatch.setattr(evaluate, *patch)
+    patches = {
+        "padded": (evaluate.HeldOut, "in_order", padded),
+        "mean of means": (evaluate, "_means", mean_of_means),
+        "twice": (evaluate, "split", all_of_it),
+    }
+    monkeypatch.setattr(*patches[name])
 
 
 def told(verdict: Verdict) -> str:

@@ -128,7 +128,7 @@ def records() -> dict[int, Traffic]:
     found: dict[int, Traffic] = {}
     for rank in kinds.counts():
         found[rank] = Traffic(rank, plan)
-        with dryrun.alone(job(), found[rank], (sketch, False)) as (engine, given):
+        with dryrun.alone(job(), found[rank], sketch, real=False) as (engine, given, _):
             measure(engine, 1, given)
     return found
 

@@ -24,8 +24,8 @@ from plait.planner import goals
 from plait.planner.answer import answer, ask, text, toml, why_not
 from plait.planner.dryrun.memory_table import memory_table
 from plait.planner.estimate import alive, estimate, played
-from plait.planner.fewer import compared, halves
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
+from plait.planner.goals import compared, halves
 from plait.planner.question import PlanRequest, sized
 from plait.planner.search import Candidate, Found, search
 from plait.planner.space import branch_samples, branches
@@ -76,7 +76,7 @@ def asked() -> PlanRequest:
 
 
 def test_a_sketch_is_boiled_down_to_what_its_formulas_say(asked: PlanRequest) -> None:
-    work = asked.pace().work
+    work = asked.pace.work
     layer = next(b for b in work.blocks if b.count == 4)
     width, length = 64, 16
     maps = 2 * length * width * width * (3 + 1 + 4 + 4)
@@ -95,12 +95,12 @@ def test_weights_that_two_units_share_are_counted_once() -> None:
         model.head.weight = model.embed.weight
         return model
 
-    found = PlanRequest.of(replace(job(), model=tied), "tied", Machine.named("h100"), split=False).pace().work
+    found = PlanRequest.of(replace(job(), model=tied), "tied", Machine.named("h100"), split=False).pace.work
     assert found.weights == sum(p.numel() for p in tied().parameters())
 
 
 def test_parts_add_up_and_more_work_takes_longer(asked: PlanRequest) -> None:
-    pace = asked.pace()
+    pace = asked.pace
     plain = estimate(pace, Plan(), 8)
     assert plain.seconds == pytest.approx(sum(plain.parts.values()))
     again = estimate(pace, Plan(recompute="full"), 8)
@@ -182,13 +182,13 @@ def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_th
     machine = Machine.named("h100x2")
     tall = PlanRequest.of(job(layers=4, width=512, batch=64), "tall.py", machine)
     pins = {"dp": 2, "precision": "bf16", "microbatches": 1}
-    need = estimate(tall.pace(), Plan(dp=2, precision="bf16", offload="optimizer"), 32)
+    need = estimate(tall.pace, Plan(dp=2, precision="bf16", offload="optimizer"), 32)
     memory = (need.reserved * 1.02 + (1 << 30)) / 0.95
     chosen = ask(tall, pins, memory).rows[0].candidate.plan
     assert (chosen.offload, chosen.recompute) == ("optimizer", "none")
     small = replace(machine, host_memory=round(need.hosted))  # of both ranks
     assert ask(tall.on(small), pins | {"offload": "optimizer"}, memory).best is None
-    everything = estimate(tall.pace(), Plan(fsdp=2, precision="bf16", offload="all"), 32)
+    everything = estimate(tall.pace, Plan(fsdp=2, precision="bf16", offload="all"), 32)
     assert everything.memory["parameters"] == everything.memory["gradients"] == 0 < everything.parts["host"]
     assert everything.hosted == pytest.approx(need.hosted / 2)
 
@@ -210,7 +210,7 @@ def test_on_cores_what_lies_between_slices_may_stay_whole() -> None:
 def test_nothing_that_is_left_out_would_have_been_shown(asked: PlanRequest) -> None:
     """Every plan of every branch priced, without bounds: the same best plan of each of the first meshes."""
     question = asked.question({"precision": "bf16"})
-    refused, pace = asked.refused(), asked.pace()
+    refused, pace = asked.refused(), asked.pace
     found = search(pace, question, refused)
     everything: dict[tuple[int, ...], float] = {}
     for branch in branches(question):
@@ -268,7 +268,7 @@ def test_an_optimizer_of_several_tensors_has_no_plans_that_cut_parameters(optimi
 
 def test_what_does_not_fit_is_never_chosen_and_said() -> None:
     small = PlanRequest.of(job(width=256, batch=64), "big.py", Machine.named("h100x4"))
-    need = estimate(small.pace(), Plan(dp=4, precision="bf16"), 16).reserved
+    need = estimate(small.pace, Plan(dp=4, precision="bf16"), 16).reserved
     found = ask(small, {"offload": "none"}, memory=(need * 0.6 + (1 << 30)) / 0.95)
     assert found.best is not None and found.best.candidate.plan.dp != 4
     assert any(" over: " in row.why for row in found.rows)
@@ -311,7 +311,7 @@ def test_a_plan_that_waits_for_its_host_says_so() -> None:
     """Whatever part of the step a loser loses most by has a word, or stands for itself."""
     tall = PlanRequest.of(job(layers=4, width=256, batch=64), "tall.py", Machine.named("h100x2"))
     plan = Plan(fsdp=2, precision="bf16", offload="all")
-    best = Candidate(plan, estimate(tall.pace(), plan, 32), 32)
+    best = Candidate(plan, estimate(tall.pace, plan, 32), 32)
     assert best.estimate is not None
     for part, said in (("host", "waits for weights from the host"), ("other", "other"), ("fixed", "slower")):
         longer = replace(best.estimate, seconds=best.seconds + 1, parts=best.estimate.parts | {part: 1.0})
@@ -335,7 +335,7 @@ def test_host_memory_of_a_plan_is_that_of_a_dry_run() -> None:
     given = job(layers=4, width=256, batch=8)
     found = memory_table(given, Plan.parse("dp=2 offload=optimizer"))
     priced = estimate(
-        PlanRequest.of(given, "a.py", Machine.named("h100x2")).pace(), Plan.parse("dp=2 offload=optimizer"), 4
+        PlanRequest.of(given, "a.py", Machine.named("h100x2")).pace, Plan.parse("dp=2 offload=optimizer"), 4
     )
     assert priced.hosted == pytest.approx(found.hosted, rel=0.05)
     assert sum(priced.memory.values()) == pytest.approx(found.total, rel=0.25)

@@ -4,7 +4,6 @@ main              the words of the command line
 train             plait train
 console           what a person sees while a run goes on
 plan              plait plan
-plan_options      its options, without torch
 tensor_table      plait plan --show tensor
 check             plait check
 bench             plait bench

@@ -127,7 +127,7 @@ def header() -> str:
 
 def table(machine: Machine, ranks: int, out: Path) -> str:
     """What is known by measurement, a line each."""
-    lines = [f"machine  {machine}, {_counted(ranks)} at once"]
+    lines = [f"machine  {machine}, {ranks} process{'es' * (ranks > 1)} at once"]
     for curve in machine.matmuls:
         flops, part = max(curve.points, key=lambda point: point[1])
         rate, side = part * (machine.device.peak.of(curve.precision) or 0.0), round((flops / 2) ** (1 / 3))
@@ -173,7 +173,3 @@ def _unit(value: float, unit: str) -> str:
         if value >= factor:
             return f"{value / factor:.3g} {letter}{unit}"
     return f"{value:.3g} {unit}"
-
-
-def _counted(ranks: int) -> str:
-    return "1 process" if ranks == 1 else f"{ranks} processes"

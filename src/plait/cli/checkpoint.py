@@ -50,13 +50,12 @@ def _target(text: str) -> Path:
     if path.suffix.lower() in OTHERS and not text.endswith("/"):
         why = f"an export is safetensors; {text} would be a folder of that name"
         fix = (f"--to {path.with_suffix('.safetensors')}", f"--to {path.with_suffix('')}/")
-        raise PlaitError(
-            Problem("U002", f"--to {text} is not written: {path.suffix} is another format", why=why, fix=fix)
-        )
+        what = f"--to {text} is not written: {path.suffix} is another format"
+        raise PlaitError(Problem("U002", what, why=why, fix=fix))
     return path
 
 
-def _say(options: argparse.Namespace, value: Any, text: str, code: int) -> int:
+def _say(options: argparse.Namespace, value: object, text: str, code: int) -> int:
     print(json.dumps(value) if options.json else text)
     return code
 

@@ -125,11 +125,9 @@ class Console:
         """The last line of a run."""
         seconds = time.monotonic() - self.started
         steps = self.last["step"] - self.first_step + 1 if self.last else 0
-        loss = (
-            f" · loss {self.first_loss:.3f} → {self.last['loss']:.3f}"
-            if self.last and self.first_loss is not None
-            else ""
-        )
+        loss = ""
+        if self.last and self.first_loss is not None:
+            loss = f" · loss {self.first_loss:.3f} → {self.last['loss']:.3f}"
         return f"done  {steps} steps in {seconds:.0f} s{loss} · checkpoint {checkpoint or 'none'} · {path}"
 
 

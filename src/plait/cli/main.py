@@ -14,7 +14,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from plait.cli import plan_options
 from plait.config.errors import (
     FAILED,
     NO_ROOM,
@@ -27,7 +26,7 @@ from plait.config.errors import (
     too_small,
     trace_of,
 )
-from plait.config.plan import KEYS, Plan
+from plait.config.plan import KEYS, Key, Plan
 from plait.config.version import __version__
 
 TECHNIQUES = {
@@ -60,21 +59,18 @@ def _parsed(words: list[str]) -> argparse.Namespace:
     parser, commands = _parser()
     first = next((word for word in words if not word.startswith("-")), None)
     if first is None and not {"-h", "--help", "--version"} & {*words}:
-        raise PlaitError(
-            Problem("U001", "no command was given", why=f"commands: {', '.join(commands)}", fix=("plait --help",))
-        )
+        why = f"commands: {', '.join(commands)}"
+        raise PlaitError(Problem("U001", "no command was given", why=why, fix=("plait --help",)))
     if first is not None and first not in commands:
         hint = did_you_mean(first, list(commands))
         raise PlaitError(Problem("U001", f"there is no command `{first[:60]}`        {hint}", fix=("plait --help",)))
     options, unknown = parser.parse_known_args(words)
     if unknown:
         command = commands[first or ""]
-        hints = [
-            f"{word[:60]}        {did_you_mean(word.partition('=')[0], command.options)}"
-            for word in unknown
-            if word[:1] == "-"
-        ]
-        what = f"unknown option  {hints[0]}" if hints else f"unexpected word `{unknown[0][:60]}`"
+        option = next((word for word in unknown if word[:1] == "-"), None)
+        what = f"unexpected word `{unknown[0][:60]}`"
+        if option is not None:
+            what = f"unknown option  {option[:60]}        {did_you_mean(option.partition('=')[0], command.options)}"
         raise PlaitError(Problem("U001", what, fix=(f"{command.prog} --help",)))
     return options
 
@@ -139,10 +135,7 @@ def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     """The parser of the command line, and those of its commands by name."""
-    keys = "\n".join(
-        f"  {name:<13} {key.help}" + (f" ({', '.join(key.choices)})" if key.choices else "")
-        for name, key in KEYS.items()
-    )
+    keys = "\n".join(f"  {name:<13} {_told(key)}" for name, key in KEYS.items())
     parser = _Parser(
         "plait", description="Write your training job for one device. Split it any way. Prove it is the same training.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -150,26 +143,10 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         " · 2 bad plan or usage · 3 verify found a difference · 75 stopped, resumable",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"plait {__version__}")
-    commands = parser.add_subparsers(
-        required=True,
-        metavar="train | verify | check | sketch | plan | bench | report | checkpoint | help",
-        parser_class=_Parser,
-    )
-    _train_options(commands.add_parser("train", help="train a job under a plan"))
-    _verify_options(commands.add_parser("verify", help="prove that the split run computes what one device computes"))
-    _check_options(commands.add_parser("check", help="see in seconds whether a plan can cut the job's batches"))
-    _sketch_options(commands.add_parser("sketch", help="show what a model costs, unit by unit, without running it"))
-    _plan_options(commands.add_parser("plan", help="choose a plan: will it fit, how fast, why; or look at one"))
-    _bench_options(commands.add_parser("bench", help="measure this machine: compute, communication, a job's loader"))
-    _report_options(
-        commands.add_parser("report", help="sum up a run; draw a step of it: what each rank did, and was to do")
-    )
-    _checkpoint_options(commands.add_parser("checkpoint", help="list, inspect, verify or export checkpoints"))
-    helping = commands.add_parser("help", help="explain an error code, a plan key or a command: P012, fsdp, train")
-    helping.add_argument("word", metavar="CODE | KEY | COMMAND", nargs="?")
-    helping.add_argument("--json", action="store_true")
-    helping.set_defaults(run=_help)
-    for name, command in commands.choices.items():
+    commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS), parser_class=_Parser)
+    for name, (options, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        options(command)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.epilog = "\n".join(["examples:", *(f"  plait {name} {words}".rstrip() for words in EXAMPLES[name])])
         if "--plan" in command.options:
@@ -218,44 +195,34 @@ def _job(parser: argparse.ArgumentParser) -> None:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     _job(parser)
-    parser.add_argument("--plan", help='one line such as "dp=2 microbatches=4", a TOML file, or auto: the best here')
-    parser.add_argument("--nproc", type=int, help="processes to start on this machine; fills dp=*")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--plan", help='one line such as "dp=2 microbatches=4", a TOML file, or auto: the best here')
+    add("--nproc", type=int, help="processes to start on this machine; fills dp=*")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     _common(parser)
-    parser.add_argument("--steps", type=int, help="optimizer steps, instead of the job's")
-    parser.add_argument("--batch", type=int, help="global batch, instead of the job's")
-    parser.add_argument(
-        "--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule"
-    )
-    parser.add_argument(
+    add("--steps", type=int, help="optimizer steps, instead of the job's")
+    add("--batch", type=int, help="global batch, instead of the job's")
+    add("--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule")
+    add(
         "--resume", nargs="?", const="", metavar="RUN", help="continue this job's newest run, or this run or checkpoint"
     )
-    parser.add_argument(
-        "--allow-changes", action="store_true", help="with --resume: also with other data or another seed (K010)"
-    )
-    parser.add_argument(
-        "--weights", metavar="PATH", help="start from these: a safetensors file, a Hugging Face folder or a checkpoint"
-    )
-    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
-    parser.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (3)")
-    parser.add_argument(
-        "--on-nan", choices=("stop", "skip"), default="stop", help="a step with a loss or gradient that is not finite"
-    )
-    parser.add_argument(
-        "--check", choices=CHECKS, default="quick", help="how to check that the plan can cut the job's batches (quick)"
-    )
-    parser.add_argument(
-        "--allow-inexact", action="store_true", help="train although the check found that the plan is another training"
-    )
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
-    parser.add_argument("--ranks", default="0", help="ranks whose output to show, such as 0,3 (0); logs/ has all")
-    parser.add_argument("--to", action="append", choices=("tensorboard",), default=[], help="also write metrics there")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (runs)")
-    parser.add_argument(
+    add("--allow-changes", action="store_true", help="with --resume: also with other data or another seed (K010)")
+    add("--weights", metavar="PATH", help="start from these: a safetensors file, a Hugging Face folder or a checkpoint")
+    add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
+    add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (3)")
+    add("--on-nan", choices=("stop", "skip"), default="stop", help="a step with a loss or gradient that is not finite")
+    add("--check", choices=CHECKS, default="quick", help="how to check that the plan can cut the job's batches (quick)")
+    add("--allow-inexact", action="store_true", help="train although the check found that the plan is another training")
+    add("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
+    add("--ranks", default="0", help="ranks whose output to show, such as 0,3 (0); logs/ has all")
+    add("--to", action="append", choices=("tensorboard",), default=[], help="also write metrics there")
+    add("--runs", type=Path, default=Path("runs"), help="where run directories go (runs)")
+    add(
         "--patience",
         type=float,
         metavar="SECONDS",
@@ -265,24 +232,22 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("list", "info", "verify", "export"))
-    parser.add_argument("path", metavar="PATH", help="a run directory, its checkpoints, or one checkpoint")
-    parser.add_argument("--step", type=int, help="the checkpoint of this step, instead of all or the newest")
-    parser.add_argument("--to", metavar="PATH", help="export: a folder, or a file that ends in .safetensors")
-    parser.add_argument("--shard", default="5GB", metavar="SIZE", help="export: largest file in a folder (5GB)")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "fp16", "bf16", "fp64"), help="export: number format of the weights"
-    )
+    add = parser.add_argument
+    add("action", choices=("list", "info", "verify", "export"))
+    add("path", metavar="PATH", help="a run directory, its checkpoints, or one checkpoint")
+    add("--step", type=int, help="the checkpoint of this step, instead of all or the newest")
+    add("--to", metavar="PATH", help="export: a folder, or a file that ends in .safetensors")
+    add("--shard", default="5GB", metavar="SIZE", help="export: largest file in a folder (5GB)")
+    add("--dtype", choices=("fp32", "fp16", "bf16", "fp64"), help="export: number format of the weights")
     _output(parser)
     parser.set_defaults(run=_elsewhere("plait.cli.checkpoint"))
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     _common(parser)
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps to compare, at least 3 (4)")
-    parser.add_argument(
-        "--full", action="store_true", help="also batches of the job's own size that take long on one device"
-    )
+    add("--steps", type=int, default=4, help="optimizer steps to compare, at least 3 (4)")
+    add("--full", action="store_true", help="also batches of the job's own size that take long on one device")
     parser.set_defaults(run=_verify)
 
 
@@ -293,37 +258,80 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _sketch_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     _job(parser)
-    parser.add_argument("--batch", type=int, default=1, help="samples to show the figures of (1)")
-    parser.add_argument("--plan", help="also the memory that each rank needs under this plan, at the job's batch")
+    add("--batch", type=int, default=1, help="samples to show the figures of (1)")
+    add("--plan", help="also the memory that each rank needs under this plan, at the job's batch")
     parser.set_defaults(run=_sketch)
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _job(parser)
-    plan_options.add(parser)
+    add = parser.add_argument
+    add(
+        "--machine", default="here",
+        help="what to train on: here, a name such as h100x8 or h100x8x16 (16 nodes of 8), or a TOML file (here)",
+    )  # fmt: skip
+    add("--gpus", type=int, metavar="N", help="so many devices of the machine, instead of all")
+    add("--batch", type=int, help="global batch, instead of the job's")
+    add("--memory", metavar="SIZE", help="memory of a device, such as 80GiB, instead of the machine's")
+    add("--plan", help="keys that are given, as one line; with --show or --dry-run the plan to look at")
+    add("--pin", action="append", default=[], metavar="KEY=VALUE", help="the same, one key at a time")
+    add("--top", type=int, default=5, metavar="N", help="how many of the best plans to show (5)")
+    add("--all", action="store_true", help="show the best plan of every mesh, and what does not fit")
+    add("--out", type=Path, metavar="FILE", help="write the choice there, as a plan file")
+    add(
+        "--objective", choices=("fastest", "cheapest", "fewest", "largest"), default="fastest",
+        help="fastest step; cheapest or fewest devices; largest batch that fits (fastest)",
+    )  # fmt: skip
+    add("--vary", metavar="NAME", help="largest: not the batch but this argument of the job, such as length")
+    add("--deadline", metavar="TIME", help="the whole job must end within it, such as 24h (fewest)")
+    add("--scale", metavar="N,N,…", help="the best plan at each number of devices, and its efficiency")
+    add("--try", type=int, default=0, dest="tries", metavar="K", help="run the first K for a few steps, here")
+    add("--show", choices=("tensor",), help="of --plan: which layers tp cuts, how, what stays whole and why")
+    add("--dry-run", action="store_true", help="make a step of --plan, of one rank of each kind, without processes")
     parser.set_defaults(run=_elsewhere("plait.cli.plan"))
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("compute", "comm", "data", "all"), nargs="?", default="all")
-    parser.add_argument("job", metavar="JOB", nargs="?", help="the job whose data is read (data, all)")
-    parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="file to write (machine.toml)")
-    parser.add_argument("--nproc", type=int, help="processes that measure at once (one per device or core)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add = parser.add_argument
+    add("what", choices=("compute", "comm", "data", "all"), nargs="?", default="all")
+    add("job", metavar="JOB", nargs="?", help="the job whose data is read (data, all)")
+    add("--out", type=Path, default=Path("machine.toml"), help="file to write (machine.toml)")
+    add("--nproc", type=int, help="processes that measure at once (one per device or core)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _output(parser)
     parser.set_defaults(run=_elsewhere("plait.cli.bench"))
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", nargs="?", default="runs/latest", help="a run directory (runs/latest)")
-    parser.add_argument(
-        "--timeline", action="store_true", help="write RUN/timeline.html and RUN/trace.json, for Perfetto"
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="which step to draw (one that took the median time)")
-    parser.add_argument("--open", action="store_true", help="open the picture in a browser")
+    add = parser.add_argument
+    add("path", metavar="RUN", nargs="?", default="runs/latest", help="a run directory (runs/latest)")
+    add("--timeline", action="store_true", help="write RUN/timeline.html and RUN/trace.json, for Perfetto")
+    add("--step", type=int, metavar="N", help="which step to draw (one that took the median time)")
+    add("--open", action="store_true", help="open the picture in a browser")
     _output(parser)
     parser.set_defaults(run=_elsewhere("plait.cli.report"))
+
+
+def _help_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("word", metavar="CODE | KEY | COMMAND", nargs="?")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=_help)
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "train": (_train_options, "train a job under a plan"),
+    "verify": (_verify_options, "prove that the split run computes what one device computes"),
+    "check": (_check_options, "see in seconds whether a plan can cut the job's batches"),
+    "sketch": (_sketch_options, "show what a model costs, unit by unit, without running it"),
+    "plan": (_plan_options, "choose a plan: will it fit, how fast, why; or look at one"),
+    "bench": (_bench_options, "measure this machine: compute, communication, a job's loader"),
+    "report": (_report_options, "sum up a run; draw a step of it: what each rank did, and was to do"),
+    "checkpoint": (_checkpoint_options, "list, inspect, verify or export checkpoints"),
+    "help": (_help_options, "explain an error code, a plan key or a command: P012, fsdp, train"),
+}
+"""What adds a command's options, and what the command does."""
 
 
 def _sketch(options: argparse.Namespace) -> int:
@@ -367,10 +375,8 @@ def _train(options: argparse.Namespace) -> int:
     plan, job = _both(options, problems)
     beyond = [rank for rank in shown if not 0 <= rank < plan.world]
     if beyond:
-        last = "rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}"
-        raise PlaitError(
-            Problem("U002", f"--ranks {options.ranks}: there is no rank {beyond[0]}", why=f"the plan has {last}")
-        )
+        why = "the plan has " + ("rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}")
+        raise PlaitError(Problem("U002", f"--ranks {options.ranks}: there is no rank {beyond[0]}", why=why))
     from dataclasses import replace
 
     from plait.cli import train
@@ -399,9 +405,8 @@ def _verify(options: argparse.Namespace) -> int:
         options.plan = FIRST
     plan, job = _both(options, problems)
     if not (asked or options.json):
-        print(
-            f"plan        none was given: {FIRST} is tried, two copies of the model with half of each batch", flush=True
-        )
+        told = f"{FIRST} is tried, two copies of the model with half of each batch"
+        print(f"plan        none was given: {told}", flush=True)
     from plait.launch.devices import kind_of
     from plait.planner.refusals import foresee
     from plait.verify.verdict import table
@@ -412,9 +417,8 @@ def _verify(options: argparse.Namespace) -> int:
     verdict = verify(job, plan, options.steps, options.device, seconds=seconds)
     print(json.dumps(verdict.to_dict()) if options.json else table(verdict, options.job))
     if not (asked or options.json):
-        print(
-            "other plans  " + "\n             ".join(f'plait verify {options.job} --plan "{text}"' for text in OTHERS)
-        )
+        others = (f'plait verify {options.job} --plan "{text}"' for text in OTHERS)
+        print("other plans  " + "\n             ".join(others))
     return verdict.exit_code
 
 
@@ -428,17 +432,14 @@ def _both(options: argparse.Namespace, problems: list[Problem]) -> tuple[Plan, A
     plan = job = None
     asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
     auto, count = options.plan == "auto", world() if joining() else asked
-    readers: tuple[Callable[[], Any], ...] = (
-        lambda: None if auto else Plan.read(options.plan or "dp=*").fill(count),
-        lambda: load_job(options.job, options.arguments),
-    )
-    for read in readers:
-        try:
-            result = read()
-        except PlaitError as error:
-            problems += error.problems
-            continue
-        plan, job = (result, job) if isinstance(result, Plan) else (plan, result)
+    try:
+        plan = None if auto else Plan.read(options.plan or "dp=*").fill(count)
+    except PlaitError as error:
+        problems += error.problems
+    try:
+        job = load_job(options.job, options.arguments)
+    except PlaitError as error:
+        problems += error.problems
     if auto and job is not None:
         from plait.cli.plan import chosen
 
@@ -466,19 +467,20 @@ def _help(options: argparse.Namespace) -> int:
         known = [*commands, *KEYS, *codes()]
         hint = did_you_mean(word, known) if len(word) < 30 else ""
         hint = hint if hint.startswith("did you mean") else "codes look like P012"
-        raise PlaitError(
-            Problem("U003", f"there is no help on `{word[:60]}`        {hint}", fix=("plait help fsdp", "plait --help"))
-        )
+        fix = ("plait help fsdp", "plait --help")
+        raise PlaitError(Problem("U003", f"there is no help on `{word[:60]}`        {hint}", fix=fix))
     print(json.dumps({"code": word.upper() if word not in KEYS else word, "text": text}) if options.json else text)
     return 0
 
 
+def _told(key: Key) -> str:
+    return key.help + (f" ({', '.join(key.choices)})" if key.choices else "")
+
+
 def _key_help(name: str) -> str:
     """What a key of a plan does; for a way to split, the text of its technique."""
-    key = KEYS[name]
-    choices = f" ({', '.join(key.choices)})" if key.choices else ""
     module = TECHNIQUES.get(name)
-    text = f"{name}, in the table [{key.table}] of a plan: {key.help}{choices}"
+    text = f"{name}, in the table [{KEYS[name].table}] of a plan: {_told(KEYS[name])}"
     if module is None:
         return text
     source = (Path(__file__).parents[1] / "parallel" / f"{module}.py").read_text(encoding="utf-8")

@@ -17,7 +17,6 @@ from plait.launch.detect import read_machine
 from plait.model.table import size as sized_up
 from plait.planner import goals
 from plait.planner.answer import Answer, ask, text, toml
-from plait.planner.fewer import compared
 from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
 from plait.planner.space import divisors
 
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     found = ask(asked, pins, memory, EVERY if options.all else options.top)
     if not found.rows:
         raise PlaitError(impossible(found))
-    found = compared(found, pins, memory, choose=not options.tries)
+    found = goals.compared(found, pins, memory, choose=not options.tries)
     if options.tries:
         found = goals.tried(found, options)
     if options.out and found.best:
@@ -129,9 +128,8 @@ def chosen(job: Job, options: argparse.Namespace) -> Plan:
 def _best(asked: PlanRequest, ranks: int) -> dict[str, Any]:
     found = ask(asked, {"precision": "fp32"} if not asked.accelerated else {}, devices=ranks)
     if found.best is None or found.best.candidate.estimate is None:
-        why = (
-            f"the least that any plan on {ranks} devices needs is more than {sized_up(max(0.0, found.question.memory))}"
-        )
+        left = sized_up(max(0.0, found.question.memory))
+        why = f"the least that any plan on {ranks} devices needs is more than {left}"
         raise PlaitError(Problem("M001", "no plan fits", why=why, fix=("more processes: --nproc", "a smaller --batch")))
     best = found.best.candidate
     second = next((row for row in found.rows[1:] if row.fits), None)

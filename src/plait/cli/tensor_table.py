@@ -9,8 +9,10 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -145,7 +147,7 @@ def _pairs(model: nn.Module, groups: Iterable[ColumnRowPair], sizes: dict[str, i
 
 
 def _pair(model: nn.Module, group: ColumnRowPair, sizes: dict[str, int]) -> PairRow:
-    inner = _inside(group.container)
+    inner = partial(_inside, group.container)
     row = model.get_submodule(group.row)
     bias = [f"{group.row}.bias"] if row._parameters.get("bias") is not None else []
     return PairRow(
@@ -167,13 +169,11 @@ def _own_size(model: nn.Module, group: ColumnRowPair, integer: DividedNumber) ->
     return layer and not isinstance(model.get_submodule(integer.module), nn.MultiheadAttention)
 
 
-def _inside(container: str) -> Callable[[str], str]:
-    def inner(name: str) -> str:
-        if name == container:
-            return "itself"
-        return name[len(container) + 1 :] if container else name
-
-    return inner
+def _inside(container: str, name: str) -> str:
+    """A module's or parameter's name inside its container."""
+    if name == container:
+        return "itself"
+    return name.removeprefix(f"{container}.") if container else name
 
 
 def _how(group: ColumnRowPair, inner: Callable[[str], str]) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ def _how(group: ColumnRowPair, inner: Callable[[str], str]) -> tuple[str, ...]:
 def way(cut: ParameterSlice) -> str:
     """How one parameter is cut.
 
-    >>> way(Cut("w", 0, (((0, 4),), ((4, 4),)))), way(Cut("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2)))))
+    >>> way(ParameterSlice("w", 0, (((0, 4),), ((4, 4),)))), way(ParameterSlice("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2)))))
     ('contiguous', 'inside 2 parts')
     """
     alike = max(len(ranks) for ranks in cut.alike())
@@ -204,21 +204,21 @@ def way(cut: ParameterSlice) -> str:
 
 
 def _changed(model: nn.Module, integer: DividedNumber, inner: Callable[[str], str]) -> str:
-    value: Any = model.get_submodule(integer.module)
-    for step in integer.path.split("."):
-        value = getattr(value, step)
+    value = attrgetter(integer.path)(model.get_submodule(integer.module))
     owner = inner(integer.module)
     return f"{'' if owner == 'itself' else owner + '.'}{integer.path} {value} → {value // integer.divisor}"
 
 
-def _whole(given: Iterable[tuple[str, float, str]]) -> tuple[WholeLayers, ...]:
+def _whole(layers: Iterable[tuple[str, float, str]]) -> tuple[WholeLayers, ...]:
+    """One row for the layers (name, share, reason) of one form that stay whole for reasons of one form."""
     alike: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
-    for name, share, reason in given:
+    for name, share, reason in layers:
         alike.setdefault((_form(name.rpartition(".")[0]), _form(reason)), []).append((name, share, reason))
     rows = []
-    for (_, told), members in alike.items():
-        reason = members[0][2] if len({reason for _, _, reason in members}) == 1 else told
-        rows.append(WholeLayers(_sisters([m[0] for m in members]), len(members), sum(m[1] for m in members), reason))
+    for (_, form), members in alike.items():
+        names, shares, reasons = zip(*members)
+        reason = reasons[0] if len(set(reasons)) == 1 else form
+        rows.append(WholeLayers(_sisters(list(names)), len(members), sum(shares), reason))
     return tuple(sorted(rows, key=lambda row: -row.share))
 
 
@@ -262,12 +262,10 @@ def _label(names: list[str]) -> str:
 
 def text(found: Shown, job: str) -> str:
     """As a table for a terminal."""
-    lines = [
-        f"job     {job}, tp={found.tp}: each process holds {short(found.held)} of {short(found.parameters)} parameters"
-    ]
-    rows: list[tuple[str, ...]] = [
-        ("cut", "", "blocks", "columns → row", "parameters", "how", "changed in its code", "gradients summed")
-    ]
+    held = f"{short(found.held)} of {short(found.parameters)} parameters"
+    lines = [f"job     {job}, tp={found.tp}: each process holds {held}"]
+    head = ("cut", "", "blocks", "columns → row", "parameters", "how", "changed in its code", "gradients summed")
+    rows: list[tuple[str, ...]] = [head]
     for p in found.pairs:
         rows.append((p.block, p.kind, str(p.count), f"{', '.join(p.columns)} → {p.row}", short(p.parameters), "; ".join(p.how),
                      ", ".join(p.changed) or "–", ", ".join(p.summed) or "–"))  # fmt: skip

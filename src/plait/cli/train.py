@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from plait.checkpoint import optimizer_state
 from plait.checkpoint.checkpoints import Checkpoints
@@ -34,6 +34,8 @@ from plait.tensors.finite import number
 from plait.tensors.rows import split
 from plait.verify.job import check as jobcheck
 
+Note = Callable[[str], None]
+"""Says a line beside training, on the terminal of who started it."""
 LOOKED_AT = 8
 """Of so many runs of a job the result of the job check is taken again."""
 
@@ -72,7 +74,7 @@ class Request:
     """Train although the job check found that the plan makes another training of the job."""
 
 
-def launch(request: Request, out: Any = None) -> tuple[int, dict[str, Any]]:
+def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, Any]]:
     """Run the request: fork its processes here, or join those a launcher started. Returns (exit code, summary)."""
     console = Console(request.shown, request.verbose, out)
     if joining():
@@ -177,9 +179,8 @@ def _refuse(request: Request, checked: jobcheck.Checked) -> None:
 
 def _told(checked: jobcheck.Checked) -> list[str]:
     """What of the job check is said beside the headline: what is not exact, and what was not looked at."""
-    return [f"note  not exact: {line}" for line in checked.inexact] + [
-        f"note  job check: {line}" for line in checked.unchecked
-    ]
+    unchecked = [f"note  job check: {line}" for line in checked.unchecked]
+    return [f"note  not exact: {line}" for line in checked.inexact] + unchecked
 
 
 def _started(request: Request) -> Start:
@@ -195,17 +196,15 @@ def _failed(start: Start, error: BaseException, console: Console) -> None:
 def _finish(console: Console, run: RunDirectory, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     summary = {"run": str(run.path), **result}
     if result["stopped"]:
-        console.say(
-            f"stopped at step {result['step']} · saved {result['checkpoint']} · continue with the same command and --resume"
-        )
+        saved = f"stopped at step {result['step']} · saved {result['checkpoint']}"
+        console.say(f"{saved} · continue with the same command and --resume")
         return RESUMABLE, summary
     if result["device_bytes"]:
         each = " · ".join(f"{n / 2**20:.1f}" for n in result["device_bytes"])
         console.say(f"memory per device (MiB): {each}   device 0 also holds the optimizer state and all outputs")
     if not result["made"]:
-        console.say(
-            f"complete at step {result['step']}: nothing was left to do · go on with --resume --steps {2 * result['step']}"
-        )
+        more = f"--resume --steps {2 * result['step']}"
+        console.say(f"complete at step {result['step']}: nothing was left to do · go on with {more}")
         return 0, summary
     if result["skipped"]:
         console.say(f"{result['skipped']} steps were left out: nothing was updated in them")
@@ -219,9 +218,8 @@ def _notes(request: Request) -> list[str]:
         notes.append("note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU")
     count = len(cuda_names()) if kind == "cuda" else 0
     if count > request.plan.devices == 1:
-        notes.append(
-            f"note  one of {count} devices is used; --nproc {count} uses all, --plan auto chooses a plan for them"
-        )
+        told = f"--nproc {count} uses all, --plan auto chooses a plan for them"
+        notes.append(f"note  one of {count} devices is used; {told}")
     return notes
 
 
@@ -242,22 +240,18 @@ def headline(request: Request) -> str:
 def train(request: Request, run: RunDirectory, place: Place) -> dict[str, Any]:
     """Train one rank to the end, or until somebody asks to stop."""
     report = place.report or (lambda message: None)
+    note = lambda text: report({"kind": "note", "text": text})  # noqa: E731
     if place.report is not None and not place.joined:
         warnings.showwarning = _reporter(report)
     engine = _engine(request, run, place)
     named: set[str] = set()
-    _inexact(engine, report, named)
-    _whole(engine, report)
-    resumed = _resume(engine, request, run, report) if request.resume is not None else None
+    _inexact(engine, note, named)
+    _whole(engine, note)
+    resumed = _resume(engine, request, run, note) if request.resume is not None else None
     if request.weights and resumed is None:
         engine.load_weights(request.weights)
-    recorder = Recorder(
-        engine,
-        run,
-        lambda value: report({"kind": "status", "value": value}),
-        list(request.mirrors),
-        lambda text: report({"kind": "note", "text": text}),
-    )
+    status = lambda value: report({"kind": "status", "value": value})  # noqa: E731
+    recorder = Recorder(engine, run, status, list(request.mirrors), note)
     saved, stopped, loss, skipped, made = resumed, False, None, 0, 0
     try:
         if resumed is not None and _owed(engine, run):
@@ -266,9 +260,9 @@ def train(request: Request, run: RunDirectory, place: Place) -> dict[str, Any]:
             step = _step(engine, batch, recorder, request.keep)
             recorder.step(batch, step)
             skipped, made = skipped + step.skipped, made + 1
-            _sound(engine, step, report)
+            _sound(engine, step, note)
             if loss is None:
-                _inexact(engine, report, named)
+                _inexact(engine, note, named)
             loss = step.loss
             last = step.stop or step.step == engine.job.steps
             if last or step.step % request.save_every == 0:
@@ -282,9 +276,8 @@ def train(request: Request, run: RunDirectory, place: Place) -> dict[str, Any]:
     finally:
         recorder.close()
     return {
-        "step": engine.position.step, "loss": None if loss is None else number(loss), "skipped": skipped, "made": made, "stopped": stopped,
-        "checkpoint": str(saved) if saved else None,
-        "device_bytes": recorder.device_bytes,
+        "step": engine.position.step, "loss": None if loss is None else number(loss), "skipped": skipped, "made": made,
+        "stopped": stopped, "checkpoint": str(saved) if saved else None, "device_bytes": recorder.device_bytes,
     }  # fmt: skip
 
 
@@ -313,56 +306,43 @@ def _step(engine: Engine, batch: Batch, recorder: Recorder, keep: int) -> Step:
         raise PlaitError([dataclasses.replace(first, fix=fix), *rest], error.exit_code) from None
 
 
-def _sound(engine: Engine, step: Step, report: Callable[[dict[str, Any]], None]) -> None:
+def _sound(engine: Engine, step: Step, note: Note) -> None:
     """Tell of a step that was left out, and of checkpoints whose numbers are not finite."""
     if engine.place.rank:
         return
     if step.trouble is not None:
-        report(
-            {
-                "kind": "note",
-                "text": "note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "),
-            }
-        )
+        note("note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "))
     while engine.checkpoints.marked:
         problem = engine.checkpoints.marked.pop(0)
-        report({"kind": "note", "text": f"note  {problem.what}: {problem.why}"})
+        note(f"note  {problem.what}: {problem.why}")
 
 
-def _whole(engine: Engine, report: Callable[[dict[str, Any]], None]) -> None:
+def _whole(engine: Engine, note: Note) -> None:
     """Say what of the model ranks hold, or compute, whole under tp and cp."""
     lines = [choose.summary(engine.built.whole)] if engine.built.plan.tp > 1 else []
     for line in (*lines, *opened_units(engine.built.whole)) if engine.place.rank == 0 else ():
-        report({"kind": "note", "text": f"note  {line}"})
+        note(f"note  {line}")
 
 
-def _inexact(engine: Engine, report: Callable[[dict[str, Any]], None], named: set[str]) -> None:
+def _inexact(engine: Engine, note: Note, named: set[str]) -> None:
     """Say what cannot equal one device; some of it shows in the first step, and what losses ask for on the last stage only."""
     built = engine.built
     first = not any(place for axis, place in built.at.items() if axis != "pp")
     for line in inexact(built) if engine.place.rank == 0 else built.sharers.inexact if first else ():
         if line not in named:
-            report({"kind": "note", "text": f"note  not exact: {line}"})
+            note(f"note  not exact: {line}")
             named.add(line)
 
 
-def _resume(
-    engine: Engine, request: Request, run: RunDirectory, report: Callable[[dict[str, Any]], None]
-) -> Path | None:
+def _resume(engine: Engine, request: Request, run: RunDirectory, note: Note) -> Path | None:
     path = engine.resume(missing_ok=not request.resume, allow_changes=request.allow_changes)
     if engine.place.rank == 0:
         for problem in engine.checkpoints.refused:
-            report({"kind": "note", "text": f"refused {problem.what}: {problem.why}"})
-        report(
-            {
-                "kind": "note",
-                "text": f"resumed from {path} at step {engine.position.step}"
-                if path
-                else "nothing saved yet: starting from step 0",
-            }
-        )
+            note(f"refused {problem.what}: {problem.why}")
+        resumed = f"resumed from {path} at step {engine.position.step}"
+        note(resumed if path else "nothing saved yet: starting from step 0")
         for line in engine.checkpoints.changed:
-            report({"kind": "note", "text": f"changed  {line}"})
+            note(f"changed  {line}")
         with writing(run.path):
             run.describe(request.name, request.plan, request.arguments)
             run.cut(engine.position.step)
@@ -387,7 +367,12 @@ def _owed(engine: Engine, run: RunDirectory) -> bool:
 
 def _reporter(report: Callable[[dict[str, Any]], None]):
     def show(
-        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
     ) -> None:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         report({"kind": "warning", "text": text, "short": f"{category.__name__}: {short(str(message))}"})
@@ -406,9 +391,8 @@ def scaled(job: Job, batch: int | None, rule: str | None) -> tuple[Job, tuple[st
     ratio = batch / job.batch
     changed = dataclasses.replace(job, batch=batch)
     if rule is None:
-        return changed, (
-            f"note  global batch {job.batch} → {batch}; learning rate unchanged (--scale-lr linear or sqrt changes it)",
-        )
+        told = "learning rate unchanged (--scale-lr linear or sqrt changes it)"
+        return changed, (f"note  global batch {job.batch} → {batch}; {told}",)
     factor = ratio if rule == "linear" else ratio**0.5
 
     def optimizer(parameters: list[Any]) -> Any:

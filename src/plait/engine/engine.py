@@ -35,7 +35,8 @@ from plait.engine.evaluate import evaluate
 from plait.engine.nonfinite import Guard
 from plait.engine.passes import Passes, Spans, Step, sort_of, tokens
 from plait.launch.place import Place, current
-from plait.parallel.built import Built
+from plait.model.make import BuiltModel
+from plait.model.sketch import Sketch
 from plait.tensors.finite import Rule
 from plait.tensors.torch_private import leaves, scale_
 
@@ -45,17 +46,19 @@ class Engine:
 
     `device` is auto, cpu or cuda. `directory` is where checkpoints live. `workers` loader processes fetch ahead.
     `on_nan`: what to do in a step whose loss or gradient norm is not finite: stop (N001), skip (leave it out), or ignore.
+    `cast` and `known` are those of `build`.
     Raises `PlaitError` for whatever is wrong with the job, the plan or the machine.
     """
 
     def __init__(
         self, job: Job, plan: Plan | str = "dp=*", *, device: str = "auto", directory: str | Path = "checkpoints",
         workers: int = 0, place: Place | None = None, cast: torch.dtype | None = None, on_nan: str = "stop",
+        known: tuple[BuiltModel, Sketch] | None = None,
     ):  # fmt: skip
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self.place = current() if place is None else place
         plan = plan.fill(self.place.world)
-        self.built: Built = self._build(job, plan, pick_device(device, self.place), cast)
+        self.built = build(job, plan, self.place, pick_device(device, self.place), cast, known)
         self.job, self.plan, self.workers = job, plan, workers
         self.position = Position()
         self.checkpoints = Checkpoints(Path(directory))
@@ -66,9 +69,6 @@ class Engine:
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
         self.passes = Passes(self.built, self._spans)
         self.guard = Guard(self.built, on_nan)
-
-    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
-        return build(job, plan, self.place, device, cast)
 
     def __enter__(self) -> "Engine":
         return self
@@ -120,19 +120,21 @@ class Engine:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
         job = self.job
         reads = self.place.reads
-        source = batches(
-            self.built.data, job.batch, job.seed, self.share, self.position, workers=self.workers, reads=reads
-        )
-        if known_by(self.built.data, self.share.ranks):
+        data, workers = self.built.data, self.workers
+        source = batches(data, job.batch, job.seed, self.share, self.position, workers=workers, reads=reads)
+        if known_by(data, self.share.ranks):
             source = self._merged(source)
-        padding = self._padding()
+        padding = None  # a data set without a `collate` has samples of one shape only
+        if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
+            padding = Padding(data, self.built.group, self.built.device)
         while self.position.step < job.steps and not self._stop:
             self._spans.begin("data")
             batch = next(source)
             self._compare(batch)
             if padding is not None:
-                batch = padding.batch(batch, fetching(self.built.data, job.seed, batch, self.share.ranks))
-                self._name_padding(padding)
+                batch = padding.batch(batch, fetching(data, job.seed, batch, self.share.ranks))
+                if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
+                    self.built.unlike = (*self.built.unlike, LOOSE)
             self._spans.end("data")
             yield batch
 
@@ -147,16 +149,6 @@ class Engine:
         length = len(built.data) if hasattr(built.data, "__len__") else None
         return Merge(share, job.batch, built.group, nth, length).batches(source, self.position)
 
-    def _padding(self) -> Padding | None:
-        """What pads micro-batches alike. A data set without a `collate` has samples of one shape only."""
-        parts = self.plan.ranks * self.plan.microbatches
-        data, built = self.built.data, self.built
-        return Padding(data, built.group, built.device) if parts > 1 and hasattr(data, "collate") else None
-
-    def _name_padding(self, padding: Padding) -> None:
-        if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
-            self.built.unlike = (*self.built.unlike, LOOSE)
-
     def _compare(self, batch: Batch) -> None:
         """What ranks read of an iterable is the same; what only some of it is has a name."""
         if not batch.seen or self.place.world == 1:
@@ -166,8 +158,7 @@ class Engine:
 
     def step(self, batch: Batch) -> Step:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps."""
-        loss = self.backward(batch)
-        return self.update(batch, loss)
+        return self.update(batch, self.backward(batch))
 
     def backward(self, batch: Batch) -> Tensor:
         """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `_step_row`)."""
@@ -192,11 +183,8 @@ class Engine:
 
     def runs(self, batch: Batch, weights: list[float]) -> list[int]:
         """Numbers of the micro-batches that this rank runs: those that weigh something, or that every rank must run."""
-        most = BatchShare(0, self.plan.ranks, self.plan.microbatches).parts(
-            batch.size
-        )  # rank 0's parts are the largest
-        if batch.most:
-            most = BatchShare(0, 1, self.plan.microbatches).parts(batch.most)
+        ranks, size = (1, batch.most) if batch.most else (self.plan.ranks, batch.size)
+        most = BatchShare(0, ranks, self.plan.microbatches).parts(size)  # rank 0's parts are the largest
         return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
 
     def sizes_run(self, batch: Batch) -> list[tuple[int, str]]:
@@ -236,11 +224,8 @@ class Engine:
         row[data + self.place.rank] = sum(took for name, _, took in self._spans.open if name == "data")
         alike = self.plan.along(SAME_LOSS)
         together = self.plan.pp * alike
-        row[1], row[2 + rank], row[2 + ranks + rank] = (
-            float(self.place.stopping()),
-            batch.count / together,
-            self._busy / together,
-        )
+        row[1] = float(self.place.stopping())
+        row[2 + rank], row[2 + ranks + rank] = batch.count / together, self._busy / together
         if self.built.device.type == "cpu":
             row[0] = sum(float(loss) for loss in losses) / alike
             return torch.tensor(row, dtype=torch.float64)
@@ -271,7 +256,11 @@ class Engine:
         finite = trouble is None and (built.scaler is None or math.isfinite(norm))
         if finite:
             self.guard.skipped = 0
-            self._optimise(_clip_factor(norm * unscale, self.job.clip) * unscale)
+            gradients = [p.grad for p in built.own.values() if p.grad is not None]
+            factor = _clip_factor(norm * unscale, self.job.clip) * unscale
+            if gradients and factor != 1.0:
+                scale_(gradients, factor)
+            optimizer.step()
         if built.scaler is not None and trouble is None:
             built.scaler.update(finite)
         for parameter in built.own.values():
@@ -281,12 +270,6 @@ class Engine:
         step = self._told(batch, row, norm * unscale, lr)
         step.skipped, step.trouble = not finite, trouble
         return step
-
-    def _optimise(self, factor: float) -> None:
-        gradients = [p.grad for p in self.built.own.values() if p.grad is not None]
-        if gradients and factor != 1.0:
-            scale_(gradients, factor)
-        self.optimizer.step()
 
     def _set_rate(self) -> None:
         if self.job.schedule is None:
@@ -300,9 +283,8 @@ class Engine:
         loss, stop, *rows, saved = row
         self.checkpoints.heard(self, saved)
         spans = self._spans.taken()
-        self._busy = sum(
-            took for name, _, took in spans if sort_of(name) in ("forward", "backward", "loss", "replicate")
-        )
+        computing = ("forward", "backward", "loss", "replicate")
+        self._busy = sum(took for name, _, took in spans if sort_of(name) in computing)
         self._stop = stop > 0
         return Step(
             batch.after.step, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
@@ -338,7 +320,4 @@ class Engine:
 
 def _clip_factor(norm: float, clip: float | None) -> float:
     """As `torch.nn.utils.clip_grad_norm_`: clip / (norm + 1e-6), at most 1; NaN stays NaN."""
-    if clip is None:
-        return 1.0
-    factor = clip / (norm + 1e-6)
-    return 1.0 if factor > 1.0 else factor
+    return 1.0 if clip is None else min(clip / (norm + 1e-6), 1.0)

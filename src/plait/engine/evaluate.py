@@ -8,14 +8,30 @@ A forward pass has as many samples as the largest micro-batch of training, so wh
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count as numbers
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from plait.data.batch import BatchShare, collate, empty, example, first_samples, is_map, largest, opened, part
+from plait.data.batch import (
+    BatchShare,
+    Data,
+    MapStyle,
+    collate,
+    empty,
+    example,
+    first_samples,
+    is_map,
+    largest,
+    opened,
+    part,
+)
 from plait.data.iterables import agree, digest
 from plait.data.padding import Padding
 from plait.engine import try_metrics
@@ -29,6 +45,8 @@ from plait.tensors.collectives import exchange
 from plait.tensors.modules import evaluating
 from plait.tensors.rows import split
 
+Share = tuple[tuple[object, object], int]
+
 
 def evaluate(built: Built) -> dict[str, float]:
     """The mean of each of the job's metrics over its evaluation set; {} when it has none. All ranks call it."""
@@ -39,14 +57,14 @@ def evaluate(built: Built) -> dict[str, float]:
     rank, ranks = built.plan.share(place.rank), built.plan.ranks
     size = largest(job.batch, built.plan.shares, built.plan.microbatches)
     together = built.shards is not None or built.plan.ep > 1
-    reads = lambda: place.within("evaluation data")  # noqa: E731
     with _forward_only(built):
         data = opened(job.evaluate.data, try_metrics.WHERE)
+        share = BatchShare(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
+        held_out = HeldOut(data, job.seed, share, lambda: place.within("evaluation data"))
         if hasattr(data, "collate"):
-            parts = BatchShare(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
-            shares = _alike(data, job.batch, job.seed, parts, Padding(data, built.group, built.device), reads=reads)
+            shares = held_out.padded(job.batch, Padding(data, built.group, built.device))
         else:
-            shares = _share(data, size, job.seed, rank, ranks, built.group, reads=reads)
+            shares = held_out.in_order(size, built.group)
         for pair, count in shares:
             place.within("evaluate")
             if not count and not together:
@@ -91,94 +109,90 @@ def _forward_only(built: Built) -> Iterator[None]:
         yield
 
 
-def _outputs(built: Built, inputs: Any, samples: int) -> tuple[Any, bool]:
+def _outputs(built: Built, inputs: object, samples: int) -> tuple[Any, bool]:
     """The model's outputs, and whether this rank has them: in a pipeline the last stage does."""
     if built.pipe is None:
         return call(built.model, inputs), True
     return built.pipe.forward_only(inputs, samples, lambda: call(built.model, inputs))
 
 
-def _share(
-    data: Any, batch: int, seed: int, rank: int, ranks: int, group: Any, *, reads: Callable[[], None]
-) -> Iterator[tuple[tuple[Any, Any], int]]:  # fmt: skip
-    """This rank's part of an evaluation set, in order, every sample on exactly one rank; as many batches on each.
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out data, as a rank reads it: its share of each batch, and how many of the samples are its own.
 
-    Beside each batch how many of its samples are this rank's: 0 when it is only there to make up the number. `reads` is
-    called before each sample.
+    None are its own where a batch is only there to make up the number of batches, which is the same on all ranks.
     """
-    if is_map(data):
-        first, count = split(len(data), ranks, rank)
-        for offset in range(0, split(len(data), ranks, 0)[1], batch):  # rank 0's share is the largest
-            ids = range(first + offset, first + min(offset + batch, count))
-            samples = []
-            for i in ids or [0]:
-                reads()
-                seed_host(seed, "evaluate", i)
-                samples.append(data[i])
-            yield collate(data, samples), len(ids)
-        return
-    source, read = enumerate(_keyed(data, seed, reads)), 0
-    while True:
-        everyone = [(s, i % ranks == rank) for _, (i, s) in zip(range(batch * ranks), source)]
-        read += len(everyone)
-        if group is not None:
-            agree(read, digest([s for s, _ in everyone]), group, try_metrics.WHERE)
-        if not everyone:
-            break
-        samples = [s for s, mine in everyone if mine]
-        yield collate(data, samples or [everyone[0][0]]), len(samples)
-    if not read:
-        raise empty("the iterable ended without a sample", try_metrics.WHERE)
 
+    data: Data
+    seed: int
+    share: BatchShare
+    reads: Callable[[], None]
+    """Called before each sample."""
 
-def _alike(
-    data: Any, batch: int, seed: int, share: BatchShare, padding: Padding, *, reads: Callable[[], None]
-) -> Iterator[tuple[tuple[Any, Any], int]]:
-    """As `_share`, of data with a `collate`: batches of as many samples as a step has, each shared out as in training and
-    padded to the longest sample of the batch."""
+    def in_order(self, batch: int, group: ProcessGroup | None) -> Iterator[Share]:
+        """This rank's part of the data, in order, every sample on exactly one rank."""
+        data, share = self.data, self.share
+        if is_map(data):
+            first, count = split(len(data), share.ranks, share.rank)
+            for offset in range(0, split(len(data), share.ranks, 0)[1], batch):  # rank 0's share is the largest
+                ids = range(first + offset, first + min(offset + batch, count))
+                yield collate(data, [self._read(data, i) for i in ids or [0]]), len(ids)
+            return
+        source, read = enumerate(self._keyed()), 0
+        while True:
+            everyone = [(s, i % share.ranks == share.rank) for i, s in islice(source, batch * share.ranks)]
+            read += len(everyone)
+            if group is not None:
+                agree(read, digest([s for s, _ in everyone]), group, try_metrics.WHERE)
+            if not everyone:
+                break
+            samples = [s for s, mine in everyone if mine]
+            yield collate(data, samples or [everyone[0][0]]), len(samples)
+        if not read:
+            raise empty("the iterable ended without a sample", try_metrics.WHERE)
 
-    def read(i: int) -> Any:
-        reads()
-        seed_host(seed, "evaluate", i)
+    def padded(self, batch: int, padding: Padding) -> Iterator[Share]:
+        """Of data with a `collate`: batches of as many samples as a step has, each shared out as in training and padded to
+        the longest sample of the batch."""
+        data, source, start = self.data, self._keyed(), 0
+        while True:
+            if is_map(data):
+                size, fetch = min(batch, len(data) - start), partial(self._read, data)
+            else:
+                around = dict(enumerate(islice(source, batch), start))
+                size, fetch = len(around), around.__getitem__
+                if padding.group is not None:
+                    agree(start + size, digest(list(around.values())), padding.group, try_metrics.WHERE)
+            if size == 0 and start == 0:
+                raise empty("the iterable ended without a sample", try_metrics.WHERE)
+            if size == 0:
+                return
+            micros = []
+            for first, count in self.share.parts(size):
+                ids = list(range(start + first, start + first + count))
+                micros.append(part(data, [fetch(i) for i in ids or [start]], first, ids))
+            most = replace(self.share, rank=0).parts(size)  # rank 0's parts are the largest
+            for micro, (_, longest) in zip(padding.alike(micros, fetch), most):
+                if longest:
+                    yield micro.spare or (micro.inputs, micro.targets), micro.count
+            start += size
+
+    def _read(self, data: MapStyle, i: int) -> object:
+        self.reads()
+        seed_host(self.seed, "evaluate", i)
         return data[i]
 
-    source, start = None if is_map(data) else enumerate(_keyed(data, seed, reads)), 0
-    while True:
-        if source is None:
-            around, size = {}, min(batch, len(data) - start)
-        else:
-            around = dict(zip(range(start, start + batch), (s for _, s in islice(source, batch))))
-            size = len(around)
-            if padding.group is not None:
-                agree(start + size, digest(list(around.values())), padding.group, try_metrics.WHERE)
-        if size == 0 and start == 0:
-            raise empty("the iterable ended without a sample", try_metrics.WHERE)
-        if size == 0:
-            return
-        fetch = read if source is None else around.__getitem__
-        micros = [
-            part(data, [fetch(i) for i in ids] or [fetch(start)], first, ids)
-            for first, ids in ((f, list(range(start + f, start + f + n))) for f, n in share.parts(size))
-        ]
-        most = BatchShare(0, share.ranks, share.microbatches).parts(size)  # rank 0's parts are the largest
-        for micro, (_, largest_) in zip(padding.alike(micros, fetch), most):
-            if largest_:
-                yield micro.spare or (micro.inputs, micro.targets), micro.count
-        start += size
-
-
-def _keyed(data: Any, seed: int, reads: Callable[[], None]) -> Iterator[Any]:
-    """Samples of an iterable, the host generators seeded before each."""
-    seed_host(seed, "evaluate")
-    source, i = iter(data), 0
-    while True:
-        reads()
-        seed_host(seed, "evaluate", i)
-        try:
-            yield next(source)
-        except StopIteration:
-            return
-        i += 1
+    def _keyed(self) -> Iterator[object]:
+        """Samples of an iterable, the host generators seeded before each."""
+        seed_host(self.seed, "evaluate")
+        source = iter(self.data)
+        for i in numbers():
+            self.reads()
+            seed_host(self.seed, "evaluate", i)
+            try:
+                yield next(source)
+            except StopIteration:
+                return
 
 
 def _means(built: Built, sums: dict[str, Tensor]) -> dict[str, float]:

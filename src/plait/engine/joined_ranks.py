@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from plait.config.errors import PlaitError, Problem, trace_of
 from plait.engine.build import broadcast_text
@@ -31,7 +32,9 @@ SEEN = 5.0
 """Seconds in which a file must be seen on all machines of a shared file system."""
 
 
-def meet(place: Place, group: Any, device: torch.device, make: Callable[[], RunDirectory]) -> RunDirectory:
+def meet(
+    place: Place, group: ProcessGroup | None, device: torch.device, make: Callable[[], RunDirectory]
+) -> RunDirectory:
     """The run directory, which rank 0 makes and every rank sees. L003 on all ranks when some do not.
 
     What rank 0 cannot make ends every rank with the same exit code.
@@ -86,10 +89,8 @@ def _seen(facts: dict[str, Any]) -> Path | None:
 def _apart(facts: dict[str, Any], blind: list[int]) -> PlaitError:
     ranks = ", ".join(map(str, blind[:8])) + (", …" if len(blind) > 8 else "")
     why = f"rank 0 made {facts['whole']} on {facts['host']}; rank {ranks} cannot read it"
-    fix = (
-        "--runs /a/folder/that/all/machines/share    (NFS, Lustre, …)",
-        "start all processes in one working directory on such a file system",
-    )
+    shared = "--runs /a/folder/that/all/machines/share    (NFS, Lustre, …)"
+    fix = (shared, "start all processes in one working directory on such a file system")
     what = "the run directory is not on a file system that all machines share"
     return PlaitError(Problem("L003", what, why=why, where=f"here: {socket.gethostname()}:{os.getcwd()}", fix=fix))
 

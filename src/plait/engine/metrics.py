@@ -11,7 +11,6 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -29,26 +28,17 @@ from plait.tensors.finite import number
 COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
 
 
-@dataclass(frozen=True)
-class Waits:
-    """What a step tells of waiting."""
-
-    data: list[float]
-    """Seconds that each rank waited for samples."""
-    others: float
-    """Seconds that rank 0 was ready earlier than the slowest rank: in its sums it waits for that one, it does not send."""
-
-    @staticmethod
-    def of(step: Step, share: Callable[[int], int]) -> "Waits":
-        """`share`: which share of the batch a rank has."""
-        ready = [data + step.by_rank[share(rank)][1] for rank, data in enumerate(step.data_by_rank)]
-        return Waits(step.data_by_rank, max(ready) - ready[0])
-
-
 class Recorder:
     """Writes one rank's record of a run. `status` is called with a dict at most ten times a second on rank 0."""
 
-    def __init__(self, engine: Engine, run: RunDirectory, status: Any, mirrors: list[str], note: Any = print):
+    def __init__(
+        self,
+        engine: Engine,
+        run: RunDirectory,
+        status: Callable[[dict[str, Any]], None],
+        mirrors: list[str],
+        note: Callable[[str], None] = print,
+    ):
         self.engine, self.status, self.note, self.told = engine, status, note, 0.0
         rank = engine.place.rank
         self.rank, self.world = rank, engine.plan.devices
@@ -56,7 +46,8 @@ class Recorder:
         self.metrics = open(run.metrics, "a", buffering=1, encoding="utf-8") if rank == 0 else None  # noqa: SIM115
         self.mirror = _mirror(mirrors, run.path) if rank == 0 else None
         self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
-        self.waits: deque[Waits] = deque(maxlen=50)
+        self.waits: deque[tuple[list[float], float]] = deque(maxlen=50)
+        """Seconds that each rank waited for samples; those that rank 0 waited in its sums for the slowest rank."""
         self.last = time.perf_counter()
         self.device_bytes: list[int] = []
         self.slow = Counter[tuple[str, int]]()
@@ -97,7 +88,9 @@ class Recorder:
         busy = [seconds for _, seconds in step.by_rank]
         self._straggler("is {}× slower than the median rank", busy, 0.0)
         self._straggler("waits {}× as long for its samples as the median rank", step.data_by_rank, 0.1 * seconds)
-        self.waits.append(Waits.of(step, self.engine.plan.share))
+        share = self.engine.plan.share
+        ready = [data + step.by_rank[share(rank)][1] for rank, data in enumerate(step.data_by_rank)]
+        self.waits.append((step.data_by_rank, max(ready) - ready[0]))
         if now - self.told > 0.1 or step.step == self.engine.job.steps:
             self.told = now
             self.status(self._status(step))
@@ -130,23 +123,16 @@ class Recorder:
         origin = step.spans[0][1] if step.spans else 0.0
         spans = [[name, round(start - origin, 6), round(took, 6)] for name, start, took in step.spans]
         at = batch.position
-        row = {
-            "step": step.step,
-            "epoch": at.epoch,
-            "start": at.start,
-            "size": batch.size,
-            "at": round(origin, 6),
-            "spans": spans,
-        }
-        self.events.write(json.dumps(row) + "\n")
+        row = {"step": step.step, "epoch": at.epoch, "start": at.start, "size": batch.size, "at": round(origin, 6)}
+        self.events.write(json.dumps(row | {"spans": spans}) + "\n")
 
     def _status(self, step: Step) -> dict[str, Any]:
         total = sum(r[0] for r in self.recent)
         spent = {name: sum(r[1].get(name, 0.0) for r in self.recent) for name in ("reduce", "optimizer", *COMPUTE)}
-        data = [sum(each) for each in zip(*(w.data for w in self.waits))]
+        data = [sum(each) for each in zip(*(data for data, _ in self.waits))]
         slowest = max(range(len(data)), key=data.__getitem__)
         alike = data[slowest] - min(data) < 0.05 * total
-        comm = max(0.0, spent["reduce"] - sum(w.others for w in self.waits))
+        comm = max(0.0, spent["reduce"] - sum(others for _, others in self.waits))
         samples, tokens = sum(r[2] for r in self.recent), sum(r[3] for r in self.recent)
         useful = sum(spent[name] for name in COMPUTE) + spent["optimizer"] / self.world
         left = self.engine.job.steps - step.step
@@ -177,7 +163,7 @@ class Recorder:
 def _json(row: dict[str, Any]) -> str:
     """A line of metrics; a number that is not finite is null there."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
         return number(value) if isinstance(value, float) else value
@@ -192,7 +178,6 @@ def _mirror(names: list[str], path: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise PlaitError(
-            Problem("H004", "--to tensorboard needs the package tensorboard", fix=("pip install tensorboard",))
-        ) from None
+        fix = ("pip install tensorboard",)
+        raise PlaitError(Problem("H004", "--to tensorboard needs the package tensorboard", fix=fix)) from None
     return SummaryWriter(str(path / "tensorboard"))

@@ -30,6 +30,7 @@ IN_A_ROW = 10
 """So many steps left out one after the other end the run."""
 SHOWN = 64
 """Sample numbers of a micro-batch that a message has room for."""
+GENTLER = "a lower learning rate, or  clip=1.0  in the job"
 PLACES = 4
 """Micro-batches that a message has room for."""
 
@@ -81,13 +82,16 @@ class Guard:
         places = self._where(engine, batch)
         self.skipped += 1
         why = "\n".join(places) or "every rank's own numbers are finite: their sum is too large for the number format"
-        problem = Problem("N001", f"step {step}: {what}", why=why, fix=_fixes(self.choice))
+        fix = ("look at what the job's data gives for these samples", GENTLER)
+        if self.choice == "stop":
+            fix = ("--resume --on-nan skip  goes on and leaves such steps out", *fix)
+        problem = Problem("N001", f"step {step}: {what}", why=why, fix=fix)
         if self.choice == "stop":
             raise PlaitError(problem, FAILED)
         if self.skipped == IN_A_ROW:
             again = Problem("N002", f"{IN_A_ROW} steps in a row were not finite, up to step {step}",
                             why="leaving out steps does not help: every batch gives such numbers",
-                            fix=("a lower learning rate, or  clip=1.0  in the job",))  # fmt: skip
+                            fix=(GENTLER,))  # fmt: skip
             raise PlaitError([again, problem], FAILED)
         return problem
 
@@ -103,10 +107,7 @@ class Guard:
         made = f"the update of step {step} made them so" if step else "they were so at the start"
         rate = f", with lr={engine.optimizer.param_groups[0]['lr']:g}" if step else ""
         what = f"weights are not finite after step {step}: {several(names)}"
-        fix = (
-            "a lower learning rate, or  clip=1.0  in the job",
-            "--resume goes on from the newest checkpoint that is finite",
-        )
+        fix = (GENTLER, "--resume goes on from the newest checkpoint that is finite")
         return Problem("N003", what, why=f"{why}\n{made}{rate}; on {_ranks(ranks)}", fix=fix)
 
     def _put_back(self, engine: Repeatable) -> None:
@@ -121,11 +122,8 @@ class Guard:
         with search:
             engine.again(batch)
         self._put_back(engine)
-        seen = {
-            "loss": [(n, loss) for n, loss in losses if not math.isfinite(loss)],
-            "unit": search.units,
-            "gradient": search.gradients,
-        }
+        wrong = [(n, loss) for n, loss in losses if not math.isfinite(loss)]
+        seen = {"loss": wrong, "unit": search.units, "gradient": search.gradients}
         numbers = sorted({n for rows in seen.values() for n, _ in rows})
         micro = [[n, list(batch.micro[n].ids), *_unsound(batch.micro[n])] for n in numbers]
         words = [json.loads(text) for text in _exchange(engine, {**seen, "micro": micro})]
@@ -136,19 +134,11 @@ class Before:
     """What forward passes write of a rank's model, as it was before the step: statistics, counters, weights that follow."""
 
     def __init__(self, built: Built):
-        sketch, norms = built.whole, built.whole.batch_norms
-        model = built.model
-        names = [
-            *sketch.counting,
-            *(f"{norm}.{key}" for norm in norms for key in own_buffers(model.get_submodule(norm))),
-        ]
-        owners = [
-            (own_buffers(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2])
-            for name in dict.fromkeys(names)
-        ]
-        self.buffers = [
-            (buffers, key) for buffers, key in owners if (t := buffers.get(key)) is not None and not t.is_meta
-        ]
+        sketch, model = built.whole, built.model
+        names = [tuple(name.rpartition(".")[::2]) for name in sketch.counting]
+        names += [(norm, key) for norm in sketch.batch_norms for key in own_buffers(model.get_submodule(norm))]
+        owners = [(own_buffers(model.get_submodule(owner)), key) for owner, key in dict.fromkeys(names)]
+        self.buffers = [(held, key) for held, key in owners if (t := held.get(key)) is not None and not t.is_meta]
         self.weights = [p for name, p in built.own.items() if name in sketch.rewritten]
         self.held: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self.copies: list[Tensor] = []
@@ -220,7 +210,9 @@ class Search:
             if id(parameter) in names:
                 self._watch(names[id(parameter)], parameter)
 
-    def _unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _unit(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
         if all(n != self.passes.at for n, _ in self.units) and not _sound(output) and _sound((args, kwargs)):
             self.units.append((self.passes.at, name))
 
@@ -229,13 +221,11 @@ class Search:
             self.gradients.append((self.passes.at, name))
 
 
-def _sound(tree: Any) -> bool:
+def _sound(tree: object) -> bool:
     """Whether no tensor in it holds NaN or plus infinity: minus infinity is what masks are made of."""
-    found = (
-        t for t in tree_leaves(tree) if type(t) in (Tensor, nn.Parameter) and not t.is_meta and t.is_floating_point()
-    )
+    tensors = (t for t in tree_leaves(tree) if type(t) in (Tensor, nn.Parameter) and not t.is_meta)
     with torch.no_grad():
-        return not any(bool((t.isnan() | t.isposinf()).any()) for t in found)
+        return not any(bool((t.isnan() | t.isposinf()).any()) for t in tensors if t.is_floating_point())
 
 
 def _unsound(micro: Micro) -> tuple[list[int], str]:
@@ -268,7 +258,8 @@ def _told(words: list[dict[str, Any]], microbatches: int) -> list[str]:
         began = {n for n, _ in word["unit"]}
         for n, facts in seen.items():
             ids, bad, where = micro[n]
-            row = not bad, n not in began, n, _about(ids, bad, where), "; ".join(facts)
+            unsound = f", of which {_some(bad)} are not finite themselves ({where})" if bad else ""
+            row = not bad, n not in began, n, _some(ids) + unsound, "; ".join(facts)
             rows.setdefault(row, []).append(rank)
     lines = []
     for (*_, n, samples, facts), ranks in sorted(rows.items(), key=lambda row: row[0][:2]):
@@ -280,23 +271,9 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
-def _about(ids: list[int], bad: list[int], where: str) -> str:
-    held = f", of which {_some(bad)} are not finite themselves ({where})" if bad else ""
-    return _some(ids) + held
-
-
 def _some(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:SHOWN])) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
 
 
-def _fixes(choice: str) -> tuple[str, ...]:
-    go = ("--resume --on-nan skip  goes on and leaves such steps out",) if choice == "stop" else ()
-    return (
-        *go,
-        "look at what the job's data gives for these samples",
-        "a lower learning rate, or  clip=1.0  in the job",
-    )
-
-
-def _exchange(engine: Repeatable, value: Any) -> Iterable[bytes]:
+def _exchange(engine: Repeatable, value: object) -> Iterable[bytes]:
     return exchange(json.dumps(value).encode(), engine.built.group, engine.built.device)

@@ -1,8 +1,7 @@
-"""The forward and backward passes of one step on one rank: micro-batch by micro-batch, in threads, or by a pipeline's table.
+"""The forward and backward passes of one step on one rank, and what the step did and where its time went.
 
-Every loss enters with its weight over the weight of the global batch, whoever computes it and in whatever order.
-
-What one optimizer step did, and where its time went.
+They go micro-batch by micro-batch, in threads, or by a pipeline's table. Every loss enters with its weight over the weight of
+the global batch, whoever computes it and in whatever order.
 """
 
 from collections.abc import Callable, Iterator
@@ -183,7 +182,7 @@ class Passes:
         with self._format():
             return self.built.run(self.built.model, piece.inputs)
 
-    def _loss(self, outputs: Any, piece: MicroBatch) -> Tensor:
+    def _loss(self, outputs: object, piece: MicroBatch) -> Tensor:
         """The job's loss, or zero for an empty share in a model that communicates: it takes part and adds nothing."""
         with self._format():
             whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731

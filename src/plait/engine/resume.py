@@ -41,10 +41,8 @@ def find(text: str, job: str, root: Path) -> tuple[RunDirectory | None, Path | N
         return (RunDirectory(run) if path.parent.name == "checkpoints" and (run / "job.json").exists() else None), path
     if (path / "checkpoints").is_dir():
         if not Checkpoints(path / "checkpoints").found():
-            why = "nothing was saved before it ended"
-            raise PlaitError(
-                Problem("K001", f"the run {path} has no checkpoint", why=why, fix=("start without --resume",))
-            )
+            why, fix = "nothing was saved before it ended", ("start without --resume",)
+            raise PlaitError(Problem("K001", f"the run {path} has no checkpoint", why=why, fix=fix))
         return RunDirectory(path), None
     why = "a run has a folder `checkpoints`, and a checkpoint is a folder such as step-000200 in it"
     raise PlaitError(Problem("K001", f"{text} is neither a run nor a checkpoint", why=why, fix=("--resume",)))
@@ -67,10 +65,8 @@ def _nowhere(text: str, root: Path) -> Problem:
     with suppress(OSError):
         runs = sorted(p.name for p in root.iterdir() if (p / "checkpoints").is_dir() and not p.is_symlink())
         if runs:
-            word = f"{wanted.name[:60]}        {did_you_mean(wanted.name[:60], runs)[:300]}"
-            return Problem(
-                "K001", f"there is no run {word}", why=f"looked in {root}/", fix=("--resume    the newest run",)
-            )
+            what = f"there is no run {wanted.name[:60]}        {did_you_mean(wanted.name[:60], runs)[:300]}"
+            return Problem("K001", what, why=f"looked in {root}/", fix=("--resume    the newest run",))
     return Problem("K001", f"there is no run {text[:60]}", why=f"{root}/ has none", fix=("start without --resume",))
 
 

@@ -70,9 +70,8 @@ class RunDirectory:
         name, runs = job_name(job), RunDirectory.all(job, root)
         saved = [p for p in runs if any(_number(c.name, "step") for c in (p / "checkpoints").glob("step-*"))]
         if not runs:
-            raise PlaitError(
-                Problem("K001", f"there is no run of {name} in {root}/ to resume", fix=("start without --resume",))
-            )
+            what = f"there is no run of {name} in {root}/ to resume"
+            raise PlaitError(Problem("K001", what, fix=("start without --resume",)))
         return RunDirectory((saved or runs)[0])
 
     @staticmethod
@@ -105,13 +104,8 @@ class RunDirectory:
             except OSError:
                 time.sleep(0.1)
         file.close()
-        raise PlaitError(
-            Problem(
-                "R001",
-                f"another process is running {self.path}",
-                fix=("wait for it, or stop it", "start a new run without --resume"),
-            )
-        )
+        fix = ("wait for it, or stop it", "start a new run without --resume")
+        raise PlaitError(Problem("R001", f"another process is running {self.path}", fix=fix))
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics have the evaluation of a step."""
@@ -193,5 +187,5 @@ def _step_of(row: bytes) -> float:
     return step if isinstance(step, (int, float)) else float("inf")
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

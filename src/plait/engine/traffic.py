@@ -6,9 +6,10 @@ that only proofs and tests do it; a dry run tells what each kind of rank would s
 what they did is put side by side: collectives call by call, and what one sends to another with what that one receives.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -79,7 +80,8 @@ class Traffic:
 
     def note(self, op: str, args: tuple[Any, ...]) -> None:
         """A call of a collective."""
-        group: Any = next((g for g in map(group_in, args) if g is not None), dist.group.WORLD)
+        group = next((g for g in map(group_in, args) if g is not None), dist.group.WORLD)
+        assert group is not None
         number = self.known.get(group.group_name)
         if number is None:
             number = self.known[group.group_name] = len(self.groups)
@@ -98,21 +100,11 @@ class Traffic:
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """(calls, bytes) by operator; bytes only of messages whose size follows from plan, model and samples."""
-        found: dict[str, tuple[int, int]] = {}
-        for m in self.messages:
-            calls, size = found.get(m.op, (0, 0))
-            found[m.op] = calls + 1, size + m.sized * m.bytes
-        return found
+        return _counted((m.op, m.sized * m.bytes) for m in self.messages)
 
     def by_axes(self) -> dict[str, tuple[int, int]]:
         """(messages, bytes) by axis; of what is sent or received, what is sent."""
-        found: dict[str, tuple[int, int]] = {}
-        for m in self.messages:
-            if m.op != "recv_":
-                axes = self.groups[m.group].axes
-                calls, size = found.get(axes, (0, 0))
-                found[axes] = calls + 1, size + m.bytes
-        return found
+        return _counted((self.groups[m.group].axes, m.bytes) for m in self.messages if m.op != "recv_")
 
     @cached_property
     def sorted(self) -> dict[Any, tuple[GroupSeen, list[Message], dict[tuple[str, int], list[Message]]]]:
@@ -122,6 +114,15 @@ class Traffic:
             _, together, pointed = found[self.groups[m.group].key]
             (pointed.setdefault((m.op, m.peer), []) if m.op in POINTED else together).append(m)
         return found
+
+
+def _counted(rows: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """How often each name comes, and the sum of its numbers."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, size in rows:
+        calls, total = found.get(name, (0, 0))
+        found[name] = calls + 1, total + size
+    return found
 
 
 def given(op: str, args: tuple[Any, ...]) -> list[Tensor]:
@@ -159,12 +160,8 @@ def named(plan: Plan, ranks: tuple[int, ...]) -> str:
     """The axes along which ranks differ; `ep` for those that share out experts."""
     places = [plan.at(r) for r in ranks]
     axes = "×".join(a for a in AXES if len({p[a] for p in places}) > 1)
-    shares = {plan.share(r) // plan.ep for r in ranks}
-    return (
-        "ep"
-        if plan.ep > 1 and len(ranks) == plan.ep and len(shares) == 1 and set(axes.split("×")) <= set(OTHER_SAMPLES)
-        else axes or "alone"
-    )
+    one_share = plan.ep > 1 and len(ranks) == plan.ep and len({plan.share(r) // plan.ep for r in ranks}) == 1
+    return "ep" if one_share and set(axes.split("×")) <= set(OTHER_SAMPLES) else axes or "alone"
 
 
 def agree(records: dict[int, Traffic], like: Callable[[int], int]) -> None:
@@ -178,27 +175,22 @@ def agree(records: dict[int, Traffic], like: Callable[[int], int]) -> None:
                 found = whose.sorted.get(key, (group, [], {}))
                 if whose.rank not in done:
                     done.add(whose.rank)
-                    _same(group, (record.rank, together), (whose.rank, found[1]), "calls")
+                    _same(group, (record.rank, together), (whose.rank, found[1]))
                 back = -peer % len(group.ranks)
                 if peer and (whose.rank, peer) not in done:
                     done.add((whose.rank, peer))
                     sent, taken = pointed.get(("send", peer), []), found[2].get(("recv_", back), [])
-                    _same(group, (record.rank, sent), (whose.rank, taken), "sends and")
+                    _same(group, (record.rank, sent), (whose.rank, taken))
 
 
-def _same(group: GroupSeen, mine: tuple[int, list[Message]], others: tuple[int, list[Message]], what: str) -> None:
-    for i, (a, b) in enumerate(_pairs(mine[1], others[1]), 1):
+def _same(group: GroupSeen, mine: tuple[int, list[Message]], others: tuple[int, list[Message]]) -> None:
+    for i, (a, b) in enumerate(zip_longest(mine[1], others[1]), 1):
         if a is None or b is None or _content(a) != _content(b):
             told = [str(m) if m is not None else "nothing more" for m in (a, b)]
             raise PlaitError(Problem(
                 "D001", f"ranks {mine[0]} and {others[0]} would wait for each other: number {i} on {group.axes}",
                 why=f"rank {mine[0]}: {told[0]}; rank {others[0]}: {told[1]}", fix=("another plan",),
             ))  # fmt: skip
-
-
-def _pairs(a: list[Any], b: list[Any]) -> Iterator[tuple[Any, Any]]:
-    for i in range(max(len(a), len(b))):
-        yield a[i] if i < len(a) else None, b[i] if i < len(b) else None
 
 
 def _content(m: Message) -> Any:

@@ -112,7 +112,7 @@ class _Trial:
             return None
         return [tree_unflatten(first, form), tree_unflatten(second, other)]
 
-    def _numbers(self, t: Any) -> Any:
+    def _numbers(self, t: object) -> Any:
         if not isinstance(t, Tensor):
             return t
         made = torch.rand(t.shape) if t.is_floating_point() else torch.zeros(t.shape)
@@ -142,12 +142,12 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def _flat(outputs: Any) -> tuple[list[Any], Any]:
+def _flat(outputs: object) -> tuple[list[Any], Any]:
     leaves(outputs)  # makes trees of dataclasses
     return tree_flatten(outputs)
 
 
-def _twice(one: Any, like: Any) -> Any:
+def _twice(one: object, like: object) -> Any:
     """What is returned for two samples that are alike: that of one, twice along the dim that has grown."""
     if not isinstance(one, Tensor) or not isinstance(like, Tensor) or one.shape == like.shape:
         return one
@@ -157,7 +157,7 @@ def _twice(one: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-def named(returned: Any, metrics: Metrics) -> dict[str, Tensor]:
+def named(returned: object, metrics: Metrics) -> dict[str, Tensor]:
     """What metrics returned: a dict of values. J024 when it is something else."""
     fix = ('return {"error": (outputs - targets).abs()}    a dict, with one value per sample (or per token)',)
     if not isinstance(returned, dict):
@@ -173,7 +173,7 @@ def named(returned: Any, metrics: Metrics) -> dict[str, Tensor]:
     return found
 
 
-def _told(value: Any) -> str:
+def _told(value: object) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -190,7 +190,7 @@ def _one_for_all(name: str, count: int, metrics: Metrics) -> Problem:
     return Problem("J025", what, why=why, where=line_of(metrics), fix=fix)
 
 
-def line_of(function: Any) -> str:
+def line_of(function: Callable[..., Any]) -> str:
     """file:line of a function of the user's own."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

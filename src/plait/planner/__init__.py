@@ -9,8 +9,7 @@ constants         what was fitted to measurements
 space             all plans, in branches
 search            the best of them
 answer            what `plait plan` says
-goals             how far devices pay; the cheapest, fewest, largest
-fewer             what fewer devices would do
+goals             what fewer and more devices do; the cheapest, fewest, largest
 uncertainty       how sure a prediction is
 trial             a few real steps of plans
 measure_machine   what `plait bench` measures

@@ -54,12 +54,9 @@ class One:
     def told(self, chosen: Candidate, batch: int) -> str:
         """Beside the choice."""
         if self.best is not None and self.best.estimate is not None:
-            times = f"{self.best.seconds / chosen.seconds:.2f} × as fast"
-            here = (
-                "which is the choice"
-                if chosen.plan.devices == 1
-                else f"the choice, {chosen.plan.devices} devices, is {times}"
-            )
+            here, times = "which is the choice", f"{self.best.seconds / chosen.seconds:.2f} × as fast"
+            if chosen.plan.devices > 1:
+                here = f"the choice, {chosen.plan.devices} devices, is {times}"
             return f"one device alone: {short(batch / self.best.seconds)} samples/s; {here}"
         return f"one device alone: nothing fits{self.why and f', {self.why}'}"
 
@@ -108,7 +105,7 @@ def ask(
     """Search what there is for a job on a machine."""
     start = time.monotonic()
     question = asked.question(pins, memory, devices)
-    found = search(asked.pace(), question, asked.refused())
+    found = search(asked.pace, question, asked.refused())
     return answer(asked, question, found, top, time.monotonic() - start)
 
 
@@ -122,10 +119,8 @@ def answer(asked: PlanRequest, question: SearchSpace, found: Found, top: int, to
     shown = {row.candidate.mesh for row in rows}
     for candidate in classical(asked, question, found):
         if candidate.mesh not in shown and len(rows) < max(top + 3, 4):
-            fits = question.holds(candidate.estimate)
-            rows.append(
-                PlanRow(candidate, fits and not candidate.why, candidate.why or why_not(candidate, best, question))
-            )
+            fits, why = question.holds(candidate.estimate), candidate.why
+            rows.append(PlanRow(candidate, fits and not why, why or why_not(candidate, best, question)))
             shown.add(candidate.mesh)
     return Answer(asked, question, tuple(rows), found, sureness(asked, best), took)
 
@@ -151,7 +146,7 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     """The best plan with all devices on one axis, searched for by itself: bounds may have left it out."""
     alone = dict.fromkeys((*AXES, "ep"), 1) | {axis: question.devices}
     others = {key: value for key, value in question.pins.items() if key not in alone}
-    pace, refused = asked.pace(), asked.refused()
+    pace, refused = asked.pace, asked.refused()
     found = search(pace, replace(question, pins=others | alone), refused)
     if found.best:
         return found.best[0]
@@ -198,7 +193,7 @@ def text(found: Answer) -> str:
         source = "nothing is known of its speed: run `plait bench`"
     counts = found.found.counts
     lines = [
-        f"job       {asked.name}   {short(asked.pace().work.weights)} parameters · batch {question.batch}",
+        f"job       {asked.name}   {short(asked.pace.work.weights)} parameters · batch {question.batch}",
         f"machine   {asked.machine} ({source})",
         f"searched  {counts.get('priced', 0)} plans priced · {counts.get('do not fit', 0)} do not fit · "
         f"{counts.get('slower', 0)} bounded to be slower · {counts.get('impossible', 0)} impossible · {found.seconds:.1f} s",
@@ -238,7 +233,7 @@ def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
         return plan, "✗", memory, "–", "–", "–", "–", "–", row.why
     sent = got.share("tensor") + got.share("gradients")
     bubble = f"{100 * got.share('bubble'):.1f} %" if row.candidate.plan.pp > 1 else "–"
-    peak = found.asked.pace().peak(row.candidate.plan.precision)
+    peak = found.asked.pace.peak(row.candidate.plan.precision)
     return (plan, "✓", memory, _time(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
             f"{100 * got.flops / got.seconds / peak:.0f} %", row.why)  # fmt: skip
 
@@ -259,9 +254,8 @@ def _notes(found: Answer) -> list[str]:
             return [f"nothing fits: a device's own context ({size(CONTEXT)}) takes all of its memory; {told}"]
         return [f"nothing fits into {size(question.memory)}, what a device's memory leaves to a plan: {told}"]
     got, plan = best.candidate.estimate, best.candidate.plan
-    parts = " · ".join(
-        f"{name} {100 * got.share(name):.0f} %" for name, s in got.parts.items() if s / got.seconds > 0.005
-    )
+    large = [name for name in got.parts if got.share(name) > 0.005]
+    parts = " · ".join(f"{name} {100 * got.share(name):.0f} %" for name in large)
     memory = " · ".join(f"{name} {size(held)}" for name, held in got.memory.items() if held)
     lines = [
         f"step of #1: {parts}",

@@ -1,16 +1,14 @@
-"""From a sketch to a `Workload`: units as blocks, alike neighbours as one, and what tp and ep would cut of each.
+"""What a step of a model costs, apart from any machine and plan: its workload, made from the sketch of the model.
 
-What tp cuts is found for two ranks (`parallel/tensor/find/finder.py`) and taken for every number of them: whether a number divides the heads
-is asked when a plan is chosen. Values between slices are told from others by their size: an operator whose result is as
-large as what the unit returns works on the unit's own width.
+A `Workload` has what time and memory depend on: products of matrices, bytes moved and bytes kept, of blocks in the order of
+the forward pass; equal neighbours are one block with a count. Figures are those of one sample.
 
-What a step of a model costs, apart from any machine and any plan: products of matrices, bytes moved, bytes kept.
-
-A `Workload` is a sketch boiled down to what its time and its memory depend on: blocks in the order of the forward pass,
-alike neighbours as one with a count. Figures are those of one sample. `planner/from_sketch.py` makes one from a sketch.
+What tp cuts is found for two ranks (`parallel/tensor/find/finder.py`) and taken for every number of them: whether a number
+divides the heads is asked when a plan is chosen. Values between slices are told from others by their size: an operator whose
+result is as large as what the unit returns works on the unit's own width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -189,9 +187,8 @@ def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], i
     inner = call.work.inner if rows or tables else 0.0
     kept, out = call.saved.each / itemsize, call.output.each / itemsize
     share = inner / max(1.0, inner + call.work.wide)
-    made = sum(
-        p.rows * p.columns * p.batch * p.times for p in call.work.products if not p.fused or p.columns <= p.inner
-    )
+    written = (p for p in call.work.products if not p.fused or p.columns <= p.inner)
+    made = sum(p.rows * p.columns * p.batch * p.times for p in written)
     given = call.inputs.each / itemsize
     return Block(
         unit.name, 1, products, float(whole), float(cut), float(experts), call.work.wide + call.work.inner, inner,
@@ -243,7 +240,7 @@ def _runs(blocks: Iterable[Block]) -> list[Block]:
     return found
 
 
-def cuts_of(sketch: Sketch, model: nn.Module, inputs: Any, job: Job) -> Cuts:
+def cuts_of(sketch: Sketch, model: nn.Module, inputs: Callable[[int], Any], job: Job) -> Cuts:
     """What tp and ep can cut of a job's model; `model` may be one of fake tensors.
 
     Where rows go depends on numbers, so mixtures are looked for in a model that is really built, if that is small enough.

@@ -1,19 +1,22 @@
-"""Other questions than "which plan is fastest here": how far more devices pay, the cheapest, the fewest, the largest; a try."""
+"""Other questions than "which plan is fastest here": what fewer or more devices do, the cheapest, the largest; a try."""
 
 import argparse
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
+from plait.config.machine import Machine
 from plait.launch.devices import kind_of
 from plait.model.table import aligned, short
-from plait.planner.answer import WORDS, Answer, ask
-from plait.planner.fewer import halves
+from plait.planner.answer import WORDS, Answer, One, PlanRow, ask, why_not
 from plait.planner.question import PlanRequest, sized
+from plait.planner.search import ALIKE, Found, search
 
+KEPT = ("precision", "recompute", "compile", "offload")
+"""Given keys that mean the same on one device."""
 HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}
 
 
@@ -52,12 +55,8 @@ class Sizes:
 
     def text(self) -> str:
         """The table that is printed."""
-        lines = [
-            f"job       {self.job} · batch {self.batch}",
-            f"machine   {self.machine}",
-            f"question  {self.question}",
-            "",
-        ]
+        lines = [f"job       {self.job} · batch {self.batch}", f"machine   {self.machine}"]
+        lines += [f"question  {self.question}", ""]
         head = ("devices", "step", "samples/s", "efficiency", "whole job", "price", "slowed by", "plan")
         cells = [head, *(self._cells(size) for size in self.sizes)]
         for k, row in enumerate(aligned(cells, right=range(6))):
@@ -143,9 +142,8 @@ def measured(asked: PlanRequest, sizes: list[Size], question: str) -> Sizes:
 
 def scale(asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: list[int]) -> Sizes:
     """The same batch on more and more devices: more is not linearly faster, and somewhere it stops paying."""
-    found = measured(
-        asked, [at(asked, pins, memory, n) for n in devices], f"the same batch of {asked.job.batch} on more devices"
-    )
+    sizes = [at(asked, pins, memory, n) for n in devices]
+    found = measured(asked, sizes, f"the same batch of {asked.job.batch} on more devices")
     works = [k for k, s in enumerate(found.sizes) if s.seconds]
     told = "no size works"
     if works:
@@ -165,12 +163,8 @@ def cheapest(asked: PlanRequest, pins: dict[str, Any], memory: float | None) -> 
     found = measured(asked, [at(asked, pins, memory, n) for n in halves(asked.machine)], "cheapest")
     works = [k for k, s in enumerate(found.sizes) if s.seconds]
     best = min(works, key=lambda k: found.sizes[k].seconds * found.sizes[k].devices, default=None)
-    told = (
-        ""
-        if asked.machine.price_per_hour is not None
-        else "the machine's file has no price_per_hour: device-hours decide"
-    )
-    return replace(found, chosen=best, told=told)
+    unpriced = "the machine's file has no price_per_hour: device-hours decide"
+    return replace(found, chosen=best, told=unpriced if asked.machine.price_per_hour is None else "")
 
 
 def fewest(asked: PlanRequest, pins: dict[str, Any], memory: float | None, deadline: float) -> Sizes:
@@ -185,9 +179,9 @@ def fewest(asked: PlanRequest, pins: dict[str, Any], memory: float | None, deadl
     found = measured(asked, sizes, f"fewest devices that take at most {deadline:.3g} h for {asked.job.steps} steps")
     last = found.sizes[-1]
     met = bool(last.seconds) and last.hours <= deadline
-    return replace(
-        found, chosen=len(sizes) - 1 if met else None, told="" if met else "not even the whole machine is fast enough"
-    )
+    if met:
+        return replace(found, chosen=len(sizes) - 1)
+    return replace(found, told="not even the whole machine is fast enough")
 
 
 def largest(asked: PlanRequest, pins: dict[str, Any], memory: float | None) -> Sizes:
@@ -212,9 +206,7 @@ def longest(name: str, arguments: dict[str, str], again: Callable[[dict[str, str
         first = int(arguments.get(name, "0")) or 64
         low, best = most(size, first, Size(n, why=f"nothing fits with {name}={first}"))
         got = measured(asked, [best], f"largest --job.{name}")
-        return replace(
-            got, chosen=0 if low else None, told=f"--job.{name} {low} is the largest that fits" if low else ""
-        )
+        return replace(got, chosen=0, told=f"--job.{name} {low} is the largest that fits") if low else got
 
     return found
 
@@ -232,6 +224,49 @@ def most(size: Callable[[int], Size], first: int, none: Size) -> tuple[int, Size
 
 
 LARGEST = 1 << 22
+
+
+def halves(machine: Machine) -> list[int]:
+    """Numbers of devices to try: 1, 2, 4 … of a node, then 1, 2, 4 … nodes, up to the machine."""
+    node = [n for n in (1 << k for k in range(20)) if n < machine.devices_per_node]
+    nodes = [n for n in (1 << k for k in range(20)) if n < machine.nodes]
+    return [*node, *(machine.devices_per_node * n for n in nodes), machine.devices]
+
+
+def compared(found: Answer, pins: dict[str, Any], memory: float | None, choose: bool = True) -> Answer:
+    """The answer with what one device alone would do.
+
+    With `choose`, the choice becomes the plan on the fewest devices that is predicted within `ALIKE` of the fastest.
+    """
+    asked, best = found.asked, found.best
+    if found.question.devices == 1:
+        return found
+    own = {key: value for key, value in pins.items() if key in KEPT}
+    alone = _searched(asked, own, memory, 1)
+    large = min(alone.large, key=lambda c: c.estimate.hosted if c.estimate else 0.0, default=None)
+    why = why_not(large, None, asked.on(sized(asked.machine, 1)).question(own, memory, 1)) if large else ""
+    found = replace(found, one=One(next(iter(alone.best), None), why))
+    if best is None or not choose:
+        return found
+    fastest = min(c.seconds for c in found.found.best)
+    first = None
+    for devices in reversed([n for n in halves(asked.machine) if n < found.question.devices]):
+        got = _searched(asked, pins, memory, devices, fastest * (1 + ALIKE))
+        good = [c for c in got.best if c.seconds <= fastest * (1 + ALIKE)]
+        if not good:
+            break
+        first = good[0]
+    if first is None:
+        return found
+    rows = [replace(row, why=why_not(row.candidate, first) if row.fits else row.why) for row in found.rows]
+    return replace(found, rows=(PlanRow(first, True, "chosen"), *rows), fewest=ALIKE)
+
+
+def _searched(
+    asked: PlanRequest, pins: dict[str, Any], memory: float | None, devices: int, within: float = inf
+) -> Found:
+    fewer = asked.on(sized(asked.machine, devices))
+    return search(fewer.pace, fewer.question(pins, memory, devices), fewer.refused(), within)
 
 
 def tried(found: Answer, options: argparse.Namespace) -> Answer:
@@ -256,20 +291,18 @@ def tried(found: Answer, options: argparse.Namespace) -> Answer:
         fix = (f'plait train {options.job} --plan "{plans[0]}"',)
         raise PlaitError(Problem("M014", "no plan that was tried worked", why=why, fix=fix))
     times = {str(plan): seconds for plan, seconds in zip(plans, took) if not isinstance(seconds, str)}
-    rows = [row for row in fitting if str(row.candidate.plan) not in failed]
-    order = sorted(rows, key=lambda row: times.get(str(row.candidate.plan), float("inf")))
-    best = order[0] if order else None
-    told = []
-    for row in order:
-        seconds = times.get(str(row.candidate.plan))
-        if seconds is None or row.candidate.estimate is None or best is None:
-            told.append(row)
-            continue
-        predicted = row.candidate.estimate.seconds
-        first = times[str(best.candidate.plan)]
-        words = "chosen" if row is best else f"{100 * (seconds / first - 1):.0f} % slower"
-        told.append(replace(row, why=f"{words}: {1000 * seconds:.3g} ms measured, {1000 * predicted:.3g} predicted"))
-    rest = [row for row in found.rows if row not in rows]
-    rest = [replace(row, fits=False, why=f"failed: {failed[name]}") if (name := str(row.candidate.plan)) in failed else row
-            for row in rest]  # fmt: skip
-    return replace(found, rows=(*told, *rest))
+    worked = [row for row in fitting if str(row.candidate.plan) not in failed]
+    order = sorted(worked, key=lambda row: times.get(str(row.candidate.plan), inf))
+
+    def told(row: PlanRow) -> PlanRow:
+        name, predicted = str(row.candidate.plan), row.candidate.estimate
+        if name in failed:
+            return replace(row, fits=False, why=f"failed: {failed[name]}")
+        if name not in times or predicted is None:
+            return row
+        words = f"{100 * (times[name] / min(times.values()) - 1):.0f} % slower"
+        words = "chosen" if row is order[0] else words
+        why = f"{words}: {1000 * times[name]:.3g} ms measured, {1000 * predicted.seconds:.3g} predicted"
+        return replace(row, why=why)
+
+    return replace(found, rows=tuple(told(row) for row in (*order, *(row for row in found.rows if row not in worked))))

@@ -5,12 +5,14 @@ machine does only ever adds. On a CPU with one thread per process it is the thre
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from time import perf_counter, process_time, thread_time
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from plait.config.job import Job
 from plait.launch.place import Place
@@ -106,10 +108,11 @@ def communicate(place: Place, kind: str) -> dict[str, Any]:
     found = []
     for size in groups(place.world):
         made = [dist.new_group(list(range(first, first + size))) for first in range(0, place.world, size)]
-        group = MeasuredGroup(made[place.rank // size], size, place.rank % size, place.rank - place.rank % size)
-        found.append(
-            {"ranks": size, "points": {name: _points(make, group, device) for name, make in COLLECTIVES.items()}}
-        )
+        mine = made[place.rank // size]
+        assert isinstance(mine, ProcessGroup)
+        group = MeasuredGroup(mine, size, place.rank % size, place.rank - place.rank % size)
+        points = {name: _points(make, group, device) for name, make in COLLECTIVES.items()}
+        found.append({"ranks": size, "points": points})
     dist.barrier()
     return {"groups": found}
 
@@ -117,7 +120,7 @@ def communicate(place: Place, kind: str) -> dict[str, Any]:
 class MeasuredGroup(NamedTuple):
     """A group of `size` neighbours, this rank's number in it, and the global rank of its first."""
 
-    handle: Any
+    handle: ProcessGroup
     size: int
     rank: int
     first: int
@@ -168,28 +171,23 @@ def _exchanged(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
     others = [k for k in range(group.size) if k != group.rank]
 
     def work() -> None:
-        works: list[Any] = [dist.isend(parts[k], group=group.handle, group_dst=k) for k in others]
+        works = [dist.isend(parts[k], group=group.handle, group_dst=k) for k in others]
         works += [dist.irecv(received[k], group=group.handle, group_src=k) for k in others]
         for done in works:
-            done.wait()
+            if done is not None:
+                done.wait()
 
     return work
 
 
-def _all_gather(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
+def _all_gather(whole: torch.Tensor, group: MeasuredGroup, scatter: bool = False) -> Callable[[], Any]:
     if whole.device.type == "cpu":
         return _exchanged(whole, group)
     parts = list(whole.chunk(group.size))
     mine = parts[group.rank].clone()
+    if scatter:
+        return lambda: dist.reduce_scatter(mine, parts, group=group.handle)
     return lambda: dist.all_gather(parts, mine, group=group.handle)
-
-
-def _reduce_scatter(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
-    if whole.device.type == "cpu":
-        return _exchanged(whole, group)
-    parts = list(whole.chunk(group.size))
-    mine = parts[group.rank].clone()
-    return lambda: dist.reduce_scatter(mine, parts, group=group.handle)
 
 
 def _all_to_all(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
@@ -211,7 +209,7 @@ def _send(whole: torch.Tensor, group: MeasuredGroup) -> Callable[[], Any]:
 
 
 COLLECTIVES: dict[str, Make] = {
-    "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": partial(_all_gather, scatter=True),
     "all_to_all": _all_to_all, "send": _send,
 }  # fmt: skip
 

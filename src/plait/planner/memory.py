@@ -48,12 +48,7 @@ def depth(plan: Plan) -> int:
 
 
 def memory(
-    ranks: Sequence[Sequence[Stage]],
-    plan: Plan,
-    samples: float,
-    live: Sequence[int],
-    software: Software,
-    frozen: float = 0.0,
+    ranks: Sequence[Sequence[Stage]], plan: Plan, samples: float, live: Sequence[int], software: Software, frozen: float
 ) -> dict[str, float]:
     """Bytes of the fullest rank by category. `ranks`: the stages of each; `live`: activations of
     stages that each holds at once.

@@ -109,19 +109,12 @@ class PlanRequest:
     def _tried(self) -> dict[tuple[str, bool, bool], tuple[str, str] | None]:
         return {}
 
+    @cached_property
     def pace(self) -> TimeModel:
         """Times of its blocks, which all searches of this job on this machine share."""
-        return self._pace
-
-    @cached_property
-    def _pace(self) -> TimeModel:
         loading = next((x.samples_per_s for x in self.machine.loaders if x.job == self.name), 0.0)
         made = self.software if self.accelerated else replace(self.software, cores=Cores.of(self.machine))
         return TimeModel(workload_of(self.sketch, self.name, self.cuts), self.machine, made, loading=loading)
-
-    def room(self, memory: float | None = None) -> float:
-        """Bytes of a device that a plan may take; `memory`: of the device, when the user says."""
-        return room(self.machine, memory)
 
     def beside(self) -> float:
         """Bytes of its host's memory that a device's rank may take: where it is not known, twice what the device has."""
@@ -134,7 +127,7 @@ class PlanRequest:
         formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
         sizes = {m.experts for m in self.cuts.mixtures}
         return SearchSpace(
-            devices or self.machine.devices, self.job.batch, pins, self.room(memory), self.beside(), formats,
+            devices or self.machine.devices, self.job.batch, pins, room(self.machine, memory), self.beside(), formats,
             max(1, len(self.sketch.calls)), self.sliceable, self.attends,
             tuple(sorted(sizes)), self.heads, ("none", "optimizer", "all") if self.accelerated else ("none",),
             (True,) if self.accelerated else (True, False),

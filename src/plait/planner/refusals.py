@@ -33,10 +33,5 @@ def _look(job: Job, plan: Plan, place: Place) -> None:
     place.beat(-1, "build")
     sketch, _ = known(job, plan)
     if plan.pp > 1:
-        held = sketch_of(plan, sketch, 0)
-        check(
-            sketch,
-            StageLayout.of(plan, held, job.stages).cut,
-            plan.stages_per_rank > 1,
-            plan.waits_in_forward,
-        )
+        layout = StageLayout.of(plan, sketch_of(plan, sketch, 0), job.stages)
+        check(sketch, layout.cut, plan.stages_per_rank > 1, plan.waits_in_forward)

@@ -1,9 +1,8 @@
 """All plans of a job on a machine, the best first: every legal one is priced, or shown to be slower than one that is kept.
 
-A branch is what fixes how long the computing takes: stages, slices, stretches, micro-batch and number format. The time of
-its computing and of the messages inside layers, spread evenly over the stages, is a lower bound of every plan in it; what
-is bounded above the last plan that would be shown cannot be better, and is left out, as is what even an even share of
-which does not fit. Branches are gone through by their bound and ties in a fixed order: the same question has the same answer.
+The time that a branch (`planner/space.py`) computes and sends messages inside layers, spread evenly over the stages, is a
+lower bound of every plan in it. A branch is left out when its bound is above the last plan that would be shown, or when even an
+even share of it does not fit. Branches are tried by their bound, ties in a fixed order: the same question has the same answer.
 """
 
 from collections import Counter
@@ -57,11 +56,9 @@ def search(pace: TimeModel, question: SearchSpace, refused: Callable[[Plan], str
     """Price what `refused` has no reason against, and what may take fewer seconds than `within`."""
     looking = _Looking(pace, question, refused, within)
     least = str(question.pins.get("recompute", "none"))
-    bounded = [
-        (bound(pace, replace(b, recompute=least), branch_samples(b, question)), k, b)
-        for k, b in enumerate(branches(question))
-    ]
-    for seconds, _, branch in sorted(bounded, key=lambda item: item[:2]):
+    seconds_of = lambda b: bound(pace, replace(b, recompute=least), branch_samples(b, question))  # noqa: E731
+    bounded = [(seconds_of(branch), branch) for branch in branches(question)]
+    for seconds, branch in sorted(bounded, key=lambda pair: pair[0]):
         if seconds > looking.limit():
             looking.counts["slower"] += 1
         else:
@@ -139,9 +136,8 @@ class _Looking:
         for fsdp in shardings(branch, question, self.pace.machine.devices_per_node):
             zeros = of("zero", [1, 2, 3], given) if fsdp > 1 else [branch.zero]
             for schedule, per_rank in orders(branch, question):
-                shape = replace(
-                    branch, dp=branch.shares // fsdp, fsdp=fsdp, schedule=schedule, stages_per_rank=per_rank
-                )
+                mesh = {"dp": branch.shares // fsdp, "fsdp": fsdp}
+                shape = replace(branch, **mesh, schedule=schedule, stages_per_rank=per_rank)
                 worth = [len(zeros)] * len(recomputes)  # of each recomputation, how much sharding could be better
                 for offload in of("offload", list(question.offloads), given):
                     for k, recompute in enumerate(recomputes):

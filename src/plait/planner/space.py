@@ -1,7 +1,7 @@
-"""What is searched: the plans of a question, in branches.
+"""The plans to search, in branches: plans that compute for the same time.
 
-A branch fixes how long the computing takes: stages, slices, stretches, micro-batch and number format. What is left of a
-plan, its sharding, recomputation, schedule and what is kept on the host, `planner/search.py` goes through.
+A branch fixes pp, tp, cp, ep, the micro-batches and the number format. What is left of a plan, its sharding, recomputation,
+schedule and what is kept on the host, `planner/search.py` goes through.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from plait.config.plan import SAME_LOSS, Plan
+from plait.config.plan import AXES, SAME_LOSS, Plan
 from plait.planner.estimate import Estimate
 
 
@@ -100,22 +100,9 @@ MOST = {"tp": 64, "cp": 64, "stages": 4}
 """No group of slices or stretches is larger, since each of them waits for all others in every layer; nor do ranks have more
 stages, unless it is given."""
 FREE = (
-    "pp",
-    "dp",
-    "fsdp",
-    "tp",
-    "cp",
-    "ep",
-    "microbatches",
-    "precision",
-    "zero",
-    "recompute",
-    "schedule",
-    "stages_per_rank",
-    "offload",
-    "context",
+    *AXES, "ep", "microbatches", "precision", "zero", "recompute", "schedule", "stages_per_rank", "offload", "context",
     "sequence_parallel",
-)
+)  # fmt: skip
 """Keys that the search chooses; all others are as given."""
 
 
@@ -136,9 +123,8 @@ def shardings(branch: Plan, question: SearchSpace, per_node: int) -> list[int]:
     sizes = sorted({1, shares, node if 1 < node < shares and shares % node == 0 else 1})
     if "dp" in given:
         sizes = [shares // given["dp"]]
-    return [
-        f for f in of("fsdp", sizes, given) if f and shares % f == 0 and shares // f == given.get("dp", shares // f)
-    ]
+    found = (f for f in of("fsdp", sizes, given) if f and shares % f == 0)
+    return [f for f in found if shares // f == given.get("dp", shares // f)]
 
 
 def orders(branch: Plan, question: SearchSpace) -> list[tuple[str, int]]:

@@ -4,11 +4,9 @@ A matmul takes its operations at the rate that the device sustains, and a consta
 thin, its bytes at the memory's bandwidth instead. Pointwise operators take their bytes. A block never takes less than the
 host needs to launch its operators, which is what small models spend their time on.
 
-What a step costs on processors beyond computing: their cores launch the operators, run plait and copy the messages too.
-
-On an accelerator all that goes on beside the computing; a core does one thing after the other. Costs are counted in
-operators, the time of the forward pass of a small one (`Machine.operator`, measured by `plait bench compute`), since all of
-it is Python calling operators. The numbers were measured on two cores that did nothing else, with the plans of
+On an accelerator, launching operators, plait's own code and copying messages go on beside the computing. A processor's core
+does one after the other. Such costs are counted in operators: the time of the forward pass of a small one
+(`Machine.operator`, measured by `plait bench compute`). They were measured on two idle cores with the plans of
 `bench/choice.py`.
 """
 
@@ -91,11 +89,8 @@ class Cores:
             return (again * self.unit * units + self.shard * kernels) * self.operator + copied + late
         if plan.shares == 1:
             return 0.0
-        return (
-            (self.bucket * (plan.shares - 1) + self.hook * kernels) * self.operator
-            + size * self.bucketed / stream
-            + late
-        )
+        hooks = (self.bucket * (plan.shares - 1) + self.hook * kernels) * self.operator
+        return hooks + size * self.bucketed / stream + late
 
 
 REFERENCE = 312e12
@@ -171,15 +166,9 @@ class TimeModel:
 
     def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""
-        share = (
-            plan.shares if block.statistics else 1,
-            plan.tp,
-            plan.cp,
-            plan.ep,
-            plan.sequence_parallel,
-            plan.context,
-        )
-        key = (id(block), samples, share, plan.recompute, plan.precision, plan.compile)
+        shares, cuts = plan.shares if block.statistics else 1, (plan.tp, plan.cp, plan.ep)
+        ways = (plan.sequence_parallel, plan.context, plan.recompute, plan.precision, plan.compile)
+        key = (id(block), samples, shares, cuts, ways)
         if key not in self.known:
             self.known[key] = self._block(block, plan, samples)
         return self.known[key]

@@ -26,6 +26,7 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.launch.place import Place, cores
+from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.pipeline.simulate import makespan
 from plait.planner.estimate import ordered
 
@@ -96,7 +97,7 @@ def _steps(place: Place, job: Job, plans: Sequence[Plan], rounds: int) -> dict[s
     return {"least": least, "actions": actions, "refused": refused}
 
 
-def _summed(pipe: Any) -> dict[str, float]:
+def _summed(pipe: PipelineRuntime | None) -> dict[str, float]:
     """Seconds of the last step's actions by kind and stage, with their messages: `F1` is all forwards of stage 1."""
     found: dict[str, float] = {}
     for name, _, seconds in pipe.clock.spans if pipe is not None else ():

@@ -63,9 +63,8 @@ def correction(of: Traits, anchors: Sequence[tuple[Traits, float]] = ()) -> Corr
     total = _alike(of, of) + own
     if not anchors:
         return Correction(1.0, float(np.sqrt(total)))
-    between = np.array([[_alike(a, b) for b, _ in anchors] for a, _ in anchors]) + np.diag(
-        [_noise(a) for a, _ in anchors]
-    )
+    between = np.array([[_alike(a, b) for b, _ in anchors] for a, _ in anchors])
+    between += np.diag([_noise(a) for a, _ in anchors])
     towards = np.array([_alike(of, a) for a, _ in anchors])
     solved = np.linalg.solve(between, towards)
     mean = float(solved @ np.array([error for _, error in anchors]))

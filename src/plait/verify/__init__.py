@@ -3,10 +3,12 @@
 verify            both sides, made hard, and compared
 reference         the job on one device in plain PyTorch
 candidate         the split side
+noted_data        data sets that note what is read of them
 own_batch         batches of the job's own size
 formats           a step in the plan's own number formats
 probes            how far apart the sides are
 notes             what units were given and returned
+sides             the notes of both, side by side
 locate            where a difference begins
 sum_faults        a wrong sum of gradients, explained
 verdict           the judgement and its likely cause

@@ -1,4 +1,4 @@
-"""The third part of `verify`: a step in the plan's own number formats, against one device in the same formats.
+"""A step in the plan's own number formats, compared with one device in the same formats: the third part of `verify`.
 
 Float64 proves the logic and replaces every format, so it cannot see a sum made in bf16, state kept in bf16, or a message
 rounded on its way. Here the job trains one step as it will train. Two things are compared:
@@ -16,7 +16,7 @@ where two stages gather a weight that they share in 16 bits.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -95,8 +95,8 @@ class Reference:
         shares = (BatchShare(rank, plan.ranks, plan.microbatches).parts(n) for rank in range(plan.ranks))
         return [part for share in shares for part in share if part[1]]
 
-    def facts(self) -> dict[str, Any]:
-        """What `judged` compares with: tensors of the step, the unit of each, and the losses of the parts."""
+    def trained(self) -> tuple[StepResult, dict[tuple[str, str], float]]:
+        """The step, and the unit of each of its tensors."""
         torch.set_num_threads(threads(self.plan.world))  # products are summed in the order of the ranks' own
         whole = [(0, len(self.read[1]))]
         eps, base, parts = ROUNDING[self.format], self.step(whole), whole
@@ -104,7 +104,7 @@ class Reference:
             base, parts, eps = apart, self.parts(), ROUNDING[None]
         if not all(bool(t.isfinite().all()) for kind in GROUPS for t in getattr(base, kind).values()):
             raise ValueError("a gradient is not finite in this format")
-        return {"base": base, "units": self.spread(base, parts, eps), "losses": base.losses if not self.cut else {}}
+        return base, self.spread(base, parts, eps)
 
     def _apart(self, base: StepResult) -> StepResult | None:
         """The step on parts, where it is that on the whole: not where batch statistics or a loss couple samples."""
@@ -113,9 +113,8 @@ class Reference:
         except (RuntimeError, ValueError):  # a batch norm wants two samples
             return None
         spread = self.spread(base, [(0, len(self.read[1]))], ROUNDING[self.format])
-        return (
-            apart if all(off <= APART * spread.get(key, 0.0) for key, off in distances(base, apart).items()) else None
-        )
+        near = (off <= APART * spread.get(key, 0.0) for key, off in distances(base, apart).items())
+        return apart if all(near) else None
 
     def spread(self, base: StepResult, parts: list[tuple[int, int]], eps: float) -> dict[tuple[str, str], float]:
         """The largest distance of each tensor over runs with moved weights, at least one rounding."""
@@ -127,8 +126,8 @@ class Reference:
 
     def step(self, parts: list[tuple[int, int]], moved: tuple[float, int] | None = None) -> StepResult:
         """A step of a new model, its loss and gradients summed over parts of the batch."""
-        job, device = self.job, self.one.how[1]
-        model = self.one.made(job)
+        job, device = self.job, self.one.device
+        model = reference.make_model(job, None, device)
         generator = torch.Generator().manual_seed(0 if moved is None else moved[1] + 1)
         shift = lambda t: _shifted(t, 0.0 if moved is None else moved[0], generator)  # noqa: E731
         with torch.no_grad():
@@ -140,9 +139,8 @@ class Reference:
         optimizer = job.optimizer(trained)
         scale = SCALE if self.format is torch.float16 else 1.0
         pairs = [self._pair(first, n, shift) for first, n in parts]
-        weights = [
-            weigh(job.weight, Micro(first, n, None, targets, ())) for (_, targets), (first, n) in zip(pairs, parts)
-        ]
+        micros = (Micro(*part, None, targets, ()) for (_, targets), part in zip(pairs, parts))
+        weights = [weigh(job.weight, micro) for micro in micros]
         losses = dict[str, float]()
         for (inputs, targets), weight, (first, n) in zip(pairs, weights, parts):
             if not weight:
@@ -163,22 +161,22 @@ class Reference:
         state = states(optimizer, {id(p): n for n, p in model.named_parameters()})
         return StepResult(start, held, {n: p.detach() for n, p in model.named_parameters()}, state, losses)
 
-    def _called(self, model: nn.Module, inputs: Any) -> Any:
+    def _called(self, model: nn.Module, inputs: object) -> Any:
         """The model's outputs; where weights are gathered in 16 bits it computes with those."""
         if self.format is None or self.plan.fsdp == 1:
-            return self.one.call(model, inputs)
+            return reference.call(model, inputs)
         half = {n: p.to(self.format) for n, p in model.named_parameters() if divides(p.shape) and p.is_floating_point()}
         if isinstance(inputs, dict):
             return functional_call(model, half, (), inputs)
         return functional_call(model, half, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
 
-    def _pair(self, first: int, n: int, shift: Any) -> Any:
+    def _pair(self, first: int, n: int, shift: Callable[[Tensor], Tensor]) -> Any:
         some, last = self.read[2][first : first + n], self.read[1][first + n - 1]
         again = (lambda: self.data[last]) if is_map(self.data) else lambda: None
         reference.seeded(self.job, self.read[0], last, again)  # what is drawn while samples are put together comes next
         rest = [*self.read[2][:first], *self.read[2][first + n :]]
         pair = beside(self.data, some, rest) if hasattr(self.data, "collate") and rest else collate(self.data, some)
-        inputs, targets = tree_map_only(Tensor, lambda t: t.to(self.one.how[1]), tuple(pair))
+        inputs, targets = tree_map_only(Tensor, lambda t: t.to(self.one.device), tuple(pair))
         return tree_map_only(Tensor, shift, inputs), targets
 
 
@@ -186,11 +184,9 @@ def _shifted(t: Tensor, eps: float, generator: torch.Generator) -> Tensor:
     if not eps or not t.is_floating_point():
         return t
     noise = torch.rand(t.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1).to(t.device)
-    return (
-        (t.double() * (1.0 + eps * noise)).to(t.dtype)
-        if t.dtype != torch.float32
-        else t * (1.0 + eps * 2 * noise).float()
-    )
+    if t.dtype == torch.float32:
+        return t * (1.0 + eps * 2 * noise).float()
+    return (t.double() * (1.0 + eps * noise)).to(t.dtype)
 
 
 def distances(base: StepResult, other: StepResult) -> dict[tuple[str, str], float]:
@@ -225,19 +221,13 @@ def short(t: Tensor) -> str:
     return next((n for n, d in HALF.items() if float((some.to(d).float() == some).double().mean()) > MOSTLY), "")
 
 
-def facts(reference_: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """(JSON values, tensors by group) of one device."""
-    found = reference_.facts()
-    base = found["base"]
-    units = {f"{kind} {name}": unit for (kind, name), unit in found["units"].items()}
+def facts(one: Reference) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """(JSON values, tensors by group) of one device: what `judged` compares with."""
+    base, units = one.trained()
     tensors = {f"formats_{kind}": getattr(base, kind) for kind in ("start", *GROUPS)}
-    kept = dtypes(base.gradient, base.weight, base.state)
-    return {
-        "units": units,
-        "batch": reference_.job.batch,
-        "losses": found["losses"],
-        "dtypes": kept,
-    }, tensors
+    told = {"units": {f"{kind} {name}": unit for (kind, name), unit in units.items()}, "batch": one.job.batch}
+    told |= {"losses": {} if one.cut else base.losses, "dtypes": dtypes(base.gradient, base.weight, base.state)}
+    return told, tensors
 
 
 def states(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -264,19 +254,17 @@ def judged(
         return ()
     base, other = (StepResult(*(getattr(t, f"formats_{k}") for k in ("start", *GROUPS))) for t in (expected, actual))
     other.start = base.start
-    ratios = {f"{kind} {name}": off for (kind, name), off in distances(base, other).items()}
-    same = _same_parts(told["losses"], ranks)
-    units = {} if same else told["units"]
-    ratios = {key: off / units.get(key, ROUNDING[None]) for key, off in ratios.items()}
+    losses = {key: loss for r in ranks for key, loss in r["formats"]["losses"].items()}
+    units = told["units"]
+    if (
+        losses and losses == told["losses"]
+    ):  # ranks computed the same parts to the last bit: only the order of sums differs
+        units = {}
+    apart = {f"{kind} {name}": off for (kind, name), off in distances(base, other).items()}
+    ratios = {key: off / units.get(key, ROUNDING[None]) for key, off in apart.items()}
     worst = max(ratios, key=lambda key: ratios[key], default="")
     numbers = Probe("F", "own formats, in roundings", ratios.get(worst, 0.0), APART, worst)
     return numbers, _formats(told, base, other, ranks), *([messages(ranks, dry)] if dry is not None else [])
-
-
-def _same_parts(losses: dict[str, float], ranks: list[dict[str, Any]]) -> bool:
-    """Whether ranks computed the reference's parts to the last bit, by their losses: then only the order of sums differs."""
-    found = {key: loss for r in ranks for key, loss in r["formats"]["losses"].items()}
-    return bool(losses) and found == losses
 
 
 def _formats(told: dict[str, Any], base: StepResult, other: StepResult, ranks: list[dict[str, Any]]) -> Probe:
@@ -309,8 +297,5 @@ def cause(probes: tuple[Probe, ...]) -> tuple[str, str]:
         return "V023", f"{wrong['F2'].name}: {wrong['F2'].detail}"
     if "F3" in wrong:
         return "V024", f"messages are not those of the plan's formats: {wrong['F3'].name}, {wrong['F3'].detail}"
-    told = wrong["F"]
-    return "V025", (
-        f"{told.name} is {told.worst:.0f} roundings from one device in the same formats (right runs: up to {APART:g}):"
-        " something is rounded through a narrower format on the way"
-    )
+    far = f"{wrong['F'].worst:.0f} roundings from one device in the same formats (right runs: up to {APART:g})"
+    return "V025", f"{wrong['F'].name} is {far}: something is rounded through a narrower format on the way"

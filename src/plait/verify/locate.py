@@ -5,17 +5,17 @@ from the loss on, then each parameter's gradient on a rank alone, then its sum o
 made of it. Whatever is wrong first is where the fault is; what is wrong after it follows from it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.config.plan import OTHER_SAMPLES, SAME_LOSS, Plan
-from plait.verify.notes import SHARE, UnitNotes, key
-from plait.verify.probes import TOLERANCE, apart, size_of
+from plait.config.plan import OTHER_SAMPLES, SAME_LOSS
+from plait.verify.notes import key
+from plait.verify.probes import TOLERANCE, apart, off, size_of
+from plait.verify.sides import Sides, Wrong
 from plait.verify.sum_faults import Sum, explained
 
 FLOOR = 1e-5
@@ -41,8 +41,6 @@ class Finding:
     how: str = ""
     after: str = ""
     """The unit behind it in the same direction: of a message, the one that received it."""
-    everywhere: bool = False
-    """On all ranks and in all micro-batches."""
 
     def to_dict(self) -> dict[str, Any]:
         """As `plait verify --json` has it; steps count from 1, ranks and micro-batches from 0."""
@@ -50,102 +48,6 @@ class Finding:
             "kind": self.kind, "step": self.step + 1, "unit": self.unit, "parameter": self.name, "axes": list(self.axes),
             "ranks": list(self.ranks), "micro_batches": list(self.micros), "relative": self.size, "how": self.how,
         }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """One row that is not the reference's: of which rank and micro-batch, by how much, and both."""
-
-    rank: int
-    micro: int
-    size: float
-    expected: Tensor
-    actual: Tensor
-
-
-@dataclass
-class Sides:
-    """Both sides' notes, and what the ranks told."""
-
-    one: UnitNotes
-    ranks: list[UnitNotes]
-    told: list[dict[str, Any]]
-    expected: dict[str, Any]
-    plan: Plan
-    index: dict[tuple[str, ...], list[tuple[int, int, str]]] = field(default_factory=dict)
-    """(step, what, name, call, leaf) -> (rank, micro-batch, key) of each row of a rank."""
-
-    @staticmethod
-    def load(folder: Path, told: list[dict[str, Any]], expected: dict[str, Any], plan: Plan) -> "Sides":
-        """As `verify` left them in its folder."""
-        ranks = [UnitNotes.load(folder / f"noted-{rank}.safetensors") for rank in range(len(told))]
-        sides = Sides(UnitNotes.load(folder / "noted.safetensors"), ranks, told, expected, plan)
-        for rank, notes in enumerate(ranks):
-            for known in notes.rows:
-                *what, micro = known.split("|")
-                if micro:
-                    sides.index.setdefault(tuple(what), []).append((rank, int(micro), known))
-        return sides
-
-    def places(self, step: int, what: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """What the reference noted in a step, in order: (what, name, call, leaf)."""
-        found = (tuple(known.split("|")) for known in self.one.rows)
-        return [row[1:5] for row in found if row[0] == str(step) and row[1] in what]
-
-    def of(self, step: int, *where: str) -> list[tuple[int, int, str]]:
-        """The ranks' rows of one place: (rank, micro-batch, key)."""
-        return self.index.get((str(step), *where), [])
-
-    def wrong(self, step: int, where: tuple[str, ...], what: str = "", floor: float = 0.0) -> list[Wrong]:
-        """The ranks' rows that are not the reference's, of one place; of what the ranks noted as `what`, if given."""
-        known = "|".join((str(step), *where, "0"))
-        row, about = self.one.rows[known], self.one.about[known]
-        scale = size_of(row, floor)
-        found, partial = [], dict[tuple[int, int, int], list[Wrong]]()
-        for rank, micro, mine in self.of(step, what or where[0], *where[1:]):
-            notes = self.ranks[rank]
-            expected, split = _placed(row, about, notes.about[mine])
-            actual = notes.rows[mine]
-            if expected is None or expected.shape != actual.shape:
-                continue
-            one = Wrong(rank, micro, apart(expected, actual, scale), expected, actual)
-            at, cut = self.plan.at(rank), notes.about[mine][3]
-            if split and (cut != SHARE or where[0] != "back"):
-                partial.setdefault((self.plan.share(rank), micro, at["cp"]), []).append(one)
-            elif where[0] == "back" and self.plan.cp > 1 and cut == -1:
-                partial.setdefault((self.plan.share(rank), micro, at["tp"]), []).append(one)
-            elif not one.size <= TOLERANCE:
-                found.append(one)
-        for rows in partial.values():  # shares of a sum, or parts of vectors
-            total = torch.stack([one.actual for one in rows]).sum(0)
-            size = apart(rows[0].expected, total, scale)
-            if not size <= TOLERANCE and any(not one.size <= TOLERANCE for one in rows):
-                found += [replace(one, size=size) for one in rows]
-        return found
-
-
-def _placed(row: Tensor, one: list[Any], mine: list[Any]) -> tuple[Tensor | None, bool]:
-    """The rows of the reference that a rank's should be, None where that cannot be told; and whether they are shares."""
-    (_, batch, whole, *_), (first, count, shape, cut, ranges) = one, mine
-    if len(whole) != len(shape):
-        return None, False
-    differ = [d for d, (a, b) in enumerate(zip(whole, shape)) if a != b]
-    if len(differ) > 1 or (differ and whole[differ[0]] * count != shape[differ[0]] * batch):
-        return None, False
-    if differ and differ[0] == len(whole) - 1 and len(whole) > 1:
-        return None, False
-    if differ and whole[differ[0]] % batch:
-        return None, False
-    if differ:
-        each = whole[differ[0]] // batch
-        row = row.narrow(differ[0], first * each, count * each)
-    if cut < 0:
-        return row, cut == SHARE
-    if cut == len(whole) - 1:
-        return row, True
-    if max(start + length for start, length in ranges) > row.shape[cut]:
-        return None, False
-    return torch.cat([row.narrow(cut, start, length) for start, length in ranges], cut), False
 
 
 def beginning(sides: Sides) -> Finding | None:
@@ -171,17 +73,15 @@ def _padded_apart(sides: Sides, step: int) -> bool:
     return False
 
 
-def _finding(kind: str, step: int, wrong: list[Wrong], all_: int, **more: Any) -> Finding:
-    ranks, micros = sorted({w.rank for w in wrong}), sorted({w.micro for w in wrong})
-    whole = len(wrong) >= all_
-    size = max(w.size for w in wrong)
-    return Finding(kind, step, ranks=tuple(ranks), micros=tuple(micros), size=size, everywhere=whole, **more)
+def _finding(kind: str, step: int, wrong: list[Wrong], **more: Any) -> Finding:
+    ranks, micros = tuple(sorted({w.rank for w in wrong})), tuple(sorted({w.micro for w in wrong}))
+    return Finding(kind, step, ranks=ranks, micros=micros, size=max(w.size for w in wrong), **more)
 
 
 def _data(sides: Sides, step: int) -> Finding | None:
     for where in sides.places(step, ("data",)):
         if wrong := sides.wrong(step, where):
-            return _finding("data", step, wrong, len(sides.of(step, *where)))
+            return _finding("data", step, wrong)
     return None
 
 
@@ -195,14 +95,15 @@ def _forward(sides: Sides, step: int) -> Finding | None:
         gathered = _weights(sides, step, unit, "used") if what == "out" else None
         if gathered is not None:
             return gathered
-        if wrong := sides.wrong(step, where):
-            many, axes = len(sides.of(step, *where)), _inside(sides, unit)
-            if what == "in":
-                return _finding("between", step, wrong, many, unit=unit, after=before, axes=_inside(sides, ""))
-            return _finding("forward", step, wrong, many, unit=unit, axes=axes, how=_how(sides, step, where, wrong))
+        wrong = sides.wrong(step, where)
+        if wrong and what == "in":
+            return _finding("between", step, wrong, unit=unit, after=before, axes=_inside(sides, ""))
+        if wrong:
+            how = _how(sides, step, where, wrong)
+            return _finding("forward", step, wrong, unit=unit, axes=_inside(sides, unit), how=how)
         if what == "out" and (wrong := sides.wrong(step, where, "got")):
-            many, how = len(sides.of(step, "got", *where[1:])), _how(sides, step, where, wrong)
-            return _finding("message", step, wrong, many, unit=unit, axes=("pp",), how=how)
+            how = _how(sides, step, where, wrong)
+            return _finding("message", step, wrong, unit=unit, axes=("pp",), how=how)
         before = unit if what == "out" else before
     return None
 
@@ -226,16 +127,16 @@ def _mixes(sides: Sides, unit: str) -> bool:
 
 def _weights(sides: Sides, step: int, unit: str, what: str) -> Finding | None:
     """Whether a unit uses other weights than the ranks hold: those that were gathered."""
-    for known in [k for k in sides.index if k[:2] == (str(step), what)]:
-        if known[2] != unit and not known[2].startswith(f"{unit}."):
+    for (at, kind, name, *_), rows in sides.index.items():
+        if (at, kind) != (str(step), what) or not f"{name}.".startswith(f"{unit}."):
             continue
         wrong = list[Wrong]()
-        for rank, micro, mine in sides.index[known]:
-            held, used = _held(sides, step, known[2], rank), sides.ranks[rank].rows[mine]
-            if held is not None:
-                wrong.append(Wrong(rank, micro, apart(held, used, size_of(held)), held, used))
-        if bad := [w for w in wrong if not w.size <= TOLERANCE]:
-            return _finding("gather", step, bad, len(wrong), unit=unit, name=known[2], axes=("fsdp",))
+        for rank, micro, mine in rows:
+            held, used = _held(sides, step, name, rank), sides.ranks[rank].rows[mine]
+            if held is not None and (size := apart(held, used, size_of(held))) > TOLERANCE:
+                wrong.append(Wrong(rank, micro, size, held, used))
+        if wrong:
+            return _finding("gather", step, wrong, unit=unit, name=name, axes=("fsdp",))
     return None
 
 
@@ -260,20 +161,14 @@ def _how(sides: Sides, step: int, where: tuple[str, ...], wrong: list[Wrong]) ->
     one = wrong[0]
     if (factor := _factor(one.expected, one.actual)) is not None:
         return "it is zero" if factor == 0 else f"it is {factor:.7g} times what it should be"
-    for what in (where[0], "got"):
-        for other in (step, step - 1):
-            for rank, micro, known in sides.of(other, what, *where[1:]):
-                row = sides.ranks[rank].rows[known]
-                if (
-                    (other, micro) != (step, one.micro)
-                    and row.shape[1:] == one.actual.shape[1:]
-                    and min(map(len, (row, one.actual)))
-                ):
-                    rows = min(len(row), len(one.actual))
-                    if apart(row[:rows], one.actual[:rows], size_of(row)) <= TOLERANCE:
-                        return (
-                            f"it is that of micro-batch {micro}" if other == step else "it is that of the step before"
-                        )
+    for what, other in product((where[0], "got"), (step, step - 1)):
+        for rank, micro, known in sides.of(other, what, *where[1:]):
+            row = sides.ranks[rank].rows[known]
+            rows = min(len(row), len(one.actual))
+            if (other, micro) == (step, one.micro) or row.shape[1:] != one.actual.shape[1:] or not rows:
+                continue
+            if apart(row[:rows], one.actual[:rows], size_of(row)) <= TOLERANCE:
+                return f"it is that of micro-batch {micro}" if other == step else "it is that of the step before"
     return ""
 
 
@@ -290,17 +185,11 @@ def _factor(expected: Tensor, actual: Tensor) -> float | None:
 
 def _again(sides: Sides, step: int) -> Finding | None:
     """A unit that computed something else when its forward ran again."""
-    found = [
-        (known, rank, micro)
-        for known, rows in sides.index.items()
-        if known[:2] == (str(step), "again")
-        for rank, micro, _ in rows
-    ]
-    if not found:
+    rows = {known[2]: rows for known, rows in sides.index.items() if known[:2] == (str(step), "again")}
+    if not rows:
         return None
-    ranks, micros = sorted({r for _, r, _ in found}), sorted({m for _, _, m in found})
-    unit = found[0][0][2]
-    return Finding("recompute", step, unit, ranks=tuple(ranks), micros=tuple(micros))
+    ranks, micros, _ = (tuple(sorted({*column})) for column in zip(*(row for unit in rows.values() for row in unit)))
+    return Finding("recompute", step, next(iter(rows)), ranks=ranks, micros=micros)
 
 
 # — backward —
@@ -318,17 +207,17 @@ def _backward(sides: Sides, step: int) -> Finding | None:
         wrong = sides.wrong(step, back, floor=floor)
         if not wrong:
             continue
-        turn, many, how = calls.index((unit, where[2])), len(sides.of(step, *back)), _how(sides, step, back, wrong)
+        turn, how = calls.index((unit, where[2])), _how(sides, step, back, wrong)
         if turn == 0:
-            return _finding("loss", step, wrong, many, unit=unit, how=how, axes=_inside(sides, "")[:2])
+            return _finding("loss", step, wrong, unit=unit, how=how, axes=_inside(sides, "")[:2])
         after = calls[turn - 1][0]
         if gathered := _weights(sides, step, after, "used back"):
             return gathered
         taken = sides.of(step, "got back", *where[1:])
         if taken and not sides.wrong(step, back, "got back", floor):
-            return _finding("backward message", step, wrong, many, unit=unit, after=after, axes=("pp",), how=how)
+            return _finding("backward message", step, wrong, unit=unit, after=after, axes=("pp",), how=how)
         axes = tuple(dict.fromkeys((*_inside(sides, after), *_inside(sides, unit))))
-        return _finding("backward", step, wrong, many, unit=after, after=unit, axes=axes, how=how)
+        return _finding("backward", step, wrong, unit=after, after=unit, axes=axes, how=how)
     return None
 
 
@@ -341,11 +230,10 @@ def _gradients(sides: Sides, step: int) -> Finding | None:
     found = []
     for name in names:
         one = Sum.of(sides, step, name, FLOOR * largest)
-        if one is not None and one.local_is_wrong:
+        if one is not None and one.local > TOLERANCE:
             how, ranks = one.of_one_rank()
-            unit = next((u for u in _units(sides, step) if name.startswith(f"{u}.")), "")
-            axes = _inside(sides, unit)
-            return Finding("weights", step, unit, name, axes, ranks, size=one.local, how=how)
+            unit = next((u for _, u, *_ in sides.places(step, ("out",)) if name.startswith(f"{u}.")), "")
+            return Finding("weights", step, unit, name, _inside(sides, unit), ranks, size=one.local, how=how)
         found.append(one)
     for name, one in zip(names, found):
         if one is not None and one.wrong:
@@ -354,57 +242,41 @@ def _gradients(sides: Sides, step: int) -> Finding | None:
     return None
 
 
-def _units(sides: Sides, step: int) -> Iterator[str]:
-    return (where[1] for where in sides.places(step, ("out",)))
-
-
 # — the update —
 
 
 def _norm(sides: Sides, step: int) -> Finding | None:
-    expected = sides.expected["rows"][step]["norm"]
-    wrong = []
-    for rank, told in enumerate(sides.told):
-        norm = told["rows"][step]["norm"]
-        size = abs(norm - expected) / max(abs(expected), 1e-300)
-        if not size <= TOLERANCE:
-            wrong.append((rank, norm, size))
+    expected, *norms = [side["rows"][step]["norm"] for side in (sides.expected, *sides.told)]
+    wrong = {rank: size for rank, norm in enumerate(norms) if (size := off(expected, norm)) > TOLERANCE}
     if not wrong:
         return None
-    how = f"{wrong[0][1]:.6g} instead of {expected:.6g}"
-    whole = len(wrong) == len(sides.told)
-    return Finding("clip", step, ranks=tuple(r for r, *_ in wrong), size=wrong[0][2], how=how, everywhere=whole)
+    first = min(wrong)
+    how = f"{norms[first]:.6g} instead of {expected:.6g}"
+    return Finding("clip", step, ranks=tuple(wrong), size=wrong[first], how=how)
 
 
 def _updated(sides: Sides, step: int) -> Finding | None:
     """What the optimizer made: its state first, then the weights; in the order of the parameters."""
-    places = sides.places(step, _kinds(sides, step))
-    moved = _largest_move(sides, step)
-    states = [where for where in places if where[0] != "weight"]
+    moved, states = _largest_move(sides, step), [w for w in sides.places(step) if w[0].startswith("state ")]
     largest = dict[str, float]()
     for kind, name, *_ in states:
         largest[kind] = max(largest.get(kind, 0.0), float(sides.one.rows[key(step, kind, name)].abs().max()))
     bad = [where for where in states if _differs(sides, step, where, FLOOR * largest[where[0]])]
     wrong_states = {where[1]: where[0] for where in reversed(bad)}
-    wrong = [where for where in places if where[0] == "weight" and _differs(sides, step, where, moved)]
-    named = [where[1] for where in wrong] + list(wrong_states)
-    if not named:
+    weights = sides.places(step, ("weight",))
+    wrong = {where[1]: size for where in weights if (size := _differs(sides, step, where, moved))}
+    order = [where[1] for where in weights]
+    name = min({*wrong, *wrong_states}, key=order.index, default=None)
+    if name is None:
         return None
-    order = [where[1] for where in sides.places(step, ("weight",))]
-    name = min(named, key=order.index)
-    ranks = _ranks_apart(sides, step, "weight" if any(w[1] == name for w in wrong) else wrong_states[name], name)
-    how = f"{len(set(named))} of {len(order)} parameters"
+    ranks = _ranks_apart(sides, step, "weight" if name in wrong else wrong_states[name], name)
+    how = f"{len({*wrong, *wrong_states})} of {len(order)} parameters"
     if name in wrong_states:
         how += f", beginning with its {wrong_states[name].removeprefix('state ')}"
     elif (told := _moved(sides, step, name)) is not None:
         how += told
-    size = max((_differs(sides, step, where, moved) for where in wrong), default=0.0)
-    return Finding("optimizer", step, name=name, ranks=ranks, size=size, how=how, everywhere=not ranks)
-
-
-def _kinds(sides: Sides, step: int) -> tuple[str, ...]:
-    found = (known.split("|")[:2] for known in sides.one.rows)
-    return tuple(dict.fromkeys(what for at, what in found if at == str(step) and what.startswith(("state ", "weight"))))
+    size = max(wrong.values(), default=0.0)
+    return Finding("optimizer", step, name=name, ranks=ranks, size=size, how=how)
 
 
 def _largest_move(sides: Sides, step: int) -> float:
@@ -422,30 +294,25 @@ def _differs(sides: Sides, step: int, where: tuple[str, ...], floor: float) -> f
     """The relative difference of a weight or state, as far as it is larger than rounding; else 0."""
     known, name = key(step, where[0], where[1]), where[1]
     expected = sides.one.rows[known]
-    scale = size_of(expected, floor)
-    worst = 0.0
     groups: dict[str, list[Tensor]] = {}
     for notes, told in zip(sides.ranks, sides.told):
         if known in notes.rows and name in told["parts"]:
             groups.setdefault(str(told["parts"][name][1]), []).append(notes.rows[known])
-    if not groups:
-        return 0.0
     if len(expected) == 1 and where[0] != "weight":  # a count of steps, the same on each part
-        return max(
-            (w for rows in groups.values() for r in rows if (w := apart(expected, r, scale)) > TOLERANCE), default=0.0
-        )
-    for turn in range(max(map(len, groups.values()))):
-        total = torch.stack([rows[min(turn, len(rows) - 1)] for rows in groups.values()]).sum(0)
-        worst = max(worst, apart(expected, total, scale))
-    return worst if not worst <= TOLERANCE else 0.0
+        wholes = [row for rows in groups.values() for row in rows]
+    else:
+        copies = range(max(map(len, groups.values()), default=0))
+        wholes = [torch.stack([rows[min(k, len(rows) - 1)] for rows in groups.values()]).sum(0) for k in copies]
+    worst = max((apart(expected, whole, size_of(expected, floor)) for whole in wholes), default=0.0)
+    return worst if worst > TOLERANCE else 0.0
 
 
 def _ranks_apart(sides: Sides, step: int, what: str, name: str) -> tuple[int, ...]:
     """The ranks whose copy is wrong while another's is right; none when they are alike, or hold parts."""
     known, expected = key(step, what, name), sides.one.rows[key(step, what, name)]
-    scale, rows = size_of(expected), [notes.rows.get(known) for notes in sides.ranks]
-    bad = [r for r, row in enumerate(rows) if row is not None and not apart(expected, row, scale) <= TOLERANCE]
-    return tuple(bad) if len(bad) < len([1 for row in rows if row is not None]) else ()
+    rows = {rank: notes.rows[known] for rank, notes in enumerate(sides.ranks) if known in notes.rows}
+    bad = [rank for rank, row in rows.items() if apart(expected, row, size_of(expected)) > TOLERANCE]
+    return tuple(bad) if len(bad) < len(rows) else ()
 
 
 def _moved(sides: Sides, step: int, name: str) -> str | None:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from plait.engine.engine import Engine
 from plait.parallel.built import Built
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.tensor.sequence.lazy import LazyGather, PartialSum
@@ -112,7 +113,7 @@ HOLLOW = (SequenceShard, ShardedTensor, LazyGather, PartialSum)
 """What stands for a whole of which a rank has a part."""
 
 
-def _held(leaf: Any) -> tuple[Tensor, int, Ranges | None]:
+def _held(leaf: Tensor) -> tuple[Tensor, int, Ranges | None]:
     """(this rank's numbers, the dim along which they are part of a whole or −1, its places along it)."""
     if isinstance(leaf, PartialSum):
         return leaf.local, SHARE, None
@@ -123,7 +124,7 @@ def _held(leaf: Any) -> tuple[Tensor, int, Ranges | None]:
     return leaf, -1, None
 
 
-def _tensors(tree: Any) -> Iterator[tuple[int, Tensor]]:
+def _tensors(tree: object) -> Iterator[tuple[int, Tensor]]:
     """The numbered tensors of a tree that have numbers."""
     for i, leaf in enumerate(tree_leaves(tree)):
         if isinstance(leaf, HOLLOW):
@@ -157,10 +158,8 @@ class Notes(UnitNotes):
         self._hooks: list[Any] = []
         self.closed = False
         if units is not None:
-            self._hooks += [
-                model.register_forward_pre_hook(self._begin, prepend=True),
-                model.register_forward_pre_hook(lambda *_: self._listen("")),
-            ]
+            self._hooks.append(model.register_forward_pre_hook(self._begin, prepend=True))
+            self._hooks.append(model.register_forward_pre_hook(lambda *_: self._listen("")))
         for name, module in self.units.items():
             self._hooks += [
                 module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True),
@@ -204,7 +203,7 @@ class Notes(UnitNotes):
             for i, leaf in _tensors((args, kwargs)):
                 self._put("in", name, (self._calls.get(name, 0), i, self.micro()), leaf)
 
-    def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._off():
             return
         call, micro, received = self._calls.get(name, 0), self.micro(), self.received()
@@ -215,15 +214,16 @@ class Notes(UnitNotes):
             local = _held(leaf)[0]
             if local.requires_grad and local.is_floating_point():
                 what = "got back" if received else "back"
-                local.register_hook(partial(self._back, (what, name, at, self.step, leaf)))
+                local.register_hook(partial(self._back, what=what, name=name, at=at, step=self.step, leaf=leaf))
 
-    def _back(self, where: Any, gradient: Tensor) -> None:
-        what, name, at, step, leaf = where
+    def _back(
+        self, gradient: Tensor, *, what: str, name: str, at: tuple[int, int, int], step: int, leaf: Tensor
+    ) -> None:
         if self.step == step and key(step, what, name, *at) not in self.rows:
             self._put(what, name, at, leaf, gradient)
             self._use(name, "used back")
 
-    def _put(self, what: str, name: str, at: tuple[int, int, int], leaf: Any, value: Tensor | None = None) -> None:
+    def _put(self, what: str, name: str, at: tuple[int, int, int], leaf: Tensor, value: Tensor | None = None) -> None:
         """Note a tensor of a unit, or its gradient. `at`: number of the call, of the tensor, of the micro-batch."""
         local, cut, ranges = _held(leaf)
         value = local if value is None else value
@@ -234,7 +234,7 @@ class Notes(UnitNotes):
         self.rows[known] = products(value, ranges if last else None)
         self.about[known] = [*self.samples.get(at[2], (0, 0)), list(leaf.shape), cut, ranges]
 
-    def _again(self, unit: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _again(self, unit: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         found = [products(_held(leaf)[0]) for _, leaf in _tensors(output) if leaf.is_floating_point()]
         if not isinstance(output, Tensor) or not found:
             return
@@ -359,11 +359,10 @@ class PartLayout:
 
     def parted(self, t: Tensor) -> Tensor:
         """Rows of the parts that the sum is cut into: [parts, SUMS]."""
+        if self.parts == 1:
+            return sums(t, self.shape, self.ranges)[None]
         rows = []
         for k in range(self.parts):
-            if self.parts == 1:
-                rows.append(sums(t, self.shape, self.ranges))
-                continue
             first, count = chunk(t.shape[self.dim], self.parts, k)
             held = within(self.ranges[self.dim], first, count)
             ranges = (*self.ranges[: self.dim], held, *self.ranges[self.dim + 1 :])
@@ -371,7 +370,7 @@ class PartLayout:
         return torch.stack(rows)
 
 
-def of_rank(engine: Any) -> Notes:
+def of_rank(engine: Engine) -> Notes:
     """Notes of a rank of a split run. Units of modules that are compiled, or run in threads, are not looked at."""
     built, plan = engine.built, engine.plan
     hidden = plan.compile or plan.processes == "one"
@@ -387,7 +386,7 @@ def of_rank(engine: Any) -> Notes:
             run = stages.current
             return run is not None and run.number > 0 and run.path.cut.owner[run.number - 1] != run.stage
 
-        def kept(output: Any) -> Any:
+        def kept(output: object) -> Any:
             run = stages.current
             return output if run is None else run.kept.get(run.number - 1, output)
 

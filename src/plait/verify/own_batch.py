@@ -1,4 +1,4 @@
-"""The second part of `verify`: after the small, hard batches, batches of the job's own size, of chosen samples.
+"""Batches of the job's own size, of chosen samples: the second part of `verify`, after the small, hard batches.
 
 What depends on how many samples come together (a capacity, a hardest-k, a branch on the batch's size) is not met by
 small batches, and what depends on a rare value not by any few samples. So the run goes on, in the same processes, with
@@ -16,7 +16,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import psutil
@@ -25,12 +24,13 @@ from torch import Tensor
 
 from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Evaluate, Job
-from plait.data.batch import is_map, opened
+from plait.data.batch import Data, is_map, opened
 from plait.engine.engine import Engine
 from plait.randomness.keyed import host_kept, permutation
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import reference
-from plait.verify.probes import TOLERANCE, Probe, Trace, scale_of, tensors
+from plait.verify.noted_data import ChosenSamples, FirstSamples, first_of
+from plait.verify.probes import TOLERANCE, Probe, Trace, floor_of, moved, off, rows, tensors
 
 STEPS = 2
 FAR, HUGE = 4.0, 1000.0
@@ -98,7 +98,7 @@ def planned(job: Job, one: reference.OneDevice, seconds: float) -> Own:
     return dataclasses.replace(own, ids=_chosen(data, job, own))
 
 
-def _chosen(data: Any, job: Job, own: Own) -> tuple[int, ...]:
+def _chosen(data: Data, job: Job, own: Own) -> tuple[int, ...]:
     """Samples of the data, numbered so that the order of an epoch, and the far step's batch, begin with the extreme ones;
     of an iterable none."""
     if not is_map(data):
@@ -124,7 +124,7 @@ def _chosen(data: Any, job: Job, own: Own) -> tuple[int, ...]:
     return tuple(found[i] for i in range(own.samples))
 
 
-def _sizes(sample: Any) -> list[float]:
+def _sizes(sample: object) -> list[float]:
     """Length, largest and smallest number of each tensor of a sample."""
     found: list[float] = []
     for leaf in tree_leaves(sample):
@@ -133,54 +133,20 @@ def _sizes(sample: Any) -> list[float]:
     return [float(len(tree_leaves(sample))), *found]
 
 
-class Picked:
-    """Some samples of a data set."""
-
-    def __init__(self, data: Any, ids: tuple[int, ...]):
-        self.data, self.ids, self.seen = data, ids, dict[int, float]()
-        if hasattr(data, "collate"):
-            self.collate = data.collate
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.data[self.ids[i]]
-
-
-class FirstOf:
-    """The first samples of an iterable."""
-
-    def __init__(self, data: Any, length: int):
-        self.data, self.length, self.seen = data, length, dict[int, float]()
-        for name in ("collate", "set_epoch"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.data), self.length)
-
-
 def held_out(wanted: Evaluate | None, length: int) -> Evaluate | None:
     """The first samples of the job's held-out data."""
     if wanted is None:
         return None
 
-    def data() -> Any:
-        found = opened(wanted.data, "Evaluate(data=…)")
-        if is_map(found):
-            return Picked(found, tuple(range(min(length, len(found)))))
-        return FirstOf(found, length)
-
-    return dataclasses.replace(wanted, data=data)
+    return dataclasses.replace(wanted, data=lambda: first_of(opened(wanted.data, "Evaluate(data=…)"), length))
 
 
 def of_own_size(job: Job, hard: Job, own: Own) -> Job:
     """The hard job with batches of the job's own size, and its own clipping."""
 
-    def data() -> Any:
-        found = opened(job.data)
-        return Picked(found, own.ids) if is_map(found) else FirstOf(found, own.samples)
+    def data() -> ChosenSamples | FirstSamples:
+        samples = opened(job.data)
+        return ChosenSamples(samples, own.ids) if is_map(samples) else FirstSamples(samples, own.samples)
 
     return dataclasses.replace(hard, batch=own.batch, clip=job.clip, data=data)
 
@@ -280,61 +246,39 @@ def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple
     if not expected.own_weights:
         return tuple(probes)
     names, own = actual.facts["names"], Own(**expected.facts["own"])
-    wrong, title = (
-        _rows(expected.facts["own_rows"], ranks[0]["own_rows"], own.steps),
-        "own batch" if own.steps else "far step",
-    )
+    title = "own batch" if own.steps else "far step"
     for step, ids in enumerate(expected.facts["own_ids"]):
         given = [i for r in ranks if not any(r["alike"][:3]) for i in r["own_ids"][step]]
         if given != ids:
             detail = f"{len(given)} samples instead of {len(ids)}"
             probes.append(Probe("D2", f"samples, {title}", 1, 0, f"step {step + 1}", detail))
-    before = expected.own_gradients
-    probes += [
-        tensors("G2", f"gradients, {title}", before, actual.own_gradients, names, scale_of(before)),
-        wrong,
-        tensors("W2", f"weights, {title}", expected.own_weights, actual.own_weights, names, _moved(expected)),
-    ]
-    return tuple(probes)
-
-
-def _moved(expected: Trace) -> float:
-    """The largest movement of any weight since the small batches."""
-    pairs = [(t, expected.weights[n]) for n, t in expected.own_weights.items() if t.numel()]
-    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+    before, after = expected.own_gradients, expected.own_weights
+    floor = moved(expected.weights, after)
+    return (
+        *probes,
+        tensors("G2", f"gradients, {title}", before, actual.own_gradients, names, floor_of(before)),
+        _rows(expected.facts["own_rows"], ranks[0]["own_rows"], own.steps),
+        tensors("W2", f"weights, {title}", after, actual.own_weights, names, floor),
+    )
 
 
 def _metrics(expected: dict[str, float], actual: dict[str, float]) -> Probe:
     worst, name, detail = 0.0, "", ""
     for key in expected.keys() | actual.keys():
         a, b = expected.get(key, math.nan), actual.get(key, math.nan)
-        off = 0.0 if a == b or (a != a and b != b) else abs(a - b) / max(abs(a), 1e-300)
-        off = off if off == off else math.inf
-        if off >= worst:
-            worst, name = off, key
-            detail = f"{b:.6g} instead of {a:.6g}" if off > TOLERANCE else ""
+        difference = 0.0 if a == b or (a != a and b != b) else off(a, b)
+        if difference >= worst:
+            worst, name = difference, key
+            detail = f"{b:.6g} instead of {a:.6g}" if difference > TOLERANCE else ""
     return Probe("E", "evaluation", worst, name=name, detail=detail)
 
 
 def _rows(expected: list[dict[str, float]], actual: list[dict[str, float]], steps: int) -> Probe:
     """Loss and norm of each step; so many are not the far one."""
-    title = f"loss and norm, {'own batch' if steps else 'far step'}"
-    for step, (a, b) in enumerate(zip(expected, actual), 1):
-        for key in ("loss", "norm"):
-            off = abs(a[key] - b[key]) / max(abs(a[key]), 1e-300)
-            off = off if off == off else math.inf
-            if off > TOLERANCE:
-                where = "the far step" if step > steps else f"step {step}"
-                return Probe(
-                    "U3",
-                    title,
-                    off,
-                    name=f"{key}, {where}",
-                    detail=f"{b[key]:.6g} instead of {a[key]:.6g}",
-                )
-    pairs = [(abs(a[k] - b[k]) / max(abs(a[k]), 1e-300), k) for a, b in zip(expected, actual) for k in ("loss", "norm")]
-    worst, name = max(pairs, default=(0.0, ""))
-    return Probe("U3", title, worst, name=name)
+    probe = rows("U3", f"loss and norm, {'own batch' if steps else 'far step'}", expected, actual, ("loss", "norm"))
+    if probe.equal:
+        return dataclasses.replace(probe, name=probe.name.partition(",")[0] or "norm")
+    return dataclasses.replace(probe, name=probe.name.replace(f"step {steps + 1}", "the far step"))
 
 
 def cause(probes: tuple[Probe, ...], own: dict[str, Any] | None, plan: str) -> tuple[str, str]:
@@ -346,21 +290,13 @@ def cause(probes: tuple[Probe, ...], own: dict[str, Any] | None, plan: str) -> t
         return "V006", f"the samples differ: {wrong['D2'].detail}"
     batch = own["batch"] if own and own["steps"] else 0
     if "G2" in wrong and batch:
-        return "V021", (
-            f"small batches agree and one of {batch} does not: model or loss depends on how many samples come together,"
-            f" or on a rare value, and {plan} gives each pass fewer"
-        )
+        why = f"model or loss depends on how many samples come together, or on a rare value, and {plan} gives each pass fewer"
+        return "V021", f"small batches agree and one of {batch} does not: {why}"
     if "G2" in wrong or ("U3" in wrong and "far" in wrong["U3"].name):
-        return (
-            "V021",
-            f"the steps agree until the weights are {FAR:g} times as large: model or loss takes another branch",
-        )
+        until = f"until the weights are {FAR:g} times as large"
+        return "V021", f"the steps agree {until}: model or loss takes another branch"
     if "U3" in wrong:
-        return (
-            "V022",
-            f"the batches agree at first and not later ({wrong['U3'].name}): the optimizer, or what is kept between steps",
-        )
-    return (
-        "V022",
-        f"gradients agree and weights do not when gradients are {HUGE:g} times as large: the optimizer looks at their size",
-    )
+        why = "the optimizer, or what is kept between steps"
+        return "V022", f"the batches agree at first and not later ({wrong['U3'].name}): {why}"
+    huge = f"when gradients are {HUGE:g} times as large"
+    return "V022", f"gradients agree and weights do not {huge}: the optimizer looks at their size"

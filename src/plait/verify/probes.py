@@ -4,6 +4,7 @@ A relative difference is taken to the scale of the tensor, or of its neighbourho
 gradient of an attention's key bias is): rounding of neighbours is all that such a tensor holds.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,23 @@ class Probe:
         return self.worst <= self.tolerance
 
 
+def size_of(t: Tensor, floor: float = 0.0) -> float:
+    """What differences from a tensor are relative to: its largest number, or `floor` where that is larger."""
+    return max(float(t.abs().max()) if t.numel() else 0.0, floor, 1e-300)
+
+
+def apart(a: Tensor, b: Tensor, scale: float) -> float:
+    """The largest difference of two tensors of one shape, relative to `scale`; infinite where one is not a number."""
+    difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
+    return difference if difference == difference else math.inf
+
+
+def off(expected: float, actual: float) -> float:
+    """The relative difference of two numbers; infinite where it is not a number."""
+    difference = abs(expected - actual) / max(abs(expected), 1e-300)
+    return difference if difference == difference else math.inf
+
+
 def ratio(expected: Tensor, actual: Tensor) -> float | None:
     """actual / expected where it is one number on every element that is not noise, else None."""
     big = expected.abs() > 1e-3 * expected.abs().max()
@@ -58,27 +76,16 @@ def ratio(expected: Tensor, actual: Tensor) -> float | None:
     return middle if float((ratios - middle).abs().max()) < 1e-6 * max(1.0, abs(middle)) else None
 
 
-def scale_of(tensors: dict[str, Tensor]) -> float:
-    """Floor of the scale of a tensor: a gradient that is truly zero is compared with its neighbourhood."""
+def floor_of(tensors: dict[str, Tensor]) -> float:
+    """The least scale of a tensor: a gradient that is truly zero is compared with its neighbourhood."""
     return 1e-5 * max(
         (float(t.abs().max()) for t in tensors.values() if t.numel() and t.is_floating_point()), default=0.0
     )
 
 
-def size_of(t: Tensor, floor: float = 0.0) -> float:
-    """What differences from a tensor are relative to: its largest number, or `floor` where that is larger."""
-    return max(float(t.abs().max()) if t.numel() else 0.0, floor, 1e-300)
-
-
-def apart(a: Tensor, b: Tensor, scale: float) -> float:
-    """The largest difference of two tensors of one shape, relative to `scale`; infinite where one is not a number."""
-    difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
-    return difference if difference == difference else float("inf")
-
-
-def moved(trace: Trace) -> float:
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     """The largest movement of any weight: an update is judged beside the weight it changes and beside the others' updates."""
-    return max((float((trace.weights[n] - t).abs().max()) for n, t in trace.initial.items() if t.numel()), default=0.0)
+    return max((float((after[n] - t).abs().max()) for n, t in before.items() if t.numel()), default=0.0)
 
 
 def tensors(
@@ -88,12 +95,12 @@ def tensors(
     missing = sorted(set(expected) ^ set(actual))
     if missing:
         where = "the split run" if missing[0] in expected else "one device"
-        return Probe(code, title, float("inf"), name=missing[0], detail=f"it is missing in {where}")
+        return Probe(code, title, math.inf, name=missing[0], detail=f"it is missing in {where}")
     differences = {}
     for name in names:
         if name in expected:
             a, b = expected[name].double(), actual[name].double()
-            differences[name] = apart(a, b, size_of(a, floor)) if a.shape == b.shape else float("inf")
+            differences[name] = apart(a, b, size_of(a, floor)) if a.shape == b.shape else math.inf
     if not differences:
         return Probe(code, title)
     worst = max(differences.values())
@@ -107,34 +114,28 @@ def _ratio_text(expected: Tensor, actual: Tensor) -> str:
     return f"ratio {constant:.4g} on every element" if constant is not None else "no constant ratio"
 
 
-def rows(code: str, title: str, expected: Trace, actual: Trace, keys: tuple[str, ...]) -> Probe:
-    """Compare numbers of every step."""
-    worst, name, detail = 0.0, "", ""
-    for step, (a, b) in enumerate(zip(expected.facts["rows"], actual.facts["rows"]), 1):
+def rows(
+    code: str, title: str, expected: list[dict[str, float]], actual: list[dict[str, float]], keys: tuple[str, ...]
+) -> Probe:
+    """Compare numbers of every step; the first that is wrong is named, else the worst."""
+    worst, name = 0.0, ""
+    for step, (a, b) in enumerate(zip(expected, actual), 1):
         for key in keys:
-            difference = abs(a[key] - b[key]) / max(abs(a[key]), 1e-300)
-            difference = difference if difference == difference else float("inf")
-            if difference > worst and (worst <= TOLERANCE or not detail):
+            difference = off(a[key], b[key])
+            if difference > worst:
                 worst, name = difference, f"{key}, step {step}"
-                detail = f"{b[key]:.6g} instead of {a[key]:.6g}" if difference > TOLERANCE else ""
-    return Probe(code, title, worst, name=name, detail=detail)
+            if difference > TOLERANCE:
+                return Probe(code, title, worst, name=name, detail=f"{b[key]:.6g} instead of {a[key]:.6g}")
+    return Probe(code, title, worst, name=name)
 
 
 def replicas(ranks: list[dict[str, Any]]) -> Probe:
     """Whether what all ranks should hold alike was bit-equal on all, after every step."""
-    drifted = [row for r in ranks for row in r["drifted"]]
+    drifted, title = [row for r in ranks for row in r["drifted"]], "replicas, bit for bit"
     if not drifted:
-        return Probe("R", "replicas, bit for bit", tolerance=0)
-    step = min(row[0] for row in drifted)
-    first = next(row for row in drifted if row[0] == step)
-    return Probe(
-        "R",
-        "replicas, bit for bit",
-        len(drifted),
-        0,
-        first[2],
-        f"its {first[1]} differs between ranks from step {step}",
-    )
+        return Probe("R", title, tolerance=0)
+    step, what, name = min(drifted, key=lambda row: row[0])
+    return Probe("R", title, len(drifted), 0, name, f"its {what} differs between ranks from step {step}")
 
 
 def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
@@ -148,17 +149,10 @@ def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
     last = {i: step for step, (_, ids) in enumerate(expected.facts["ids"]) for i in ids}
     for r in ranks:
         mine = {i: step for step, (_, ids) in enumerate(r["ids"]) for i in ids}
-        for i, step in mine.items():
-            same_moment = step == last.get(i)
-            if same_moment and r["seen"].get(str(i)) != expected.facts["seen"].get(str(i)):
-                return Probe(
-                    "D",
-                    "samples",
-                    1,
-                    0,
-                    f"sample {i}",
-                    "its content differs: augmentation is not keyed by (seed, epoch, sample)",
-                )
+        for i in (i for i, step in mine.items() if step == last.get(i)):
+            if r["seen"].get(str(i)) != expected.facts["seen"].get(str(i)):
+                detail = "its content differs: augmentation is not keyed by (seed, epoch, sample)"
+                return Probe("D", "samples", 1, 0, f"sample {i}", detail)
     return Probe("D", "samples", tolerance=0)
 
 
@@ -196,8 +190,3 @@ def _rows(rank: dict[str, Any], alike: bool) -> list[str]:
     if alike:
         return rank["collectives"]
     return [row.partition(" ")[0] for row in rank["collectives"] if not row.startswith(("send", "recv_"))]
-
-
-def far(a: Tensor, b: Tensor, floor: float) -> bool:
-    """Whether two tensors differ by more than the tolerance."""
-    return not apart(a, b, size_of(a, floor)) <= TOLERANCE

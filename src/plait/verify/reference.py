@@ -7,9 +7,9 @@ engine and these lines agree to rounding, the engine trains what the job says.
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job
-from plait.data.batch import example, is_map
+from plait.data.batch import Data, example, is_map
 from plait.model.sketch import sketch
 from plait.randomness.keyed import Randomness, permutation, seed_host
 from plait.tensors.float64 import Wide
@@ -39,8 +39,8 @@ class OneDevice:
     optimizer: torch.optim.Optimizer
     keyed: Randomness
     rates: list[float]
-    how: tuple[torch.dtype, str]
-    """Number format and device."""
+    dtype: torch.dtype
+    device: str
     kept: float
     """Bytes that units keep for backward, for each sample."""
     notes: Notes
@@ -51,41 +51,33 @@ class OneDevice:
     """Of processor time of each step's passes, for each sample and thread."""
 
     @staticmethod
-    def of(job: Job, data: Any, dtype: torch.dtype, device: str) -> "OneDevice":
+    def of(job: Job, data: Data, dtype: torch.dtype, device: str) -> "OneDevice":
         """The job before its first step."""
-        model = _model(job, dtype, device)
+        model = make_model(job, dtype, device)
         state = torch.get_rng_state()
         sample = example(job.data, data)[0]
         torch.set_rng_state(state)
-        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], _call, job.units)
+        sketched = sketch(model, lambda n: _ready(_collate(data, [sample] * n), dtype, device)[0], call, job.units)
         keyed = Randomness(model, job.seed, sketched.places, sketched.host_random)
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
-        kept = sketched.saved_between.each + sum(call.saved.each for call in sketched.calls)
+        kept = sketched.saved_between.each + sum(unit.saved.each for unit in sketched.calls)
         notes, rates = Notes(model, [unit.name for unit in sketched.units]), [g["lr"] for g in optimizer.param_groups]
         notes.tensors("initial", dict(model.named_parameters()))
-        return OneDevice(job, model, optimizer, keyed, rates, (dtype, device), kept, notes)
-
-    def made(self, job: Job) -> torch.nn.Module:
-        """The job's model once more, in its own number formats."""
-        return _model(job, None, self.how[1])
-
-    def call(self, model: torch.nn.Module, inputs: Any) -> Any:
-        """The model's outputs."""
-        return _call(model, inputs)
+        return OneDevice(job, model, optimizer, keyed, rates, dtype, device, kept, notes)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def passes(
-        self, data: Any, read: Samples, moves: Callable[[], None] = lambda: None
+        self, data: Data, read: Samples, moves: Callable[[], None] = lambda: None
     ) -> tuple[Any, Any, torch.Tensor]:
         """(outputs, targets, loss) of a step's samples, after its forward and backward passes."""
         began = time.process_time()
-        inputs, targets = _ready(_collate(data, read[2]), *self.how)
+        inputs, targets = _ready(_collate(data, read[2]), self.dtype, self.device)
         self.notes.batch(self.steps, [(0, len(read[1]), (inputs, targets))])
         with Wide(), self.keyed.at(self.steps, 0, len(read[1])):
-            outputs = _call(self.model, inputs)
+            outputs = call(self.model, inputs)
             loss = self.job.loss(outputs, targets)
         moves()
         with self.keyed.replay():
@@ -152,28 +144,15 @@ def evaluate(one: OneDevice) -> dict[str, float]:
         return {}
     data, sums = wanted.data(), dict[str, list[float]]()
     with evaluating(one.model), torch.no_grad(), Wide():
-        for read in _held_out(job, data):
-            inputs, targets = _ready(_collate(data, read), *one.how)
-            values = wanted.metrics(_call(one.model, inputs), targets)
+        seed_host(job.seed, "evaluate")
+        numbered = _numbered(data, range(len(data)) if is_map(data) else (), (job.seed, "evaluate"))
+        while read := [sample for _, sample in islice(numbered, job.batch)]:
+            inputs, targets = _ready(_collate(data, read), one.dtype, one.device)
+            values = wanted.metrics(call(one.model, inputs), targets)
             for name, row in ((str(name), torch.as_tensor(value)) for name, value in values.items()):
                 total = sums.setdefault(name, [0.0, 0])
                 total[0], total[1] = total[0] + float(row.double().sum()), total[1] + row.numel()
     return {name: total / count for name, (total, count) in sums.items()}
-
-
-def _held_out(job: Job, data: Any) -> Iterator[list[Any]]:
-    """The samples of each batch of the held-out data, in order."""
-    seed_host(job.seed, "evaluate")
-    source = iter(data) if not is_map(data) else None
-    for start in count(0, job.batch):
-        ids, read = list(range(start, start + job.batch)), list[Any]()
-        for i in ids if source is not None else ids[: max(0, len(data) - start)]:
-            seed_host(job.seed, "evaluate", i)
-            sample = data[i] if source is None else next(source, None)
-            read += [] if sample is None else [sample]
-        if not read:
-            return
-        yield read
 
 
 def _nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitError:
@@ -187,15 +166,15 @@ def _nonfinite(step: int, loss: float, norm: float, ids: list[int]) -> PlaitErro
 
 def plain(job: Job, dtype: torch.dtype, device: str = "cpu") -> None:
     """One step of the job with nothing of plait's around it: whatever fails here fails in plain PyTorch."""
-    model, data = _model(job, dtype, device), job.data()
+    model, data = make_model(job, dtype, device), job.data()
     optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
     inputs, targets = _ready(_collate(data, next(samples(job, data))[2]), dtype, device)
-    job.loss(_call(model, inputs), targets).backward()
+    job.loss(call(model, inputs), targets).backward()
     optimizer.step()
 
 
-def _model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
-    """In training mode; parts that the job itself put in eval mode stay there."""
+def make_model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
+    """The job's model in a number format (None: its own), in training mode; parts that the job itself put in eval mode stay there."""
     random.seed(job.seed)
     np.random.seed(job.seed & 0xFFFFFFFF)
     torch.manual_seed(job.seed)
@@ -209,29 +188,35 @@ def _model(job: Job, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
     return model
 
 
-def samples(job: Job, data: Any, length: int | None = None) -> Iterator[Samples]:
+def samples(job: Job, data: Data, length: int | None = None) -> Iterator[Samples]:
     """(epoch, sample ids, samples) of each step, epoch after epoch, the last batch of an epoch short. `length`: of the
     data that are read, instead of all."""
-    epoch = 0
-    while True:
+    for epoch in count():
+        order: Iterable[int] = ()
         if is_map(data):
             order = permutation(job.seed, epoch, len(data) if length is None else length).tolist()
-            for start in range(0, len(order), job.batch):
-                ids = order[start : start + job.batch]
-                yield epoch, ids, [seeded(job, epoch, i, lambda i=i: data[i]) for i in ids]
         else:
             seed_host(job.seed, "epoch", epoch)
-            source, position, ended = iter(data), 0, False
-            while not ended:
-                found: list[Any] = []
-                while len(found) < job.batch and not ended:
-                    sample = seeded(job, epoch, position + len(found), lambda source=source: next(source, None))
-                    ended = sample is None
-                    found += [] if ended else [sample]
-                if found:
-                    yield epoch, list(range(position, position + len(found))), found
-                position += len(found)
-        epoch += 1
+        numbered = _numbered(data, order, (job.seed, "sample", epoch))
+        while read := list(islice(numbered, job.batch)):
+            yield epoch, [i for i, _ in read], [sample for _, sample in read]
+
+
+def _numbered(data: Data, order: Iterable[int], words: tuple[int | str, ...]) -> Iterator[tuple[int, object]]:
+    """(number, sample) of the data in an order, of an iterable as they come; the host's generators are seeded before each by
+    `words` and its number."""
+    if is_map(data):
+        for i in order:
+            seed_host(*words, i)
+            yield i, data[i]
+        return
+    source = iter(data)
+    for i in count():
+        seed_host(*words, i)
+        sample = next(source, None)
+        if sample is None:
+            return
+        yield i, sample
 
 
 def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
@@ -240,7 +225,7 @@ def seeded(job: Job, epoch: int, i: int, load: Callable[[], Any]) -> Any:
     return load()
 
 
-def _is_mean(job: Job, outputs: Any, targets: Any, n: int) -> bool | None:
+def _is_mean(job: Job, outputs: object, targets: object, n: int) -> bool | None:
     """Whether the loss of the batch is the weighted mean of the losses of its two parts; None when it cannot be cut."""
     try:
         with torch.no_grad():
@@ -255,19 +240,20 @@ def _is_mean(job: Job, outputs: Any, targets: Any, n: int) -> bool | None:
     return abs(total / weights - whole) <= 1e-9 * max(abs(whole), 1e-9) if weights and np.isfinite(total) else None
 
 
-def _collate(data: Any, samples: list[Any]) -> Any:
+def _collate(data: Data, samples: list[Any]) -> Any:
     return data.collate(samples) if hasattr(data, "collate") else default_collate(samples)
 
 
-def _ready(pair: Any, dtype: torch.dtype, device: str) -> Any:
+def _ready(pair: tuple[object, object], dtype: torch.dtype, device: str) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), tuple(pair))
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def call(model: nn.Module, inputs: object) -> Any:
+    """The model's outputs."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def _copy(named: Any) -> dict[str, torch.Tensor]:
+def _copy(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}

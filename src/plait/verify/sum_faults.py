@@ -5,13 +5,13 @@ it is the sum over fewer axes, a multiple of it, or the sum with one contributio
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.verify.notes import key
-from plait.verify.probes import TOLERANCE, size_of
+from plait.verify.probes import TOLERANCE, apart, size_of
+from plait.verify.sides import Sides
 
 EXPLAINED = 1e-7
 """A relative difference that an explanation may leave."""
@@ -36,7 +36,7 @@ class Told:
 class Sum:
     """One parameter's gradient in one step: of each rank what it has, and what it and its peers gave, by (rank, micro-batch)."""
 
-    sides: Any
+    sides: Sides
     step: int
     name: str
     scale: float
@@ -47,7 +47,7 @@ class Sum:
     """By how much the contributions miss the reference."""
 
     @staticmethod
-    def of(sides: Any, step: int, name: str, floor: float) -> "Sum | None":
+    def of(sides: Sides, step: int, name: str, floor: float) -> "Sum | None":
         """None where contributions were not seen."""
         expected = sides.one.rows[key(step, "sum", name)]
         scale = size_of(expected, floor)
@@ -61,20 +61,15 @@ class Sum:
         one = Sum(sides, step, name, scale, has, {})
         for rank in has:
             part = one.part(rank)
-            one.gave[rank] = {
-                (peer, micro): row[part]
-                for peer, found in rows.items()
-                if one.peers(rank, peer)
-                for micro, row in found
-                if part < len(row)
-            }
+            given = ((peer, micro, row) for peer in rows if one.peers(rank, peer) for micro, row in rows[peer])
+            one.gave[rank] = {(peer, micro): row[part] for peer, micro, row in given if part < len(row)}
         parts: dict[str, Tensor] = {}
-        for rank, given in one.gave.items():
-            if given:
-                parts.setdefault(one.held(rank), torch.stack(list(given.values())).sum(0))
+        for rank, gave in one.gave.items():
+            if gave:
+                parts.setdefault(one.held(rank), one.total(rank))
         if len(parts) == len({one.held(rank) for rank in has}):
             total = torch.stack(list(parts.values())).sum(0)
-            one.local = float((total - expected).abs().max()) / scale
+            one.local = apart(total, expected, scale)
         return one
 
     def held(self, rank: int) -> str:
@@ -83,8 +78,7 @@ class Sum:
 
     def part(self, rank: int) -> int:
         """Which of the shards it is."""
-        found = self.sides.told[rank]["shard"].get(self.name)
-        return 0 if found is None else found
+        return self.sides.told[rank]["shard"].get(self.name, 0)
 
     def peers(self, rank: int, other: int) -> bool:
         """Whether what one rank gives belongs to another's sum."""
@@ -97,22 +91,13 @@ class Sum:
         return told[rank]["given"].get(self.name) == told[other]["given"].get(self.name) and (b["tp"], b["pp"]) in near
 
     @property
-    def local_is_wrong(self) -> bool:
-        """The contributions themselves do not make the reference's gradient."""
-        return not self.local <= TOLERANCE
-
-    @property
     def wrong(self) -> list[int]:
         """The ranks whose sum is not that of the contributions."""
-        return [r for r, given in self.gave.items() if given and not self.off(r) <= TOLERANCE]
+        return [r for r, given in self.gave.items() if given and self.off(r) > TOLERANCE]
 
     def off(self, rank: int) -> float:
         """By how much a rank's sum misses its contributions."""
-        return self.miss(self.has[rank], self.total(rank))
-
-    def miss(self, a: Tensor, b: Tensor) -> float:
-        """Relative difference."""
-        return float((a - b).abs().max()) / self.scale
+        return apart(self.has[rank], self.total(rank), self.scale)
 
     def total(self, rank: int) -> Tensor:
         """What a rank's sum should be."""
@@ -148,7 +133,7 @@ def one_counts_otherwise(
         if squares <= (TOLERANCE * scale) ** 2:
             continue
         more = float(((has - total) * one).sum()) / squares
-        miss = float((has - total - more * one).abs().max()) / scale
+        miss = apart(has - total, more * one, scale)
         if miss <= EXPLAINED * max(1.0, abs(more)) * 0.1 and (best is None or miss < best[0] * 0.1):
             best = miss, (rank, micros), round(1 + more, 9) + 0.0
     return None if best is None else (best[1], best[2])
@@ -173,17 +158,17 @@ def explained(one: Sum) -> Told:
     given, has = one.gave[rank], one.has[rank]
     for missing in _subsets(axes):
         near = [row for (peer, _), row in given.items() if all(plan.at(peer)[a] == plan.at(rank)[a] for a in missing)]
-        if near and one.miss(has, torch.stack(near).sum(0)) <= TOLERANCE:
+        if near and apart(has, torch.stack(near).sum(0), one.scale) <= TOLERANCE:
             return Told("reduction", missing, ranks, (), size, "each rank goes on with its own share of the sum")
     squares = float((total * total).sum())
     factor = float((total * has).sum()) / squares if squares else 0.0
-    if squares and one.miss(has, factor * total) <= EXPLAINED * 0.1 * max(1.0, abs(factor)):
+    if squares and apart(has, factor * total, one.scale) <= EXPLAINED * 0.1 * max(1.0, abs(factor)):
         how = "the sum is zero" if abs(factor) < 1e-9 else f"the sum is {factor:.7g} times what it should be"
         return Told("reduction", axes, ranks, (), size, how)
     if told := _counted(one, rank, ranks, size):
         return told
     before = one.sides.ranks[rank].rows.get(key(one.step - 1, "sum", one.name)) if one.step else None
-    if before is not None and before.shape == has.shape and one.miss(has, before) <= TOLERANCE:
+    if before is not None and before.shape == has.shape and apart(has, before, one.scale) <= TOLERANCE:
         return Told("reduction", axes, ranks, (), size, "it is the sum of the step before")
     how = "it is no sum of what the ranks gave: changed, or put in another order, on its way"
     if size < 1e-2:
@@ -196,7 +181,7 @@ def _counted(one: Sum, rank: int, ranks: tuple[int, ...], size: float) -> Told |
     given, has, axes = one.gave[rank], one.has[rank], _axes(one, rank)
     all_ = {m for _, m in given}
     last = [row for (_, m), row in given.items() if m == max(all_)]
-    if len(all_) > 1 and one.miss(has, torch.stack(last).sum(0)) <= TOLERANCE:
+    if len(all_) > 1 and apart(has, torch.stack(last).sum(0), one.scale) <= TOLERANCE:
         return Told("accumulation", (), ranks, (), size, f"only micro-batch {max(all_)} is left")
     if found := one_counts_otherwise(given, has, one.scale):
         (peer, micros), times = found
@@ -211,21 +196,16 @@ def _counted(one: Sum, rank: int, ranks: tuple[int, ...], size: float) -> Told |
         return None
     micros = tuple(sorted({m for (_, m), times in told.items() if abs(times - 1) > 1e-6}))
     many = len(all_) > len(micros)
-    what = (
-        f"rank {r}{f', micro-batch {m},' if len(all_) > 1 else ''} {times:.4g} times" for (r, m), times in told.items()
-    )
-    how = f"it counts {', '.join(what)}"
+    micro = lambda m: f", micro-batch {m}," if len(all_) > 1 else ""  # noqa: E731
+    how = f"it counts {', '.join(f'rank {r}{micro(m)} {times:.4g} times' for (r, m), times in told.items())}"
     return Told("accumulation" if many else "reduction", () if many else axes, ranks, micros if many else (), size, how)
 
 
 def _axes(one: Sum, rank: int) -> tuple[str, ...]:
     """The axes that a rank's sum goes over."""
     at = one.sides.plan.at
-    peers = [
-        peer
-        for peer in range(one.sides.plan.world)
-        if one.peers(rank, peer) and one.name in one.sides.told[peer]["given"]
-    ]
+    having = (peer for peer, told in enumerate(one.sides.told) if one.name in told["given"])
+    peers = [peer for peer in having if one.peers(rank, peer)]
     return tuple(axis for axis in at(rank) if any(at(peer)[axis] != at(rank)[axis] for peer in peers))
 
 

@@ -7,12 +7,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
-from plait.verify.locate import Finding, Sides, beginning
-from plait.verify.probes import Probe, Trace, collectives, far, moved, ratio, replicas, rows, samples, scale_of, tensors
+from plait.verify.locate import Finding, beginning
+from plait.verify.probes import (
+    TOLERANCE,
+    Probe,
+    Trace,
+    apart,
+    collectives,
+    floor_of,
+    moved,
+    ratio,
+    replicas,
+    rows,
+    samples,
+    size_of,
+    tensors,
+)  # fmt: skip
+from plait.verify.sides import Sides
 
 WEIGHTS = "micro-batches or ranks enter with the wrong weight, or some are lost: no constant ratio"
 CODES = {
@@ -55,6 +68,8 @@ def likely_cause(
         return "V008", f"the clock differs: {p['S'].name}, {p['S'].detail}"
     if not p["G"].equal and expected.facts["mean"] is False and (where is None or where.kind in COUPLED):
         return "V013", COUPLES
+    if missing := set(expected.gradients) ^ set(actual.gradients):
+        return "V003", f"{min(missing)} has a gradient on one side only"
     if where is not None:
         return _located(where, p, expected, actual, plan)
     if not p["G"].equal:
@@ -64,15 +79,11 @@ def likely_cause(
     if not p["R"].equal:
         return "V004", f"{p['R'].name}: {p['R'].detail}; it is updated or reduced on some ranks only"
     if not p["U2"].equal and p["U2"].name.startswith("norm"):
-        return (
-            "V007",
-            f"the gradients agree and their norm does not ({p['U2'].detail}): clipping uses another norm than the global one",
-        )
+        why = "clipping uses another norm than the global one"
+        return "V007", f"the gradients agree and their norm does not ({p['U2'].detail}): {why}"
     if not p["U"].equal or not p["U2"].equal:
-        return (
-            "V009",
-            "the gradients of step 1 agree and the weights do not: the optimizer, the clipping or later steps differ",
-        )
+        why = "the optimizer, the clipping or later steps differ"
+        return "V009", f"the gradients of step 1 agree and the weights do not: {why}"
     if not p["B"].equal:
         return "V011", f"buffer {p['B'].name} differs: it is computed from a rank's own share of the batch"
     return "V012", f"the collectives differ: {p['C'].detail}"
@@ -81,18 +92,14 @@ def likely_cause(
 def _located(where: Finding, p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
     """The cause by where the difference begins; known patterns have codes of their own."""
     code, text = CODES[where.kind], sentence(where, plan)
-    if missing := set(expected.gradients) ^ set(actual.gradients):
-        return "V003", f"{min(missing)} has a gradient on one side only"
     if where.kind in ("loss", "weights", "reduction") and where.step == 0 and not p["G"].equal:
         known, pattern = _gradient_cause(p, expected, actual, plan)
         if known in ("V002", "V003", "V004"):
             return known, f"{pattern}: {text}"
     drawn = draws(where, actual.facts["random"])
     if where.kind in ("forward", "between", "backward", "weights") and drawn:
-        return (
-            "V005",
-            f"random numbers are drawn in {drawn}, and those of the ranks are not stretches of the one device's: {text}",
-        )
+        why = f"random numbers are drawn in {drawn}, and those of the ranks are not stretches of the one device's"
+        return "V005", f"{why}: {text}"
     return code, text
 
 
@@ -147,37 +154,22 @@ def place(where: Finding, plan: Plan) -> str:
 
 
 def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
-    wrong = [
-        n
-        for n, t in expected.gradients.items()
-        if n in actual.gradients and far(t, actual.gradients[n], scale_of(expected.gradients))
-    ]
-    missing = set(expected.gradients) ^ set(actual.gradients)
-    if missing:
-        return "V003", f"{sorted(missing)[0]} has a gradient on one side only"
-    ratios = {_rounded(expected.gradients[n], actual.gradients[n]) for n in wrong}
-    ratios = set() if None in ratios else ratios
-    differs_between_ranks = not p["R"].equal and "gradient" in p["R"].detail
-    if differs_between_ranks:
+    both = {n: (t, actual.gradients[n]) for n, t in expected.gradients.items() if n in actual.gradients}
+    floor = floor_of(expected.gradients)
+    wrong = [n for n, (a, b) in both.items() if not apart(a, b, size_of(a, floor)) <= TOLERANCE]
+    if not p["R"].equal and "gradient" in p["R"].detail:
         return "V004", f"{p['R'].name}: its gradient is not summed over the ranks"
-    if len(ratios) == 1 and len(wrong) == len(expected.gradients):
-        return (
-            "V002",
-            f"every gradient is {ratios.pop():.4g} times too large: a sum where a mean belongs, or the reverse ({plan})",
-        )
-    if len(ratios) == 1 and len(wrong) < len(expected.gradients):
-        return (
-            "V003",
-            f"only {len(wrong)} of {len(expected.gradients)} gradients are wrong, by the factor {ratios.pop():.4g}: counted twice or not at all",
-        )
+    ratios = {None if (r := ratio(*both[n])) is None else round(r, 6) for n in wrong}
+    factor = ratios.pop() if len(ratios) == 1 else None
+    if factor is not None and len(wrong) == len(expected.gradients):
+        why = f"a sum where a mean belongs, or the reverse ({plan})"
+        return "V002", f"every gradient is {factor:.4g} times too large: {why}"
+    if factor is not None:
+        wrongs = f"only {len(wrong)} of {len(expected.gradients)} gradients are wrong"
+        return "V003", f"{wrongs}, by the factor {factor:.4g}: counted twice or not at all"
     if actual.facts["places"]:
         return "V005", "the model draws random numbers: the ranks' masks are not stretches of the one device's mask"
     return "V014", WEIGHTS
-
-
-def _rounded(a: Tensor, b: Tensor) -> float | None:
-    r = ratio(a, b)
-    return None if r is None else round(r, 6)
 
 
 @dataclass(frozen=True)
@@ -243,23 +235,23 @@ def judge(
     `dry`: what every rank sends in a dry run, or why there is none. `folder`: where both sides left what they noted of their
     units, to say where a difference begins.
     """
-    names = actual.facts["names"]
+    names, steps = actual.facts["names"], (expected.facts["rows"], actual.facts["rows"])
     probes = (
-        tensors("I", "initial weights", expected.initial, actual.initial, names, scale_of(expected.initial)),
-        tensors("G", "gradients, step 1", expected.gradients, actual.gradients, names, scale_of(expected.gradients)),
+        tensors("I", "initial weights", expected.initial, actual.initial, names, floor_of(expected.initial)),
+        tensors("G", "gradients, step 1", expected.gradients, actual.gradients, names, floor_of(expected.gradients)),
         tensors(
             "U",
-            f"weights, step {len(expected.facts['rows'])}",
+            f"weights, step {len(steps[0])}",
             expected.weights,
             actual.weights,
             names,
-            moved(expected),
+            moved(expected.initial, expected.weights),
         ),
-        rows("U2", "loss and norm, every step", expected, actual, ("loss", "norm")),
-        tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), scale_of(expected.buffers)),
+        rows("U2", "loss and norm, every step", *steps, ("loss", "norm")),
+        tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), floor_of(expected.buffers)),
         replicas(ranks),
         samples(expected, ranks),
-        rows("S", "learning rate and clock", expected, actual, ("lr", "samples")),
+        rows("S", "learning rate and clock", *steps, ("lr", "samples")),
         collectives(ranks, dry),
     )
     where = None
@@ -293,9 +285,8 @@ def table(verdict: Verdict, job: str) -> str:
         shown = f"{p.worst:.1e}" if p.tolerance else f"{p.worst:.0f} wrong"
         where = f"   {p.name}" if p.name else ""
         detail = f": {p.detail}" if p.detail and not p.equal else ""
-        lines.append(
-            f"  {p.title:<30}{shown:>16}   {f'{p.tolerance:.0e}' if p.tolerance else '0':<9}  {'✓' if p.equal else '✗'}{where}{detail}"
-        )
+        told = f"  {p.title:<30}{shown:>16}   {f'{p.tolerance:.0e}' if p.tolerance else '0':<9}"
+        lines.append(f"{told}  {'✓' if p.equal else '✗'}{where}{detail}")
     lines += [f"note  {line}" for line in verdict.notes]
     lines += [f"not exact by nature: {line}" for line in verdict.inexact]
     if verdict.equal and not verdict.split:
@@ -306,7 +297,6 @@ def table(verdict: Verdict, job: str) -> str:
     else:
         wrong = verdict.first_wrong
         assert wrong is not None
-        lines.append(
-            f"DIFFERENT  first wrong: {verdict.parameter or wrong.name}   likely: {verdict.cause}.   `plait help {verdict.code}`"
-        )
+        told = f"likely: {verdict.cause}.   `plait help {verdict.code}`"
+        lines.append(f"DIFFERENT  first wrong: {verdict.parameter or wrong.name}   {told}")
     return "\n".join(lines)

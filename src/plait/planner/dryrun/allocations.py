@@ -131,7 +131,7 @@ class Allocations(TorchDispatchMode):
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         return super().__enter__()
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         assert self.resize is not None
         torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
         super().__exit__(exc_type, exc_val, exc_tb)

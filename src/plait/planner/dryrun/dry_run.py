@@ -26,7 +26,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch, whole
-from plait.engine.build import analyse, build, check_plan, start_build
+from plait.engine.build import analyse, check_plan, start_build
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic, agree
 from plait.launch.place import Place
@@ -34,7 +34,6 @@ from plait.model.fake_model import HOLDS, sketched
 from plait.model.make import BuiltModel, make, make_model
 from plait.model.sketch import Sketch
 from plait.model.table import size
-from plait.parallel.built import Built
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.offload import on_host
 from plait.planner.dryrun.allocations import Peak
@@ -47,6 +46,7 @@ from plait.tensors.torch_private import FakeTensorMode, fake_failures, tree_map_
 
 CPU = torch.device("cpu")
 Found = TypeVar("Found")
+Pair = tuple[object, object]
 SHOWN = 12
 """Kinds of ranks that the table has lines for, the fullest first."""
 
@@ -123,28 +123,27 @@ def run(options: argparse.Namespace, room: float | None = None) -> int:
     return 0 if fits else 1
 
 
-def dry_run(job: Job, plan: Plan, *, steps: int = 1) -> DryRun:
-    """Of every kind of rank make `steps` steps, and one that is measured. D001 when ranks would wait for each other."""
+def dry_run(job: Job, plan: Plan) -> DryRun:
+    """Make a step of every kind of rank, and one that is measured. D001 when ranks would wait for each other."""
     check_plan(job, plan)
     if plan.compile or plan.processes == "one":
         key = "compile=true" if plan.compile else "processes=one"
         raise PlaitError(Problem("D002", f"{key} cannot run dry", why="torch.compile and threads need numbers",
                                  fix=(f"leave out {key}",)))  # fmt: skip
-    began, job = time.perf_counter(), replace(job, steps=max(job.steps, steps + 1))
+    began, job = time.perf_counter(), replace(job, steps=max(job.steps, 2))
     sketch, weights = known(job, plan)
     kinds = RankKinds.of(plan, sketch, job.batch)
 
     def measured(rank: int, real: bool) -> tuple[RankKind, Traffic]:
         traffic = Traffic(rank, plan)
-        with alone(job, traffic, (sketch, real)) as (engine, given):
-            peak = measure(engine, steps, given, partial(on_host, plan))
+        with alone(job, traffic, sketch, real=real) as (engine, given, ready):
+            peak = measure(engine, 1, given, partial(on_host, plan))
             if job.evaluate is not None:
-                other = measure_evaluation(engine, engine.ready, partial(on_host, plan))
+                other = measure_evaluation(engine, ready, partial(on_host, plan))
                 peak = replace(other, host=peak.host) if other.total > peak.total else peak
             samples = max(n for _, n in engine.share.parts(job.batch))
-        return RankKind(
-            rank, kinds.counts()[rank], plan.at(rank), samples, peak, traffic.by_axes(), traffic.totals()
-        ), traffic
+        ranks, at = kinds.counts()[rank], plan.at(rank)
+        return RankKind(rank, ranks, at, samples, peak, traffic.by_axes(), traffic.totals()), traffic
 
     found = _each(kinds, measured, sketch.by_values, weights)
     agree({traffic.rank: traffic for _, traffic in found}, kinds.like)
@@ -171,7 +170,7 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
 
     def sent(rank: int, real: bool) -> Sent:
         traffic = Traffic(rank, plan)
-        with alone(job, traffic, (sketch, real), cast) as (engine, given):
+        with alone(job, traffic, sketch, real=real, cast=cast) as (engine, given, _):
             batch = next(engine.batches())
             sizes = engine.sizes_run(batch)
             engine.update(batch, engine.backward(given(batch, True)))
@@ -202,9 +201,8 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
     if plan.cp > 1 or plan.ep > 1:
         if weights > HOLDS:
             why = f"how sequences and experts are shared out is proved on numbers; the weights are {size(weights)}"
-            raise PlaitError(
-                Problem("D002", f"{plan} cannot run dry", why=why, fix=("a smaller model of the same kind",))
-            )
+            fix = ("a smaller model of the same kind",)
+            raise PlaitError(Problem("D002", f"{plan} cannot run dry", why=why, fix=fix))
         model = make_model(job)
     made, again = BuiltModel(model, model), plan.pp > 1 and plan.precision != "fp32"
     built = start_build(job, plan, Place(0, plan.world), (CPU, None), made)
@@ -213,15 +211,14 @@ def known(job: Job, plan: Plan) -> tuple[Sketch, int]:
 
 @contextmanager
 def alone(
-    job: Job, traffic: Traffic, how: tuple[Sketch, bool], cast: torch.dtype | None = None
-) -> Iterator[tuple["_Alone", Callable[[Batch, bool], Batch]]]:
-    """The engine of the rank that `traffic` is of, and what makes of a batch one that it can be given. It runs inside only.
-
-    `how`: what every rank knows of the model, and whether it runs on real tensors.
+    job: Job, traffic: Traffic, sketch: Sketch, *, real: bool, cast: torch.dtype | None = None
+) -> Iterator[tuple[Engine, Callable[[Batch, bool], Batch], Callable[[Pair], Pair]]]:
+    """The engine of the rank that `traffic` is of, and what makes of a batch, and of (inputs, targets), one that it can be
+    given. It runs inside only. `sketch`: what every rank knows of the model; `real`: it runs on real tensors.
     """
     data = job.data
     job = replace(job, data=lambda: whole(data()))
-    fakes, (sketch, real), plan, rank = FakeTensorMode(allow_non_fake_inputs=True), how, traffic.plan, traffic.rank
+    fakes, plan, rank = FakeTensorMode(allow_non_fake_inputs=True), traffic.plan, traffic.rank
     with nullcontext() if real else PartlyFake(fakes):  # a constructor may look at what it makes
         made = make(job, CPU, cast, None, None).model
         model = made if real else faked(made, fakes)
@@ -229,7 +226,8 @@ def alone(
         warnings.filterwarnings(
             "ignore", "The .grad attribute"
         )  # torch looks at it when a real tensor becomes a fake one
-        engine = _Alone(job, plan, Place(rank, plan.world), (BuiltModel(model, model), sketch), cast)
+        place, known = Place(rank, plan.world), (BuiltModel(model, model), sketch)
+        engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, known=known)
         if isinstance(
             engine.built.reducer, CrossGroupSums
         ):  # another rank may have the gradient of a parameter they share
@@ -238,7 +236,7 @@ def alone(
         _followed(engine, pretending)
         hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731
 
-        def ready(pair: Any) -> Any:
+        def ready(pair: Pair) -> Pair:
             pretending.traffic = None  # of the messages of a step alone
             return pair if real else tree_map_only(Tensor, hide, pair)
 
@@ -250,8 +248,7 @@ def alone(
             hidden = (replace(m, **{k: tree_map_only(Tensor, hide, getattr(m, k)) for k in trees}) for m in batch.micro)
             return replace(batch, micro=tuple(hidden)[: None if last else 1])  # what lasts is there after one
 
-        engine.ready = ready
-        yield engine, given
+        yield engine, given, ready
 
 
 def _followed(engine: Engine, pretending: Pretending) -> None:
@@ -268,18 +265,3 @@ def _followed(engine: Engine, pretending: Pretending) -> None:
 
     engine.optimizer.register_step_pre_hook(begins)
     engine.optimizer.register_step_post_hook(ends)
-
-
-class _Alone(Engine):
-    """An engine that is given its model, and what is known of it."""
-
-    def __init__(
-        self, job: Job, plan: Plan, place: Place, known: tuple[BuiltModel, Sketch], cast: torch.dtype | None = None
-    ):
-        self.known = known
-        self.ready: Callable[[Any], Any] = lambda pair: pair
-        """Makes of samples what its model can be given."""
-        super().__init__(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast)
-
-    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
-        return build(job, plan, self.place, device, cast, self.known)

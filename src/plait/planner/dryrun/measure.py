@@ -28,7 +28,7 @@ def measure(
     """The fullest moment of one step of this rank, after so many steps that came before it. All ranks call it.
 
     `given` makes of a batch what a step is given, and is told whether it is the one that is measured. `on_host`, as in
-    `Tape.apart`, tells the host's memory from the device's; without it all is one.
+    `MemoryTape.apart`, tells the host's memory from the device's; without it all is one.
     """
     source = engine.batches()
     for _ in range(steps):
@@ -72,7 +72,7 @@ def measure_evaluation(
     return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
 
 
-def hold(meter: Allocations, engine: Engine, batch: Any) -> None:
+def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
     """Tell the meter of what a rank has between two steps."""
     built = engine.built
     meter.hold("parameters", [*built.own.values(), *built.model.parameters()])
@@ -96,7 +96,7 @@ def mark(meter: Allocations, engine: Engine) -> None:
         module.register_forward_hook(lambda m, a, output, name=name: _behind(meter, name, output))
 
 
-def _behind(meter: Allocations, name: str, output: Any) -> None:
+def _behind(meter: Allocations, name: str, output: object) -> None:
     """A hook on what stands for a whole sequence would gather it: it goes on the part that this rank holds."""
     parts = (tensor.local if isinstance(tensor, WrapperTensor) else tensor for tensor in tensors_in(output))
     for tensor in parts:
@@ -116,5 +116,5 @@ class _Telling(Clock):
         super().begin(action)
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
+def _tensors(tree: object) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -86,10 +86,9 @@ class MemoryTable:
         device, host = self.held(False), self.held(True)
         why = {item.category: item.reason for item in reversed(self.items)}
         rows: list[tuple[str, ...]] = [("", "device", "host", "")] if host else []
+        sides = (device, host) if host else (device,)
         for category in (c for c in CATEGORIES if c in why):
-            sizes = [
-                size(side[category]) if category in side else "" for side in ((device, host) if host else (device,))
-            ]
+            sizes = [size(side[category]) if category in side else "" for side in sides]
             rows.append((f"  {category}", *sizes, why[category]))
         lines += aligned(rows, right=(1, 2) if host else (1,))
         return "\n".join([*lines, *(f"not in it: {note}" for note in self.notes)])

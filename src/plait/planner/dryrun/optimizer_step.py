@@ -1,4 +1,4 @@
-"""A step of the job's optimizer on tensors without numbers: what it keeps from step to step, and what it allocates.
+"""Steps of the job's optimizer on tensors without numbers: how many bytes it keeps from step to step.
 
 Some optimizers read numbers from their tensors (`.item()`, `float(…)`), such as a norm or a count of steps. They are told
 what a step of theirs on small real tensors read at the same place. One that cannot be followed so is run for real.
@@ -20,7 +20,6 @@ from plait.model.make import make_optimizer
 from plait.model.sketch import Sketch
 from plait.model.table import size
 from plait.parallel.fsdp.optimizer_check import small
-from plait.planner.dryrun.allocations import Allocations, MemoryTape
 from plait.randomness.keyed import host_kept
 from plait.tensors.fake import PartlyFake
 from plait.tensors.torch_private import (
@@ -122,8 +121,8 @@ def _read(job: Job, trained: Mapping[str, Tensor], given: set[str]) -> list[list
     return found
 
 
-def stepped(job: Job, parts: Formats) -> tuple[torch.optim.Optimizer, MemoryTape]:
-    """The job's optimizer after its steps on fake parts, and the tape of the last. M015 when it can be followed on real ones only."""
+def stepped(job: Job, parts: Formats) -> torch.optim.Optimizer:
+    """The job's optimizer after its steps on fake parts. M015 when it can be followed on real ones only, which are too large."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with fakes:
@@ -149,18 +148,14 @@ def stepped(job: Job, parts: Formats) -> tuple[torch.optim.Optimizer, MemoryTape
 
 def _taken(
     job: Job, own: dict[str, nn.Parameter], mode: AbstractContextManager[Any], telling: AbstractContextManager[Any]
-) -> tuple[torch.optim.Optimizer, MemoryTape]:
-    optimizer, meter = make_optimizer(job, own)[0], Allocations()
+) -> torch.optim.Optimizer:
+    optimizer = make_optimizer(job, own)[0]
     for _ in range(STEPS):
-        meter = Allocations()
         if isinstance(telling, _Telling):
             telling.numbers.begin()
-        with mode, meter, telling:
-            meter.hold("", own.values(), free=True)
-            meter.hold("", [p.grad for p in own.values()], free=True)
-            meter.hold("", _state(optimizer), free=True)
+        with mode, telling:
             optimizer.step()
-    return optimizer, meter.tape
+    return optimizer
 
 
 def optimizer_state(job: Job, sketch: Sketch) -> int:
@@ -168,15 +163,9 @@ def optimizer_state(job: Job, sketch: Sketch) -> int:
     format, since it keeps as much for the others."""
     alike = Counter((shape, dtype) for _, shape, dtype in sketch.parameters)
     first = {(shape, dtype): name for name, shape, dtype in reversed(sketch.parameters)}
-    optimizer, _ = stepped(job, {name: form for form, name in first.items()})
-    return sum(alike[tuple(p.shape), p.dtype] * kept_by(state) for p, state in optimizer.state.items())
-
-
-def kept_by(state: Any) -> int:
-    """Bytes of one parameter's state."""
-    found = (t.untyped_storage() for t in tree_leaves(state) if isinstance(t, Tensor))
-    return sum({id(s): s.nbytes() for s in found}.values())
-
-
-def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [t for t in tree_leaves([list(s.values()) for s in optimizer.state.values()]) if isinstance(t, Tensor)]
+    total = 0
+    for parameter, state in stepped(job, {name: form for form, name in first.items()}).state.items():
+        storages = (t.untyped_storage() for t in tree_leaves(state) if isinstance(t, Tensor))
+        kept = sum({id(storage): storage.nbytes() for storage in storages}.values())
+        total += alike[tuple(parameter.shape), parameter.dtype] * kept
+    return total

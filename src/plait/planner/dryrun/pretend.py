@@ -7,7 +7,7 @@ floating-point number is 0 (a loss, a norm, a sum that other ranks have part in)
 true (there is a gradient to receive). A real tensor into which something without numbers is written stays as it is.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -51,7 +51,7 @@ class Pretending(PartlyFake):
         return not self.real and (super().hides(made) or made.dtype in (torch.float32, torch.float16, torch.bfloat16))
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.numbers is not None and reads(func):
             number = self.numbers.told(func, args)

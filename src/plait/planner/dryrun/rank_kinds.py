@@ -27,9 +27,8 @@ class RankKinds:
     @staticmethod
     def of(plan: Plan, sketch: Sketch, batch: int) -> "RankKinds":
         """The kinds of a plan's ranks, with the sketch of the whole model."""
-        return RankKinds(
-            plan, _firsts(_share(plan, sketch, batch)), _firsts(_stretch(plan, sketch)), _firsts(_slice(plan, sketch))
-        )
+        keys = (_share(plan, sketch, batch), _stretch(plan, sketch), _slice(plan, sketch))
+        return RankKinds(plan, *map(_firsts, keys))
 
     def like(self, rank: int) -> int:
         """The first rank that is like this one."""

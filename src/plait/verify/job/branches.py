@@ -15,14 +15,11 @@ from torch import Tensor
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Micro
-from plait.engine.build import move
+from plait.engine.engine import Engine
 from plait.launch.place import Place
-from plait.model.make import call
-from plait.parallel.precision import forward_format
-from plait.tensors import higher_order
 from plait.tensors.torch_private import TorchDispatchMode, leaves
-from plait.verify.job.look import parts_of_point, rows_apart
-from plait.verify.job.trial import WIDE, Known, Point, Rehearsed, read
+from plait.verify.job.look import forward, parted, rows_apart
+from plait.verify.job.trial import Known, Point
 
 SCALES = (*(1.2**k for k in range(1, 9)), *(0.8**k for k in range(1, 7)))
 HALVES = 8
@@ -47,7 +44,7 @@ class _Choices(TorchDispatchMode):
 class _Runs:
     """Forward passes of a batch and its parts, with weights of any size."""
 
-    def __init__(self, engine: Rehearsed, whole: Micro, parts: list[Micro], step: int):
+    def __init__(self, engine: Engine, whole: Micro, parts: list[Micro], step: int):
         self.engine, self.whole, self.parts, self.step = engine, whole, parts, step
         self.given = [(p, p.detach().clone()) for p in engine.built.model.parameters()]
 
@@ -68,21 +65,14 @@ class _Runs:
         return all(rows_apart(a, b, (0, 1, 1)) is None for a, b in zip(expected, self._outputs(self.whole)[0]))
 
     def _outputs(self, micro: Micro) -> tuple[list[Tensor], list[bool]]:
-        built, choices = self.engine.built, _Choices()
-        inputs = move(micro.inputs, built.device, WIDE)
-        keyed, wide = built.randomness.at(self.step, micro.first, micro.count), forward_format(Plan(), WIDE, "cpu")
-        with torch.no_grad(), wide, higher_order.apart(), keyed, choices:
-            outputs: Any = call(built.model, inputs)
+        choices = _Choices()
+        outputs = forward(self.engine, micro, self.step, choices)
         return [t for t in leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()], choices.read
 
 
-def look(job: Job, cut: Plan, known: Known, point: Point, how: tuple[float, Place]) -> dict[str, Any]:
-    """{"found": …} of the first sizes of weights at which parts choose otherwise. `how`: seconds of processor time, and place."""
-    engine = Rehearsed(job, Plan(), how[1], known)
-    for name in engine.built.whole.batch_norms:  # between ranks these are synchronised
-        engine.model.get_submodule(name).training = False
-    whole = next(read(engine, [point])).micro[0]
-    runs, end = _Runs(engine, whole, parts_of_point(engine, cut, point), point.step), time.process_time() + how[0]
+def look(job: Job, cut: Plan, known: Known, point: Point, place: Place, *, seconds: float) -> dict[str, Any]:
+    """{"found": …} of the first sizes of weights at which parts choose otherwise. `seconds`: of processor time, to look for them."""
+    runs, end = _Runs(*parted(job, cut, known, point, place), point.step), time.process_time() + seconds
     first = runs.at(1.0)
     if first[1] is not None or not first[0]:
         return {"found": None}

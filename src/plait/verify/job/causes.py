@@ -1,6 +1,7 @@
 """What the job check says when one device and the cut job differ: of the data, the loss, the model, or of chance."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from plait.config.errors import PlaitError, Problem
@@ -9,6 +10,7 @@ from plait.config.plan import Plan
 from plait.data.batch import is_map, opened
 from plait.engine.try_metrics import line_of
 from plait.launch import fork
+from plait.launch.place import Place
 from plait.launch.supervise import Listener
 from plait.verify.job import branches
 from plait.verify.job.look import look, read_again, read_as
@@ -31,10 +33,8 @@ def problems_of(
         told.append(f"the loss was compared at {len(points)} points only: {alone['untried']}")
     sample = unlike_sample(sides)
     if sample is not None and not is_map(opened(job.data)):
-        return [], [
-            *told,
-            "gradients were not compared: processes read different samples of the iterable, as they will say",
-        ]
+        why = "processes read different samples of the iterable, as they will say"
+        return [], [*told, f"gradients were not compared: {why}"]
     if sample is not None:
         return [_of_sample(job, sample[0], f"differs between one device and share {sample[1]} of the plan")], told
     if alone["asks"] and cut.microbatches > 1:
@@ -48,19 +48,22 @@ def problems_of(
         return [], told
     point = points[0] if apart is None else apart[0]
     try:
-        (seen,) = fork.run(lambda place: look(job, cut, known, point, place), 1, Listener(note=lambda text: None))
+        (seen,) = _aside(lambda place: look(job, cut, known, point, place))
     except PlaitError as error:
         seen = {"failed": error.problems[0].what}
-    found = [] if named else [*_of_model(job, cut, seen, point)]
+    found = [] if named else _of_model(cut, seen, point)
     if alone["coupled"] is not None:
         found.append(_of_loss(job, cut, alone["coupled"], seen, alone["size"]))
+    elif apart is not None and not found and seen.get("losses") and _unlike(seen):
+        found.append(_of_loss(job, cut, seen | {"scale": 1.0, "apart": apart[2]}, seen, apart[0].size))
     elif apart is not None and not found:
-        found.append(
-            _of_loss_at(job, cut, apart, seen)
-            if seen.get("losses") and _unlike(seen)
-            else _of_gradient(job, cut, apart)
-        )
+        found.append(_of_gradient(job, cut, apart))
     return found, told
+
+
+def _aside(work: Callable[[Place], Found], ranks: int = 1) -> list[Found]:
+    """What processes of their own found, which say nothing of themselves."""
+    return fork.run(work, ranks, Listener(note=lambda text: None))
 
 
 def unlike_sample(sides: Sides) -> tuple[int, int] | None:
@@ -110,7 +113,7 @@ def unlike_readers(job: Job, count: int, staged: bool) -> tuple[list[Problem], l
     `staged`: the ranks are stages, of which only the first needs the inputs and the last the targets.
     """
     try:
-        rows = fork.run(lambda place: read_as(job, count, place), 2, Listener(note=lambda text: None))
+        rows = _aside(lambda place: read_as(job, count, place), 2)
     except PlaitError as error:
         return [], [f"samples were not read by two ranks: {error.problems[0].what}"]
     for first, second in zip(rows[0]["read"], rows[1]["read"]):
@@ -126,7 +129,7 @@ def unlike_readers(job: Job, count: int, staged: bool) -> tuple[list[Problem], l
 
 def _of_sample(job: Job, i: int, told: str) -> Problem:
     try:
-        (seen,) = fork.run(lambda place: read_again(job, i), 1, Listener(note=lambda text: None))
+        (seen,) = _aside(lambda place: read_again(job, i))
     except PlaitError:
         seen = {"again": False, "source": ""}
     what = f"sample {i} of the data is not the same in every process"
@@ -141,7 +144,7 @@ def _of_sample(job: Job, i: int, told: str) -> Problem:
     return Problem("J032", what, why=why, where="Job(data=…)", fix=fix)
 
 
-def _of_model(job: Job, cut: Plan, seen: Found, point: Point) -> list[Problem]:
+def _of_model(cut: Plan, seen: Found, point: Point) -> list[Problem]:
     if seen.get("again"):
         module, kind = seen["again"]
         what = "the model computes something else when it is run again on the same samples"
@@ -154,13 +157,10 @@ def _of_model(job: Job, cut: Plan, seen: Found, point: Point) -> list[Problem]:
     if seen.get("collate"):
         sample, part = seen["collate"]
         what = "the data's `collate` makes a sample depend on the samples beside it"
-        why = (
-            f"sample {sample} is another among {point.size} samples than among {part}, of the same shape ({_how(cut)})"
-        )
-        fix = (
-            "mix samples in __getitem__, where random numbers go by the sample",
-            "or in the model, over plait.global_batch",
-        )
+        among = f"among {point.size} samples than among {part}"
+        why = f"sample {sample} is another {among}, of the same shape ({_how(cut)})"
+        first = "mix samples in __getitem__, where random numbers go by the sample"
+        fix = (first, "or in the model, over plait.global_batch")
         return [Problem("J034", what, why=why, where="Job(data=…)", fix=fix)]
     if seen.get("outputs"):
         return [_of_outputs(cut, seen, point)]
@@ -169,8 +169,7 @@ def _of_model(job: Job, cut: Plan, seen: Found, point: Point) -> list[Problem]:
 
 def _of_branches(job: Job, cut: Plan, known: Known, point: Point) -> list[Problem]:
     try:
-        aside = lambda place: branches.look(job, cut, known, point, (SECONDS, place))  # noqa: E731
-        (seen,) = fork.run(aside, 1, Listener(note=lambda text: None))
+        (seen,) = _aside(lambda place: branches.look(job, cut, known, point, place, seconds=SECONDS))
     except PlaitError:
         return []
     if seen["found"] is None:
@@ -192,10 +191,8 @@ def _of_outputs(cut: Plan, seen: Found, point: Point) -> Problem:
     )
     if seen["padding"]:
         why += "; with the same padding it does not: the samples are padded to the longest of those that come together"
-        fix = (
-            "leave padded places out: by a mask, or by lengths (pack_padded_sequence)",
-            "or pad all samples to one length",
-        )
+        first = "leave padded places out: by a mask, or by lengths (pack_padded_sequence)"
+        fix = (first, "or pad all samples to one length")
     elif seen["host"]:
         why += "; its forward pass draws from Python's or numpy's generator, which know nothing of samples"
         fix = ("draw for each sample with torch's functions: torch.randn_like(x), torch.rand(len(x), 1)",)
@@ -221,18 +218,8 @@ def _of_loss(job: Job, cut: Plan, coupled: Found, seen: Found, size: int) -> Pro
     return Problem("J030", what, why=why, where=_where(job), fix=_fix(seen if scale == 1.0 else {}))
 
 
-def _of_loss_at(job: Job, cut: Plan, apart: tuple[Point, str, float, float, float], seen: Found) -> Problem:
-    told = {
-        "scale": 1.0,
-        "whole": seen["whole"],
-        "losses": seen["losses"],
-        "weights": seen["weights"],
-        "apart": apart[2],
-    }
-    return _of_loss(job, cut, told, seen, apart[0].size)
-
-
 def _unlike(seen: Found) -> bool:
+    """Whether the loss of the whole is not the mean of the parts' losses."""
     total = sum(seen["weights"])
     mean = sum(w * x for w, x in zip(seen["weights"], seen["losses"])) / total if total else math.nan
     return not abs(mean - seen["whole"]) <= 1e-7 * max(abs(seen["whole"]), 1e-12)
@@ -257,11 +244,8 @@ def _of_gradient(job: Job, cut: Plan, apart: tuple[Point, str, float, float, flo
     point, name, far, a, b = apart
     what = "the job cut by the plan is another training than on one device"
     why = f"step {point.step + 1}, {point.size} samples ({_how(cut)}): "
-    why += (
-        f"the loss is {b:.9g} instead of {a:.9g}"
-        if name == "loss"
-        else f"the gradient of {name} differs by {far:.1e} of its size"
-    )
+    gradient = f"the gradient of {name} differs by {far:.1e} of its size"
+    why += f"the loss is {b:.9g} instead of {a:.9g}" if name == "loss" else gradient
     why += "; outputs and loss of each part, computed beside each other, do not show it: something is kept from call to call"
     fix = ("keep nothing between calls of the loss or the model that decides what they compute",)
     return Problem("J035", what, why=why, where=_where(job), fix=fix)

@@ -39,7 +39,8 @@ from plait.parallel.precision import forward_format
 from plait.randomness.keyed import host_kept
 from plait.tensors import higher_order
 from plait.verify.job.causes import problems_of, unlike_readers
-from plait.verify.job.trial import WIDE, Known, Point, measure, noted, one_device
+from plait.verify.job.trial import WIDE, Known, Point, digests, measure, one_device
+from plait.verify.noted_data import first_of
 
 FILE = "check.json"
 SECONDS = {"quick": 0.5, "full": 60.0}
@@ -108,13 +109,11 @@ def check(
     """
     if level == "none" or not asked(plan):
         return Checked(level)
-    began, words = (
-        time.perf_counter(),
-        [name, arguments or {}, str(_cut(plan, 10**9)), level, job.batch, job.steps, workers > 0],
-    )
-    silent = Listener(note=lambda text: None)
+    began = time.perf_counter()
+    words = [name, arguments or {}, str(_cut(plan, 10**9)), level, job.batch, job.steps, workers > 0]
+    side = lambda place: _side(job, plan, place, words, before, level=level, loaders=workers > 0)  # noqa: E731
     try:
-        (told,) = fork.run(lambda place: _side(job, plan, (level, workers > 0), (words, before), place), 1, silent)
+        (told,) = fork.run(side, 1, Listener(note=lambda text: None))
     except PlaitError as error:
         first = error.problems[0]
         return Checked(level, unchecked=(f"nothing was compared: {first.what}",), seconds=time.perf_counter() - began)
@@ -136,23 +135,21 @@ def store(folder: Path, checked: Checked) -> None:
 
 
 def _side(
-    job: Job, plan: Plan, how: tuple[str, bool], again: tuple[list[Any], tuple[Path, ...]], place: Place
+    job: Job, plan: Plan, place: Place, words: list[Any], before: tuple[Path, ...], *, level: str, loaders: bool
 ) -> dict[str, Any]:
-    """The check, in a process of its own, which ends by itself when it takes too long. `how`: the level, and whether loader
-    processes will read."""
-    level = how[0]
+    """The check, in a process of its own, which ends by itself when it takes too long. `loaders`: loader processes will read."""
     timer = threading.Timer(LIMIT[level], lambda: os._exit(1))
     timer.daemon = True
     timer.start()
     torch.set_num_threads(1)  # a forked copy of a pool of threads is dead
     place.beat(-1, "build")
     length, here_, compared, once = _opened(job)
-    key = _key([*again[0], length])
-    for folder in again[1]:
+    key = _key([*words, length])
+    for folder in before:
         found = stored(folder)
         if found is not None and found.key == key:
             return replace(found, reused=True).to_dict()
-    found = _compared((here_, compared), plan, how, place, length)
+    found = _compared(here_, compared, plan, place, level=level, loaders=loaders, length=length)
     told = ("opening the data takes long and was done once: that every rank's is the same was not looked at",)
     return replace(found, key=key, unchecked=found.unchecked + told * once).to_dict()
 
@@ -183,11 +180,8 @@ def _key(words: list[Any]) -> str:
         folder = str(Path(name.partition(":")[0]).resolve().parent) + os.sep
         loaded = [str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
         mine = {file for file in loaded if file.startswith(folder) and not file.startswith(LIBRARIES)}
-        files = [
-            f"{file} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}"
-            for file in sorted(mine)
-            if Path(file).is_file()
-        ]
+        paths = filter(Path.is_file, map(Path, sorted(mine)))
+        files = [f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in paths]
     told = json.dumps([__version__, torch.__version__, files, *words], default=str, sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest() if name else ""
 
@@ -197,13 +191,14 @@ def _cut(plan: Plan, most: int) -> Plan:
     return Plan(dp=min(plan.shares, most), microbatches=plan.microbatches, processes=plan.processes)
 
 
-def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: Place, length: int | None) -> Checked:
-    """`how`: as for `_side`; `jobs`: the one to look at here, and the one to compare, which is the same (see `_opened`)."""
-    level, loaders = how
-    (looked_at, job), cut, unchecked = jobs, _cut(plan, RANKS[level]), list[str]()
+def _compared(
+    looked_at: Job, job: Job, plan: Plan, place: Place, *, level: str, loaders: bool, length: int | None
+) -> Checked:
+    """What comparing finds. `looked_at`: the job to look at here; `job`: the same, to compare (see `_opened`)."""
+    cut, unchecked = _cut(plan, RANKS[level]), list[str]()
     if cut.shares < plan.shares:
         unchecked.append(f"shares are compared as {cut.shares} of {plan.shares}, of the same size")
-    known, cut, named = _known(looked_at, cut, place)
+    known, named = _known(looked_at, cut, place)
     weights = sum(p.numel() for p in known[0].model.parameters()) * 8
     needed = weights * (2 + 4 * (cut.world + 1))
     if needed > psutil.virtual_memory().available // 2:
@@ -211,15 +206,14 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: P
         return Checked(level, unchecked=(*unchecked, f"nothing was compared: {what}"))
     limit = job.batch * cut.shares // plan.shares
     samples, seconds = _affordable(looked_at, known, cut, level)
-    points = _points(
-        job, cut, (min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches)), samples), length, level
-    )
-    noting = replace(job, data=lambda: noted(opened(job.data)))
+    size = min(limit, max(samples // 2, 2 * cut.shares * cut.microbatches))
+    points = _points(job, cut, length, level, size=size, most=samples)
+    noting = replace(job, data=lambda: first_of(opened(job.data), digest=digests))
     try:
-        sides = _sides(noting, cut, known, points, (limit, seconds))
+        sides = _sides(noting, cut, known, points, size=limit, seconds=seconds)
     except PlaitError:  # it may not bear parts that are smaller than those of a batch
         points = [Point(0, 0, limit if length is None else min(limit, length))]
-        sides = _sides(noting, cut, known, points, (limit, seconds))
+        sides = _sides(noting, cut, known, points, size=limit, seconds=seconds)
     if points[0].size < limit and (length is None or points[0].size < length):
         unchecked.append(f"of the {limit} samples of a batch {points[0].size} are compared: all would take too long")
     problems, more = problems_of(job, cut, known, points, sides, named)
@@ -231,19 +225,17 @@ def _compared(jobs: tuple[Job, Job], plan: Plan, how: tuple[str, bool], place: P
     return Checked(level, problems=tuple(problems), compared=compared, unchecked=(*unchecked, *more))
 
 
-def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, Plan, tuple[str, ...]]:
-    """The model in float64 and what is known of it, the plan to compare, and what of the cut is named as inexact anyway."""
+def _known(job: Job, cut: Plan, place: Place) -> tuple[Known, tuple[str, ...]]:
+    """The model in float64 and what is known of it, and what of the cut is named as inexact anyway."""
     made = make(job, CPU, WIDE, None, None)
     built = start_build(job, Plan(), place, (CPU, WIDE), made)
-    built.sketch = built.whole = analyse(built, made)
-    sketch = built.whole
-    built.plan = cut
+    sketch, built.plan = analyse(built, made), cut
     if sketch.batch_norms and (cut.microbatches > 1 or cut.processes == "one"):
         for name in sketch.batch_norms:  # named as inexact: what else there is shows without them
             made.model.get_submodule(name).training = False
         sketch = replace(sketch, batch_norms=())
     built.sketch = built.whole = sketch
-    return (made, sketch), cut, tuple(inexact(built))
+    return (made, sketch), tuple(inexact(built))
 
 
 def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, float]:
@@ -265,16 +257,14 @@ def _affordable(job: Job, known: Known, cut: Plan, level: str) -> tuple[int, flo
     return int(0.8 * allowed / (6 * each)), 0.2 * allowed
 
 
-def _points(job: Job, cut: Plan, sizes: tuple[int, int], length: int | None, level: str) -> list[Point]:
-    """A batch of the first step; one with other weights; a short one if there is one in training.
-
-    `sizes`: samples of the first, and of all together as far as it goes.
-    """
-    parts, (size, left) = cut.shares * cut.microbatches, sizes
+def _points(job: Job, cut: Plan, length: int | None, level: str, *, size: int, most: int) -> list[Point]:
+    """A batch of the first step, of `size` samples; one with other weights, of what is left of `most`; a short one if there
+    is one in training."""
+    parts = cut.shares * cut.microbatches
     if length is None:
         return [Point(0, 0, size), Point(1, size, size, True)]
     size = min(size, length)
-    small = min(size, max(2 * parts + max(1, parts // 2), left - size))
+    small = min(size, max(2 * parts + max(1, parts // 2), most - size))
     start = job.batch % length
     points = [Point(0, 0, size), Point(1, start if length - start >= small else 0, small, True)]
     short = length % job.batch
@@ -287,14 +277,15 @@ def _points(job: Job, cut: Plan, sizes: tuple[int, int], length: int | None, lev
 
 
 def _sides(
-    job: Job, cut: Plan, known: Known, points: list[Point], loss: tuple[int, float]
-) -> list[dict[str, Any]]:  # fmt: skip
-    """What the ranks of the cut measured, and last one device."""
+    job: Job, cut: Plan, known: Known, points: list[Point], *, size: int, seconds: float
+) -> list[dict[str, Any]]:
+    """What the ranks of the cut measured, and last one device. `size` and `seconds`: for the loss alone."""
 
     def side(place: Place) -> dict[str, Any]:
         pose(None if place.rank == cut.world else place.rank, cut.world)
         if place.rank == cut.world:
-            return one_device(job, known, points, (cut, *loss), replace(place, rank=0, world=1, store=None))
+            alone = replace(place, rank=0, world=1, store=None)
+            return one_device(job, known, points, alone, cut=cut, size=size, seconds=seconds)
         return measure(job, cut, known, points, replace(place, world=cut.world))
 
     return fork.run(side, cut.world + 1, Listener(note=lambda text: None))

@@ -4,6 +4,7 @@ Runs in a process of its own, when the check has found a difference; it need not
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from random import Random
 from typing import Any
 
@@ -15,15 +16,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import Micro, is_map, opened, weigh
+from plait.data.batch import MapStyle, Micro, is_map, opened, weigh
 from plait.engine.build import move
+from plait.engine.engine import Engine
 from plait.launch.place import Place, pose
 from plait.model.make import call
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import permutation, seed_host
 from plait.tensors import higher_order
 from plait.tensors.torch_private import leaves, tree_flatten, tree_leaves, tree_map_only
-from plait.verify.job.trial import WIDE, Known, NotedData, Point, Rehearsed, digests, move_weights, read
+from plait.verify.job.trial import WIDE, Known, Point, digests, in_float64, move_weights, read
+from plait.verify.noted_data import ChosenSamples
 
 TOLERANCE = 1e-9
 Seen = dict[tuple[str, int], list[Tensor]]
@@ -31,14 +34,10 @@ Seen = dict[tuple[str, int], list[Tensor]]
 
 def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[str, Any]:
     """Where one device and the parts of a point's batch part company. JSON values only."""
-    engine = Rehearsed(job, Plan(), place, known)
+    engine, whole, parts = parted(job, cut, known, point, place)
     built = engine.built
-    for name in built.whole.batch_norms:  # between ranks these are synchronised
-        built.model.get_submodule(name).training = False
-    whole = next(read(engine, [point])).micro[0]
     if point.moved:
         move_weights(engine)
-    parts = parts_of_point(engine, cut, point)
     run = lambda micro: _forward(engine, micro, point.step)  # noqa: E731
     first, second = run(whole), run(whole)
     found: dict[str, Any] = {"host": built.whole.host_random, "padding": False}
@@ -57,30 +56,39 @@ def look(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> dict[
     return found | _losses(job, (whole, first[0]), list(zip(parts, (outputs for outputs, _ in ran))))
 
 
-def parts_of_point(engine: Rehearsed, cut: Plan, point: Point) -> list[Micro]:
-    """The parts of a point's batch that the plan cuts it in, as micro-batches of one process."""
+def parted(job: Job, cut: Plan, known: Known, point: Point, place: Place) -> tuple[Engine, Micro, list[Micro]]:
+    """One device, a point's batch, and the parts that the plan cuts it in, as micro-batches of one process."""
+    engine = in_float64(job, Plan(), place, known)
+    for name in engine.built.whole.batch_norms:  # between ranks these are synchronised
+        engine.model.get_submodule(name).training = False
+    (whole,) = next(read(engine, [point])).micro
     engine.plan = Plan(microbatches=cut.shares * cut.microbatches)
     (batch,) = read(engine, [point])
     engine.plan = Plan()
-    return [micro for micro in batch.micro if micro.count]
+    return engine, whole, [micro for micro in batch.micro if micro.count]
 
 
-def _forward(engine: Rehearsed, micro: Micro, step: int) -> tuple[Any, Seen]:
+def forward(engine: Engine, micro: Micro, step: int, around: AbstractContextManager[object]) -> Any:
+    """The outputs of a forward pass in float64, without gradients; `around` is entered last."""
+    inputs = move(micro.inputs, engine.built.device, WIDE)
+    keyed = engine.built.randomness.at(step, micro.first, micro.count)
+    with torch.no_grad(), forward_format(Plan(), WIDE, "cpu"), higher_order.apart(), keyed, around:
+        return call(engine.model, inputs)
+
+
+def _forward(engine: Engine, micro: Micro, step: int) -> tuple[Any, Seen]:
     """(outputs, those of each module by name and call, as they come)."""
-    built, seen, calls = engine.built, Seen(), dict[str, int]()
+    seen, calls = Seen(), dict[str, int]()
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             calls[name] = calls.get(name, 0) + 1
             seen[name, calls[name]] = [t.detach().clone() for t in leaves(output) if isinstance(t, Tensor)]
 
         return hook
 
-    handles = [module.register_forward_hook(note(name)) for name, module in built.model.named_modules()]
-    inputs = move(micro.inputs, built.device, WIDE)
-    keyed, wide = built.randomness.at(step, micro.first, micro.count), forward_format(engine.plan, WIDE, "cpu")
-    with torch.no_grad(), wide, higher_order.apart(), keyed:
-        outputs = call(built.model, inputs)
+    handles = [module.register_forward_hook(note(name)) for name, module in engine.model.named_modules()]
+    outputs = forward(engine, micro, step, nullcontext())
     for handle in handles:
         handle.remove()
     return outputs, seen
@@ -180,17 +188,15 @@ def _counts(job: Job) -> list[tuple[str, Callable[[Any], float]]]:
     found: list[tuple[str, Callable[[Any], float]]] = []
     for text, of in (("targets", lambda t: t), *((f"targets[{k}]", lambda t, k=k: t[k]) for k in range(3))):
         for value in (-100, 0, -1, 255, 1):
-            found.append(
-                (f"lambda targets: ({text} != {value}).sum()", lambda t, of=of, v=value: float((of(t) != v).sum()))
-            )
-        found.append((f"lambda targets: {text}.sum()", lambda t, of=of: float(of(t).sum())))
-        found.append((f"lambda targets: ({text} > 0).sum()", lambda t, of=of: float((of(t) > 0).sum())))
-        found.append((f"lambda targets: {text}.isfinite().sum()", lambda t, of=of: float(of(t).isfinite().sum())))
+            found.append((f"({text} != {value}).sum()", lambda t, of=of, v=value: float((of(t) != v).sum())))
+        found.append((f"{text}.sum()", lambda t, of=of: float(of(t).sum())))
+        found.append((f"({text} > 0).sum()", lambda t, of=of: float((of(t) > 0).sum())))
+        found.append((f"{text}.isfinite().sum()", lambda t, of=of: float(of(t).isfinite().sum())))
         table = getattr(job.loss, "weight", None)
         if isinstance(table, Tensor):
-            text_ = f"lambda targets: class_weights[{text}].sum()    class_weights: those of the loss"
-            found.append((text_, lambda t, of=of, table=table: float(table[of(t)].sum())))
-    return found
+            words = f"class_weights[{text}].sum()    class_weights: those of the loss"
+            found.append((words, lambda t, of=of, table=table: float(table[of(t)].sum())))
+    return [(f"lambda targets: {words}", count) for words, count in found]
 
 
 def read_as(job: Job, count: int, place: Place) -> dict[str, Any]:
@@ -212,7 +218,7 @@ def read_as(job: Job, count: int, place: Place) -> dict[str, Any]:
 class _Digests(Dataset):
     """The digests of a data set's samples."""
 
-    def __init__(self, job: Job, data: Any):
+    def __init__(self, job: Job, data: MapStyle):
         self.job, self.data = job, data
 
     def __getitem__(self, index: int) -> list[int]:
@@ -223,7 +229,7 @@ class _Digests(Dataset):
 def read_again(job: Job, i: int) -> dict[str, Any]:
     """Whether a sample differs when it is read twice in a row, and what in the data set may be why."""
     data = opened(job.data)
-    data = data.data if isinstance(data, NotedData) else data
+    data = data.data if isinstance(data, ChosenSamples) else data
     if not is_map(data):
         return {"again": False, "source": ""}
     rows, before = list[list[int]](), _simple(data)
@@ -233,11 +239,11 @@ def read_again(job: Job, i: int) -> dict[str, Any]:
     own = (torch.Generator, np.random.Generator, np.random.RandomState, Random)
     held = [name for name, value in vars(data).items() if isinstance(value, own)] if hasattr(data, "__dict__") else []
     counted = [name for name, value in _simple(data).items() if before.get(name) != value]
-    source = (
-        f"it has a generator of its own, {held[0]}" if held else f"reading changes its {counted[0]}" if counted else ""
-    )
+    source = f"reading changes its {counted[0]}" if counted else ""
+    if held:
+        source = f"it has a generator of its own, {held[0]}"
     return {"again": rows[0] != rows[1], "source": source}
 
 
-def _simple(data: Any) -> dict[str, Any]:
+def _simple(data: object) -> dict[str, Any]:
     return {n: v for n, v in getattr(data, "__dict__", {}).items() if isinstance(v, (int, float, str))}

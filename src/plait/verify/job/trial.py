@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, is_map
-from plait.engine.build import build, move
+from plait.engine.build import move
 from plait.engine.engine import Engine
 from plait.launch.place import Place
 from plait.losses import separable
 from plait.model.make import BuiltModel, call
 from plait.model.sketch import Sketch
-from plait.parallel.built import Built
 from plait.parallel.precision import forward_format
 from plait.randomness.keyed import key
 from plait.tensors.torch_private import leaves, tree_leaves, tree_map_only
@@ -44,60 +43,17 @@ class Point:
     moved: bool = False
 
 
-class Rehearsed(Engine):
+def in_float64(job: Job, plan: Plan, place: Place, known: Known) -> Engine:
     """An engine in float64 that is given its model, and what is known of it."""
-
-    def __init__(self, job: Job, plan: Plan, place: Place, known: Known):
-        self.known = known
-        super().__init__(job, plan, place=place, device="cpu", cast=WIDE, on_nan="ignore")
-
-    def _build(self, job: Job, plan: Plan, device: torch.device, cast: torch.dtype | None) -> Built:
-        return build(job, plan, self.place, device, cast, self.known)
+    return Engine(job, plan, place=place, device="cpu", cast=WIDE, on_nan="ignore", known=known)
 
 
-class NotedData:
-    """A data set read by index; digests of each sample's parts are noted as it is read."""
-
-    def __init__(self, data: Any):
-        self.data, self.seen = data, dict[int, list[int]]()
-        if hasattr(data, "collate"):
-            self.collate = data.collate
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> Any:
-        sample = self.data[i]
-        self.seen[i] = digests(sample)
-        return sample
-
-
-class NotedStream:
-    """The same of an iterable, by the number of a sample; it has no shares, which are looked at elsewhere."""
-
-    def __init__(self, data: Any):
-        self.data, self.seen = data, dict[int, list[int]]()
-        for name in ("collate", "set_epoch"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
-
-    def __iter__(self) -> Iterator[Any]:
-        for i, sample in enumerate(self.data):
-            self.seen[i] = digests(sample)
-            yield sample
-
-
-def noted(data: Any) -> Any:
-    """The data set, with what is read of it noted."""
-    return NotedData(data) if is_map(data) else NotedStream(data)
-
-
-def digests(sample: Any) -> list[int]:
+def digests(sample: object) -> list[int]:
     """A number for each leaf of a sample."""
     return [_digest(leaf) for leaf in tree_leaves(sample)]
 
 
-def _digest(leaf: Any) -> int:
+def _digest(leaf: object) -> int:
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().cpu().contiguous()
         return crc32(leaf.flatten().view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
@@ -120,17 +76,17 @@ def read(engine: Engine, points: list[Point]) -> Iterator[Batch]:
 
 def measure(job: Job, cut: Plan, known: Known, points: list[Point], place: Place) -> dict[str, Any]:
     """Losses and gradients of the points on this rank of `cut`, and digests of the samples it read. JSON values only."""
-    return _measured(Rehearsed(job, cut, place, known), points)
+    return _measured(in_float64(job, cut, place, known), points)
 
 
 def one_device(
-    job: Job, known: Known, points: list[Point], how: tuple[Plan, int, float], place: Place
-) -> dict[str, Any]:  # fmt: skip
-    """The same of one device; and whether the loss is separable as (plan, samples, seconds) = `how` cut a batch."""
-    engine, (cut, size, seconds) = Rehearsed(job, Plan(), place, known), how
+    job: Job, known: Known, points: list[Point], place: Place, *, cut: Plan, size: int, seconds: float
+) -> dict[str, Any]:
+    """The same of one device; and whether the loss is separable where `cut` cuts a batch of `size`, as far as `seconds` go."""
+    engine = in_float64(job, Plan(), place, known)
     kept, began = list[Any](), time.perf_counter()
 
-    def run(model: nn.Module, inputs: Any) -> Any:
+    def run(model: nn.Module, inputs: object) -> Any:
         kept.append(call(model, inputs))
         return kept[-1]
 
@@ -153,7 +109,7 @@ def parts_of(cut: Plan, size: int) -> list[tuple[int, int]]:
     return [part for share in shares for part in share.parts(size) if part[1]]
 
 
-def many(outputs: Any, size: int, wanted: int) -> Any:
+def many(outputs: object, size: int, wanted: int) -> Any:
     """Outputs of `wanted` samples, made of those of `size`: each again and again, with noise."""
     if wanted == size:
         return outputs

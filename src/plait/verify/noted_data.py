@@ -1,0 +1,50 @@
+"""The first or some chosen samples of a data set, as a data set that notes a digest of whatever is read of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from plait.data.batch import Data, MapStyle, is_map
+
+Digest = Callable[[object], Any] | None
+
+
+class ChosenSamples:
+    """Samples of a data set that is read by index: those of `ids`, numbered from 0."""
+
+    def __init__(self, data: MapStyle, ids: Sequence[int], digest: Digest = None):
+        self.data, self.ids, self.digest, self.seen = data, ids, digest, dict[int, Any]()
+        if hasattr(data, "collate"):
+            self.collate = data.collate
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> object:
+        sample = self.data[self.ids[i]]
+        if self.digest is not None:
+            self.seen[i] = self.digest(sample)
+        return sample
+
+
+class FirstSamples:
+    """The first samples of an iterable (None: all). It has no shares for ranks, even where the iterable has."""
+
+    def __init__(self, data: Data, length: int | None, digest: Digest = None):
+        self.data, self.length, self.digest, self.seen = data, length, digest, dict[int, Any]()
+        for name in ("collate", "set_epoch"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def __iter__(self) -> Iterator[object]:
+        for i, sample in enumerate(islice(iter(self.data), self.length)):
+            if self.digest is not None:
+                self.seen[i] = self.digest(sample)
+            yield sample
+
+
+def first_of(data: Data, length: int | None = None, digest: Digest = None) -> ChosenSamples | FirstSamples:
+    """The first `length` samples of a data set of either kind, or all of them; `seen` has the digests of what was read."""
+    if is_map(data):
+        return ChosenSamples(data, range(len(data) if length is None else min(length, len(data))), digest)
+    return FirstSamples(data, length, digest)
