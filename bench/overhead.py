@@ -54,7 +54,6 @@ from torch.utils.data import DataLoader
 from plait.cli.train import Request, launch
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
-from plait.data.batch import split
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
 from plait.engine.run_directory import RunDirectory
@@ -63,6 +62,7 @@ from plait.launch.place import Place
 from plait.model.make import call, make_model
 from plait.parallel.data import batch_norm
 from plait.randomness.keyed import permutation
+from plait.tensors.rows import split
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 DDP = {"gradient_as_bucket_view": True, "broadcast_buffers": False}

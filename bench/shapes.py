@@ -158,7 +158,11 @@ def _attention(shape: Shape, s: int, flash: bool) -> Block:
     h, a, d, kv = shape.hidden, shape.heads, shape.head, shape.kv
     if shape.latent[0]:
         q, c = shape.latent
-        maps = (PlannedProduct(s, h, q + c + 64), PlannedProduct(s, q, a * d, cut="columns"), PlannedProduct(s, c, a * 256, cut="columns"))
+        maps = (
+            PlannedProduct(s, h, q + c + 64),
+            PlannedProduct(s, q, a * d, cut="columns"),
+            PlannedProduct(s, c, a * 256, cut="columns"),
+        )
         out, value = PlannedProduct(s, a * 128, h, cut="inner"), 128
         weights = h * (q + c + 64) + q * a * d + c * a * 256 + a * 128 * h
         wide = a * (d + 256)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.engine import passes
-from plait.parallel import mutations, offload, recompute
+from plait.parallel import offload, recompute
 from plait.parallel.data import batch_norm
 from plait.parallel.fsdp import collectives
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.randomness.keyed import Randomness
+from plait.tensors import modules
 from plait.verify.verify import verify
 
 
@@ -104,7 +105,7 @@ def test_recomputation_draws_other_masks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_recomputation_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: running statistics move twice in a step."""
-    monkeypatch.setattr(mutations, "own_buffers", lambda module: {})
+    monkeypatch.setattr(modules, "own_buffers", lambda module: {})
     check(jobs_unlike.ALL["norm_inside"](), "fsdp=2 recompute=full", "B", "num_batches_tracked", "V011")
 
 

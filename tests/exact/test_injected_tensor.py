@@ -72,27 +72,33 @@ def test_without_a_bug() -> None:
     assert verify(job(0.2), Plan.parse("tp=4")).equal
 
 
+def with_gradient(monkeypatch: pytest.MonkeyPatch, collective: Any, adjoint: Any) -> None:
+    """A collective that has the gradient `adjoint`."""
+    real = collectives.linear
+    monkeypatch.setattr(
+        collectives, "linear", lambda x, c, a, *where: real(x, c, adjoint if c is collective else a, *where)
+    )
+
+
 def test_the_gradient_of_what_enters_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is before a pair gets one rank's share. The last pair and the head are right, and all slices of them."""
-    monkeypatch.setattr(collectives._Enter, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    with_gradient(monkeypatch, collectives._same, collectives._same)
     sees(job(), "tp=2", "G", "embed.weight")
 
 
 def test_the_gradient_of_what_enters_summed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with one sum for each column that is given the same tensor, when there is one before them all."""
 
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return collectives.summed(collectives.summed(grad, ctx.group), ctx.group), None
+    def twice(gradient: Tensor, group: Any) -> Tensor:
+        return collectives.summed(collectives.summed(gradient, group), group)
 
-    monkeypatch.setattr(collectives._Enter, "backward", staticmethod(backward))
+    with_gradient(monkeypatch, collectives._same, twice)
     sees(job(), "tp=2", "G", "embed.weight")
 
 
 def test_a_sum_whose_gradient_is_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adjoint of an all-reduce to all ranks is none: Megatron's g is no all-reduce in backward."""
-    monkeypatch.setattr(
-        collectives._Total, "backward", staticmethod(lambda ctx, grad: (collectives.summed(grad, ctx.group), None))
-    )
+    with_gradient(monkeypatch, collectives.summed, collectives.summed)
     sees(job(), "tp=2", "G", "")
 
 

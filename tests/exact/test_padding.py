@@ -8,6 +8,7 @@ from jobs_padded import Pairs, Sentences, Streamed, each, tagger
 
 import plait
 from plait.config.plan import Plan
+from plait.data.padding import Padding
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
@@ -79,6 +80,6 @@ def test_evaluation_pads_as_one_device_does(data: type) -> None:
 
 def test_each_part_padded_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What dynamic padding would be without the rule."""
-    monkeypatch.setattr(Engine, "_padding", lambda self: None)
+    monkeypatch.setattr(Padding, "batch", lambda self, batch, fetch: batch)
     assert verify(tagger(), Plan.parse("dp=2")).code == "V005"
     assert not verify(jobs_padded.pooled(), Plan.parse("dp=2")).equal

@@ -288,7 +288,7 @@ class Plan:
     @property
     def devices(self) -> int:
         """Devices the plan computes on."""
-        return self.pp * self.shares * self.cp * self.tp
+        return self.along(AXES)
 
     @property
     def shares(self) -> int:

@@ -108,7 +108,7 @@ def run(
         "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
         "notes": opened_units(built.whole),
         "names": [n for n, _ in engine.model.named_parameters()],
-        "stage": built.at["pp"],
+        "stage": built.at["pp"], "reads": not any(_on_other_axes(built)),
         **_messages(engine, run, noted.traffic),
         "varies": built.sketch.host_random and plan.tp > 1, "random": list(built.whole.places), "places": len(built.sketch.places), **told,
         "batch_norms": list(built.sketch.batch_norms),
@@ -176,9 +176,14 @@ def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) ->
     built, samples = engine.built, tuple(n for n, _ in sizes)
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
     return {
-        "alike": [*(built.at[axis] for axis in AXES if axis not in OTHER_SAMPLES), *samples, *_crossings(built, samples), held_experts],
+        "alike": [*_on_other_axes(built), *samples, *_crossings(built, samples), held_experts],
         "sizes": sizes, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
     }  # fmt: skip
+
+
+def _on_other_axes(built: Built) -> list[int]:
+    """A rank's place among those with the same samples: the first of them is the one whose samples are counted."""
+    return [built.at[axis] for axis in AXES if axis not in OTHER_SAMPLES]
 
 
 def _ranges(built: Built) -> dict[str, list[Any]]:

@@ -248,7 +248,7 @@ def judged(expected: Trace, actual: Trace, ranks: list[dict[str, Any]]) -> tuple
     names, own = actual.facts["names"], Own(**expected.facts["own"])
     title = "own batch" if own.steps else "far step"
     for step, ids in enumerate(expected.facts["own_ids"]):
-        given = [i for r in ranks if not any(r["alike"][:3]) for i in r["own_ids"][step]]
+        given = [i for r in ranks if r["reads"] for i in r["own_ids"][step]]
         if given != ids:
             detail = f"{len(given)} samples instead of {len(ids)}"
             probes.append(Probe("D2", f"samples, {title}", 1, 0, f"step {step + 1}", detail))

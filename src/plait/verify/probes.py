@@ -141,7 +141,7 @@ def replicas(ranks: list[dict[str, Any]]) -> Probe:
 def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
     """Whether the ranks together saw the samples of the reference, in its order and with its content."""
     for step, (epoch, ids) in enumerate(expected.facts["ids"]):
-        given = [i for r in ranks if not any(r["alike"][:3]) for i in r["ids"][step][1]]
+        given = [i for r in ranks if r["reads"] for i in r["ids"][step][1]]
         if given != ids or any(r["ids"][step][0] != epoch for r in ranks):
             repeated = len(given) - len(set(given))
             detail = f"step {step + 1}: {len(given)} samples instead of {len(ids)}, {repeated} repeated, {len(set(ids) - set(given))} missing"

@@ -1,12 +1,12 @@
 """Kinds of ranks: those of a plan that hold parts of the same sizes, and send messages of the same sizes, are one kind."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from plait.config.plan import Plan
+from plait.config.plan import AXES, OTHER_SAMPLES, Plan
 from plait.data.batch import BatchShare
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
@@ -33,18 +33,19 @@ class RankKinds:
     def like(self, rank: int) -> int:
         """The first rank that is like this one."""
         at, plan = self.plan.at(rank), self.plan
-        return self._rank(at["pp"], self.shares[plan.share(rank)], self.stretches[at["cp"]], self.slices[at["tp"]])
+        return self._rank(at, self.shares[plan.share(rank)], self.stretches[at["cp"]], self.slices[at["tp"]])
 
-    def _rank(self, pp: int, share: int, cp: int, tp: int) -> int:
+    def _rank(self, at: Mapping[str, int], share: int, cp: int, tp: int) -> int:
         dp, fsdp = divmod(share, self.plan.fsdp)
-        return self.plan.rank({"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp})
+        return self.plan.rank({**at, "dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp})
 
     def counts(self) -> dict[int, int]:
         """The first rank of each kind, and how many there are."""
         plan, found = self.plan, {}
         shares, stretches, slices = (Counter(firsts) for firsts in (self.shares, self.stretches, self.slices))
-        for pp, share, cp, tp in product(range(plan.pp), shares, stretches, slices):
-            found[self._rank(pp, share, cp, tp)] = shares[share] * stretches[cp] * slices[tp]
+        others = [axis for axis in AXES if axis not in (*OTHER_SAMPLES, "cp", "tp")]
+        for *places, share, cp, tp in product(*(range(getattr(plan, a)) for a in others), shares, stretches, slices):
+            found[self._rank(dict(zip(others, places)), share, cp, tp)] = shares[share] * stretches[cp] * slices[tp]
         return found
 
 
