@@ -24,6 +24,8 @@ STRATEGIES = [
 ]
 
 LINES, STRATEGY_LINES, FUNCTION_LINES, PARAMETERS = 500, 150, 50, 6
+UNTYPED = 4
+"""Parameters and attributes annotated `Any`; fewer is better."""
 SEAM = SOURCE / "tensors" / "torch_private.py"
 STANDARD = {"_exit"}
 """Underscore names of the standard library that are its documented interface (`os._exit`)."""
@@ -136,6 +138,26 @@ def module_names(path: Path) -> Iterator[tuple[ast.AST, str, ast.AST | None]]:
 
 def report(broken: list[str]) -> None:
     assert not broken, "\n" + "\n".join(broken)
+
+
+def untyped(annotation: ast.AST | None) -> bool:
+    """`Any`, alone or as one of a union."""
+    if isinstance(annotation, ast.BinOp):
+        return untyped(annotation.left) or untyped(annotation.right)
+    return isinstance(annotation, ast.Name) and annotation.id == "Any"
+
+
+def test_what_has_a_type_says_it() -> None:
+    """Of parameters and attributes; autograd's `ctx` takes any attribute, which no type of torch does."""
+    found = []
+    for path in FILES:
+        for function in functions(path):
+            named = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+            found += [at(path, a, f"{a.arg}: Any") for a in named if a.arg != "ctx" and untyped(a.annotation)]
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.AnnAssign) and untyped(node.annotation):
+                found.append(at(path, node, f"{ast.unparse(node.target)}: Any"))
+    assert len(found) <= UNTYPED, "\n".join(found)
 
 
 def test_files_are_short() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from plait.checkpoint import optimizer_state
 from plait.checkpoint.fingerprint import structure
@@ -177,13 +178,13 @@ def _meet(built: Built) -> None:
     built.sharers = BatchPeers(ranks, plan.microbatches)
 
 
-def _as_trained(how: tuple[Plan, torch.dtype | None, str], model: nn.Module, inputs: Any) -> Any:
+def _as_trained(how: tuple[Plan, torch.dtype | None, str], model: nn.Module, inputs: object) -> Any:
     """A call in the number format of training: stages wait for outputs in the format that they will have."""
     with trained_format(*how, model):
         return call(model, inputs)
 
 
-def move(tree: Any, device: torch.device, cast: torch.dtype | None) -> Any:
+def move(tree: object, device: torch.device, cast: torch.dtype | None) -> Any:
     """The tensors of a tree on the device, floating ones in `cast` when it is given."""
 
     if device.type == "cpu" and cast is None:
@@ -204,7 +205,7 @@ def with_open_head(sketched: Sketch, job: Job) -> Sketch:
     return replace(sketched, units=tuple(units))
 
 
-def broadcast_text(text: str, rank: int, group: Any, device: torch.device) -> str:
+def broadcast_text(text: str, rank: int, group: ProcessGroup | None, device: torch.device) -> str:
     """Rank 0's text on every rank, sent as bytes (an object collective would unpickle what it receives)."""
     if group is None:
         return text
@@ -230,7 +231,7 @@ def check_copies(built: Built, step: int) -> None:
         raise PlaitError(Problem("C006", what, why=why, fix=fix), FAILED)
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: object) -> None:
     """J010 when what the job's loss returned is not a scalar tensor."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

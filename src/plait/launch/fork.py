@@ -215,7 +215,7 @@ def _stop_signals(board: ProgressBoard, workers: list[Worker]) -> Iterator[None]
         yield
         return
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int, frame: object) -> None:
         if board.stopping() and number == signal.SIGINT:
             kill(workers)
             raise KeyboardInterrupt

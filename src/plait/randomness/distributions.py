@@ -124,7 +124,12 @@ class DropoutCall(NamedTuple):
 
 
 def dropout_call(
-    func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+    func: Callable[..., Any],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    train: bool = True,
 ) -> DropoutCall:
     """Of `DROPOUTS`: torch.nn.functional's take (input, p, training, inplace), torch's (input, p, train)."""
     return DropoutCall(func, input, p, training and train and p != 0.0, inplace)

@@ -12,6 +12,9 @@ Digest = Callable[[object], Any] | None
 class ChosenSamples:
     """Samples of a data set that is read by index: those of `ids`, numbered from 0."""
 
+    sketched_beside: Callable[[], list[Any]]
+    """What a sketch's samples are put together with, where that is given."""
+
     def __init__(self, data: MapStyle, ids: Sequence[int], digest: Digest = None):
         self.data, self.ids, self.digest, self.seen = data, ids, digest, dict[int, Any]()
         if hasattr(data, "collate"):
@@ -29,6 +32,8 @@ class ChosenSamples:
 
 class FirstSamples:
     """The first samples of an iterable (None: all). It has no shares for ranks, even where the iterable has."""
+
+    sketched_beside: Callable[[], list[Any]]
 
     def __init__(self, data: Data, length: int | None, digest: Digest = None):
         self.data, self.length, self.digest, self.seen = data, length, digest, dict[int, Any]()

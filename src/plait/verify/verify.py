@@ -21,7 +21,7 @@ tolerance of 1e-9, which is never loosened.
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.data.batch import checked, first_samples, is_map, largest, opened, opened_once
+from plait.data.batch import Data, checked, first_samples, is_map, largest, opened, opened_once
 from plait.engine.build import check_plan
 from plait.launch import fork
 from plait.launch.devices import check, kind_of
@@ -44,6 +44,7 @@ from plait.tensors.collectives import DIRECT
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import candidate, formats, own_batch, reference
 from plait.verify.candidate import GROUPS
+from plait.verify.noted_data import ChosenSamples, FirstSamples, first_of
 from plait.verify.probes import Trace
 from plait.verify.verdict import Verdict, judge
 
@@ -227,54 +228,26 @@ def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
     )
 
 
-def limited(data: Any, length: int, begins: Callable[[], list[Any]]) -> Any:
+def limited(data: Data, length: int, begins: Callable[[], list[Any]]) -> ChosenSamples | FirstSamples:
     """The first `length` samples of a data set, each noted as it is read. `begins` gives those of the first step, whose
     length the sketch is made of."""
-    return _FirstOf(data, min(length, len(data)), begins) if is_map(data) else _FirstOfStream(data, length, begins)
+    samples = first_of(data, length, sample_digest)
+    if hasattr(data, "collate"):
+        samples.sketched_beside = begins
+    return samples
 
 
 def first_batch(job: Job, length: int, batch: int) -> list[Any]:
     """The samples of the first step, of the first `length` of the job's data."""
     data = opened(job.data)
-    if not is_map(data):
-        data = limited(data, batch, list)
-        length = batch
-    else:
+    if is_map(data):
         length = min(length, len(data))
+    else:
+        data, length = first_of(data, batch), batch
     return next(reference.samples(dataclasses.replace(job, batch=batch), data, length))[2]
 
 
-class _FirstOf:
-    def __init__(self, data: Any, length: int, begins: Callable[[], list[Any]]):
-        self.data, self.length, self.seen = data, length, {}
-        if hasattr(data, "collate"):
-            self.collate, self.sketched_beside = data.collate, begins
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, i: int) -> Any:
-        sample = self.data[i]
-        self.seen[i] = sample_digest(sample)
-        return sample
-
-
-class _FirstOfStream:
-    def __init__(self, data: Any, length: int, begins: Callable[[], list[Any]]):
-        self.data, self.length, self.seen = data, length, {}
-        for name in ("collate", "set_epoch"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
-        if hasattr(data, "collate"):
-            self.sketched_beside = begins
-
-    def __iter__(self) -> Iterator[Any]:
-        for i, sample in zip(range(self.length), iter(self.data)):
-            self.seen[i] = sample_digest(sample)
-            yield sample
-
-
-def sample_digest(sample: Any) -> float:
+def sample_digest(sample: object) -> float:
     """A number that changes when a sample does."""
     total = 0.0
     for k, leaf in enumerate(tree_leaves(sample)):
