@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -285,19 +286,19 @@ class Plan:
         if self.ep > 1 and self.dp == self.fsdp == 1:  # given alone, the ranks that share out experts are the copies
             object.__setattr__(self, "dp", self.ep)
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Devices the plan computes on."""
         return self.along(AXES)
 
-    @property
+    @cached_property
     def shares(self) -> int:
         """Between how many devices the samples of a batch are shared out."""
         return self.along(OTHER_SAMPLES)
 
     def along(self, axes: tuple[str, ...]) -> int:
         """How many ranks differ along these axes alone."""
-        return math.prod(getattr(self, axis) for axis in axes)
+        return math.prod([getattr(self, axis) for axis in axes])
 
     @property
     def expert_shards(self) -> int:
