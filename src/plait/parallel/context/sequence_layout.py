@@ -13,11 +13,8 @@ from plait.tensors import collectives
 from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
+from plait.tensors.sharded_views import Elsewhere
 from plait.tensors.torch_private import WrapperTensor, checkpoint_frame, plainly, version
-
-
-class Elsewhere(Exception):
-    """A function needs rows that this rank does not have."""
 
 
 @dataclass(frozen=True)

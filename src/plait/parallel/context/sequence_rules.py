@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.parallel.context.sequence_layout import Elsewhere, SequenceRows
+from plait.parallel.context.sequence_layout import SequenceRows
 from plait.tensors import sharded_views
+from plait.tensors.sharded_views import Elsewhere
 from plait.tensors.torch_private import tree_leaves, tree_map
 
 SECOND = dict.fromkeys(("linalg_norm", "linalg_vector_norm", "norm", "repeat_interleave", "roll")) | {"normalize": 1}

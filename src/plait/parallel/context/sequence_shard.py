@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
-from plait.parallel.context.sequence_layout import Elsewhere, SequenceRows
+from plait.parallel.context.sequence_layout import SequenceRows
 from plait.parallel.context.sequence_rules import PRODUCTS, RULES, joined
 from plait.tensors.sharded_tensor import ELEMENTWISE
+from plait.tensors.sharded_views import Elsewhere
 from plait.tensors.torch_private import leaves, plainly, tree_flatten, tree_map, tree_unflatten
 
 PLACE = frozenset(
@@ -85,10 +86,7 @@ def _alone(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
         return joined(func, args[0] if args else kwargs.pop("tensors"), args[1:], kwargs)
     if name not in RULES or not args or not isinstance(args[0], SequenceShard):
         raise Elsewhere
-    result = RULES[name](func, args[0], args[1:], kwargs)
-    if result is NotImplemented:
-        raise Elsewhere
-    return result
+    return RULES[name](func, args[0], args[1:], kwargs)
 
 
 def _inplace(name: str) -> bool:
