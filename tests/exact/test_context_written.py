@@ -5,6 +5,7 @@ positions. What must meet is gathered, no more, and what that costs is said.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jobs_written
 import pytest
@@ -141,3 +142,20 @@ def test_a_rank_that_asks_for_something_else_is_seen() -> None:
     assert told.worst > 1e-4
     with pytest.raises(RuntimeError, match="other rows"):
         Some(cut, 1, told).gather(cut.take(Q, 2, 1), 2)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_gradient_that_is_lost_is_seen(inside: bool) -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return (x * 2).local.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0].expand(Q.shape)
+
+    held = Some(Rows.even(9, 2), 0, Gathered([]))
+    x = SequenceShard.of(held.take(Q.clone().requires_grad_(), 2), 2, held, inside)
+    with pytest.raises(TypeError, match="stretches, and its gradient is lost"):
+        Own.apply(x).backward()

@@ -116,6 +116,9 @@ GATHERED: dict[str, Function] = {
     "norm": lambda x, w: torch.linalg.norm(x),
     "concatenated": lambda x, w: torch.cat([x, x * 2], 1).square().sum(),
     "written": lambda x, w: written(x).square().sum(),
+    "along other dims": lambda x, w: (
+        x.norm(2, 1).sum() + x.topk(2, -1).values.sum() + (x.flip(1) * SOFT).sum() + x.cumprod(0).sum() + x.mT.sum((0, 2)).prod()
+    ),
     "odd view": lambda x, w: (x.reshape(3, -1) * SOFT.reshape(3, -1)).sum(),
     "rows": lambda x, w: torch.stack([row.square().sum() for row in x]).sum(),
     "plain first": lambda x, w: SOFT.mul(x).sum() + F.mse_loss(SOFT, x),
@@ -193,6 +196,7 @@ def surfaces(group: Any) -> None:
     assert x.float().dtype == x.to(torch.float32).dtype == x.to("cpu", torch.float32).dtype == torch.float32
     assert type(whole(x)) is Tensor and whole(mine) is mine and torch.equal(whole(x), logits())
     assert torch.equal(x.argmax(-1), logits().argmax(-1)) and torch.equal(whole(x.argmax(1)), logits().argmax(1))
+    assert x.requires_grad_() is x and x.stride() == mine.stride()
     seen = []
     x.register_hook(lambda g: seen.append(g.shape))
     (x * 2).sum().backward()

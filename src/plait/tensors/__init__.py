@@ -4,8 +4,10 @@ torch_private     every private torch name, each with a contract test
 rows              who holds which rows of a dim
 part              a rank's part of a tensor, as ranges of the whole
 collectives       differentiable collectives; bytes to all ranks; digests
+shaped            a tensor with the shape of a whole and the numbers of a part
 sharded_tensor    a tensor that stands for a whole of which each rank holds a part
 sharded_views     its views: which dim is cut then
+sharded_sums      its sums and softmax
 sharded_losses    its losses: cross-entropy without the whole logits, and others
 multihead         torch's multi-head attention on a rank's heads
 modules           a module under another forward, tried and put back, with other parameters, in eval mode

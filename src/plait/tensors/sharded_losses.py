@@ -11,7 +11,7 @@ Paper
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,33 +21,8 @@ from torch.distributed import ProcessGroup
 
 from plait.tensors.collectives import part, summed, total
 from plait.tensors.part import Ranges
-from plait.tensors.sharded_views import Sharded
-
-SIXTEEN = (torch.float16, torch.bfloat16)
-
-
-class ShardedInGroup(Sharded, Protocol):
-    """A sharded tensor that knows the group of ranks that hold its parts."""
-
-    group: ProcessGroup
-
-    def fitting(self, other: Tensor) -> Tensor: ...
-
-
-def widened(x: Tensor) -> Tensor:
-    """A 16-bit tensor in 32 bits, as torch computes a softmax."""
-    return x.float() if x.dtype in SIXTEEN else x
-
-
-def finite(x: Tensor) -> Tensor:
-    """The tensor with 0 where it is not finite: there is nothing to subtract."""
-    return torch.where(x.isfinite(), x, 0)
-
-
-def most(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The largest value along the cut dim, on every rank; the dim is kept."""
-    empty = x.new_full([*x.shape[:dim], 1, *x.shape[dim + 1 :]], -torch.inf)
-    return finite(summed(x.detach().amax(dim, True) if x.shape[dim] else empty, group, dist.ReduceOp.MAX))
+from plait.tensors.sharded_sums import SIXTEEN, finite, widened
+from plait.tensors.sharded_views import Elsewhere, Rules, Sharded
 
 
 def located(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
@@ -146,12 +121,12 @@ def _shares(target: Tensor, o: _Options, dtype: torch.dtype) -> tuple[Tensor, Te
     return index, shares, counts
 
 
-def _classified(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _classified(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cross_entropy and nll_loss, the vocabulary cut or the tokens."""
     target = args[0] if args else kwargs["target"]
     o = _Options(*args[1:], **{k: v for k, v in kwargs.items() if k != "target"})
     if o.size_average is not None or o.reduce is not None or (o.weight is not None and o.weight.requires_grad):
-        return NotImplemented
+        raise Elsewhere
     target = target.whole() if type(target) is type(x) else target
     kind, classes = x.local.device.type, min(1, len(x.shape) - 1)
     if torch.is_autocast_enabled(kind) and x.local.dtype in SIXTEEN:
@@ -169,7 +144,7 @@ def _reduced(losses: Tensor, reduction: str, whole: float | Tensor) -> Tensor:
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / whole
 
 
-def _by_words(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _Options, dim: int) -> Tensor:
+def _by_words(func: Callable[..., Any], x: Sharded, target: Tensor, o: _Options, dim: int) -> Tensor:
     rank, count = x.group.rank(), x.rows.length
     index, shares, counts = _shares(target, o, widened(x.local).dtype)
     if func.__name__ == "nll_loss":
@@ -184,7 +159,7 @@ def _by_words(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _O
     return _reduced(losses, o.reduction, shares.sum()).to(x.local.dtype)
 
 
-def _soft(x: ShardedInGroup, target: Tensor, o: _Options) -> Tensor:
+def _soft(x: Sharded, target: Tensor, o: _Options) -> Tensor:
     """Losses of targets that are probabilities, the vocabulary cut."""
     target = target * (1 - o.label_smoothing) + o.label_smoothing / x.rows.length
     if o.weight is not None:
@@ -192,7 +167,7 @@ def _soft(x: ShardedInGroup, target: Tensor, o: _Options) -> Tensor:
     return -(torch.log_softmax(x.like(widened(x.local)), x.cut) * target).sum(x.cut)
 
 
-def _by_tokens(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _Options, dim: int) -> Any:
+def _by_tokens(func: Callable[..., Any], x: Sharded, target: Tensor, o: _Options, dim: int) -> Any:
     """Each rank the losses of its own rows; `dim` of the targets is cut as the input is."""
     mine = part(target, dim, x.rows, x.group) if target.requires_grad else x.rows.take(target, dim, x.group.rank())
     options = {"weight": o.weight, "ignore_index": o.ignore_index, "reduction": "none"}
@@ -207,31 +182,31 @@ def _by_tokens(func: Callable[..., Any], x: ShardedInGroup, target: Tensor, o: _
     return sums.to(losses.local.dtype)
 
 
-def gathered(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gathered(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.gather(dim, index): along the cut dim from the rank that has the row, else each rank from its part."""
     named = dict(zip(("dim", "index"), args)) | kwargs
     dim, index = named.pop("dim") % len(x.shape), named.pop("index")
     if named or type(index) is type(x):
-        return NotImplemented
+        raise Elsewhere
     if dim == x.cut:
         here, at = located(index, x.rows.ranks[x.group.rank()])
         mine = x.local.gather(dim, at) if x.local.shape[dim] else x.local.sum() * torch.zeros_like(index)
         return total(torch.where(here, mine, 0.0), x.group)
     if index.shape[x.cut] != x.rows.length:
-        return NotImplemented
+        raise Elsewhere
     return x.like(x.local.gather(dim, x.rows.take(index, x.cut, x.group.rank())))
 
 
-def _elementwise(func: Callable[..., Any], x: ShardedInGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Losses that are the mean or the sum of an element-wise one."""
     target = args[0] if args else kwargs.get("target")
     options = {k: v for k, v in kwargs.items() if k != "target"}
     old = options.pop("size_average", None) is not None or options.pop("reduce", None) is not None
     reduction = options.pop("reduction", "mean")
     if target is None or old or len(args) > 1 or target.shape != x.shape:
-        return NotImplemented
+        raise Elsewhere
     if any(isinstance(v, Tensor) for v in options.values()):
-        return NotImplemented
+        raise Elsewhere
     losses = x.like(func(x.local, x.fitting(target), reduction="none", **options))
     if reduction == "batchmean":
         return losses.sum() / x.shape[0]
@@ -242,10 +217,10 @@ ELEMENTWISE = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "kl_div", "l1_loss", "mse_loss",
     "smooth_l1_loss", "soft_margin_loss",
 )  # fmt: skip
-RULES = {
+RULES: Rules = {
     "cross_entropy": _classified,
     "nll_loss": _classified,
     "gather": gathered,
     **dict.fromkeys(ELEMENTWISE, _elementwise),
 }
-"""Name of a function -> (function, sharded tensor, other arguments) -> result, or NotImplemented."""
+"""Name of a function -> its rule."""

@@ -1,7 +1,7 @@
 """Views of a sharded tensor: which dim of the view is cut, and which rows of it each rank holds.
 
-Each rule takes (function, sharded tensor, other arguments) and gives the result, or NotImplemented where the result's
-parts are not ranges of one dim.
+Each rule takes (function, sharded tensor, other arguments) and gives the result, or raises `Elsewhere` where the result's
+parts are not ranges of one dim. So do those of functions along dims that are not cut.
 """
 
 import math
@@ -11,14 +11,25 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plait.tensors.rows import Rows
+from plait.tensors.torch_private import tree_map
+
+
+class Elsewhere(Exception):
+    """A function needs rows that this rank does not have."""
+
+
+Rules = dict[str, Callable[[Any, Any, Any, Any], Any]]
+"""Name of a function -> (function, sharded tensor, other arguments) -> result."""
 
 
 class Sharded(Protocol):
     """A tensor that stands for a whole of which this rank has `local`: its `rows` of dim `cut`."""
 
     local: Tensor
+    group: ProcessGroup
 
     @property
     def shape(self) -> torch.Size: ...
@@ -30,6 +41,7 @@ class Sharded(Protocol):
     def rank(self) -> int: ...
     def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> Any: ...
     def whole(self) -> Tensor: ...
+    def fitting(self, other: Tensor) -> Tensor: ...
 
 
 def moved(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -37,20 +49,20 @@ def moved(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: d
     sizes = [1 if n == 1 and d != x.cut else d + 2 for d, n in enumerate(x.shape)]
     shape = func(torch.empty(sizes, device="meta"), *args, **kwargs).shape
     if x.cut + 2 not in shape or (x.rows.length == 1 and func.__name__ == "squeeze"):
-        return NotImplemented
+        raise Elsewhere
     return x.like(func(x.local, *args, **kwargs), shape.index(x.cut + 2))
 
 
 def reshaped(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """view, reshape, flatten, unflatten and the like."""
     if func.__name__ == "view" and args and isinstance(args[0], torch.dtype):
-        return NotImplemented
+        raise Elsewhere
     sizes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
     name = {"view_as": "view", "reshape_as": "reshape"}.get(func.__name__, func.__name__)
     shape = getattr(torch.empty(x.shape, device="meta"), name)(*sizes, **kwargs).shape
     cut = follow(x.shape, x.cut, shape, x.rows)
     if cut is None:
-        return NotImplemented
+        raise Elsewhere
     dim, rows = cut
     local = (*shape[:dim], rows.sizes[x.rank], *shape[dim + 1 :])
     return x.like(x.local.view(local) if name == "view" else x.local.reshape(local), dim, rows)
@@ -105,7 +117,7 @@ def indexed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs:
     index = list(args[0]) if isinstance(args[0], tuple) else [args[0]]
     advanced = [i for i in index if isinstance(i, (Tensor, list, range))]
     if any(isinstance(i, bool) for i in index):
-        return NotImplemented
+        raise Elsewhere
     takes = [1 if not isinstance(i, Tensor) or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in index]
     takes = [0 if i is None or i is Ellipsis else n for i, n in zip(index, takes)]
     at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
@@ -119,7 +131,7 @@ def indexed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs:
             return x.like(x.local[tuple(index)], sum(i is None or isinstance(i, slice) for i in index[:place]))
     if advanced:
         if mine != slice(None) or any(i != slice(None) for i in index[place:]):
-            return NotImplemented
+            raise Elsewhere
         return x.like(x.local[tuple(index)], x.cut - len(x.shape))
     if isinstance(mine, slice) and mine.step in (None, 1):
         first, end, _ = mine.indices(x.rows.length)
@@ -131,7 +143,7 @@ def indexed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs:
         one = sliced(x, mine % x.rows.length, mine % x.rows.length + 1).whole()
         index[place] = 0
         return one[tuple(index)]
-    return NotImplemented
+    raise Elsewhere
 
 
 def narrowed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +151,7 @@ def narrowed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs
     name, first = func.__name__, func.__name__ in ("narrow", "select")
     dim = kwargs.get("dim", 0) if len(args) <= (not first) else args[0 if first else 1]
     if not isinstance(dim, int):
-        return NotImplemented
+        raise Elsewhere
     dim %= len(x.shape)
     if dim != x.cut:
         result = func(x.local, *args, **kwargs)
@@ -151,19 +163,52 @@ def narrowed(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs
     if name == "select" and len(args) == 2:
         return indexed(func, x, ((slice(None),) * dim + (args[1],),), {})
     if first:
-        return NotImplemented
+        raise Elsewhere
     sizes = [len(t) for t in func(torch.empty(x.rows.length, device="meta"), *args[:1], **kwargs | {"dim": 0})]
     ends = list(accumulate(sizes))
     return tuple(sliced(x, end - size, end) for size, end in zip(sizes, ends))
 
 
+SECOND = dict.fromkeys(("linalg_norm", "linalg_vector_norm", "norm", "repeat_interleave", "roll")) | {"normalize": 1}
+"""Functions whose dims come after another argument -> what they are when they are not given."""
+FIRST = {"glu": -1, "unbind": 0}
+"""Those whose dim may be left out."""
+
+
+def others(func: Callable[..., Any], x: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What runs along dims that are not cut: sums, norms, softmax, tensors picked or taken apart."""
+    name = func.__name__
+    at, unsaid = (1, SECOND[name]) if name in SECOND else (0, FIRST.get(name))
+    dims = args[at] if len(args) > at else kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", unsaid)))
+    dims = args if name == "flip" and args and isinstance(args[0], int) else dims
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(dims, (tuple, list)) or not dims or not all(type(d) is int for d in dims):
+        raise Elsewhere
+    dims = {d % len(x.shape) for d in dims}
+    if x.cut in dims:
+        raise Elsewhere
+    before = sum(d < x.cut for d in dims)
+    found = func(x.local, *args, **kwargs)
+    return tree_map(
+        lambda t: x.like(t, x.cut - before * (t.dim() < len(x.shape))) if isinstance(t, Tensor) else t, found
+    )
+
+
 MOVED = (
     "adjoint", "movedim", "moveaxis", "permute", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze",
 )  # fmt: skip
-RULES = {
+RULES: Rules = {
     **dict.fromkeys(MOVED, moved),
     **dict.fromkeys(("flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"), reshaped),
     **dict.fromkeys(("chunk", "narrow", "select", "split", "tensor_split"), narrowed),
     "__getitem__": indexed,
 }
 """Name of a function -> its rule."""
+OTHERS: Rules = dict.fromkeys(
+    (
+        "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "cumprod", "cumsum", "flip", "index_select", "log_softmax",
+        "logsumexp", "mean", "prod", "softmax", "sort", "std", "sum", "topk", "var", *SECOND, *FIRST,
+    ),
+    others,
+)  # fmt: skip
+"""Those of functions that run along dims."""

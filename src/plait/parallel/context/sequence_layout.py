@@ -12,12 +12,10 @@ from plait.randomness.sub_block import Axis
 from plait.tensors import collectives
 from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
+from plait.tensors.shaped import lengthened
 from plait.tensors.sharded_tensor import ShardedTensor
-from plait.tensors.torch_private import WrapperTensor, checkpoint_frame, plainly, version
-
-
-class Elsewhere(Exception):
-    """A function needs rows that this rank does not have."""
+from plait.tensors.sharded_views import Elsewhere
+from plait.tensors.torch_private import checkpoint_frame, version
 
 
 @dataclass(frozen=True)
@@ -72,35 +70,30 @@ class GroupLayout(SequenceLayout):
         return ShardedTensor(local, dim, self.cut, self.group)
 
 
-class SequenceRows(WrapperTensor):
-    """`local`: this rank's rows of dim `along` (counted from the end) of a sequence.
+class SequenceRows(ShardedTensor):
+    """A sequence of which this rank has rows. `inside`: in a unit, where random numbers are drawn for this rank's rows alone."""
 
-    `inside`: in a unit, where random numbers are drawn for this rank's rows alone.
-    """
-
-    local: Tensor
-    along: int
     held: SequenceLayout
     times: int
     """Inside a unit: how often the dim has the sequence, one after the other, where the batch's dim is in it too."""
-    known: tuple[Any, Tensor] | None
+    known: tuple[Any, Tensor] | None = None
     """Inside a unit: the whole, once it was gathered, and what must not have changed since."""
+    described = "a sequence that ranks hold in stretches, and its gradient is lost"
 
     @classmethod
     def of(cls, local: Tensor, dim: int, held: SequenceLayout, inside: bool = False, times: int = 1) -> Self:
         """The sequence whose rows of dim `dim` on this rank are `local`."""
-        along = dim - local.dim() if dim >= 0 else dim
-        shape = list(local.shape)
-        shape[along] = times * held.cut.length
-        made = WrapperTensor.made(cls, local, shape)
-        if inside and local.requires_grad:
-            with plainly():
-                made.register_hook(_lost)
-        made.local, made.along, made.held, made.inside, made.times, made.known = local, along, held, inside, times, None
-        return made
+        rows = held.cut if times == 1 else held.cut.merged(times, 1)
+        shape = lengthened(local, dim % local.dim(), rows.length)
+        return cls.around(local, shape, cut=dim % local.dim(), rows=rows, held=held, inside=inside, times=times)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.held.rank
 
     def like(self, local: Tensor, dim: int | None = None, rows: Rows | None = None) -> Self:
-        """Another tensor whose rows are `local`: of the same dim counted from the front, unless said otherwise."""
+        """Another tensor whose rows are `local`: of whole sequences, one, or several inside a unit. Elsewhere if they are not."""
         times = self.times
         if rows is not None:
             times = rows.length // self.held.cut.length
@@ -108,23 +101,8 @@ class SequenceRows(WrapperTensor):
                 raise Elsewhere
         return self.of(local, self.cut if dim is None else dim, self.held, self.inside, times)
 
-    @property
-    def cut(self) -> int:
-        """The dim of the sequence."""
-        return self.along + self.local.dim()
-
-    @property
-    def rows(self) -> Rows:
-        """Who holds which rows."""
-        return self.held.cut if self.times == 1 else self.held.cut.merged(self.times, 1)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among them."""
-        return self.held.rank
-
     def whole(self) -> Tensor:
-        """All rows, as a plain tensor."""
+        """All rows, as a plain tensor. Backward: this rank's rows of the sum of all ranks' gradients."""
         if not self.inside:
             return self.held.gather(self.local, self.cut)
         state = version(self.local), torch.is_grad_enabled(), checkpoint_frame()
@@ -133,40 +111,26 @@ class SequenceRows(WrapperTensor):
         return self.known[1]
 
     def mine(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's rows of something as long as this one."""
-        return self._each(whole, dim, self.held.take)
+        """This rank's rows of something as long as this one, without a word to the others."""
+        return self._each(whole, dim % whole.dim(), self.held.take)
+
+    def entered(self, whole: Tensor) -> Tensor:
+        """An operand that all ranks have: each finds a share of its gradient."""
+        return whole
+
+    def alike(self, other: ShardedTensor) -> bool:
+        """Whether another stretch is cut in the same dim, counted from the end, and in the same way."""
+        same = isinstance(other, SequenceRows) and (other.held, other.times) == (self.held, self.times)
+        return same and other.along == self.along
 
     def _each(self, t: Tensor, dim: int, what: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Something done to every sequence of a dim that has several."""
         if self.times == 1:
             return what(t, dim)
-        return what(t.unflatten(dim, (self.times, -1)), dim % t.dim() + 1).flatten(dim % t.dim(), dim % t.dim() + 1)
-
-    def alike(self, other: "SequenceRows") -> bool:
-        """Whether another stretch is cut in the same dim, counted from the end, and in the same way."""
-        return (other.along, other.held, other.times) == (self.along, self.held, self.times)
-
-    def rows_of(self, other: Tensor) -> Tensor:
-        """This rank's rows of something that is broadcast against this sequence. `Elsewhere` when it does not fit."""
-        if isinstance(other, SequenceRows):
-            if not self.alike(other):
-                raise Elsewhere
-            return other.local
-        if other.dim() < -self.along or other.shape[self.along] == 1:
-            return other
-        if other.shape[self.along] != self.rows.length:
-            raise Elsewhere
-        return self.mine(other, self.along + other.dim())
+        return what(t.unflatten(dim, (self.times, -1)), dim + 1).flatten(dim, dim + 1)
 
     def held_again(self, leaf: object) -> object:
         """This rank's rows of a whole that has as many dims as this one, and as many rows in the dim of the sequence."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, SequenceRows) or leaf.dim() != self.dim():
             return leaf
         return self.like(self.mine(leaf, self.cut)) if leaf.shape[self.cut] == self.rows.length else leaf
-
-
-def _lost(gradient: Tensor) -> None:
-    """A gradient came by a way that no function of torch's saw: through a torch.autograd.Function of the model's own."""
-    raise TypeError(
-        "a torch.autograd.Function was given a sequence that ranks hold in stretches, and its gradient is lost"
-    )

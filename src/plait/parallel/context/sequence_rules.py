@@ -17,31 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.parallel.context.sequence_layout import Elsewhere, SequenceRows
+from plait.parallel.context.sequence_layout import SequenceRows
 from plait.tensors import sharded_views
-from plait.tensors.torch_private import tree_leaves, tree_map
-
-SECOND = dict.fromkeys(("linalg_norm", "linalg_vector_norm", "norm", "repeat_interleave", "roll")) | {"normalize": 1}
-"""Functions whose dims come after another argument -> what they are when they are not given."""
-FIRST = {"glu": -1, "unbind": 0}
-"""Those whose dim may be left out."""
-
-
-def others(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What runs along dims that are not the sequence's: sums, norms, softmax, tensors picked or taken apart."""
-    name = func.__name__
-    at, unsaid = (1, SECOND[name]) if name in SECOND else (0, FIRST.get(name))
-    dims = args[at] if len(args) > at else kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", unsaid)))
-    dims = args if name == "flip" and args and isinstance(args[0], int) else dims
-    dims = [dims] if isinstance(dims, int) else dims
-    if not isinstance(dims, (tuple, list)) or not dims or not all(type(d) is int for d in dims):
-        raise Elsewhere
-    dims = {d % x.dim() for d in dims}
-    if x.cut in dims:
-        raise Elsewhere
-    before = sum(d < x.cut for d in dims)
-    found = func(x.local, *args, **kwargs)
-    return tree_map(lambda t: x.like(t, x.cut - before * (t.dim() < x.dim())) if isinstance(t, Tensor) else t, found)
+from plait.tensors.sharded_views import Elsewhere, Rules
+from plait.tensors.torch_private import tree_leaves
 
 
 def features(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +39,7 @@ def indexed_along(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ..
     dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, index)
     if not isinstance(dim, int) or dim % x.dim() == x.cut or index.dim() != x.dim():
         raise Elsewhere
-    return x.like(torch.take_along_dim(x.local, x.rows_of(index), dim))
+    return x.like(torch.take_along_dim(x.local, x.fitting(index), dim))
 
 
 def padded(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,28 +83,12 @@ def extreme(func: Callable[..., Any], x: SequenceRows, args: tuple[Any, ...], kw
     if isinstance(other, Tensor):
         if other.dim() > x.dim():
             raise Elsewhere
-        return x.like(func(x.local, x.rows_of(other)))
-    return others(func, x, args, kwargs)
+        return x.like(func(x.local, x.fitting(other)))
+    return sharded_views.others(func, x, args, kwargs)
 
 
-def joined(func: Callable[..., Any], parts: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """cat along another dim, or stack, of tensors that are all stretches."""
-    stretches, more = [t for t in parts if isinstance(t, SequenceRows)], func.__name__ == "stack"
-    x = stretches[0]
-    dim = (args[0] if args else kwargs.get("dim", 0)) % (x.dim() + more)
-    if (dim == x.cut and not more) or len(stretches) < len(parts) or not all(map(x.alike, stretches)):
-        raise Elsewhere
-    return x.like(func([t.local for t in stretches], dim), x.cut + (more and dim <= x.cut))
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (
-            "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "cumprod", "cumsum", "flip", "index_select", "log_softmax",
-            "logsumexp", "mean", "prod", "softmax", "sort", "std", "sum", "topk", "var", *SECOND, *FIRST,
-        ),
-        others,
-    ),
+RULES: Rules = {
+    **sharded_views.OTHERS,
     **dict.fromkeys(("linear", "layer_norm", "rms_norm", "view_as_complex"), features),
     **dict.fromkeys(("embedding", "type", "view_as_real"), alone),
     **dict.fromkeys(("max", "min"), extreme),
@@ -134,7 +97,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("tril", "triu"), triangle),
     "pad": padded,
     **sharded_views.RULES,
-}  # fmt: skip
+}
 """Name of a function -> its rule."""
 
 
@@ -156,7 +119,7 @@ def added(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     factors = {name: kwargs[name] for name in ("alpha", "beta") if name in kwargs}
     if len(args) + len(kwargs) > 3 + len(factors):
         raise Elsewhere
-    return x.like(func(x.rows_of(other), *mine, **factors))
+    return x.like(func(x.fitting(other), *mine, **factors))
 
 
 def _operands(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -177,7 +140,7 @@ def _pair(a: object, b: object) -> tuple[SequenceRows, tuple[Tensor, Tensor]]:
     x = a if isinstance(a, SequenceRows) else b
     if not isinstance(x, SequenceRows) or x.along > -3 or max(a.dim(), b.dim()) > x.dim():
         raise Elsewhere
-    return x, (x.rows_of(a), x.rows_of(b))
+    return x, (x.fitting(a), x.fitting(b))
 
 
 def einsum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,9 +190,21 @@ def _spelled(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
     return words, result.replace("...", "".join(letters))
 
 
-PRODUCTS: dict[str, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
+def joined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """cat along another dim, or stack, of tensors that are all stretches."""
+    parts: Sequence[Tensor] = args[0] if args else kwargs["tensors"]
+    stretches, more = [t for t in parts if isinstance(t, SequenceRows)], func.__name__ == "stack"
+    x = stretches[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (x.dim() + more)
+    if (dim == x.cut and not more) or len(stretches) < len(parts) or not all(map(x.alike, stretches)):
+        raise Elsewhere
+    return x.like(func([t.local for t in stretches], dim), x.cut + (more and dim <= x.cut))
+
+
+OPERANDS: dict[str, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), multiplied),
     **dict.fromkeys(("baddbmm", "addmm"), added),
+    **dict.fromkeys(("cat", "concat", "stack"), joined),
     "einsum": einsum,
 }
 """Name of a function -> (function, arguments) -> result; `Elsewhere` when it needs wholes."""

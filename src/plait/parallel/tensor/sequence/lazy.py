@@ -17,7 +17,7 @@ Gradients: what is whole has its whole gradient on every rank, and so have a sha
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +27,8 @@ from plait.randomness.distributions import dropout_call
 from plait.tensors import collectives
 from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
-from plait.tensors.torch_private import WrapperTensor, plainly, tree_leaves, tree_map, version
-
-LOOKS = frozenset(("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu"))
-"""Attributes that need no numbers."""
-ASKS = frozenset((
-    "size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "get_device", "element_size",
-    "__hash__",
-))  # fmt: skip
-"""Methods that need none."""
+from plait.tensors.shaped import Shaped, lengthened
+from plait.tensors.torch_private import WrapperTensor, tree_leaves, tree_map, version
 
 
 class SequenceCollectives:
@@ -65,44 +58,8 @@ class SequenceCollectives:
         return collectives.total(x, self.group)
 
 
-def lost(gradient: Tensor) -> None:
-    """A gradient came by a way that no function of torch's saw: through a torch.autograd.Function of the model's own."""
-    raise TypeError(
-        "a torch.autograd.Function was given hidden states that ranks hold in stretches: use sequence_parallel=false"
-    )
-
-
-class Shaped(WrapperTensor):
-    """Something with the shape of the whole: what asks for shape and format alone is answered by it."""
-
-    @classmethod
-    def around(cls, local: Tensor, shape: list[int], **attributes: object) -> Self:
-        """What has that shape, of which this rank has `local`."""
-        made = WrapperTensor.made(cls, local, shape)
-        if local.requires_grad:
-            with plainly():
-                made.register_hook(lost)
-        vars(made).update(attributes, local=local)
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ASKS or (name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in LOOKS):
-            with plainly():
-                return func(*args, **(kwargs or {}))
-        return cls.computed(func, args, kwargs or {})
-
-    @classmethod
-    def computed(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What any other function gives."""
-        raise NotImplementedError
+HIDDEN = "hidden states that ranks hold in stretches: use sequence_parallel=false"
+"""What errors call all of these."""
 
 
 class GlobalShape(Shaped):
@@ -110,11 +67,12 @@ class GlobalShape(Shaped):
 
     along: int
     inside = True
+    described = HIDDEN
 
     @staticmethod
     def of(local: Tensor, dim: int, length: int) -> "GlobalShape":
         """Rows of a sequence of that length, along a dim."""
-        return GlobalShape.around(local, _lengthened(local, dim, length), along=dim - local.dim())
+        return GlobalShape.around(local, lengthened(local, dim, length), along=dim - local.dim())
 
     def like(self, local: object) -> Any:
         """What was made of its rows, under the shape of the whole too where it has them."""
@@ -136,10 +94,6 @@ class GlobalShape(Shaped):
         return f"Posing(shape={tuple(self.shape)}, here {tuple(self.local.shape)})"
 
 
-def _lengthened(x: Tensor, dim: int, length: int) -> list[int]:
-    return [length if d == dim else n for d, n in enumerate(x.shape)]
-
-
 def rows_of(leaf: object) -> Any:
     """This rank's rows, of what has the shape of the whole."""
     return leaf.local if isinstance(leaf, GlobalShape) else leaf
@@ -149,6 +103,7 @@ class Lazy(Shaped):
     """A whole that is not there yet, to code between units: it is made when something asks for more than its shape."""
 
     by: SequenceCollectives
+    described = HIDDEN
 
     def whole(self) -> Tensor:
         """The plain tensor."""
@@ -199,7 +154,7 @@ class LazyGather(Lazy):
     @staticmethod
     def of(local: Tensor, dim: int, rows: Rows, by: SequenceCollectives) -> "LazyGather":
         """The whole of which this rank computed `local`."""
-        shape = _lengthened(local, dim, rows.length)
+        shape = lengthened(local, dim, rows.length)
         return LazyGather.around(local, shape, cut=dim, rows=rows, by=by, gathered=None, noted=0)
 
     def whole(self) -> Tensor:
