@@ -97,12 +97,14 @@ class PlanRequest:
     def unlike(self, plan: Plan) -> Problem | None:
         """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
         for axis, lots in optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
-            whole = optimizer_check.can_be_whole(plan, axis)
-            key = axis, plan.ep > 1, whole
-            if key not in self._tried:
-                self._tried[key] = optimizer_check.wrong(self.job, self.sketch, lots, whole)[0]
-            if found := self._tried[key]:
-                return optimizer_check.problem(found, axis, plan)
+            for whole in (False, True):  # most optimizers update parts, and are tried once
+                key = axis, plan.ep > 1, whole
+                if key not in self._tried:
+                    self._tried[key] = optimizer_check.wrong(self.job, self.sketch, lots, whole)[0]
+                if (found := self._tried[key]) is None:
+                    break
+                if whole or not optimizer_check.can_be_whole(plan, axis):
+                    return optimizer_check.problem(found, axis, plan)
         return None
 
     @cached_property
