@@ -28,7 +28,7 @@ from plait.parallel.context.attention import Answer, AttentionCall, ShardedAtten
 from plait.parallel.context.left_out import Running, leave_out
 from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard
-from plait.parallel.context.sequences import Arguments, SequencePlan, UnitPlan, refused
+from plait.parallel.context.sequences import Arguments, At, SequencePlan, UnitPlan, refused
 from plait.parallel.context.unit_in_rows import (
     copied,
     cut_arguments,
@@ -127,7 +127,8 @@ def opened(module: nn.Module, made: UnitPlan, given: Arguments, layout: Layout, 
                 with trial.running:
                     stopped = trial.lost()
                 if not stopped:
-                    return replace(trial.call, flops=trial.flops, part=trial.part)
+                    returned = trial.call.returned | trial.besides
+                    return replace(trial.call, flops=trial.flops, part=trial.part, returned=returned)
             if not any(stopped):
                 return None
             trial.call = replace(trial.call, together=(*trial.call.together, stopped[-1]))
@@ -142,6 +143,8 @@ class _Trial:
         self.unit, self.given, self.call, self.cuts, self.running = unit, given, call, cuts, Running(unit)
         self.ranks = len(next(iter(cuts.values())).ranks)
         self.whole, self.part = WholeAttention([]), 1.0
+        self.besides = dict[str, At]()
+        """What the unit returns in rows beside what the sketch saw: weights of attention, which have the sequence twice."""
         inner = {name: m for name, m in unit.named_modules() if name}
         with _calls_of(inner) as self.inner, self._sees(self._held(None), self._noted), Counted() as counted:
             args, kwargs = copied(given)
@@ -227,6 +230,8 @@ class _Trial:
         with Counted() as counted:
             output = on_rows(self.unit, self.given, self.call, held, self.whole)
         gathered.worst = max(gathered.worst, self.whole.worst, *output.differences(self.expected))
+        numbers = {id(layout): number for number, layout in held.items()}
+        self.besides = {path: (dim, numbers[id(layout)]) for path, (dim, layout) in output.besides.items()}
         return counted.get_total_flops()
 
 
