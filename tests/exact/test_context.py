@@ -182,6 +182,7 @@ class Ragged(Tokens):
         return x, y.index_fill(1, torch.tensor([0]), 3)
 
 
+@pytest.mark.prove
 def test_lengths_that_change() -> None:
     job = dataclasses.replace(jobs_context.OWN["second_encoder"](), data=Ragged)
     for text in ("cp=2", "cp=2 context=ulysses"):

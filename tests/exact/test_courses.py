@@ -31,7 +31,7 @@ PLANS = (
 JOBS = {**jobs_courses.VARYING, **jobs_courses.RANDOM, **jobs_courses.OBJECTS}
 
 
-@pytest.mark.parametrize("name, text", every(4, [(n, PLANS[i % len(PLANS)]) for i, n in enumerate(JOBS)]))
+@pytest.mark.parametrize("name, text", every(8, [(n, PLANS[i % len(PLANS)]) for i, n in enumerate(JOBS)]))
 def test_models(name: str, text: str) -> None:
     verdict = verify(JOBS[name](), Plan.parse(text))
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())

@@ -11,6 +11,7 @@ import jobs_real
 import numpy as np
 import pytest
 import torch
+from rarely import rarely
 from torch import nn
 
 from plait.config.plan import Plan
@@ -215,7 +216,7 @@ def deep(width: int = 1024, depth: int = 18) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("source", (pytest.param("drawn", marks=pytest.mark.prove), "copied"))
+@pytest.mark.parametrize("source", rarely("drawn", "copied"))
 def test_memory_is_that_of_a_share(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred_init, "LARGE", 1 << 16)
 

@@ -44,7 +44,7 @@ PRODUCTS = (
     "pp=2 cp=2 microbatches=2", "pp=2 dp=2 microbatches=2 recompute=full",
 )  # fmt: skip
 SAMPLE = {
-    "gpt": ("fsdp=2 tp=2", "pp=2 microbatches=3", "cp=2"), "cnn": ("dp=2",), "lstm": ("fsdp=2",),
+    "gpt": ("pp=2 microbatches=3", "cp=2"),
     "transformer": ("fsdp=2 zero=2 microbatches=3",),
 }  # fmt: skip
 EVERY = {

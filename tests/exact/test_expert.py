@@ -56,7 +56,7 @@ def equal(job: plait.Job, plan: str) -> None:
     assert not verdict.inexact and verdict.forced["clipped"]
 
 
-@pytest.mark.parametrize("name, plan", every(3, TRIED))
+@pytest.mark.parametrize("name, plan", every(5, TRIED))
 def test_experts(name: str, plan: str) -> None:
     equal(JOBS[name](), plan)
 

@@ -179,6 +179,7 @@ def turns() -> plait.Job:
     return dataclasses.replace(listed(), model=model, batch=16)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "plan", (*rarely("fsdp=4 ep=2", "fsdp=4 ep=2 zero=2 microbatches=2 recompute=full"), "dp=2 fsdp=4 ep=2 zero=1")
 )
@@ -217,6 +218,7 @@ def losses(job: plait.Job, plan: str, folder: Path, resume: bool) -> list[float]
     return fork.run(run, Plan.parse(plan).world)[0]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "job, plans",
     (
@@ -240,6 +242,7 @@ def test_training_in_bf16() -> None:
     assert all(0 < loss < 10 for told in fork.run(run, 4) for loss in told)
 
 
+@pytest.mark.prove
 def test_sums_that_copies_forget_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of the same parts never add up."""
     monkeypatch.setattr(Scatter, "of", lambda self, group: None if group.size() == 2 else self.copies)

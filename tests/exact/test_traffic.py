@@ -6,7 +6,7 @@ import jobs_pipeline
 import pytest
 import torch
 import torch.distributed as dist
-from rarely import every
+from rarely import every, rarely
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
@@ -48,7 +48,9 @@ def test_a_message_that_no_dry_run_has_is_seen(monkeypatch: pytest.MonkeyPatch, 
     assert verdict.exit_code == DIFFERENT and verdict.code == "V012", verdict.to_dict()
 
 
-@pytest.mark.parametrize("plan", ("fsdp=2", "dp=2 fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=true", "cp=2"))
+@pytest.mark.parametrize(
+    "plan", ("fsdp=2", *rarely("dp=2 fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=true"), "cp=2")
+)
 def test_the_collectives_of_devices(plan: str) -> None:
     """On a device parts travel by the library's own collectives: here over gloo."""
     token = exchange.DIRECT.set(())

@@ -35,7 +35,7 @@ INEXACT = {  # by nature: (job, whether the plan has this)
 }
 
 
-@pytest.mark.parametrize("name, text", every(2, [(n, t) for i, n in enumerate(jobs.ALL) for t in PLANS[i % 2 :: 2]]))
+@pytest.mark.parametrize("name, text", every(3, [(n, t) for i, n in enumerate(jobs.ALL) for t in PLANS[i % 2 :: 2]]))
 def test_jobs(name: str, text: str) -> None:
     equal_or_named(name, text)
 

@@ -226,8 +226,6 @@ LIGHT = (
     "fp32 sums rounded, dp",
     "fp32 messages rounded, pp",
     "state rounded, tp",
-    "reduced in 16",
-    "state in 16",
 )
 
 

@@ -191,11 +191,11 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HANGS = {
     "construct": ("dp=2", "during build", "in __init__"),
-    "lock": ("fsdp=2", "at step 1, forward", "in forward"),
     "metrics": ("dp=2", "after step 5, evaluate", "in metrics"),
     "collective": ("dp=2", "at step 1, forward", "in forward"),
 }
 MORE = {
+    "lock": ("fsdp=2", "at step 1, forward", "in forward"),
     "loss": ("dp=2", "at step 1, forward", "in loss"),
     "loop": ("dp=2", "at step 1, forward", "in forward"),
     "optimizer": ("dp=2", "during build", "in step"),

@@ -77,7 +77,7 @@ def test_resume_under_another_number_of_ranks(whole: dict[str, torch.Tensor], tm
         assert float((tensor - whole[name]).abs().max()) <= 1e-11, name
 
 
-@pytest.mark.parametrize("damage", ("flip", *rarely("cut", "swapped"), "missing", "manifest"))
+@pytest.mark.parametrize("damage", ("flip", *rarely("cut", "swapped", "missing"), "manifest"))
 def test_damaged_checkpoint_is_refused_by_name(whole: dict[str, torch.Tensor], tmp_path: Path, damage: str) -> None:
     command = Command(*ARGV, "--steps", "12", folder=tmp_path)
     assert command.wait() == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launched import TEST_JOB, Command, rows
+from rarely import rarely
 from saved import tensors
 
 import plait
@@ -113,7 +114,7 @@ def ledger(run: Path) -> dict[int, list[int]]:
     return used
 
 
-@pytest.mark.parametrize("script", ["-m plait train {job} --steps 5", "{loop}"])
+@pytest.mark.parametrize("script", ["-m plait train {job} --steps 5", *rarely("{loop}")])
 def test_joins_torchrun(tmp_path: Path, script: str) -> None:
     root = Path(__file__).parents[2]
     words = script.format(job=TEST_JOB, loop=root / "examples/own_loop/train.py").split()

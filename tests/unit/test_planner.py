@@ -409,6 +409,7 @@ def test_more_devices_are_not_linearly_faster(asked: PlanRequest) -> None:
     assert found.sizes[2].efficiency < found.sizes[1].efficiency < 1 and "devices" in found.text()
 
 
+@pytest.mark.prove
 def test_the_cheapest_the_fewest_and_the_largest(asked: PlanRequest) -> None:
     cheap = goals.cheapest(asked, {}, None)
     assert (
