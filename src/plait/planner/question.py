@@ -97,18 +97,16 @@ class PlanRequest:
     def unlike(self, plan: Plan) -> Problem | None:
         """Why the job's optimizer cannot update what a rank of the plan has of the parameters."""
         for axis, lots in optimizer_check.lots_of(plan, self.sketch, self.cuts.dims, self.cuts.mixtures).items():
-            for whole in (False, True):  # most optimizers update parts, and are tried once
-                key = axis, plan.ep > 1, whole
-                if key not in self._tried:
-                    self._tried[key] = optimizer_check.wrong(self.job, self.sketch, lots, whole)[0]
-                if (found := self._tried[key]) is None:
-                    break
-                if whole or not optimizer_check.can_be_whole(plan, axis):
-                    return optimizer_check.problem(found, axis, plan)
+            key = axis, plan.ep > 1
+            if key not in self._tried:
+                self._tried[key] = optimizer_check.tried(self.job, self.sketch, lots)
+            found, helps = self._tried[key]
+            if found and not (helps and optimizer_check.can_be_whole(plan, axis)):
+                return optimizer_check.problem(found, axis, plan)
         return None
 
     @cached_property
-    def _tried(self) -> dict[tuple[str, bool, bool], tuple[str, str] | None]:
+    def _tried(self) -> dict[tuple[str, bool], tuple[tuple[str, str] | None, bool]]:
         return {}
 
     @cached_property

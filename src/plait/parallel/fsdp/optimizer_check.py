@@ -43,19 +43,17 @@ def looks_at_wholes(job: Job, plan: Plan, sketch: Sketch) -> bool:
     cuts = {cut.parameter: cut.dim for cut in sketch.cuts}
     looks = False
     for axis, lots in lots_of(plan, sketch, cuts, sketch.mixtures).items():
-        refused, whole = wrong(job, sketch, lots, can_be_whole(plan, axis))
-        if refused:
-            raise PlaitError(problem(refused, axis, plan))
-        looks = looks or whole
+        found, helps = tried(job, sketch, lots)
+        if found and not (helps and can_be_whole(plan, axis)):
+            raise PlaitError(problem(found, axis, plan))
+        looks = looks or found is not None
     return looks
 
 
-def wrong(job: Job, sketch: Sketch, lots: Mapping[str, Lot], whole: bool) -> tuple[tuple[str, str] | None, bool]:
-    """((class, why) of an optimizer that cannot be had so, whether it needs whole tensors). `whole`: it could have them."""
+def tried(job: Job, sketch: Sketch, lots: Mapping[str, Lot]) -> tuple[tuple[str, str] | None, bool]:
+    """((class, why) of an optimizer that does something else with what ranks have, whether whole tensors would help it)."""
     found = differs(job, trained(sketch), lots)
-    if found and whole and not differs(job, trained(sketch), dict.fromkeys(lots, ALONE)):
-        return None, True
-    return found, False
+    return found, found is not None and not differs(job, trained(sketch), dict.fromkeys(lots, ALONE))
 
 
 def can_be_whole(plan: Plan, axis: str) -> bool:
