@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from plait.checkpoint import optimizer_state
 from plait.checkpoint.fingerprint import structure
-from plait.config.errors import FAILED, PlaitError, Problem
+from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
 from plait.config.plan import AXES, OTHER_SAMPLES, SAME_PARTS, Plan
 from plait.data import batch as data_module
@@ -66,7 +66,7 @@ def check_schedule(job: Job) -> None:
         value = job.schedule(0)
         float(value)
     except Exception as error:  # it is the user's code
-        what = f"Job.schedule(0) raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        what = f"Job.schedule(0) raised {in_a_line(error)}"
         why = "plait calls it with the number of samples seen, and multiplies the learning rates by what it returns"
         raise PlaitError(Problem("J004", what, why=why, where=user_line(error), fix=fix)) from error
 

@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.config.errors import PlaitError
+from plait.config.errors import PlaitError, in_a_line
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Data, checked, first_samples, is_map, largest, opened, opened_once
@@ -121,7 +121,7 @@ def _dry(job: Job, plan: Plan, cast: torch.dtype | None, device: str) -> list[di
     except PlaitError as error:
         return str(error.problems[0].why or error.problems[0].what)
     except Exception as error:  # the job's code, on tensors without numbers
-        return f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return f"it raised {in_a_line(error)}"
 
 
 def _with_own_batch(
@@ -295,7 +295,7 @@ def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float)
     try:
         told, tensors = formats.facts(formats.Reference(job, plan, one, clip))
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        return {"untried": f"{plan.precision}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        return {"untried": f"{plan.precision}: {in_a_line(error)}"}
     return {"formats": told, **tensors}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.config.errors import PlaitError
+from plait.config.errors import PlaitError, in_a_line
 from plait.model.trace import Call as Run
 from plait.model.trace import trace_run
 from plait.parallel.context.attention import (
@@ -128,8 +128,7 @@ def _tried(
         except PlaitError:
             raise
         except Exception as error:
-            told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            return made, f"it cannot run again on what it was given: {told}"
+            return made, f"it cannot run again on what it was given: {in_a_line(error)}"
         made = replace(made, flops=counted.get_total_flops())
         reasons = []
         for left, poses in _choices(made, given):
@@ -177,7 +176,7 @@ def _differs(
             raise
         except Exception as error:
             sizes = " and ".join(f"{mine.size} of {mine.cut.length}" for mine in held.values())
-            return f"on {sizes} positions: {type(error).__name__}: {str(error).splitlines()[0]}"
+            return f"on {sizes} positions: {in_a_line(error)}"
         if whole.worst > NEAR:
             what = "its queries, keys or values on a stretch are not those of the whole"
             return f"{what}: they differ by {whole.worst:.0e}"

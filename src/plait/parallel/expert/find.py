@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.config.errors import in_a_line
 from plait.losses.global_batch import BatchPeers
 from plait.model.experts import Format, MoELayer, cut_stacked
 from plait.model.units import has_forward
@@ -91,7 +92,7 @@ def check_stacked(module: nn.Module, mixture: MoELayer, met: Met) -> tuple[MoELa
             with torch.no_grad(), Wide():
                 width = _adds_up(module, proposal, given, index=index, places=len(met.args))
         except Exception as error:
-            why = f"its forward with some of the experts raised {type(error).__name__}: {error}".partition("\n")[0]
+            why = f"its forward with some of the experts raised {in_a_line(error)}"
             continue
         if width:
             return replace(proposal, width=(given[hidden].shape[1], width), itemsize=given[hidden].element_size()), ""

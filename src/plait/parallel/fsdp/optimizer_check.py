@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.experts import MoELayer
@@ -125,7 +125,7 @@ def _compared(
     values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     noise = [[size * torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(3)]
     rows = [noise[k % 3] for k in range(steps)]
-    raised = lambda error: f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"  # noqa: E731
+    raised = lambda error: f"it raised {in_a_line(error)}"  # noqa: E731
     try:
         whole = _updated(job, values, rows)
     except Exception as error:  # an optimizer may raise anything

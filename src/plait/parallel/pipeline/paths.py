@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.model.costs import UnitCall
 from plait.model.meter import KNOWN, OUTPUT
 from plait.model.sketch import PROBES, Sketch, single
@@ -96,7 +96,7 @@ class ForwardPaths:
         try:
             trace = trace_run(self.hollow, forward.inputs, self.call, True, units, keys)
         except Exception as error:
-            raise self._unknown(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+            raise self._unknown(in_a_line(error)) from error
         finally:
             keyed.restore_host(state)
             put_back(held)

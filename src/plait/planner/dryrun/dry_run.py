@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, load_job, user_line
 from plait.config.plan import Plan
 from plait.data.batch import Batch, whole
@@ -186,7 +186,7 @@ def _each(kinds: RankKinds, one: Callable[[int, bool], Found], real: bool, weigh
         return [one(rank, real) for rank in kinds.counts()]
     except fake_failures() as error:  # the job's loss looks at values, for example
         if real or weights > HOLDS:
-            why = f"on tensors without numbers it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            why = f"on tensors without numbers it raised {in_a_line(error)}"
             raise PlaitError(Problem("D002", "this job cannot run dry", why=why, where=user_line(error))) from error
         return [one(rank, True) for rank in kinds.counts()]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
 from plait.model.fake_model import HOLDS
 from plait.model.make import make_optimizer
@@ -135,7 +135,7 @@ def stepped(job: Job, parts: Formats) -> torch.optim.Optimizer:
     except Exception as error:  # an operator without a fake form, or one whose result's size depends on numbers
         total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values())
         if total > HOLDS:
-            why = f"on tensors without numbers it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}; the weights are {size(total)}"
+            why = f"on tensors without numbers it raised {in_a_line(error)}; the weights are {size(total)}"
             what = "the memory of the job's optimizer cannot be found without running it"
             fix = ("a smaller model of the same kind", "torch.optim.AdamW")
             raise PlaitError(Problem("M015", what, why, user_line(error), fix)) from error
