@@ -276,7 +276,7 @@ class _Operators(TorchDispatchMode):
         if watcher.writes is not None:
             watcher.writes.operator(name, func, args, kwargs, result)
         if func in SEEDED and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
-            rule = func.overloadpacket.__name__.rstrip("_").removesuffix("_like") in distributions.RULES
+            rule = distributions.rule_of(func) in distributions.RULES
             if self.keyed and rule and isinstance(result, torch.Tensor):
                 place, keys = watcher.place(), watcher.keys
                 watcher.seen.drawn[place] = result.shape

@@ -30,7 +30,6 @@ from torch.distributed import ProcessGroup
 
 from plait.parallel.context import blockwise
 from plait.parallel.context.blockwise import Scores
-from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
 
 TAG = 2**17
@@ -41,7 +40,7 @@ TAG = 2**17
 class Ring:
     """The ranks among which a sequence is cut."""
 
-    group: ProcessGroup | Absent
+    group: ProcessGroup
     cut: Rows
 
     @property

@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from plait.randomness.sub_block import Axis
 from plait.tensors import collectives
-from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
 from plait.tensors.shaped import lengthened
 from plait.tensors.sharded_tensor import ShardedTensor
@@ -56,7 +55,7 @@ class SequenceLayout:
 class GroupLayout(SequenceLayout):
     """Which rows of a sequence this rank of a group holds."""
 
-    group: ProcessGroup | Absent
+    group: ProcessGroup
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         return collectives.gather_partial(local, dim, self.cut, self.group)

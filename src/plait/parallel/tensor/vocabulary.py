@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from plait.model.slices import ParameterSlice, Slices
-from plait.tensors.collectives import Absent, enter, total
+from plait.tensors.collectives import enter, total
 from plait.tensors.rows import Rows
 from plait.tensors.sharded_tensor import ShardedTensor
 
@@ -48,7 +48,7 @@ def held(model: nn.Module, names: Iterable[str], own: Mapping[str, nn.Parameter]
     return [name for name in names if all(id(p) in mine for p in model.get_submodule(name).parameters())]
 
 
-def wire(module: nn.Module, length: int, group: ProcessGroup | Absent, owed: bool = False) -> None:
+def wire(module: nn.Module, length: int, group: ProcessGroup, owed: bool = False) -> None:
     """Let an embedding or a head of `length` rows work on this rank's. `owed`: an embedding's sum is made elsewhere."""
     kind = _Embedding if isinstance(module, nn.Embedding) else _Head
     module.__class__ = type(module.__class__.__name__, (kind, module.__class__), {})
@@ -59,7 +59,7 @@ def wire(module: nn.Module, length: int, group: ProcessGroup | Absent, owed: boo
 
 class _Embedding(nn.Embedding):
     _rows: Rows
-    _ranks: ProcessGroup | Absent
+    _ranks: ProcessGroup
     _owed: bool
 
     def forward(self, input: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _Embedding(nn.Embedding):
 
 class _Head(nn.Linear):
     _rows: Rows
-    _ranks: ProcessGroup | Absent
+    _ranks: ProcessGroup
 
     def forward(self, input: Tensor) -> ShardedTensor:
         if not self.__dict__.get("_gathered"):  # by `parallel/tensor/sequence/runtime.py`, from stretches

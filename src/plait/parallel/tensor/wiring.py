@@ -32,7 +32,7 @@ from plait.parallel.tensor import vocabulary
 from plait.parallel.tensor.sequence.runtime import SequenceParallelUnits, put
 from plait.randomness.sub_block import Axis
 from plait.tensors import multihead
-from plait.tensors.collectives import Absent, enter, part, total
+from plait.tensors.collectives import enter, part, total
 from plait.tensors.modules import put_parameters
 from plait.tensors.part import Ranges, everything, taken
 from plait.tensors.rows import Rows
@@ -146,7 +146,7 @@ def wire(
     model: nn.Module,
     sketch: Sketch,
     own: Mapping[str, nn.Parameter],
-    ranks: ProcessGroup | Absent,
+    ranks: ProcessGroup,
     parallel_units: SequenceParallelUnits | None = None,
 ) -> tuple[list[ColumnRowPair], dict[str, nn.Parameter]]:
     """Cut what of a model is its `own` (not another stage's): the regions that are cut, and a rank's slices by name."""
@@ -200,7 +200,7 @@ class SlicedRegion:
         self,
         model: nn.Module,
         group: ColumnRowPair,
-        ranks: ProcessGroup | Absent,
+        ranks: ProcessGroup,
         parallel_units: SequenceParallelUnits | None,
     ):
         self.ranks, self.parallel_units = ranks, parallel_units

@@ -133,6 +133,7 @@ def dry_run(job: Job, plan: Plan) -> DryRun:
     began, job = time.perf_counter(), replace(job, steps=max(job.steps, 2))
     sketch, weights = known(job, plan)
     kinds = RankKinds.of(plan, sketch, job.batch)
+    counts = kinds.counts()
 
     def measured(rank: int, real: bool) -> tuple[RankKind, Traffic]:
         traffic = Traffic(rank, plan)
@@ -142,7 +143,7 @@ def dry_run(job: Job, plan: Plan) -> DryRun:
                 other = measure_evaluation(engine, ready, partial(on_host, plan))
                 peak = replace(other, host=peak.host) if other.total > peak.total else peak
             samples = max(n for _, n in engine.share.parts(job.batch))
-        ranks, at = kinds.counts()[rank], plan.at(rank)
+        ranks, at = counts[rank], plan.at(rank)
         return RankKind(rank, ranks, at, samples, peak, traffic.by_axes(), traffic.totals()), traffic
 
     found = _each(kinds, measured, sketch.by_values, weights)

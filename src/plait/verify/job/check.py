@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError, Problem, problem_of
 from plait.config.job import LIBRARIES, Job
 from plait.config.plan import Plan
 from plait.config.version import __version__
@@ -82,7 +82,7 @@ class Checked:
     @staticmethod
     def of(told: dict[str, Any]) -> "Checked":
         """What `to_dict` told."""
-        problems = tuple(replace(Problem(**p), fix=tuple(p["fix"])) for p in told["problems"])
+        problems = tuple(map(problem_of, told["problems"]))
         words = {name: tuple(told[name]) for name in ("compared", "unchecked")}
         return Checked(told["level"], told["key"], problems, seconds=told["seconds"], reused=told["reused"], **words)
 

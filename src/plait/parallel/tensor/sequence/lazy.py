@@ -25,7 +25,6 @@ from torch.distributed import ProcessGroup
 
 from plait.randomness.distributions import dropout_call
 from plait.tensors import collectives
-from plait.tensors.collectives import Absent
 from plait.tensors.rows import Rows
 from plait.tensors.shaped import Shaped, lengthened
 from plait.tensors.torch_private import WrapperTensor, tree_leaves, tree_map, version
@@ -34,7 +33,7 @@ from plait.tensors.torch_private import WrapperTensor, tree_leaves, tree_map, ve
 class SequenceCollectives:
     """What the ranks of a group send each other of tensors of which each holds its `rows` of `dim`, or a share of a sum."""
 
-    def __init__(self, group: ProcessGroup | Absent):
+    def __init__(self, group: ProcessGroup):
         self.group = group
 
     def taken(self, x: Tensor, dim: int, rows: Rows) -> Tensor:

@@ -28,7 +28,6 @@ from plait.parallel.tensor.sequence.lazy import (
     rows_of,
 )
 from plait.randomness.sub_block import Axis, HeldRows
-from plait.tensors.collectives import Absent
 from plait.tensors.modules import own_forward
 from plait.tensors.rows import Rows
 from plait.tensors.torch_private import is_unknown, leaves, tree_flatten, tree_map, tree_unflatten
@@ -37,7 +36,7 @@ from plait.tensors.torch_private import is_unknown, leaves, tree_flatten, tree_m
 class SequenceParallelUnits(SequenceCollectives):
     """The units on stretches in the model of one rank."""
 
-    def __init__(self, model: nn.Module, slices: Slices, group: ProcessGroup | Absent):
+    def __init__(self, model: nn.Module, slices: Slices, group: ProcessGroup):
         super().__init__(group)
         self.model, self.slices = model, slices
         self.rows: Rows | None = None
