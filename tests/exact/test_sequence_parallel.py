@@ -161,6 +161,22 @@ def test_units_on_stretches(name: str, units: list[str]) -> None:
     assert [one.unit for one in found(name).stretches] == units
 
 
+class Patches(Encoder):
+    """Five positions in front, as many as the samples on which slices are looked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :5])
+
+
+@pytest.mark.parametrize("model", (Encoder, Patches))
+def test_the_sequence_in_front_is_not_taken_for_samples(model: Any) -> None:
+    job = words(model)
+    made, samples = job.model(), job.data()
+    inputs = lambda n: data.first_samples(samples, n)[0]  # noqa: E731
+    slices = choose.slices_of(sketch(made, inputs, call), made, inputs, call, job, Plan.parse("tp=2"))
+    assert [unit.dim for unit in slices.stretches] == [0] * 4
+
+
 def test_a_block_that_is_one_module_sees_the_shape_of_the_whole() -> None:
     assert [one.posing for one in found("gpt").stretches] == [True, True, True, False]
     assert not any(one.posing for one in found("llama").stretches)

@@ -152,8 +152,9 @@ def renamed(group: ColumnRowPair, container: str) -> ColumnRowPair:
     )
 
 
-SAMPLES = 5
-"""In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide."""
+SAMPLES = (5, 9)
+"""In the batch that the model runs on: odd, so that the batch is not taken for something that ranks divide. The second, where
+hidden states have as many positions as there are samples, so that nobody could tell which dim is which."""
 ROUNDS = 8
 """Runs of a model that decides at random what to run."""
 Calls = tuple[tuple[str, int], ...]
@@ -181,11 +182,20 @@ def find(
     try:
         torch.set_num_threads(1)  # tensors are small: threads would wait for each other
         with host_kept(), state_kept(model.modules()), random_weights(model):
-            finder = _Finder(model, call, n, tensor or {}, inputs=inputs(SAMPLES), given=given)
+            for samples in SAMPLES:
+                finder = _Finder(model, call, n, tensor or {}, inputs=inputs(samples), given=given)
+                if not (units and _square(finder.follow, samples)):
+                    break
             found = finder.find()
-            return stretched(finder.follow, finder.maps, found, units, n, SAMPLES) if units else found
+            return stretched(finder.follow, finder.maps, found, units, n, samples) if units else found
     finally:
         torch.set_num_threads(threads)
+
+
+def _square(follow: DataflowTrace, samples: int) -> bool:
+    """Whether a unit is given a tensor with as many rows in each sample as there are samples."""
+    given = (t for frame in follow.frames for t in tensors_in((frame.args, frame.kwargs)))
+    return any(t.is_floating_point() and t.dim() > 2 and t.shape[:2] == (samples, samples) for t in given)
 
 
 def _units(follow: DataflowTrace, given: Calls) -> Calls:

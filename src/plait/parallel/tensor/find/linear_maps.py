@@ -148,8 +148,8 @@ def packed_attentions(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
     return {name: m for name, m in every.items() if type(m).forward is nn.MultiheadAttention.forward}
 
 
-LENGTH = 5
-"""Of rows of words."""
+LENGTH = 7
+"""Of rows of words: another number than that of the samples, so that the two dims are told apart."""
 LONGER = (17, 65, 257)
 """Words of a row, where it takes so many for the model to take the course that it takes on whole rows."""
 LARGE = 1 << 22
