@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -17,13 +18,17 @@ TEST_JOB = str(Path(__file__).parent / "training.py")
 class Command:
     """A running command in a session of its own; `output` is what it printed so far."""
 
-    def __init__(self, *argv: str, folder: Path, environment: dict[str, str] | None = None):
+    def __init__(
+        self, *argv: str, folder: Path, environment: dict[str, str] | None = None, host: Callable[[], None] | None = None
+    ):  # fmt: skip
         self.log = folder / f"command-{time.monotonic_ns()}.log"
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
             try:
                 os.setsid()
+                if host is not None:
+                    host()
                 os.chdir(folder)
                 os.environ.update(environment or {})
                 descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT)
@@ -79,6 +84,13 @@ def rows(folder: Path) -> list[dict]:
         except ValueError:
             continue
     return [r for r in found if "loss" in r]
+
+
+def free_port() -> int:
+    """One on which nobody listens."""
+    with socket.socket() as asking:
+        asking.bind(("127.0.0.1", 0))
+        return int(asking.getsockname()[1])
 
 
 def alive(pid: int) -> bool:

@@ -148,7 +148,7 @@ def test_what_a_process_uses(code: str, busy: bool, tmp_path: Path) -> None:
 
 
 def test_progress_of_a_reader_is_its_ranks_while_it_reads() -> None:
-    board = ProgressBoard(2)
+    board = ProgressBoard(range(2))
     board.write(1, 4, "data")
     began = board.read(1).since
     time.sleep(0.01)
@@ -163,11 +163,11 @@ def test_progress_of_a_reader_is_its_ranks_while_it_reads() -> None:
 
 
 def test_a_suspended_launcher_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    board, stacks, clock = ProgressBoard(1), Stacks(), [1000.0]
+    board, stacks, clock = ProgressBoard(range(1)), Stacks(), [1000.0]
     monkeypatch.setattr("plait.launch.hangs.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("plait.launch.progress.time.monotonic", lambda: clock[0])
     board.write(0, 3, "forward")
-    detector = HangDetector(board, [os.getpid()], stacks, 5.0, True)
+    detector = HangDetector(board, {0: os.getpid()}, stacks, 5.0, True)
     assert detector.check() is None
     clock[0] += 10_000.0
     assert detector.check() is None and not list(detector.names())
@@ -239,7 +239,7 @@ def test_patience_is_the_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", (0, 1))
 def test_each_sample_counts_as_progress(workers: int) -> None:
     """Also one that is read in a loader process."""
-    board = ProgressBoard(2)
+    board = ProgressBoard(range(2))
     board.write(1, 0, "data")
     began = board.read(1).since
     source = batches(Numbers(8), 4, 0, BatchShare(), Position(), workers=workers, reads=lambda: board.reads(1))

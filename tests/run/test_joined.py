@@ -11,12 +11,12 @@ import hostile
 import pytest
 import torch
 import torch.distributed as dist
-from launched import Command
+from launched import Command, free_port
 
 from plait.config.errors import PlaitError, Problem
 from plait.engine import joined_ranks
 from plait.engine.run_directory import RunDirectory
-from plait.launch import fork, started_by
+from plait.launch import fork, said_once
 from plait.launch.place import Place
 
 JOB = hostile.__file__
@@ -67,7 +67,7 @@ def test_what_rank_0_cannot_make_ends_all_with_its_code(tmp_path: Path) -> None:
 
 def ranks_of(folder: Path, world: int, *argv: str) -> list[Command]:
     """Commands as another launcher starts them."""
-    port = str(20_000 + os.getpid() % 20_000)
+    port = str(free_port())
     base = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     return [
         Command(*argv, folder=folder / str(r), environment=base | {"RANK": str(r), "LOCAL_RANK": "0"})
@@ -90,13 +90,13 @@ def test_each_rank_says_its_own_failure(tmp_path: Path) -> None:
 
 
 def test_what_every_rank_would_say_is_said_once() -> None:
-    port = 20_001 + os.getpid() % 20_000
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    assert [started_by.says("a wrong option", environment) for _ in range(3)] == [True, False, False]
-    assert started_by.says("rank 1 has another", environment)
-    assert started_by.says("a wrong option", environment | {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert started_by.says("a wrong option", {}) and started_by.says("a wrong option", {})
+    assert [said_once.says("a wrong option", environment) for _ in range(3)] == [True, False, False]
+    assert said_once.says("rank 1 has another", environment)
+    assert said_once.says("a wrong option", environment | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert said_once.says("a wrong option", {}) and said_once.says("a wrong option", {})
     assert store.num_keys() >= 3
 
 

@@ -11,6 +11,7 @@ import training
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.launch import detect, devices
+from plait.launch.place import Place
 from plait.tensors import torch_private
 from plait.verify import verify
 
@@ -55,14 +56,15 @@ def test_more_ranks_than_devices_are_refused_before_the_fork(driver: Any) -> Non
 
 def test_the_device_of_a_rank(driver: Any) -> None:
     driver(2)
-    assert [devices.of_rank(r, False, 4) for r in range(2)] == [0, 1]
+    assert [devices.of_rank(Place(r, 4, r)) for r in range(2)] == [0, 1]
     with pytest.raises(PlaitError, match="wants device 2; 2 are visible"):
-        devices.of_rank(2, False, 4)
-    with pytest.raises(PlaitError, match="LOCAL_RANK is not") as caught:
-        devices.of_rank(0, True, 4)
-    assert caught.value.codes == ["L004"]
+        devices.of_rank(Place(2, 4, 2))
+    for place, why in ((Place(0, 4, unsaid=True), "LOCAL_RANK is not"), (Place(0, 4, only=True), "1 would be idle")):
+        with pytest.raises(PlaitError, match=why) as caught:
+            devices.of_rank(place)
+        assert caught.value.codes == ["L004"]
     driver(1)
-    assert devices.of_rank(0, True, 4) == 0
+    assert devices.of_rank(Place(0, 4, unsaid=True)) == devices.of_rank(Place(0, 4, only=True)) == 0
 
 
 def test_a_device_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:

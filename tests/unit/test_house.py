@@ -199,7 +199,7 @@ def test_private_torch_names_live_in_the_seam() -> None:
 def test_only_launch_reads_the_environment() -> None:
     broken = []
     for path in FILES:
-        if path.parent.name == "launch":
+        if "launch" in path.parts:
             continue
         for node in ast.walk(tree(path)):
             name = dotted(node) if isinstance(node, ast.Attribute) else ""

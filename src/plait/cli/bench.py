@@ -17,17 +17,15 @@ from plait.config.files import check_writable, write
 from plait.config.job import load_job
 from plait.config.machine import Machine
 from plait.config.network import Link
-from plait.launch import detect, fork, started_by
+from plait.launch import detect, fork
 from plait.launch.devices import kind_of
-from plait.launch.place import Place, current, joining
-from plait.launch.place import world as started_ranks
+from plait.launch.place import Place, current, joined, joining
 
 PARTS = ("compute", "comm", "data")
 
 
 def run(options: argparse.Namespace) -> int:
     """The command."""
-    started_by.check()
     if options.nproc is not None and options.nproc < 1:
         raise PlaitError(too_small("--nproc", options.nproc))
     parts = PARTS if options.what == "all" else (options.what,)
@@ -37,7 +35,8 @@ def run(options: argparse.Namespace) -> int:
     job = load_job(options.job, options.arguments) if options.job and "data" in parts else None
     kind = kind_of(options.device)
     machine = Machine.load(options.out) if options.out.exists() else detect.found(options.device)
-    ranks = started_ranks() if joining() else options.nproc or machine.devices_per_node
+    member = joined()
+    ranks = member.count if member is not None else options.nproc or machine.devices_per_node
     machine = sized(machine, ranks, kind)
     from plait.planner import measure_machine
 

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         options.arguments = arguments
         return options.run(options)
     except PlaitError as error:
-        from plait.launch.started_by import says
+        from plait.launch.said_once import says
 
         if error.said or not says(str(error)):
             return error.exit_code
@@ -205,6 +205,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
 def _train_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _common(parser)
+    add("--nnodes", type=int, help="machines; the same command is started on each, and --nproc ranks there")
+    add("--node-rank", type=int, metavar="N", help="which of them this is, from 0, where no launcher says it")
+    add("--master", metavar="HOST:PORT", help="where machine 0 is reached, where no launcher says it")
     add("--steps", type=int, help="optimizer steps, instead of the job's")
     add("--batch", type=int, help="global batch, instead of the job's")
     add("--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule")
@@ -356,6 +359,9 @@ def _sketch(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from plait.launch.launchers.find import say
+
+    say(options.nnodes, options.node_rank, options.master)
     problems = [
         too_small(f"--{name.replace('_', '-')}", getattr(options, name), least)
         for name, least in (("nproc", 1), ("steps", 1), ("batch", 1), ("save_every", 1), ("keep", 1), ("workers", 0))
@@ -425,13 +431,11 @@ def _verify(options: argparse.Namespace) -> int:
 def _both(options: argparse.Namespace, problems: list[Problem]) -> tuple[Plan, Any]:
     """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
     from plait.config.job import load_job
-    from plait.launch import started_by
-    from plait.launch.place import joining, world
+    from plait.launch.place import world
 
-    started_by.check()
     plan = job = None
     asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
-    auto, count = options.plan == "auto", world() if joining() else asked
+    auto, count = options.plan == "auto", world(asked)
     try:
         plan = None if auto else Plan.read(options.plan or "dp=*").fill(count)
     except PlaitError as error:

@@ -113,7 +113,7 @@ def chosen(job: Job, options: argparse.Namespace) -> Plan:
     from plait.launch.place import Place, joining, world
 
     machine = read_machine("here")
-    ranks = world() if joining() else options.nproc or machine.devices
+    ranks = world(options.nproc) or machine.devices
     job = replace(job, batch=getattr(options, "batch", None) or job.batch)
 
     def search(place: Place) -> dict[str, Any]:

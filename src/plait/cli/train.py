@@ -3,9 +3,10 @@
 import dataclasses
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from plait.checkpoint import optimizer_state
 from plait.checkpoint.checkpoints import Checkpoints
@@ -26,7 +27,8 @@ from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.devices import check, cuda_names, kind_of
 from plait.launch.failure_report import short
-from plait.launch.place import Place, current, joining
+from plait.launch.nodes import Node
+from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
 from plait.parallel.context.sequences import opened_units
 from plait.parallel.tensor import choose
 from plait.planner.refusals import foresee
@@ -79,21 +81,31 @@ def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, 
     console = Console(request.shown, request.verbose, out)
     if joining():
         return _joined(request, console)
-    check(kind_of(request.device), request.plan.world)
-    foresee(request.job, request.plan, kind_of(request.device))
+    member = on_nodes()
+    node = None if member is None else Node.join(member, request.plan.world, console.say)
+    if member is not None:
+        console.say(member.told())
+    with node.telling() if node is not None else nullcontext():
+        return _watched(request, console, node)
+
+
+def _watched(request: Request, console: Console, node: Node | None) -> tuple[int, dict[str, Any]]:
+    """Fork this machine's ranks, and watch over them."""
+    plan, first = request.plan, node is None or node.index == 0
+    ranks = range(plan.world) if node is None else node.ranks
+    check(kind_of(request.device), len(ranks))
+    foresee(request.job, plan, kind_of(request.device))
     if request.weights:
         open_weights(Path(request.weights))  # what cannot be read is said before a start
-    checked = _checked(request)
-    _refuse(request, checked)
-    start = _started(request)
-    run = start.run
+    checked = _checked(request) if first else jobcheck.Checked("none")
+    made = _Made(request, checked)
+    run = made.make() if node is None else joined_ranks.meet_on_nodes(node, made.make)
     with writing(run.path):
-        lock = run.lock()
-        jobcheck.store(run.path, checked)
-        logs = [open(run.log(rank), "ab", buffering=0) for rank in range(request.plan.world)]  # noqa: SIM115
-    console.say(headline(request))
-    for note in (*request.notes, *_notes(request), *([start.note] if start.note else []), *_told(checked)):
-        console.say(note)
+        logs = {rank: open(run.log(rank), "ab", buffering=0) for rank in ranks}  # noqa: SIM115
+    if first:
+        console.say(headline(request))
+        for note in (*request.notes, *_notes(request), *made.notes(), *_told(checked)):
+            console.say(note)
 
     def text(rank: int, data: bytes) -> None:
         logs[rank].write(data)
@@ -112,52 +124,79 @@ def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, 
     try:
         listener = fork.Listener(message, text, console.tick, console.say)
         results = fork.run(
-            lambda place: train(request, run, place), request.plan.world, listener, patience=request.patience,
-            alike=request.plan.pp == 1,
+            lambda place: train(request, run, place), plan.world, listener, patience=request.patience, alike=plan.pp == 1,
+            node=node,
         )  # fmt: skip
     except BaseException as error:
-        _failed(start, error, console)
+        made.failed(error, console)
         raise
     finally:
         console.close()
-        for log in logs:
+        for log in logs.values():
             log.close()
-        lock.close()
-    return _finish(console, run, results[0])
+        made.close()
+    if first:
+        return _finish(console, run, results[0])
+    return (RESUMABLE if results[0]["stopped"] else 0), results[0]
+
+
+class _Made:
+    """The run directory, on the machine that makes it: the lock on it, and what becomes of it when the run fails."""
+
+    def __init__(self, request: Request, checked: jobcheck.Checked):
+        self.request, self.checked = request, checked
+        self.start: Start | None = None
+        self.lock: IO[bytes] | None = None
+
+    def make(self) -> RunDirectory:
+        """A new one, or the one that is resumed."""
+        _refuse(self.request, self.checked)
+        start = self.start = Start.of(
+            self.request.name, self.request.plan, self.request.arguments, self.request.runs, self.request.resume
+        )
+        with writing(start.run.path):
+            self.lock = start.run.lock()
+            jobcheck.store(start.run.path, self.checked)
+        return start.run
+
+    def notes(self) -> list[str]:
+        """What there is to say of where the run starts from."""
+        return [self.start.note] if self.start is not None and self.start.note else []
+
+    def failed(self, error: BaseException, console: Console) -> None:
+        """Say what becomes of it."""
+        said = self.start.failed(error) if self.start is not None else None
+        if said:
+            console.say(said)
+
+    def close(self) -> None:
+        """Release it."""
+        if self.lock is not None:
+            self.lock.close()
 
 
 def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
-    place, run = current(), None
-    starts, locks = list[Start](), list[Any]()
+    place, member, run = current(), joined(), None
+    place.meet()
     checked = _checked(request) if place.rank == 0 else jobcheck.Checked("none")  # before there are connections to fork
-
-    def make() -> RunDirectory:
-        _refuse(request, checked)
-        starts.append(_started(request))
-        with writing(starts[0].run.path):
-            locks.append(starts[0].run.lock())
-            jobcheck.store(starts[0].run.path, checked)
-        return starts[0].run
-
+    made = _Made(request, checked)
     try:
         with joined_ranks.telling(place, lambda: run.log(place.rank) if run is not None else None):
             device = pick_device(request.device, place)
-            run = joined_ranks.meet(place, place.connect(device), device, make)
+            run = joined_ranks.meet(place, place.connect(device), device, made.make)
             if place.rank == 0:
-                for line in (headline(request), *_told(checked)):
+                for line in (*([member.told()] if member is not None else []), headline(request), *_told(checked)):
                     console.say(line)
                 place.report = lambda message: (
                     console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])
                 )
             result = train(request, run, place)
     except BaseException as error:
-        for start in starts:
-            _failed(start, error, console)
+        made.failed(error, console)
         raise
     finally:
         console.close()
-        for lock in locks:
-            lock.close()
+        made.close()
     if place.rank == 0:
         return _finish(console, run, result)
     return (RESUMABLE if result["stopped"] else 0), result
@@ -183,16 +222,6 @@ def _told(checked: jobcheck.Checked) -> list[str]:
     return [f"note  not exact: {line}" for line in checked.inexact] + unchecked
 
 
-def _started(request: Request) -> Start:
-    return Start.of(request.name, request.plan, request.arguments, request.runs, request.resume)
-
-
-def _failed(start: Start, error: BaseException, console: Console) -> None:
-    said = start.failed(error)
-    if said:
-        console.say(said)
-
-
 def _finish(console: Console, run: RunDirectory, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     summary = {"run": str(run.path), **result}
     if result["stopped"]:
@@ -213,7 +242,7 @@ def _finish(console: Console, run: RunDirectory, result: dict[str, Any]) -> tupl
 
 
 def _notes(request: Request) -> list[str]:
-    kind, notes = kind_of(request.device), list[str]()
+    kind, notes = kind_of(request.device), unused_allocation()
     if request.plan.precision == "fp16" and kind == "cpu":
         notes.append("note  fp16 products on a CPU are many times slower than fp32; bf16 is the format for a CPU")
     count = len(cuda_names()) if kind == "cuda" else 0

@@ -209,7 +209,7 @@ class _Streamed(IterableDataset):
 
 def _settle(worker: int) -> None:
     """Loader workers end with their rank, also when it is killed, and leave signals to it."""
-    from plait.launch.fork import die_with_parent
+    from plait.launch.child import die_with_parent
 
     os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the launcher's group only
 

@@ -75,7 +75,7 @@ def pick_device(wanted: str, place: Place) -> torch.device:
     """This rank's device: `auto`, `cpu` or `cuda`. H001 when CUDA is asked for and none is visible, H003 when too few are."""
     if kind_of(wanted) == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", of_rank(place.local_rank, place.unsaid, place.world))
+    device = torch.device("cuda", of_rank(place))
     torch.cuda.set_device(device)
     torch.autograd.set_multithreading_enabled(
         False

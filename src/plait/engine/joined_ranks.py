@@ -1,4 +1,4 @@
-"""Ranks that another launcher started: they agree on the run directory before they train, and each says why it failed.
+"""Ranks that another launcher started, or several machines: they agree on the run directory before they train, and each says why it failed.
 
 No process of plait's watches over them, so nobody can compare their failures: a rank says its own, and one that lost
 another rank says that. What all of them would say is said by one (`PlaitError.said`).
@@ -23,6 +23,7 @@ from plait.engine.build import broadcast_text
 from plait.engine.run_directory import RunDirectory
 from plait.launch.failure_report import described
 from plait.launch.failures import Failure
+from plait.launch.nodes import Node
 from plait.launch.place import Place
 from plait.launch.progress import ProgressBoard
 
@@ -67,6 +68,23 @@ def meet(
     return RunDirectory(folder)
 
 
+def meet_on_nodes(node: Node, make: Callable[[], RunDirectory]) -> RunDirectory:
+    """The same among launchers, before there are ranks: number 0 makes the run directory, and every machine sees it."""
+    if node.index == 0:
+        facts = _made(make())
+        node.give("run", facts)
+    facts = node.take("run")
+    folder = _seen(facts)
+    node.give(f"seen by {node.index}", folder is not None)
+    blind = [k for k in range(node.count) if not node.take(f"seen by {k}")]
+    if node.index == 0:
+        (Path(facts["path"]) / TOKEN).unlink(missing_ok=True)
+    if blind:
+        raise _apart(facts, [rank for k in blind for rank in node.ranks_of(k)])
+    assert folder is not None
+    return RunDirectory(folder)
+
+
 def _made(run: RunDirectory) -> dict[str, Any]:
     token = secrets.token_hex(16)
     (run.path / TOKEN).write_text(token, encoding="utf-8")
@@ -98,7 +116,7 @@ def _apart(facts: dict[str, Any], blind: list[int]) -> PlaitError:
 @contextlib.contextmanager
 def telling(place: Place, log: Callable[[], Path | None]) -> Iterator[None]:
     """Whatever a rank raises inside becomes an error with its rank, its step and the user's line; its log gets the traceback."""
-    words = ProgressBoard(1)
+    words = ProgressBoard(range(1))
     place.beat = lambda step, phase: words.write(0, step, phase)
     place.within = lambda phase: words.within(0, phase)
     try:

@@ -10,7 +10,14 @@ stacks            where a process is, asked for by a signal
 progress          a row of progress per rank in shared memory
 limits            what the operating system must grant
 place             rank, world, and the process group
-started_by        whether another launcher (torchrun, Slurm, MPI) started this process
+launchers/        whether another launcher (torchrun, Slurm, MPI, Kubernetes) started this process, and as which
+said_once         what all of torchrun's ranks would say is said by one
+interfaces        which network interface leads to another machine
+secret            the key of a job, which all its machines share
+gate              lets only those who know the key into a job's store
+rendezvous        how processes of several machines meet
+nodes             launchers of several machines, which tell each other what they see
+child             the life of a process that is forked
 devices           which accelerators there are, without a CUDA call
 detect            this machine as a `Machine`
 """

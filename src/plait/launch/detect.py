@@ -4,7 +4,6 @@ No CUDA call, so that forking stays possible: NVML answers when nvidia-ml-py is 
 asks torch. A device whose name a file of `machines/` gives has that file's data sheet.
 """
 
-import os
 import platform
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from plait.config.machine import Machine
 from plait.config.machine_file import CATALOGUE
 from plait.config.network import HOPS, REACHED, Link
 from plait.launch import devices
-from plait.launch.place import cores, world
+from plait.launch.launchers.find import find
+from plait.launch.place import cores
 
 FILE = Path("machine.toml")
 """Where `plait bench` writes what it measured, and where `--machine here` looks first: the current directory."""
@@ -50,7 +50,8 @@ def found(kind: str = "auto") -> Machine:
     else:  # every core is a device: a process with a thread; how fast they are, no data sheet says
         device = Device(_processor(), memory // cores())
         machine = Machine("here", device, devices_per_node=cores(), notes=CORES, source="found here")
-    nodes = max(1, world() // int(os.environ.get("LOCAL_WORLD_SIZE", world())))  # of another launcher (torchrun)
+    member = find()
+    nodes = 1 if member is None else member.nodes or max(1, member.count // (member.local_count or member.count))
     return replace(machine, name="here", cores=cores(), host_memory=memory, nodes=nodes)
 
 

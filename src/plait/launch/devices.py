@@ -4,8 +4,12 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plait.config.errors import PlaitError, Problem
+
+if TYPE_CHECKING:
+    from plait.launch.place import Place
 
 
 def cuda_names() -> list[str]:
@@ -68,13 +72,23 @@ def too_few(what: str, ranks: int) -> PlaitError:
     return PlaitError(Problem("H003", f"{what}; {count} are visible", why=why, fix=fix))
 
 
-def of_rank(local_rank: int, unsaid: bool, world: int) -> int:
+def of_rank(place: "Place") -> int:
     """The number of a rank's device. H003 when the machine has no such device, L004 when nobody says which it is."""
-    count = len(cuda_names())
-    if unsaid and world > 1 and count > 1:
+    count, local_rank = len(cuda_names()), place.local_rank
+    if place.unsaid and place.world > 1 and count > 1:
         what = f"this machine has {count} devices, and nobody says which one this process drives"
         why = "RANK is set and LOCAL_RANK is not: all processes of the machine would share device 0"
         fix = ("start it with torchrun", "export LOCAL_RANK=<number of this process on its machine>")
+        raise PlaitError(Problem("L004", what, why=why, fix=fix))
+    if place.only and count > 1:
+        what = f"this machine has {count} devices, and one process was started on it"
+        why = f"each process drives one device: {count - 1} would be idle"
+        all_of_them = f"--nnodes {place.world}    plait starts the ranks of each machine"
+        fix = (
+            f"one process for each device (srun --ntasks-per-node {count})",
+            all_of_them,
+            "CUDA_VISIBLE_DEVICES=0    for one",
+        )
         raise PlaitError(Problem("L004", what, why=why, fix=fix))
     if local_rank >= count:
         raise too_few(f"process {local_rank} of this machine wants device {local_rank}", local_rank + 1)

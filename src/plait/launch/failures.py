@@ -1,11 +1,11 @@
 """Who is guilty: the launcher's verdict on ranks that died, raised, or hang."""
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plait.config.errors import FAILED, Problem, problem_of
+from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.launch.failure_report import located, titled
 from plait.launch.hangs import Hang, moment
 from plait.launch.limits import no_shared_memory, too_many_files
@@ -23,6 +23,30 @@ class Failure:
     victim: bool = False
     exit_code: int = FAILED
     trace: str = ""
+
+    def error(self) -> PlaitError:
+        """What the run ends with."""
+        problems = [self.problem] if self.problem is not None else self.problems
+        return PlaitError(problems or Problem("C005", f"rank {self.rank} failed"), self.exit_code, self.trace)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the launchers of other machines."""
+        problems = [vars(p) for p in ([self.problem] if self.problem is not None else self.problems)]
+        return {
+            "rank": self.rank,
+            "order": self.order,
+            "problems": problems,
+            "victim": self.victim,
+            "exit_code": self.exit_code,
+        }
+
+    @staticmethod
+    def of_json(row: dict[str, Any], machine: str) -> "Failure":
+        """The same, on another machine, which every problem names."""
+        problems = list(map(problem_of, row["problems"]))
+        problems = [replace(p, where=f"{machine}\n{p.where}".strip()) for p in problems]
+        order = (int(row["order"][0]), int(row["order"][1]))
+        return Failure(row["rank"], order, problems=problems, victim=row["victim"], exit_code=row["exit_code"])
 
     @staticmethod
     def raised(rank: int, progress: Progress, message: dict[str, Any]) -> "Failure":

@@ -7,7 +7,6 @@ and names the one that is guilty: a rank that only lost its peer is a victim.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -17,14 +16,19 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from plait.config.errors import PlaitError
 from plait.launch import limits
+from plait.launch.child import live
 from plait.launch.devices import kind_of
 from plait.launch.failure_report import described, pieces, trace_of, unforkable
+from plait.launch.interfaces import LOOPBACK, Interface
+from plait.launch.nodes import Node
 from plait.launch.place import Place, threads
 from plait.launch.progress import ProgressBoard
+from plait.launch.rendezvous import Meeting
 from plait.launch.stacks import Stacks
 from plait.launch.supervise import Listener, Supervisor, Worker, end, kill
 
@@ -32,28 +36,32 @@ Target = Callable[[Place], dict[str, Any] | None]
 
 
 def run(
-    target: Target, world: int, listener: Listener | None = None, *, patience: float | None = None, alike: bool = True
+    target: Target, world: int, listener: Listener | None = None, *, patience: float | None = None, alike: bool = True,
+    node: Node | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run `target(place)` in `world` forked processes and return what each returned (JSON values only).
 
     A rank that makes no progress is ended after `patience` seconds; None chooses, by what it does (see `launch/hangs.py`).
     `alike`: in every phase ranks do the same amount of work; not so with pipeline stages.
+    `node`: this machine is one of several; only its own ranks are forked here, and only what they returned is.
 
     Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C and SIGTERM ask
     the workers to stop (`Place.stopping`); a second one kills them.
     """
     _warm_up()
-    limits.check_files(world)
-    listening = limits.listening() if world > 1 else None
-    board, stacks, workers = ProgressBoard(world), Stacks(), list[Worker]()
+    ranks = range(world) if node is None else node.ranks
+    limits.check_files(len(ranks))
+    listening = limits.listening() if world > 1 and node is None else None
+    group = _Group(target, world, ProgressBoard(ranks), Stacks(), listening, node.meeting if node is not None else None)
+    workers = list[Worker]()
     try:
         with _frozen():
-            for rank in range(world):
+            for rank in ranks:
                 with limits.forking(rank, world):
-                    workers.append(_fork(target, board, stacks, listening, workers))
+                    workers.append(_fork(group, rank, workers))
         server = _serve(listening) if listening is not None else None
-        supervisor = Supervisor(workers, board, stacks, listener or Listener(), patience, alike)
-        with _stop_signals(board, workers):
+        supervisor = Supervisor(workers, group.board, group.stacks, listener or Listener(), patience, alike, node=node)
+        with _stop_signals(group.board, workers):
             result = supervisor.wait()
         del server
         return result
@@ -61,10 +69,30 @@ def run(
         if listening is not None:
             listening.close()
         end(workers)
-        stacks.close()
+        group.stacks.close()
         for worker in workers:
             worker.close(worker.reports)
             worker.close(worker.output)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What the ranks of this machine have in common."""
+
+    target: Target
+    world: int
+    board: ProgressBoard
+    stacks: Stacks
+    listening: socket.socket | None
+    """Of the store, where all ranks are on this machine."""
+    meeting: Meeting | None
+    """Where they are not."""
+
+    def met(self) -> Meeting | None:
+        """Where the ranks find each other; None for one that is alone."""
+        if self.listening is None:
+            return self.meeting
+        return Meeting(self.listening.getsockname()[1], Interface(LOOPBACK, "127.0.0.1"))
 
 
 @contextlib.contextmanager
@@ -75,12 +103,6 @@ def _frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def stay_forkable() -> None:
@@ -116,10 +138,8 @@ def _serve(listening: socket.socket) -> Any:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _fork(
-    target: Target, board: ProgressBoard, stacks: Stacks, listening: socket.socket | None, before: list[Worker]
-) -> Worker:
-    rank, parent = len(before), os.getpid()
+def _fork(group: _Group, rank: int, before: list[Worker]) -> Worker:
+    parent = os.getpid()
     reports, reports_end = os.pipe()
     output, output_end = os.pipe()
     sys.stdout.flush()
@@ -129,8 +149,8 @@ def _fork(
         if pid == 0:
             for descriptor in (reports, output, *(d for w in before for d in (w.reports, w.output))):
                 os.close(descriptor)
-            stacks.answer()
-            _child(lambda: _work(target, rank, board, listening, reports_end), parent, output_end)
+            group.stacks.answer()
+            _child(lambda: _work(group, rank, reports_end), parent, output_end)
     except OSError:
         os.close(reports)
         os.close(output)
@@ -142,26 +162,20 @@ def _fork(
 
 
 def _child(work: Callable[[], int], parent: int, output: int) -> NoReturn:
-    """Life of a forked process: its output goes to the launcher, signals are the launcher's business, no way back."""
-    die_with_parent()
-    status = 1
-    with contextlib.suppress(BaseException):
-        if os.getppid() == parent:
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            status = work()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(status)  # a plain exit may abort in gloo's threads after a correct run
+    """Life of a forked rank: its output goes to the launcher."""
+
+    def heard() -> int:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        return work()
+
+    live(heard, parent)
 
 
-def _work(target: Target, rank: int, board: ProgressBoard, listening: socket.socket | None, channel: int) -> int:
+def _work(group: _Group, rank: int, channel: int) -> int:
     import torch
 
-    lock, world = threading.Lock(), board.world
+    lock, board = threading.Lock(), group.board
 
     def report(message: dict[str, Any]) -> None:
         data = (json.dumps(message, default=str) + "\n").encode()
@@ -169,20 +183,17 @@ def _work(target: Target, rank: int, board: ProgressBoard, listening: socket.soc
             while data:
                 data = data[os.write(channel, data) :]
 
-    def store() -> Any:
-        assert listening is not None
-        return torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    torch.set_num_threads(threads(world))
-    port = listening.getsockname()[1] if listening is not None else 0
-    if listening is not None:
-        listening.close()
+    meeting, first = group.met(), board.ranks.start
+    if meeting is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface.name
+    torch.set_num_threads(threads(len(board.ranks)))
+    if group.listening is not None:
+        group.listening.close()
     place = Place(
         rank,
-        world,
-        rank,
-        store if world > 1 else None,
+        group.world,
+        rank - first,
+        meeting.store if meeting is not None else None,
         report,
         lambda step, phase: board.write(rank, step, phase),
         lambda phase: board.within(rank, phase),
@@ -190,7 +201,7 @@ def _work(target: Target, rank: int, board: ProgressBoard, listening: socket.soc
         board.stopping,
     )
     try:
-        result = target(place)
+        result = group.target(place)
         report({"kind": "result", "value": result})
         board.write(rank, 2**62, "end")
         return 0

@@ -92,9 +92,13 @@ def limit(suspect: Look, others: list[Look], alike: bool, seen: float, patience:
 
 
 class HangDetector:
-    """Looks at the ranks' progress and says what is worth saying."""
+    """Looks at the progress of the ranks on this machine and says what is worth saying. `elsewhere`: there are others."""
 
-    def __init__(self, board: ProgressBoard, pids: list[int], stacks: Stacks, patience: float | None, alike: bool):
+    def __init__(
+        self, board: ProgressBoard, pids: dict[int, int], stacks: Stacks, patience: float | None, alike: bool,
+        elsewhere: bool = False,
+    ):  # fmt: skip
+        self.elsewhere = elsewhere
         self.board, self.pids, self.stacks, self.patience, self.alike = board, pids, stacks, patience, alike
         self.stopped_since: dict[int, float] = {}
         self.slowest: dict[str, float] = {}
@@ -149,7 +153,7 @@ class HangDetector:
 
     def _follow(self) -> None:
         """Read all rows; learn how long phases take."""
-        for rank in range(self.board.world):
+        for rank in self.board.ranks:
             row, before = self.board.read(rank), self.last.get(rank)
             if before is not None and row != before:
                 took = row.since - before.since
@@ -159,7 +163,7 @@ class HangDetector:
             self.last[rank] = row
 
     def _stopped(self, now: float) -> int | None:
-        for rank, pid in enumerate(self.pids):
+        for rank, pid in self.pids.items():
             if stopped(pid):
                 if now - self.stopped_since.setdefault(rank, now) > STOPPED:
                     return rank
@@ -208,8 +212,11 @@ class HangDetector:
         return None
 
     def _deadlock(self) -> Hang | None:
-        """All ranks wait, so nobody will ever come: for each other, or for a call that the user's code makes on some."""
-        if not self.looks:
+        """All ranks wait, so nobody will ever come: for each other, or for a call that the user's code makes on some.
+
+        Where there are ranks on other machines, it may be one of those that holds these up, which its own launcher finds.
+        """
+        if not self.looks or self.elsewhere:
             return None
         first = min(self.looks, key=_guilt)
         phases = {look.progress.phase for look in self.looks}

@@ -1,5 +1,6 @@
-"""Where a process stands among the others, and how it connects to them. The only file group that reads the environment."""
+"""Where a process stands among the others, and how it connects to them."""
 
+import functools
 import os
 import signal
 import threading
@@ -8,7 +9,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from plait.launch import started_by
+from plait.launch import rendezvous
+from plait.launch.launchers.find import LAUNCHERS, find
+from plait.launch.launchers.membership import Membership
+from plait.launch.launchers.slurm import unused
+from plait.launch.rendezvous import Meeting
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +43,10 @@ class Place:
     """Started by another launcher (torchrun, ...)."""
     unsaid: bool = False
     """That launcher did not say which process of its machine this is: `local_rank` is 0 for want of it."""
+    only: bool = False
+    """That launcher started one process on each machine, as if a machine were a device."""
+    meet: Callable[[], object] = field(default=lambda: None)
+    """Finds the other ranks, or says at once why they cannot be reached; `connect` does it too, later."""
 
     def connect(self, device: "torch.device") -> "ProcessGroup | None":
         """The process group of all ranks, or None when there is one process. Uses a group the user already made."""
@@ -65,15 +74,65 @@ def _backend(device: "torch.device") -> str:
 
 
 def current() -> Place:
-    """The place another launcher gave this process (RANK set), or alone. SIGTERM asks a joined run to stop."""
-    if not joining():
-        started_by.check()
+    """The place that another launcher gave this process, or alone. SIGTERM and SIGUSR1 ask a joined run to stop."""
+    member = joined()
+    if member is None:
         return Place()
-    rank, world, local = started_by.joined_as()
     flag = threading.Event()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: flag.set())
-    return Place(rank, world, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: flag.set())
+    rank, local = member.index, member.local_rank
+    if member.agent:
+        return Place(rank, member.count, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
+
+    def meeting() -> Meeting:
+        return _meeting(member)
+
+    return Place(
+        rank, member.count, local or 0, lambda: meeting().store(), stopping=flag.is_set, joined=True,
+        unsaid=local is None and member.count > 1, only=member.local_count == 1 < member.count, meet=meeting,
+    )  # fmt: skip
+
+
+@functools.cache
+def _meeting(member: Membership) -> Meeting:
+    """Once in a process: number 0 opens one gate."""
+    return rendezvous.meet(member, rendezvous.say_on_terminal)
+
+
+def joined() -> Membership | None:
+    """Of a process that another launcher started as a rank."""
+    member = find()
+    return member if member is not None and member.of == "ranks" else None
+
+
+def on_nodes() -> Membership | None:
+    """Of a process that was started as the only one on each of several machines."""
+    member = find()
+    return member if member is not None and member.of == "nodes" else None
+
+
+def unused_allocation() -> list[str]:
+    """A line for a process that is alone where Slurm gave several."""
+    line = unused(os.environ) if find() is None else None
+    return [line] if line else []
+
+
+def joining() -> bool:
+    """Whether another launcher started this process as a rank."""
+    return joined() is not None
+
+
+def world(nproc: int | None = None) -> int | None:
+    """Ranks of a run, as far as they are counted: by another launcher, or as `nproc` on each machine."""
+    member = find()
+    if member is None:
+        return nproc
+    if member.of == "ranks":
+        return member.count
+    each = nproc or member.local_count
+    return member.count * each if each else None
 
 
 def pose(rank: int | None, world: int) -> None:
@@ -81,24 +140,16 @@ def pose(rank: int | None, world: int) -> None:
 
     For processes of plait's own that do beforehand what ranks will do; a job may ask who it is.
     """
-    launcher = started_by.joined()
-    if launcher is None:
+    member = joined()
+    if member is None or member.launcher not in LAUNCHERS:
         return
-    ranks, sizes = (launcher.rank, "LOCAL_RANK"), (launcher.size[0], "LOCAL_WORLD_SIZE")
-    for name in (*ranks, *sizes):
+    launcher = LAUNCHERS[member.launcher]
+    names = (launcher.index, *launcher.count, *launcher.local_rank, *launcher.local_count, *launcher.nodes)
+    for name in names:
         os.environ.pop(name, None)
     if rank is not None:
-        os.environ |= dict.fromkeys(ranks, str(rank)) | dict.fromkeys(sizes, str(world))
-
-
-def joining() -> bool:
-    """Whether another launcher started this process."""
-    return started_by.joined() is not None
-
-
-def world() -> int:
-    """Processes another launcher started."""
-    return started_by.joined_as()[1] if joining() else 1
+        os.environ |= dict.fromkeys((launcher.index, *launcher.local_rank[:1]), str(rank))
+        os.environ |= dict.fromkeys((launcher.count[0], *launcher.local_count[:1]), str(world))
 
 
 def cores() -> int:

@@ -33,17 +33,20 @@ class Progress:
 
 
 class ProgressBoard:
-    """Row 0 holds the stop flag; row r + 1 belongs to rank r. Anonymous shared memory: inherited by fork, no name."""
+    """Row 0 holds the stop flag, the others belong to `ranks` in turn. Anonymous shared memory: inherited by fork, no name."""
 
-    def __init__(self, world: int):
-        self.world = world
-        self.memory = mmap.mmap(-1, _WIDTH * (world + 1))
-        for rank in range(world):
+    def __init__(self, ranks: range):
+        self.ranks = ranks
+        self.memory = mmap.mmap(-1, _WIDTH * (len(ranks) + 1))
+        for rank in ranks:
             self.write(rank, -1, "start")
+
+    def _at(self, rank: int) -> int:
+        return _WIDTH * (rank - self.ranks.start + 1)
 
     def write(self, rank: int, step: int, phase: str) -> None:
         """Rank `rank` begins `phase`, or is alive in it."""
-        at = _WIDTH * (rank + 1)  # one copy of a finished row: packing in place would zero it first, and be read so
+        at = self._at(rank)  # one copy of a finished row: packing in place would zero it first, and be read so
         self.memory[at : at + _ROW.size] = _ROW.pack(step, PHASES.index(phase), time.monotonic())
 
     def within(self, rank: int, phase: str) -> None:
@@ -52,7 +55,7 @@ class ProgressBoard:
 
     def reads(self, rank: int) -> None:
         """A sample is being read for `rank`, by itself or by one of its loader processes."""
-        at = _WIDTH * (rank + 1) + _ROW.size
+        at = self._at(rank) + _ROW.size
         self.memory[at : at + _READ.size] = _READ.pack(time.monotonic())
 
     def read(self, rank: int) -> Progress:
@@ -60,11 +63,11 @@ class ProgressBoard:
         row = self._row(rank)
         if row.phase not in READING:
             return row
-        (last,) = _READ.unpack_from(self.memory, _WIDTH * (rank + 1) + _ROW.size)
+        (last,) = _READ.unpack_from(self.memory, self._at(rank) + _ROW.size)
         return Progress(row.step, row.phase, max(row.since, last))
 
     def _row(self, rank: int) -> Progress:
-        step, phase, when = _ROW.unpack_from(self.memory, _WIDTH * (rank + 1))
+        step, phase, when = _ROW.unpack_from(self.memory, self._at(rank))
         return Progress(step, PHASES[phase], when)
 
     def stop(self) -> None:

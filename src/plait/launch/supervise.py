@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.config.errors import PlaitError, Problem
+from plait.config.errors import PlaitError
 from plait.launch.failures import Failure, Watch, hung
 from plait.launch.hangs import HangDetector, told
+from plait.launch.nodes import WORD, Node
 from plait.launch.progress import ProgressBoard
 from plait.launch.stacks import Stacks
 
@@ -62,13 +63,13 @@ class Supervisor:
 
     def __init__(
         self, workers: list[Worker], board: ProgressBoard, stacks: Stacks, listener: Listener, patience: float | None = None,
-        alike: bool = True,
+        alike: bool = True, *, node: Node | None = None,
     ):  # fmt: skip
-        self.workers, self.board, self.listener = workers, board, listener
+        self.workers, self.board, self.listener, self.node = workers, board, listener, node
         self.results: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, Failure] = {}
         self.watch = Watch()
-        self.hangs = HangDetector(board, [w.pid for w in workers], stacks, patience, alike)
+        self.hangs = HangDetector(board, {w.rank: w.pid for w in workers}, stacks, patience, alike, node is not None)
         self.selector = selectors.DefaultSelector()
         for worker in workers:
             os.set_blocking(worker.reports, False)
@@ -81,6 +82,7 @@ class Supervisor:
             self._read(0.05 if self.selector.get_map() else 0.002)  # whoever has closed its pipes is about to end
             self._reap()
             self.listener.tick()
+            self._ask()
             if not self.failures:
                 self._look()
             if self.failures:
@@ -89,6 +91,8 @@ class Supervisor:
         self._drain()
         if self.failures:
             raise self._verdict()
+        if self.node is not None:
+            self.node.done()
         return [self.results.get(w.rank) or {} for w in self.workers]
 
     def _read(self, timeout: float) -> None:
@@ -151,6 +155,12 @@ class Supervisor:
             self._log(hang.look.rank, hang.look.stack.text)
             self.failures[hang.look.rank] = hung(hang)
 
+    def _ask(self) -> None:
+        """Take in what has failed on other machines, so far the one whose guilt is most likely."""
+        failure = self.node.look(broken=bool(self.failures)) if self.node is not None else None
+        if failure is not None and not failure.victim:
+            self.failures[-1] = min((failure, self.failures.get(-1, failure)), key=lambda f: f.order)
+
     def _log(self, rank: int, text: str) -> None:
         if text:
             self.listener.message(rank, {"kind": "log", "text": text})
@@ -162,8 +172,11 @@ class Supervisor:
         while (waited := time.monotonic() - began) < TELLING:
             guilty = any(not failure.victim for failure in self.failures.values())
             said = all(w.status is not None or w.rank in self.failures for w in self.workers)
-            if not any(w.telling for w in self.workers) and (said or waited > (0.2 if guilty else SAYING)):
+            said = said and (guilty or self.node is None or waited > WORD)
+            patience = 0.2 if guilty else SAYING if self.node is None else WORD
+            if not any(w.telling for w in self.workers) and (said or waited > patience):
                 break
+            self._ask()
             self._read(0.05 if self.selector.get_map() else 0.002)
             self._reap()
         end(self.workers)
@@ -171,8 +184,9 @@ class Supervisor:
 
     def _verdict(self) -> PlaitError:
         guilty = min(self.failures.values(), key=lambda f: f.order)
-        problems = [guilty.problem] if guilty.problem is not None else guilty.problems
-        return PlaitError(problems or Problem("C005", f"rank {guilty.rank} failed"), guilty.exit_code, guilty.trace)
+        if self.node is not None:
+            self.node.tell(guilty)
+        return guilty.error()
 
 
 def kill(workers: list[Worker]) -> None:

@@ -1,0 +1,160 @@
+"""Several machines with a launcher on each: two namespaces here. What is lost on one is told on both."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from hosts import Host, hosts
+from launched import TEST_JOB, Command, alive, free_port, rows
+
+__all__ = ["hosts"]
+Hosts = tuple[Host, Host]
+PLAN = ("--plan", "dp=4")
+
+
+def started(
+    hosts: Hosts, folder: Path, *more: str, which: tuple[int, ...] = (0, 1), at: int = 0, **own: str
+) -> list[Command]:
+    """The same command on the hosts."""
+    master = f"{hosts[0].address}:{at or free_port()}"
+    flags = ("--nnodes", "2", "--master", master)
+    return [
+        Command(
+            "train", TEST_JOB, *PLAN, *more, *flags, "--node-rank", str(k), folder=folder, environment=own, host=hosts[k].enter
+        )
+        for k in which
+    ]  # fmt: skip
+
+
+def ranks(command: Command) -> list[int]:
+    """The two that it forked last: before them come a gate or a tunnel, and what checked the job."""
+    return command.workers()[-2:]
+
+
+def at_step(folder: Path, step: int) -> bool:
+    done = rows(folder)
+    return bool(done) and done[-1]["step"] >= step
+
+
+def test_two_machines_train_as_one(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    alone = Command("train", TEST_JOB, *PLAN, folder=tmp_path / "one")
+    assert alone.wait(120) == 0, alone.output
+    first, second = started(hosts, tmp_path / "two")
+    assert (first.wait(120), second.wait(120)) == (0, 0), first.output + second.output
+    assert [r["loss"] for r in rows(tmp_path / "one")] == [r["loss"] for r in rows(tmp_path / "two")]
+    assert "started by --nnodes: one process on each of 2 machines" in first.output
+    assert "done " in first.output and "done " not in second.output
+
+
+def test_variables_of_a_train_job_are_enough(hosts: Hosts, tmp_path: Path) -> None:
+    shared = {
+        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": hosts[0].address, "PET_MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    both = [
+        Command(
+            "train", TEST_JOB, "--steps", "3", folder=tmp_path, environment=shared | {"PET_NODE_RANK": str(k)}, host=hosts[k].enter
+        )
+        for k in range(2)
+    ]  # fmt: skip
+    assert [one.wait(120) for one in both] == [0, 0], both[0].output + both[1].output
+    assert "dp=4 on 4 CPU processes" in both[0].output and "started by a Kubeflow TrainJob" in both[0].output
+
+
+def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
+    first, second = started(hosts, tmp_path, "--steps", "100000")
+    first.until(lambda: at_step(tmp_path, 2), 120)
+    os.kill(ranks(second)[0], signal.SIGKILL)
+    assert (first.wait(60), second.wait(60)) == (1, 1)
+    for one in (first, second):
+        assert "error[C003] rank 2 was killed (SIGKILL)" in one.output, one.output
+    assert "machine 1 (ranks 2-3) on" in first.output
+
+
+@pytest.mark.parametrize("lost", (0, 1))
+def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Path, lost: int) -> None:
+    both = started(hosts, tmp_path, "--steps", "100000")
+    both[0].until(lambda: at_step(tmp_path, 2), 120)
+    forked = both[lost].workers()
+    began = time.monotonic()
+    both[lost].kill()
+    assert both[1 - lost].wait(60) == 1
+    assert time.monotonic() - began < 40
+    assert f"error[C009] machine {lost} (ranks {2 * lost}-{2 * lost + 1})" in both[1 - lost].output, both[
+        1 - lost
+    ].output
+    both[lost].wait(10)
+    assert not any(map(alive, forked))
+
+
+def test_a_request_to_stop_on_one_stops_both(hosts: Hosts, tmp_path: Path) -> None:
+    both = started(hosts, tmp_path, "--steps", "100000")
+    both[0].until(lambda: at_step(tmp_path, 2), 120)
+    os.kill(both[1].pid, signal.SIGTERM)
+    assert [one.wait(60) for one in both] == [75, 75], both[0].output + both[1].output
+    assert "continue with the same command and --resume" in both[0].output
+
+
+def test_what_one_refuses_ends_the_other(hosts: Hosts, tmp_path: Path) -> None:
+    both = started(hosts, tmp_path, "--resume", "nothing")
+    assert [one.wait(60) for one in both] == [2, 2], both[0].output + both[1].output
+    assert all("error[K001]" in one.output for one in both)
+
+
+def test_strangers_are_refused_and_the_run_goes_on(hosts: Hosts, tmp_path: Path) -> None:
+    """One that says nothing, one that says nonsense, one whose secret is another."""
+    at = free_port()
+    (first,) = started(hosts, tmp_path, "--steps", "5", which=(0,), at=at)
+    (rogue,) = started(hosts, tmp_path, "--steps", "5", which=(1,), at=at, PLAIT_SECRET="guessed-and-wrong-secret")
+    assert rogue.wait(60) == 1 and "error[L008]" in rogue.output, rogue.output
+    rogues = os.fork()
+    if rogues == 0:
+        hosts[1].enter()
+        held = [socket.create_connection((hosts[0].address, at), 5) for _ in range(3)]
+        for other, nonsense in zip(held, (b"\0" * 5_000_000, b"GET / HTTP/1.1\r\n\r\n")):
+            with contextlib.suppress(OSError):
+                other.sendall(nonsense)
+        time.sleep(30)
+        os._exit(0)
+    (second,) = started(hosts, tmp_path, "--steps", "5", which=(1,), at=at)
+    assert (first.wait(120), second.wait(120)) == (0, 0), first.output + second.output
+    os.kill(rogues, signal.SIGKILL)
+    os.waitpid(rogues, 0)
+
+
+def test_a_machine_that_is_not_there_is_told_soon(hosts: Hosts, tmp_path: Path) -> None:
+    nobody = (Host("10.77.0.9"), hosts[1]) if hosts[0].namespace else (Host("192.0.2.1"), hosts[1])
+    (second,) = started(nobody, tmp_path, which=(1,))
+    assert second.wait(40) == 1
+    assert "error[L007] number 0 of this job cannot be reached at" in second.output, second.output
+    assert "port" in second.output and "through" in second.output
+
+
+def test_a_port_in_use_is_told(hosts: Hosts, tmp_path: Path) -> None:
+    at = free_port()
+    pipe, ready = os.pipe()
+    busy = os.fork()
+    if busy == 0:
+        hosts[0].enter()
+        taken = socket.socket()
+        taken.bind((hosts[0].address, at))
+        taken.listen()
+        os.write(ready, b".")
+        time.sleep(60)
+        os._exit(0)
+    os.read(pipe, 1)
+    (first,) = started(hosts, tmp_path, which=(0,), at=at)
+    code = first.wait(60)
+    os.kill(busy, signal.SIGKILL)
+    os.waitpid(busy, 0)
+    assert code == 1 and f"port {at} of" in first.output and "is in use" in first.output, first.output
+
+
+def test_ranks_that_do_not_share_equally_are_refused(hosts: Hosts, tmp_path: Path) -> None:
+    (first,) = started(hosts, tmp_path, "--plan", "dp=3", which=(0,))
+    assert first.wait(60) == 2 and "error[L006] 3 ranks do not go onto 2 machines" in first.output, first.output
