@@ -37,16 +37,15 @@ def first_host(listed: str) -> str:
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group() if first else listed)
 
 
-def unused(environment: Mapping[str, str]) -> str | None:
-    """A line for a process in an allocation of several tasks of which `srun` started none: it trains on this machine alone."""
-    tasks, nodes = environment.get("SLURM_NTASKS", "1"), environment.get("SLURM_JOB_NUM_NODES", "1")
-    step = environment.get("SLURM_STEP_NAME", "batch")
-    if "SLURM_JOB_ID" not in environment or tasks == "1" == nodes or step not in ("batch", "bash", "interactive"):
-        return None
-    return f"note  Slurm gave {tasks} tasks on {nodes} machines, and this process is alone: srun plait train … starts all of them"
-
-
 SLURM = _Slurm(
     "srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), local_rank=("SLURM_LOCALID",),
     nodes=("SLURM_STEP_NUM_NODES",), port=(), job=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
 )  # fmt: skip
+
+
+def unused(environment: Mapping[str, str]) -> str | None:
+    """A line for a process in an allocation of several tasks of which `srun` started none: it trains on this machine alone."""
+    tasks, nodes = environment.get("SLURM_NTASKS", "1"), environment.get("SLURM_JOB_NUM_NODES", "1")
+    if "SLURM_JOB_ID" not in environment or tasks == "1" == nodes or SLURM.started(environment):
+        return None
+    return f"note  Slurm gave {tasks} tasks on {nodes} machines, and this process is alone: srun plait train … starts all of them"
