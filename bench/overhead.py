@@ -51,7 +51,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from plait.cli.train import Request, launch
+from plait.cli.request import Request
+from plait.cli.train import launch
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.engine.engine import Engine

@@ -49,13 +49,15 @@ class Faulty(nn.Module):
 
 
 class Data(Numbers):
-    def __init__(self, loud: bool):
+    def __init__(self, loud: bool, bad: bool = False):
         super().__init__(41, augment=True)
-        self.x, self.y, self.loud = self.x.double(), self.y.double(), loud
+        self.x, self.y, self.loud, self.bad = self.x.double(), self.y.double(), loud, bad
 
     def __getitem__(self, i: int):
         if self.loud:
             warnings.warn("a sample was read", stacklevel=1)
+        if self.bad and i == 30:
+            raise ValueError("sample 30 cannot be read")
         return super().__getitem__(i)
 
 
@@ -65,7 +67,7 @@ def job(
     return plait.Job(
         model=lambda: Faulty(fault, at, pause),
         loss=F.mse_loss,
-        data=lambda: Data(loud),
+        data=lambda: Data(loud, fault == "sample"),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         batch=batch,
         steps=steps,

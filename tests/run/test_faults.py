@@ -25,7 +25,8 @@ CASES = {
 @pytest.mark.parametrize("fault", CASES)
 def test_guilty_rank_is_named(fault: str, tmp_path: Path) -> None:
     code, what, more = CASES[fault]
-    command = Command("train", TEST_JOB, "--nproc", "3", "--job.fault", fault, "--job.pause", "0.05", folder=tmp_path)
+    flags = ("--nproc", "3", "--restarts", "0", "--job.fault", fault, "--job.pause", "0.05")
+    command = Command("train", TEST_JOB, *flags, folder=tmp_path)
     command.until(lambda: len(rows(tmp_path)) >= 3)
     workers = command.workers()
     began = time.monotonic()

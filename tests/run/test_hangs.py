@@ -228,7 +228,7 @@ def test_a_slow_read_is_named_and_not_ended(tmp_path: Path, hasty: None) -> None
 
 def test_patience_is_the_users(tmp_path: Path) -> None:
     command = Command("train", JOB, "--plan", "dp=2", "--job.how", "read", "--job.seconds", "1000", "--patience", "2",
-                      folder=tmp_path)  # fmt: skip
+                      "--restarts", "0", folder=tmp_path)  # fmt: skip
     assert command.wait(60) == 1
     assert "error[C001] rank 1 stopped making progress" in command.output, command.output
     assert "in __getitem__" in (tmp_path / "runs/latest/logs/rank1.log").read_text()

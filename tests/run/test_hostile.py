@@ -251,5 +251,5 @@ def test_an_abort_alone_is_told() -> None:
 def test_a_task_of_slurm_does_not_train_alone(tmp_path: Path) -> None:
     environment = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
     command = Command("train", JOB, folder=tmp_path, environment=environment)
-    assert command.wait(60) == 2 and "error[L002] srun started this process as number 1 of 2" in command.output
+    assert command.wait(60) == 2 and "error[L002] srun started this process as rank 1 of 2" in command.output
     assert not (tmp_path / "runs").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hosts import Host, hosts
 from launched import TEST_JOB, Command, alive, free_port, rows
+from rarely import rarely
 
 __all__ = ["hosts"]
 Hosts = tuple[Host, Host]
@@ -76,7 +77,7 @@ def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
     assert "machine 1 (ranks 2-3) on" in first.output
 
 
-@pytest.mark.parametrize("lost", (0, 1))
+@pytest.mark.parametrize("lost", (1, *rarely(0)))
 def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Path, lost: int) -> None:
     both = started(hosts, tmp_path, "--steps", "100000")
     both[0].until(lambda: at_step(tmp_path, 2), 120)
@@ -127,6 +128,7 @@ def test_strangers_are_refused_and_the_run_goes_on(hosts: Hosts, tmp_path: Path)
     os.waitpid(rogues, 0)
 
 
+@pytest.mark.prove
 def test_a_machine_that_is_not_there_is_told_soon(hosts: Hosts, tmp_path: Path) -> None:
     nobody = (Host("10.77.0.9"), hosts[1]) if hosts[0].namespace else (Host("192.0.2.1"), hosts[1])
     (second,) = started(nobody, tmp_path, which=(1,))

@@ -59,6 +59,8 @@ class Checkpoints:
         self.changed: list[str] = []
         """What differs between the job of the checkpoint that was resumed and this one, a line each."""
         self.parent: str | None = None
+        self.took = 0.0
+        """Seconds of a processor that this rank's part of the last save took beside training."""
         self._damaged: set[Path] = set()
         self._flight: _PendingSave | None = None
         self._snapshot = Snapshot()
@@ -134,7 +136,7 @@ class Checkpoints:
         if total > ranks:
             self._give_up(training, self._flight)
         elif not self._flight.publishing:
-            self._flight.publishing = True
+            self._flight.publishing, self.took = True, self._flight.errand.took
             if training.place.rank == 0:
                 self._flight.errand = SaveThread(lambda _, flight=self._flight: self._publish(flight, ranks))
         else:

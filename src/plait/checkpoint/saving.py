@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class SaveThread(threading.Thread):
         super().__init__(daemon=True, name="plait-save")
         self.work = work
         self.error: Exception | None = None
+        self.took = 0.0
+        """Seconds of a processor."""
         self._cancel = threading.Event()
         self._asked = 0
         self.start()
@@ -43,6 +46,7 @@ class SaveThread(threading.Thread):
             self.work(self._cancelled)
         except Exception as error:
             self.error = error
+        self.took = time.thread_time()
 
     def _cancelled(self) -> bool:
         self._asked += 1

@@ -1,7 +1,9 @@
 """The command line: a file for each command.
 
 main              the words of the command line
-train             plait train
+train             plait train: the launcher's side
+rank              plait train: the side of a rank
+request           what plait train was asked for
 console           what a person sees while a run goes on
 plan              plait plan
 tensor_table      plait plan --show tensor

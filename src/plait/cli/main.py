@@ -15,17 +15,8 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from plait.config.errors import (
-    FAILED,
-    NO_ROOM,
-    PlaitError,
-    Problem,
-    codes,
-    did_you_mean,
-    disk_full,
-    explain,
-    too_small,
-    trace_of,
-)
+    FAILED, NO_ROOM, PlaitError, Problem, codes, did_you_mean, disk_full, explain, too_small, trace_of,
+)  # fmt: skip
 from plait.config.plan import KEYS, Key, Plan
 from plait.config.version import __version__
 
@@ -52,6 +43,10 @@ class _Parser(argparse.ArgumentParser):
         """As `argparse` does; and know its name."""
         self.options = [*getattr(self, "options", []), *(name for name in names if name.startswith("--"))]
         return super().add_argument(*names, **settings)
+
+
+LEAST = {"nproc": 1, "steps": 1, "batch": 1, "save_every": 1, "keep": 1, "workers": 0, "restarts": 0}
+"""The smallest number that an option of `plait train` takes."""
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
@@ -205,6 +200,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
 def _train_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _common(parser)
+    add(
+        "--restarts",
+        type=int,
+        default=2,
+        metavar="N",
+        help="go on when a rank is lost, N times without a step between; 0: never",
+    )
     add("--nnodes", type=int, help="machines; the same command is started on each, and --nproc ranks there")
     add("--node-rank", type=int, metavar="N", help="which of them this is, from 0, where no launcher says it")
     add("--master", metavar="HOST:PORT", help="where machine 0 is reached, where no launcher says it")
@@ -364,7 +366,7 @@ def _train(options: argparse.Namespace) -> int:
     say(options.nnodes, options.node_rank, options.master)
     problems = [
         too_small(f"--{name.replace('_', '-')}", getattr(options, name), least)
-        for name, least in (("nproc", 1), ("steps", 1), ("batch", 1), ("save_every", 1), ("keep", 1), ("workers", 0))
+        for name, least in LEAST.items()
         if getattr(options, name) is not None and getattr(options, name) < least
     ]
     if options.patience is not None and not 0 < options.patience < math.inf:
@@ -385,17 +387,18 @@ def _train(options: argparse.Namespace) -> int:
         raise PlaitError(Problem("U002", f"--ranks {options.ranks}: there is no rank {beyond[0]}", why=why))
     from dataclasses import replace
 
-    from plait.cli import train
+    from plait.cli.request import Request, scaled
+    from plait.cli.train import launch
 
     if options.steps:
         job = replace(job, steps=options.steps)
-    job, notes = train.scaled(job, options.batch, options.scale_lr)
-    request = train.Request(
+    job, notes = scaled(job, options.batch, options.scale_lr)
+    request = Request(
         options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
         options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes, options.weights,
-        options.allow_changes, options.patience, options.on_nan, options.check, options.allow_inexact,
+        options.allow_changes, options.patience, options.on_nan, options.check, options.allow_inexact, options.restarts,
     )  # fmt: skip
-    code, summary = train.launch(request, sys.stderr if options.json else None)
+    code, summary = launch(request, sys.stderr if options.json else None)
     if options.json:
         print(json.dumps(summary))
     return code

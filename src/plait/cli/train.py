@@ -1,79 +1,35 @@
-"""`plait train`: one rank of a run, and the launcher's side of it."""
+"""`plait train`, the launcher's side: a run directory, ranks that are forked and watched, again when one is lost, and the end."""
 
 import dataclasses
-import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from plait.checkpoint import optimizer_state
-from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.weights import open_weights
 from plait.cli.console import Console
-from plait.config.errors import FAILED, RESUMABLE, PlaitError
-from plait.config.job import Job
-from plait.config.plan import Plan
+from plait.cli.rank import train
+from plait.cli.request import Request
+from plait.config.errors import RESUMABLE, PlaitError
+from plait.config.plan import SAME_PARTS
 from plait.config.version import __version__
-from plait.data.batch import Batch
 from plait.engine import joined_ranks
-from plait.engine.build import broadcast_text, inexact, pick_device
-from plait.engine.engine import Engine
-from plait.engine.metrics import Recorder
-from plait.engine.passes import Step
+from plait.engine.build import pick_device
+from plait.engine.elastic import Memory
 from plait.engine.resume import Start, writing
 from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.devices import check, cuda_names, kind_of
-from plait.launch.failure_report import short
 from plait.launch.nodes import Node
-from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
-from plait.parallel.context.sequences import opened_units
-from plait.parallel.tensor import choose
+from plait.launch.place import current, joined, joining, on_nodes, unused_allocation
 from plait.planner.refusals import foresee
-from plait.tensors.finite import number
 from plait.tensors.rows import split
 from plait.verify.job import check as jobcheck
 
-Note = Callable[[str], None]
-"""Says a line beside training, on the terminal of who started it."""
+HANDING = 10.0
+"""Seconds that survivors are given to notice that a rank is lost, and to put away what they hold."""
 LOOKED_AT = 8
 """Of so many runs of a job the result of the job check is taken again."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `plait train` was asked for."""
-
-    name: str
-    """The job's name as given: path/to/job.py:function."""
-    job: Job
-    plan: Plan
-    arguments: dict[str, str]
-    runs: Path = Path("runs")
-    resume: str | None = None
-    """The run or checkpoint to continue; empty: the job's newest run."""
-    device: str = "auto"
-    workers: int = 0
-    save_every: int = 100
-    keep: int = 3
-    mirrors: tuple[str, ...] = ()
-    shown: tuple[int, ...] = (0,)
-    verbose: bool = False
-    notes: tuple[str, ...] = ()
-    weights: str | None = None
-    """What to start from instead of the job's own initial weights."""
-    allow_changes: bool = False
-    """Continue although the job changed such that its place in the data means something else."""
-    patience: float | None = None
-    """Seconds without progress after which a rank is ended; None: chosen by what it does (see `launch/hangs.py`)."""
-    on_nan: str = "stop"
-    """What to do in a step whose loss or gradient norm is not finite: stop, or skip it."""
-    check: str = "quick"
-    """How the job is checked before the first step: none, quick, full (see `verify/job/check.py`)."""
-    allow_inexact: bool = False
-    """Train although the job check found that the plan makes another training of the job."""
 
 
 def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, Any]]:
@@ -121,12 +77,10 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         else:
             console.say(message["text"])
 
+    memory = Memory.of(request.restarts) if node is None else None
+    listener = fork.Listener(message, text, console.tick, console.say)
     try:
-        listener = fork.Listener(message, text, console.tick, console.say)
-        results = fork.run(
-            lambda place: train(request, run, place), plan.world, listener, patience=request.patience, alike=plan.pp == 1,
-            node=node,
-        )  # fmt: skip
+        results = _ranks(request, run, listener, memory, node)
     except BaseException as error:
         made.failed(error, console)
         raise
@@ -135,9 +89,32 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         for log in logs.values():
             log.close()
         made.close()
+        if memory is not None:
+            memory.close()
     if first:
         return _finish(console, run, results[0])
     return (RESUMABLE if results[0]["stopped"] else 0), results[0]
+
+
+def _ranks(
+    request: Request, run: RunDirectory, listener: fork.Listener, memory: Memory | None, node: Node | None
+) -> list[dict[str, Any]]:
+    """Fork the ranks, and again when one is lost, as long as it gets on. What they returned."""
+    plan, again = request.plan, False
+    folder = memory.path if memory is not None else None
+    handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
+    while True:
+        target = partial(train, request, run, memory=folder, again=again)
+        try:
+            return fork.run(
+                target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing
+            )  # fmt: skip
+        except PlaitError as error:
+            if memory is None or listener.asked or not memory.again(error, listener.reached):
+                raise
+            listener.note(memory.told(error))
+            memory.collect()
+            again = True
 
 
 class _Made:
@@ -264,171 +241,3 @@ def headline(request: Request) -> str:
     name = Path(request.name.partition(":")[0])
     title = name.parent.name if name.stem == "job" and name.parent.name else name.stem
     return f"plait {__version__} · {title} · {plan} on {where} · batch {job.batch} = {share}{parts}"
-
-
-def train(request: Request, run: RunDirectory, place: Place) -> dict[str, Any]:
-    """Train one rank to the end, or until somebody asks to stop."""
-    report = place.report or (lambda message: None)
-    note = lambda text: report({"kind": "note", "text": text})  # noqa: E731
-    if place.report is not None and not place.joined:
-        warnings.showwarning = _reporter(report)
-    engine = _engine(request, run, place)
-    named: set[str] = set()
-    _inexact(engine, note, named)
-    _whole(engine, note)
-    resumed = _resume(engine, request, run, note) if request.resume is not None else None
-    if request.weights and resumed is None:
-        engine.load_weights(request.weights)
-    status = lambda value: report({"kind": "status", "value": value})  # noqa: E731
-    recorder = Recorder(engine, run, status, list(request.mirrors), note)
-    saved, stopped, loss, skipped, made = resumed, False, None, 0, 0
-    try:
-        if resumed is not None and _owed(engine, run):
-            _evaluate(engine, recorder, engine.position.step)
-        for batch in engine.batches():
-            step = _step(engine, batch, recorder, request.keep)
-            recorder.step(batch, step)
-            skipped, made = skipped + step.skipped, made + 1
-            _sound(engine, step, note)
-            if loss is None:
-                _inexact(engine, note, named)
-            loss = step.loss
-            last = step.stop or step.step == engine.job.steps
-            if last or step.step % request.save_every == 0:
-                recorder.flush()
-                saved = engine.save(request.keep, wait=last)
-            _evaluate(engine, recorder, step.step)
-            stopped = step.stop and step.step < engine.job.steps
-        poisoned = engine.guard.poisoned(engine, engine.position.step, "found at the end of the run")
-        if poisoned is not None:
-            raise PlaitError(poisoned, FAILED)
-    finally:
-        recorder.close()
-    return {
-        "step": engine.position.step, "loss": None if loss is None else number(loss), "skipped": skipped, "made": made,
-        "stopped": stopped, "checkpoint": str(saved) if saved else None, "device_bytes": recorder.device_bytes,
-    }  # fmt: skip
-
-
-def _engine(request: Request, run: RunDirectory, place: Place) -> Engine:
-    """The engine of the request. What checkpoints will say of the job is found out here, not beside a step."""
-    engine = Engine(
-        request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan
-    )
-    engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), request.arguments
-    optimizer_state.check(engine)
-    place.beat(engine.position.step, "data")
-    engine.fingerprint.get("data")
-    return engine
-
-
-def _step(engine: Engine, batch: Batch, recorder: Recorder, keep: int) -> Step:
-    """One step. If it is not finite and the run stops, the state before it, which is good, is saved first."""
-    try:
-        return engine.step(batch)
-    except PlaitError as error:
-        if error.codes[0] not in ("N001", "N002") or not engine.position.step:
-            raise
-        recorder.flush()
-        first, *rest = error.problems
-        fix = (f"the state before it is saved in {engine.save(keep)}", *first.fix)
-        raise PlaitError([dataclasses.replace(first, fix=fix), *rest], error.exit_code) from None
-
-
-def _sound(engine: Engine, step: Step, note: Note) -> None:
-    """Tell of a step that was left out, and of checkpoints whose numbers are not finite."""
-    if engine.place.rank:
-        return
-    if step.trouble is not None:
-        note("note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "))
-    while engine.checkpoints.marked:
-        problem = engine.checkpoints.marked.pop(0)
-        note(f"note  {problem.what}: {problem.why}")
-
-
-def _whole(engine: Engine, note: Note) -> None:
-    """Say what of the model ranks hold, or compute, whole under tp and cp."""
-    lines = [choose.summary(engine.built.whole)] if engine.built.plan.tp > 1 else []
-    for line in (*lines, *opened_units(engine.built.whole)) if engine.place.rank == 0 else ():
-        note(f"note  {line}")
-
-
-def _inexact(engine: Engine, note: Note, named: set[str]) -> None:
-    """Say what cannot equal one device; some of it shows in the first step, and what losses ask for on the last stage only."""
-    built = engine.built
-    first = not any(place for axis, place in built.at.items() if axis != "pp")
-    for line in inexact(built) if engine.place.rank == 0 else built.sharers.inexact if first else ():
-        if line not in named:
-            note(f"note  not exact: {line}")
-            named.add(line)
-
-
-def _resume(engine: Engine, request: Request, run: RunDirectory, note: Note) -> Path | None:
-    path = engine.resume(missing_ok=not request.resume, allow_changes=request.allow_changes)
-    if engine.place.rank == 0:
-        for problem in engine.checkpoints.refused:
-            note(f"refused {problem.what}: {problem.why}")
-        resumed = f"resumed from {path} at step {engine.position.step}"
-        note(resumed if path else "nothing saved yet: starting from step 0")
-        for line in engine.checkpoints.changed:
-            note(f"changed  {line}")
-        with writing(run.path):
-            run.describe(request.name, request.plan, request.arguments)
-            run.cut(engine.position.step)
-    if engine.built.group is not None:
-        broadcast_text("cut", engine.place.rank, engine.built.group, engine.built.device)  # nobody appends before
-    return path
-
-
-def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
-    wanted = engine.job.evaluate
-    if wanted is None or not (step == engine.job.steps or (wanted.every and step % wanted.every == 0)):
-        return
-    recorder.evaluated(step, engine.evaluate())
-
-
-def _owed(engine: Engine, run: RunDirectory) -> bool:
-    """Whether the run had ended before the evaluation of the step that it goes on from was done. All ranks call it."""
-    rank = engine.place.rank
-    word = "" if rank else "done" if run.evaluated(engine.position.step) else "owed"
-    return broadcast_text(word, rank, engine.built.group, engine.built.device) == "owed"
-
-
-def _reporter(report: Callable[[dict[str, Any]], None]):
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        text = warnings.formatwarning(message, category, filename, lineno, line)
-        report({"kind": "warning", "text": text, "short": f"{category.__name__}: {short(str(message))}"})
-
-    return show
-
-
-def scaled(job: Job, batch: int | None, rule: str | None) -> tuple[Job, tuple[str, ...]]:
-    """The job with another global batch and, only when a rule is asked for, another learning rate; and the rule in words.
-
-    linear: times batch / job.batch (Goyal et al. 2017). sqrt: times its square root (Krizhevsky 2014), the usual
-    choice for Adam.
-    """
-    if batch is None or batch == job.batch:
-        return job, ()
-    ratio = batch / job.batch
-    changed = dataclasses.replace(job, batch=batch)
-    if rule is None:
-        told = "learning rate unchanged (--scale-lr linear or sqrt changes it)"
-        return changed, (f"note  global batch {job.batch} → {batch}; {told}",)
-    factor = ratio if rule == "linear" else ratio**0.5
-
-    def optimizer(parameters: list[Any]) -> Any:
-        made = job.optimizer(parameters)
-        for group in made.param_groups:
-            group["lr"] = group["lr"] * factor
-        return made
-
-    words = f"{rule}: batch {job.batch} → {batch}" + (", √" if rule == "sqrt" else ", ") + f"{ratio:.4g}"
-    return dataclasses.replace(changed, optimizer=optimizer), (f"note  learning rate × {factor:.4g}  ({words})",)

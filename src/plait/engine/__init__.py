@@ -9,6 +9,7 @@ nonfinite         steps that are not finite
 traffic           what a rank sends in a step
 run_directory     what a run leaves behind
 resume            which run goes on, and where
+elastic           going on when a rank is lost
 metrics           metrics, events and status of a rank
 joined_ranks      ranks that another launcher started agree on a run
 """

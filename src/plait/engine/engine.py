@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -62,9 +62,13 @@ class Engine:
         self.job, self.plan, self.workers = job, plan, workers
         self.position = Position()
         self.checkpoints = Checkpoints(Path(directory))
+        self.memory: Checkpoints | None = None
+        """Snapshots in shared memory, for when a rank is lost (see `engine/elastic.py`)."""
         self.arguments: dict[str, str] = {}
         """What the job was called with on the command line: kept in checkpoints."""
         self._stop = False
+        self._within: Literal["", "passes", "update"] = ""
+        """Where in a step this is, and so whose state the model is in."""
         self._busy = 0.0
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
         self.passes = Passes(self.built, self._spans)
@@ -166,6 +170,7 @@ class Engine:
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
         self.guard.before.keep()
+        self._within = "passes"
         pieces = self.passes.pieces(batch, {i: weights[i] / total for i in self.runs(batch, weights)})
         step_row = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
         self._spans.begin("reduce")
@@ -220,7 +225,7 @@ class Engine:
         """What all ranks must know, summed beside the gradients: loss, wish to stop, samples and busy time by share of the
         batch, time waiting for data by rank, saving."""
         rank, ranks, data = self.plan.share(self.place.rank), self.plan.ranks, 2 + 2 * self.plan.ranks
-        row = [0.0] * (data + self.plan.world) + [self.checkpoints.word(self.place.world)]
+        row = [0.0] * (data + self.plan.world) + self._saving()
         row[data + self.place.rank] = sum(took for name, _, took in self._spans.open if name == "data")
         alike = self.plan.along(SAME_LOSS)
         together = self.plan.pp * alike
@@ -232,6 +237,11 @@ class Engine:
         step_row = torch.tensor(row, dtype=torch.float64, device=self.built.device)
         step_row[0] = torch.stack(losses).sum() / alike if losses else 0.0
         return step_row
+
+    def _saving(self) -> list[float]:
+        """How far this rank is with what it saves: to the disk, and to memory."""
+        world = self.place.world
+        return [self.checkpoints.word(world), 0.0 if self.memory is None else self.memory.word(world)]
 
     def norm(self, step_row: Tensor) -> tuple[float, list[float]]:
         """The norm of the gradients that `backward` left, over all ranks, and the numbers of its row."""
@@ -260,12 +270,13 @@ class Engine:
             factor = _clip_factor(norm * unscale, self.job.clip) * unscale
             if gradients and factor != 1.0:
                 scale_(gradients, factor)
+            self._within = "update"
             optimizer.step()
         if built.scaler is not None and trouble is None:
             built.scaler.update(finite)
         for parameter in built.own.values():
             parameter.grad = None
-        self.position = batch.after
+        self.position, self._within = batch.after, ""
         self._spans.end("optimizer")
         step = self._told(batch, row, norm * unscale, lr)
         step.skipped, step.trouble = not finite, trouble
@@ -280,8 +291,10 @@ class Engine:
 
     def _told(self, batch: Batch, row: list[float], norm: float, lr: float) -> Step:
         ranks = self.plan.ranks
-        loss, stop, *rows, saved = row
+        loss, stop, *rows, saved, kept = row
         self.checkpoints.heard(self, saved)
+        if self.memory is not None:
+            self.memory.heard(self, kept)
         spans = self._spans.taken()
         computing = ("forward", "backward", "loss", "replicate")
         self._busy = sum(took for name, _, took in spans if sort_of(name) in computing)
@@ -290,6 +303,16 @@ class Engine:
             batch.after.step, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
             spans, [(int(n), seconds) for n, seconds in zip(rows[:ranks], rows[ranks:])], rows[2 * ranks :],
         )  # fmt: skip
+
+    def whole(self) -> bool:
+        """Whether this rank holds the state of a step, and not half of an update or of what its shards are gathered from."""
+        return self._within != "update" and self.built.shards is None
+
+    def put_back(self) -> None:
+        """As it was before the step that has begun, if one has."""
+        if self._within == "passes":
+            self.guard.before.put_back()
+            self._within = ""
 
     def evaluate(self) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`)."""

@@ -42,13 +42,15 @@ class Recorder:
         self.engine, self.status, self.note, self.told = engine, status, note, 0.0
         rank = engine.place.rank
         self.rank, self.world = rank, engine.plan.devices
-        self.events = open(run.events(rank), "a", buffering=1 << 14, encoding="utf-8")  # noqa: SIM115
+        self.events = open(run.events(rank), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self.metrics = open(run.metrics, "a", buffering=1, encoding="utf-8") if rank == 0 else None  # noqa: SIM115
         self.mirror = _mirror(mirrors, run.path) if rank == 0 else None
         self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
         self.waits: deque[tuple[list[float], float]] = deque(maxlen=50)
         """Seconds that each rank waited for samples; those that rank 0 waited in its sums for the slowest rank."""
         self.last = time.perf_counter()
+        self.row: dict[str, Any] = {}
+        """Metrics of the last step, on every rank: rank 0 may be lost before it writes them."""
         self.device_bytes: list[int] = []
         self.slow = Counter[tuple[str, int]]()
         self.process = psutil.Process()
@@ -58,15 +60,13 @@ class Recorder:
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         self._event(batch, step)
-        if self.metrics is None:
-            return
         spent: dict[str, float] = {}
         for name, _, took in step.spans:
             sort = sort_of(name)
             spent[sort] = spent.get(sort, 0.0) + took
         tokens = step.tokens * step.size // max(1, batch.count)  # ranks hold equal lengths; scale to the batch
         self.recent.append((seconds, spent, step.size, tokens))
-        row = {
+        row = self.row = {
             "step": step.step, "loss": step.loss, "norm": step.norm, "lr": step.lr, "samples": step.samples,
             "seconds": round(seconds, 6), "samples_per_s": round(step.size / seconds, 2),
             "tokens_per_s": round(tokens / seconds, 1) if tokens else None,
@@ -75,6 +75,8 @@ class Recorder:
             "data_by_rank": [round(s, 6) for s in step.data_by_rank], "skipped": step.skipped,
             "spans": {k: round(v, 6) for k, v in spent.items()},
         }  # fmt: skip
+        if self.metrics is None:
+            return
         if self.engine.built.replicas is not None:
             replicas, outputs = self.engine.built.replicas, self.engine.output_bytes
             row["device_bytes"] = self.device_bytes = replicas.device_bytes(self.engine.optimizer, outputs)

@@ -121,6 +121,13 @@ class RunDirectory:
                 beside.write_bytes(b"".join(row + b"\n" for row in kept))
                 os.replace(beside, path)
 
+    def remember(self, row: dict[str, Any]) -> None:
+        """Add the metrics of a step that rank 0 did not live to write."""
+        rows = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        if not any(b'"loss"' in line and _step_of(line) == row["step"] for line in rows):
+            with open(self.metrics, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
 
 def job_name(job: str) -> str:
     """`examples/digits/job.py` -> digits; `net.py:big` -> net-big."""

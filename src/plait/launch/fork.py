@@ -37,12 +37,13 @@ Target = Callable[[Place], dict[str, Any] | None]
 
 def run(
     target: Target, world: int, listener: Listener | None = None, *, patience: float | None = None, alike: bool = True,
-    node: Node | None = None,
+    node: Node | None = None, handing: float = 0.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run `target(place)` in `world` forked processes and return what each returned (JSON values only).
 
     A rank that makes no progress is ended after `patience` seconds; None chooses, by what it does (see `launch/hangs.py`).
     `alike`: in every phase ranks do the same amount of work; not so with pipeline stages.
+    `handing`: seconds that ranks which lose another are given to put away what they hold.
     `node`: this machine is one of several; only its own ranks are forked here, and only what they returned is.
 
     Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C and SIGTERM ask
@@ -60,7 +61,9 @@ def run(
                 with limits.forking(rank, world):
                     workers.append(_fork(group, rank, workers))
         server = _serve(listening) if listening is not None else None
-        supervisor = Supervisor(workers, group.board, group.stacks, listener or Listener(), patience, alike, node=node)
+        supervisor = Supervisor(
+            workers, group.board, group.stacks, listener or Listener(), patience, alike, node=node, handing=handing
+        )
         with _stop_signals(group.board, workers):
             result = supervisor.wait()
         del server

@@ -33,6 +33,10 @@ class Listener:
     tick: Callable[[], None] = field(default=lambda: None)
     note: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
     """A line of the launcher's own, such as that a rank makes no progress."""
+    reached: int = -1
+    """Steps that were done on some rank when one failed."""
+    asked: bool = False
+    """By then somebody had asked all ranks to stop."""
 
 
 @dataclass
@@ -63,9 +67,9 @@ class Supervisor:
 
     def __init__(
         self, workers: list[Worker], board: ProgressBoard, stacks: Stacks, listener: Listener, patience: float | None = None,
-        alike: bool = True, *, node: Node | None = None,
+        alike: bool = True, *, node: Node | None = None, handing: float = 0.0,
     ):  # fmt: skip
-        self.workers, self.board, self.listener, self.node = workers, board, listener, node
+        self.workers, self.board, self.listener, self.node, self.handing = workers, board, listener, node, handing
         self.results: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, Failure] = {}
         self.watch = Watch()
@@ -169,11 +173,19 @@ class Supervisor:
         """Give the others a moment to say what they saw, so that the guilty one is found among all failures, and those
         that have failed the time to write it into their logs."""
         began = time.monotonic()
+        if self.handing:  # survivors notice that one is lost when it has ended
+            kill(
+                [
+                    w
+                    for w in self.workers
+                    if w.rank in self.failures and not self.failures[w.rank].victim and not w.telling
+                ]
+            )
         while (waited := time.monotonic() - began) < TELLING:
             guilty = any(not failure.victim for failure in self.failures.values())
             said = all(w.status is not None or w.rank in self.failures for w in self.workers)
             said = said and (guilty or self.node is None or waited > WORD)
-            patience = 0.2 if guilty else SAYING if self.node is None else WORD
+            patience = max(self.handing, 0.2 if guilty else SAYING if self.node is None else WORD)
             if not any(w.telling for w in self.workers) and (said or waited > patience):
                 break
             self._ask()
@@ -181,6 +193,8 @@ class Supervisor:
             self._reap()
         end(self.workers)
         self._drain()
+        self.listener.reached = max(self.board.read(w.rank).step for w in self.workers)
+        self.listener.asked = self.board.stopping()
 
     def _verdict(self) -> PlaitError:
         guilty = min(self.failures.values(), key=lambda f: f.order)

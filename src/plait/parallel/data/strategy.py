@@ -79,6 +79,6 @@ def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
 
 
 def numbers_of_step_row(plan: Plan) -> int:
-    """Numbers all ranks must know after a step: loss, wish to stop, how a save goes, samples and busy time of each share
+    """Numbers all ranks must know after a step: loss, wish to stop, how saves go, samples and busy time of each share
     of the batch, each rank's time waiting for data."""
-    return 3 + 2 * plan.ranks + plan.world
+    return 4 + 2 * plan.ranks + plan.world

@@ -1,0 +1,208 @@
+"""`plait train`, the side of a rank: the loop from step to step, and what is saved, evaluated and told on the way."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from plait.checkpoint import optimizer_state
+from plait.checkpoint.checkpoints import Checkpoints
+from plait.cli.request import Request
+from plait.config.errors import FAILED, PlaitError
+from plait.data.batch import Batch
+from plait.engine.build import broadcast_text, inexact
+from plait.engine.elastic import Keeper
+from plait.engine.engine import Engine
+from plait.engine.metrics import Recorder
+from plait.engine.passes import Step
+from plait.engine.resume import writing
+from plait.engine.run_directory import RunDirectory
+from plait.launch.failure_report import short
+from plait.launch.place import Place
+from plait.parallel.context.sequences import opened_units
+from plait.parallel.tensor import choose
+from plait.tensors.finite import number
+
+Note = Callable[[str], None]
+"""Says a line beside training, on the terminal of who started it."""
+
+
+def train(
+    request: Request, run: RunDirectory, place: Place, memory: Path | None = None, again: bool = False
+) -> dict[str, Any]:
+    """Train one rank to the end, or until somebody asks to stop. `memory`: where its state is kept for when a rank is lost;
+    `again`: one was, and this goes on from there."""
+    report = place.report or (lambda message: None)
+    note = lambda text: report({"kind": "note", "text": text})  # noqa: E731
+    if place.report is not None and not place.joined:
+        warnings.showwarning = _reporter(report)
+    engine = _engine(request, run, place)
+    keeper = Keeper(engine, memory) if memory is not None else None
+    resumed = _begun(engine, request, run, note, keeper if again else None)
+    named: set[str] = set()
+    _inexact(engine, note, named)
+    status = lambda value: report({"kind": "status", "value": value})  # noqa: E731
+    recorder = Recorder(engine, run, status, list(request.mirrors), note)
+    saved, stopped, loss, skipped, made = resumed, False, None, 0, 0
+    try:
+        if resumed is not None and _owed(engine, run):
+            _evaluate(engine, recorder, engine.position.step)
+        for batch in engine.batches():
+            step = _step(engine, batch, recorder, request.keep)
+            recorder.step(batch, step)
+            if keeper is not None:
+                keeper.stepped()
+            skipped, made = skipped + step.skipped, made + 1
+            _sound(engine, step, note)
+            if loss is None:
+                _inexact(engine, note, named)
+            loss = step.loss
+            last = step.stop or step.step == engine.job.steps
+            if last or step.step % request.save_every == 0:
+                recorder.flush()
+                saved = engine.save(request.keep, wait=last)
+            _evaluate(engine, recorder, step.step)
+            stopped = step.stop and step.step < engine.job.steps
+        poisoned = engine.guard.poisoned(engine, engine.position.step, "found at the end of the run")
+        if poisoned is not None:
+            raise PlaitError(poisoned, FAILED)
+    except Exception as error:
+        if keeper is not None:
+            keeper.lost(error, recorder.row)
+        raise
+    finally:
+        recorder.close()
+    return {
+        "step": engine.position.step, "loss": None if loss is None else number(loss), "skipped": skipped, "made": made,
+        "stopped": stopped, "checkpoint": str(saved) if saved else None, "device_bytes": recorder.device_bytes,
+    }  # fmt: skip
+
+
+def _begun(engine: Engine, request: Request, run: RunDirectory, note: Note, keeper: Keeper | None) -> Path | None:
+    """Put the engine where the run begins: at a checkpoint, which is returned, at given weights, or at the job's own."""
+    _whole(engine, note)
+    if keeper is not None:
+        resumed = _goes_on(engine, keeper, run, note)
+    else:
+        resumed = _resume(engine, request, run, note) if request.resume is not None else None
+    if request.weights and resumed is None:
+        engine.load_weights(request.weights)
+    return resumed
+
+
+def _engine(request: Request, run: RunDirectory, place: Place) -> Engine:
+    """The engine of the request. What checkpoints will say of the job is found out here, not beside a step."""
+    engine = Engine(
+        request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan
+    )
+    engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), request.arguments
+    optimizer_state.check(engine)
+    place.beat(engine.position.step, "data")
+    engine.fingerprint.get("data")
+    return engine
+
+
+def _step(engine: Engine, batch: Batch, recorder: Recorder, keep: int) -> Step:
+    """One step. If it is not finite and the run stops, the state before it, which is good, is saved first."""
+    try:
+        return engine.step(batch)
+    except PlaitError as error:
+        if error.codes[0] not in ("N001", "N002") or not engine.position.step:
+            raise
+        recorder.flush()
+        first, *rest = error.problems
+        fix = (f"the state before it is saved in {engine.save(keep)}", *first.fix)
+        raise PlaitError([dataclasses.replace(first, fix=fix), *rest], error.exit_code) from None
+
+
+def _sound(engine: Engine, step: Step, note: Note) -> None:
+    """Tell of a step that was left out, and of checkpoints whose numbers are not finite."""
+    if engine.place.rank:
+        return
+    if step.trouble is not None:
+        note("note  left out " + f"{step.trouble.what}\n{step.trouble.why}".replace("\n", "\n      "))
+    while engine.checkpoints.marked:
+        problem = engine.checkpoints.marked.pop(0)
+        note(f"note  {problem.what}: {problem.why}")
+
+
+def _whole(engine: Engine, note: Note) -> None:
+    """Say what of the model ranks hold, or compute, whole under tp and cp."""
+    lines = [choose.summary(engine.built.whole)] if engine.built.plan.tp > 1 else []
+    for line in (*lines, *opened_units(engine.built.whole)) if engine.place.rank == 0 else ():
+        note(f"note  {line}")
+
+
+def _inexact(engine: Engine, note: Note, named: set[str]) -> None:
+    """Say what cannot equal one device; some of it shows in the first step, and what losses ask for on the last stage only."""
+    built = engine.built
+    first = not any(place for axis, place in built.at.items() if axis != "pp")
+    for line in inexact(built) if engine.place.rank == 0 else built.sharers.inexact if first else ():
+        if line not in named:
+            note(f"note  not exact: {line}")
+            named.add(line)
+
+
+def _goes_on(engine: Engine, keeper: Keeper, run: RunDirectory, note: Note) -> Path | None:
+    """After a rank was lost: the newest state there is, and the record of the run up to it."""
+    path, where = keeper.goes_on()
+    if engine.place.rank == 0:
+        note(f"note  going on from step {engine.position.step}, {where}")
+    _cut(engine, run, keeper.metrics())
+    return path
+
+
+def _cut(engine: Engine, run: RunDirectory, metrics: dict[str, Any] | None = None) -> None:
+    """Forget what a run recorded of steps that are made again. All ranks call it: nobody appends before."""
+    if engine.place.rank == 0:
+        with writing(run.path):
+            run.cut(engine.position.step)
+            if metrics is not None:
+                run.remember(metrics)
+    if engine.built.group is not None:
+        broadcast_text("cut", engine.place.rank, engine.built.group, engine.built.device)
+
+
+def _resume(engine: Engine, request: Request, run: RunDirectory, note: Note) -> Path | None:
+    path = engine.resume(missing_ok=not request.resume, allow_changes=request.allow_changes)
+    if engine.place.rank == 0:
+        for problem in engine.checkpoints.refused:
+            note(f"refused {problem.what}: {problem.why}")
+        resumed = f"resumed from {path} at step {engine.position.step}"
+        note(resumed if path else "nothing saved yet: starting from step 0")
+        for line in engine.checkpoints.changed:
+            note(f"changed  {line}")
+        with writing(run.path):
+            run.describe(request.name, request.plan, request.arguments)
+    _cut(engine, run)
+    return path
+
+
+def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
+    wanted = engine.job.evaluate
+    if wanted is None or not (step == engine.job.steps or (wanted.every and step % wanted.every == 0)):
+        return
+    recorder.evaluated(step, engine.evaluate())
+
+
+def _owed(engine: Engine, run: RunDirectory) -> bool:
+    """Whether the run had ended before the evaluation of the step that it goes on from was done. All ranks call it."""
+    rank = engine.place.rank
+    word = "" if rank else "done" if run.evaluated(engine.position.step) else "owed"
+    return broadcast_text(word, rank, engine.built.group, engine.built.device) == "owed"
+
+
+def _reporter(report: Callable[[dict[str, Any]], None]):
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        report({"kind": "warning", "text": text, "short": f"{category.__name__}: {short(str(message))}"})
+
+    return show

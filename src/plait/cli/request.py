@@ -1,0 +1,70 @@
+"""What `plait train` was asked for."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.config.job import Job
+from plait.config.plan import Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `plait train` was asked for."""
+
+    name: str
+    """The job's name as given: path/to/job.py:function."""
+    job: Job
+    plan: Plan
+    arguments: dict[str, str]
+    runs: Path = Path("runs")
+    resume: str | None = None
+    """The run or checkpoint to continue; empty: the job's newest run."""
+    device: str = "auto"
+    workers: int = 0
+    save_every: int = 100
+    keep: int = 3
+    mirrors: tuple[str, ...] = ()
+    shown: tuple[int, ...] = (0,)
+    verbose: bool = False
+    notes: tuple[str, ...] = ()
+    weights: str | None = None
+    """What to start from instead of the job's own initial weights."""
+    allow_changes: bool = False
+    """Continue although the job changed such that its place in the data means something else."""
+    patience: float | None = None
+    """Seconds without progress after which a rank is ended; None: chosen by what it does (see `launch/hangs.py`)."""
+    on_nan: str = "stop"
+    """What to do in a step whose loss or gradient norm is not finite: stop, or skip it."""
+    check: str = "quick"
+    """How the job is checked before the first step: none, quick, full (see `verify/job/check.py`)."""
+    allow_inexact: bool = False
+    """Train although the job check found that the plan makes another training of the job."""
+    restarts: int = 2
+    """How often in a row, without a step being made, the ranks are started again when one is lost."""
+
+
+def scaled(job: Job, batch: int | None, rule: str | None) -> tuple[Job, tuple[str, ...]]:
+    """The job with another global batch and, only when a rule is asked for, another learning rate; and the rule in words.
+
+    linear: times batch / job.batch (Goyal et al. 2017). sqrt: times its square root (Krizhevsky 2014), the usual
+    choice for Adam.
+    """
+    if batch is None or batch == job.batch:
+        return job, ()
+    ratio = batch / job.batch
+    changed = dataclasses.replace(job, batch=batch)
+    if rule is None:
+        told = "learning rate unchanged (--scale-lr linear or sqrt changes it)"
+        return changed, (f"note  global batch {job.batch} → {batch}; {told}",)
+    factor = ratio if rule == "linear" else ratio**0.5
+
+    def optimizer(parameters: list[Any]) -> Any:
+        made = job.optimizer(parameters)
+        for group in made.param_groups:
+            group["lr"] = group["lr"] * factor
+        return made
+
+    words = f"{rule}: batch {job.batch} → {batch}" + (", √" if rule == "sqrt" else ", ") + f"{ratio:.4g}"
+    return dataclasses.replace(changed, optimizer=optimizer), (f"note  learning rate × {factor:.4g}  ({words})",)

@@ -1,0 +1,130 @@
+"""A rank is lost and the run goes on: the same samples, the same weights, nothing left behind."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import saved
+import torch
+from launched import TEST_JOB, Command, alive, rows
+from rarely import rarely
+
+KEPT = Path("/dev/shm")
+
+
+def kept() -> set[str]:
+    return {p.name for p in KEPT.glob("plait-*")}
+
+
+def start(folder: Path, plan: str, steps: int, *more: str) -> Command:
+    folder.mkdir(exist_ok=True)
+    return Command("train", TEST_JOB, "--plan", plan, "--steps", str(steps), *more, folder=folder)
+
+
+def step_of(folder: Path) -> int:
+    done = rows(folder)
+    return int(done[-1]["step"]) if done else 0
+
+
+def ended(folder: Path, steps: int) -> tuple[object, ...]:
+    """Losses by step, which samples steps used, and the weights at the end."""
+    run = folder / "runs" / "latest"
+    used: dict[int, set[tuple[int, ...]]] = {}
+    for path in (run / "events").glob("*.jsonl"):
+        events = list(map(json.loads, path.read_text().splitlines()))
+        assert len({row["step"] for row in events}) == len(events), "a step is there twice"
+        for row in events:
+            used.setdefault(row["step"], set()).add((row["epoch"], row["start"], row["size"]))
+    return [(r["step"], r["loss"]) for r in rows(folder)], used, saved.tensors(run / f"checkpoints/step-{steps:06d}")
+
+
+def same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    """Bit for bit."""
+    (losses, samples, weights), (losses2, samples2, weights2) = one, other
+    assert isinstance(weights, dict) and isinstance(weights2, dict)
+    equal = weights.keys() == weights2.keys() and all(torch.equal(t, weights2[name]) for name, t in weights.items())
+    return losses == losses2 and samples == samples2 and equal
+
+
+def kill_once(command: Command, folder: Path, rank: int, delay: float) -> None:
+    """Kill a rank after some time, in whatever it does, and wait until ranks were forked anew."""
+    time.sleep(delay)
+    before = command.workers()
+    if len(before) > rank and alive(command.pid):
+        os.kill(before[rank], signal.SIGKILL)
+        command.until(lambda: command.workers() != before or not alive(command.pid))
+
+
+@pytest.mark.parametrize("plan, lossless", (("dp=2", True), ("fsdp=2", False), *rarely(("dp=2 pp=2", True))))
+def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) -> None:
+    steps = 30
+    whole = start(tmp_path / "whole", plan, steps)
+    assert whole.wait(120) == 0, whole.output
+    before = kept()
+    command = start(tmp_path / "killed", plan, steps, "--job.pause", "0.02")
+    command.until(lambda: step_of(tmp_path / "killed") >= 8, 120)
+    kill_once(command, tmp_path / "killed", 1, 0.0)
+    command.until(lambda: step_of(tmp_path / "killed") >= 20, 120)
+    kill_once(command, tmp_path / "killed", 0, 0.0)
+    assert command.wait(120) == 0, command.output
+    assert same(ended(tmp_path / "whole", steps), ended(tmp_path / "killed", steps)), command.output
+    told = [line for line in command.output.splitlines() if "starting again" in line or "going on from" in line]
+    assert len(told) == 4 and all("rank" in line and "was killed (SIGKILL)" in line for line in told[::2]), (
+        command.output
+    )
+    if lossless:
+        at = [int(line.partition("from step ")[2].partition(",")[0]) for line in told[1::2]]
+        assert at[0] >= 8 and at[1] >= 20, told
+    assert kept() <= before
+
+
+def test_the_same_error_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    """It is the job's own: after the third time at one step nobody tries again."""
+    command = start(tmp_path, "dp=2", 30, "--job.fault", "sample", "--check", "none")
+    assert command.wait(120) == 1
+    assert command.output.count("starting again") == 2 and "(2 of 2 without a step)" in command.output, command.output
+    assert "error[C005] rank 1 raised ValueError: sample 30 cannot be read" in command.output, command.output
+
+
+def test_a_rank_that_was_not_to_be_replaced(tmp_path: Path) -> None:
+    command = start(tmp_path, "dp=2", 1000, "--restarts", "0")
+    command.until(lambda: step_of(tmp_path) >= 3, 120)
+    os.kill(command.workers()[1], signal.SIGKILL)
+    assert command.wait(60) == 1 and "error[C003] rank 1 was killed" in command.output, command.output
+
+
+def test_memory_goes_with_the_launcher(tmp_path: Path) -> None:
+    before = kept()
+    command = start(tmp_path, "dp=2", 100_000)
+    command.until(lambda: step_of(tmp_path) >= 3, 120)
+    assert len(kept() - before) == 1
+    command.kill()
+    command.wait(10)
+    end = time.monotonic() + 10
+    while kept() - before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert kept() <= before
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "pp=4", "fsdp=2 tp=2"))
+def test_ten_kills_at_any_moment(plan: str, seed: int, tmp_path: Path) -> None:
+    """Of 200 in all: at the start, in a step, in a save, in an evaluation."""
+    steps, chance = 150, random.Random(f"{plan} {seed}")
+    flags = ("--save-every", "15", "--restarts", "10")
+    whole = start(tmp_path / "whole", plan, steps, *flags)
+    assert whole.wait(300) == 0, whole.output
+    command = start(tmp_path / "killed", plan, steps, *flags, "--job.pause", "0.01")
+    folder = tmp_path / "killed"
+    for _ in range(10):
+        at = step_of(folder)
+        if chance.random() < 0.7:
+            command.until(lambda at=at: step_of(folder) > at or not alive(command.pid), 120)
+        kill_once(command, folder, chance.randrange(4), chance.random() * 0.4)
+    assert command.wait(300) == 0, command.output
+    assert same(ended(tmp_path / "whole", steps), ended(folder, steps)), command.output
