@@ -15,7 +15,16 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from plait.config.errors import (
-    FAILED, NO_ROOM, PlaitError, Problem, codes, did_you_mean, disk_full, explain, too_small, trace_of,
+    FAILED,
+    NO_ROOM,
+    PlaitError,
+    Problem,
+    codes,
+    did_you_mean,
+    disk_full,
+    explain,
+    too_small,
+    trace_of,
 )  # fmt: skip
 from plait.config.plan import KEYS, Key, Plan
 from plait.config.version import __version__
@@ -200,13 +209,8 @@ def _common(parser: argparse.ArgumentParser) -> None:
 def _train_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _common(parser)
-    add(
-        "--restarts",
-        type=int,
-        default=2,
-        metavar="N",
-        help="go on when a rank is lost, N times without a step between; 0: never",
-    )
+    lost = "go on when a rank is lost, N times without a step between; 0: never"
+    add("--restarts", type=int, default=2, metavar="N", help=lost)
     add("--nnodes", type=int, help="machines; the same command is started on each, and --nproc ranks there")
     add("--node-rank", type=int, metavar="N", help="which of them this is, from 0, where no launcher says it")
     add("--master", metavar="HOST:PORT", help="where machine 0 is reached, where no launcher says it")
