@@ -21,7 +21,8 @@ because torch's SyncBatchNorm does not run on CPUs; `cnn-bn` keeps them and give
 `cnn-augment` is `cnn` with its augmentation, for which only plait seeds the generators sample by sample, so
 losses may differ there. Data sets are cut to whole global batches.
 
-``--start`` measures another thing: a run of one step from start to end, with the job check and without, in turn.
+``--start`` measures another thing: a run of one step from start to end, with the job check and without, in turn. ``--lost`` what it
+costs to be ready for a lost rank: the steps of a whole run with snapshots in memory over those of one without, in turn.
 """
 
 import argparse
@@ -92,6 +93,10 @@ def group_normed(job: Job) -> Job:
         return made
 
     return replace(job, model=model)
+
+
+STEPS = 80
+"""Of a run whose steps are compared with another's."""
 
 
 class Cut:
@@ -305,6 +310,31 @@ def starts(plan: Plan, rounds: int) -> list[dict[str, Any]]:
     return tables
 
 
+def steps_of_run(path: str, plan: Plan, restarts: int, folder: Path) -> float:
+    """Seconds that the steps of a run took together, without its first ten."""
+    job = replace(load_job(path), steps=STEPS, evaluate=None)
+    request = Request(path, job, plan, {}, folder, device="cpu", check="none", restarts=restarts)
+    launch(request, StringIO())
+    rows = map(json.loads, (folder / "latest" / "metrics.jsonl").read_text().splitlines())
+    return sum(row["seconds"] for row in rows if row.get("seconds") and row["step"] > 10)
+
+
+def ready_for_loss(plan: Plan, rounds: int) -> str:
+    """The ratio of both, of every example."""
+    lines = [f"steps with snapshots in memory over steps without · {plan} · {STEPS} steps · {rounds} rounds"]
+    for path in sorted(map(str, EXAMPLES.glob("*/job.py"))):
+        ratios = list[float]()
+        for number in range(rounds):
+            took = dict[int, float]()
+            for restarts in random.Random(number).sample((0, 2), 2):
+                with tempfile.TemporaryDirectory() as folder:
+                    took[restarts] = steps_of_run(path, plan, restarts, Path(folder))
+            ratios.append(took[2] / took[0])
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        lines.append(f"  {Path(path).parent.name:<14}{middle:.3f} [{low:.3f}, {high:.3f}]")
+    return "\n".join(lines) + "\n"
+
+
 def show_starts(tables: list[dict[str, Any]]) -> str:
     lines = [
         f"time to first step, s · {tables[0]['plan']}",
@@ -324,6 +354,7 @@ def main() -> int:
     parser.add_argument(
         "--start", action="store_true", help="only the time to the first step, with and without the job check"
     )
+    parser.add_argument("--lost", action="store_true", help="only what snapshots in memory cost")
     parser.add_argument("--json", action="store_true", help="one JSON object per table")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # a forked copy of a thread pool is dead; workers choose for themselves
@@ -331,6 +362,10 @@ def main() -> int:
         for world in map(int, asked.nproc.split(",")):
             found_starts = starts(Plan(dp=world, microbatches=1 if world > 1 else 2), max(2, asked.rounds // 6))
             print(json.dumps(found_starts) if asked.json else show_starts(found_starts), flush=True)
+        return 0
+    if asked.lost:
+        for world in map(int, asked.nproc.split(",")):
+            print(ready_for_loss(Plan(dp=world), max(2, asked.rounds // 4)), flush=True)
         return 0
     for module in filter(find_spec, LIBRARIES.values()):
         import_module(module)

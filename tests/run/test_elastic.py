@@ -16,8 +16,9 @@ from rarely import rarely
 KEPT = Path("/dev/shm")
 
 
-def kept() -> set[str]:
-    return {p.name for p in KEPT.glob("plait-*")}
+def kept(command: Command) -> list[Path]:
+    """What a launcher has in shared memory."""
+    return list(KEPT.glob(f"plait-*-{command.pid}-*"))
 
 
 def start(folder: Path, plan: str, steps: int, *more: str) -> Command:
@@ -64,7 +65,6 @@ def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) ->
     steps = 30
     whole = start(tmp_path / "whole", plan, steps)
     assert whole.wait(120) == 0, whole.output
-    before = kept()
     command = start(tmp_path / "killed", plan, steps, "--job.pause", "0.02")
     command.until(lambda: step_of(tmp_path / "killed") >= 8, 120)
     kill_once(command, tmp_path / "killed", 1, 0.0)
@@ -79,7 +79,7 @@ def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) ->
     if lossless:
         at = [int(line.partition("from step ")[2].partition(",")[0]) for line in told[1::2]]
         assert at[0] >= 8 and at[1] >= 20, told
-    assert kept() <= before
+    assert not kept(command)
 
 
 def test_the_same_error_again_and_again_ends_the_run(tmp_path: Path) -> None:
@@ -98,16 +98,15 @@ def test_a_rank_that_was_not_to_be_replaced(tmp_path: Path) -> None:
 
 
 def test_memory_goes_with_the_launcher(tmp_path: Path) -> None:
-    before = kept()
     command = start(tmp_path, "dp=2", 100_000)
     command.until(lambda: step_of(tmp_path) >= 3, 120)
-    assert len(kept() - before) == 1
+    assert len(kept(command)) == 1
     command.kill()
     command.wait(10)
     end = time.monotonic() + 10
-    while kept() - before and time.monotonic() < end:
+    while kept(command) and time.monotonic() < end:
         time.sleep(0.05)
-    assert kept() <= before
+    assert not kept(command)
 
 
 @pytest.mark.prove

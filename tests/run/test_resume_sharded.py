@@ -150,8 +150,9 @@ def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Pat
 def test_a_failing_rank_is_named(fault: str, code: str, layout: str, tmp_path: Path) -> None:
     plan = ("--plan", layout)
     command = Command(
-        "train", TEST_JOB, *plan, "--job.fault", fault, "--job.at", "9", "--job.pause", "0.05", folder=tmp_path
-    )
+        "train", TEST_JOB, *plan, "--restarts", "0", "--job.fault", fault, "--job.at", "9", "--job.pause", "0.05",
+        folder=tmp_path,
+    )  # fmt: skip
     command.until(lambda: len(rows(tmp_path)) >= 3)
     began = time.monotonic()
     assert command.wait(20) == 1

@@ -48,7 +48,7 @@ def sent(line: str) -> list[dict[str, tuple[int, int]]]:
     plan = Plan.parse(line)
     found = [dict(rank.totals) for rank in first_step(job(), plan)]
     flags = TENSORS if plan.fsdp > 1 else 0
-    row = 8 * (1 + 3 + 2 * plan.ranks + plan.world + flags)  # loss, norm, stop; samples, times; which were used
+    row = 8 * (1 + 4 + 2 * plan.ranks + plan.world + flags)  # loss, norm, stop, two saves; samples, times; which were used
     for rank in found if plan.fsdp * plan.tp * plan.cp * plan.pp > 1 else ():
         calls, size = rank.pop("allreduce_")
         if calls > 1:
@@ -61,7 +61,7 @@ def sent(line: str) -> list[dict[str, tuple[int, int]]]:
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_copies_sum_all_gradients_once(ranks: int) -> None:
     """And in the same message, which were used and the row of numbers that all must know."""
-    numbers = P + TENSORS + 3 + 2 * ranks + ranks
+    numbers = P + TENSORS + 4 + 2 * ranks + ranks
     for line in (f"dp={ranks}", f"dp={ranks} microbatches=2"):
         assert sent(line) == [{"allreduce_": (1, BYTES * numbers)}] * ranks
 

@@ -51,8 +51,7 @@ def train(
         for batch in engine.batches():
             step = _step(engine, batch, recorder, request.keep)
             recorder.step(batch, step)
-            if keeper is not None:
-                keeper.stepped()
+            _kept(keeper, note)
             skipped, made = skipped + step.skipped, made + 1
             _sound(engine, step, note)
             if loss is None:
@@ -151,6 +150,17 @@ def _goes_on(engine: Engine, keeper: Keeper, run: RunDirectory, note: Note) -> P
         note(f"note  going on from step {engine.position.step}, {where}")
     _cut(engine, run, keeper.metrics())
     return path
+
+
+def _kept(keeper: Keeper | None, note: Note) -> None:
+    """After a step: keep the state in memory, when it is time for that."""
+    if keeper is None:
+        return
+    keeper.stepped()
+    while keeper.notes:
+        line = keeper.notes.pop(0)
+        if keeper.engine.place.rank == 0:
+            note(line)
 
 
 def _cut(engine: Engine, run: RunDirectory, metrics: dict[str, Any] | None = None) -> None:

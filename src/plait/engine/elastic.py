@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,16 +51,16 @@ class Memory:
     def __init__(self, limit: int):
         self.limit, self.tries = limit, 0
         self.reached = -1
-        self.path = Path("/dev/shm") / f"plait-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+        shared = Path("/dev/shm")
+        base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        self.path = base / f"plait-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.path.mkdir(mode=0o700)
         self._held = _remove_after(self.path)
 
     @staticmethod
     def of(limit: int) -> "Memory | None":
-        """None where a lost rank ends the run, or the system has no such memory."""
-        with contextlib.suppress(OSError):
-            return Memory(limit) if limit and Path("/dev/shm").is_dir() else None
-        return None
+        """None where a lost rank ends the run."""
+        return Memory(limit) if limit else None
 
     def close(self) -> None:
         """Free it."""
@@ -134,8 +135,9 @@ class Keeper:
         self.steps = 0
         self.cost = 0.0
         self.listed = False
-        self.told = ""
-        """What to say of it, once: how often a snapshot is taken, or why none is."""
+        self.notes: list[str] = []
+        """What there is to say: how often a snapshot is taken, or why none is."""
+        self.said = False
 
     def stepped(self) -> None:
         """A step was made. Takes a snapshot when it is time for one; all ranks agree when the next one is."""
@@ -146,20 +148,26 @@ class Keeper:
             return
         began = time.monotonic()
         each = max((began - self.began - self.cost) / self.steps, 1e-6)
-        mine = {"cost": self.cost + self._written(), "each": each, "room": self._room()}
-        said = exchange_json(engine, mine)
+        said = exchange_json(engine, {"cost": self.cost + self._written(), "each": each, "room": self._room()})
         if not all(word["room"] for word in said):
-            self.told, engine.memory = f"no snapshots: {self.folder.parent} has no room for them", None
+            self._stop("there is no room for them")
             return
-        if self.next > 1 and said[0]["cost"]:
+        period = 1  # two in the beginning, of which the first is slow
+        if self.next > 2 or said[0]["cost"]:
             period = max(1, math.ceil(max(word["cost"] for word in said) / SHARE / max(word["each"] for word in said)))
-            if not self.told:
-                self.told = f"a snapshot in memory every {period} steps"
-        else:
-            period = 1  # two in the beginning, of which the first is slow
-        engine.memory.save(engine, 1, wait=False)
+            if not self.said:
+                self.said = True
+                self.notes.append(f"note  a snapshot in memory every {period} steps, for when a rank is lost")
+        try:
+            engine.memory.save(engine, 1, wait=False)
+        except PlaitError as error:  # on all ranks
+            self._stop(error.problems[0].why)
         self.next = engine.position.step + period
         self.cost, self.steps, self.began = time.monotonic() - began, 0, began
+
+    def _stop(self, why: str) -> None:
+        self.engine.memory = None
+        self.notes.append(f"note  no snapshots in memory, in {self.folder.parent}: {why}")
 
     def _list(self) -> None:
         """Write down which tensors there are, on all ranks together, once the optimizer has made its own."""

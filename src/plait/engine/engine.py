@@ -294,7 +294,10 @@ class Engine:
         loss, stop, *rows, saved, kept = row
         self.checkpoints.heard(self, saved)
         if self.memory is not None:
-            self.memory.heard(self, kept)
+            try:
+                self.memory.heard(self, kept)
+            except PlaitError:  # on all ranks: there is no room, and training goes on without snapshots
+                self.memory = None
         spans = self._spans.taken()
         computing = ("forward", "backward", "loss", "replicate")
         self._busy = sum(took for name, _, took in spans if sort_of(name) in computing)
