@@ -270,7 +270,6 @@ SOME = (
     ("deep", "tp=2 precision=bf16"),
     ("dropout", "dp=2 precision=fp16"),
     ("norm", "dp=2 precision=bf16"),
-    ("gpt", "pp=2 fsdp=2 microbatches=2 precision=bf16"),
 )
 
 

@@ -210,7 +210,7 @@ MORE = {
 @pytest.mark.parametrize("how", [*HANGS, *(pytest.param(how, marks=pytest.mark.prove) for how in MORE)])
 def test_a_hang_is_ended_and_named(how: str, tmp_path: Path, hasty: None) -> None:
     plan, when, where = (HANGS | MORE)[how]
-    command = Command("train", JOB, "--plan", plan, "--job.how", how, folder=tmp_path)
+    command = Command("train", JOB, "--plan", plan, "--restarts", "0", "--job.how", how, folder=tmp_path)
     assert command.wait(100) == 1
     assert "error[C001] rank 1 stopped making progress and holds everyone up" in command.output, command.output
     assert when in command.output and "jobs_hanging.py:" in command.output, command.output

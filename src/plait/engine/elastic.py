@@ -71,8 +71,8 @@ class Memory:
         """Whether the run is to be started again after this; `reached`: steps that were done by then."""
         if not isinstance(error, PlaitError) or error.codes[0] not in AGAIN:
             return False
-        if error.codes[0] == "C005" and reached < 1:
-            return False  # the job's own code, in its first step: nothing is lost by saying so
+        if error.codes[0] in ("C001", "C005") and reached < 1:
+            return False  # most likely the job's own code, and nothing is lost by saying so
         self.tries = 1 if reached > self.reached else self.tries + 1
         self.reached = max(self.reached, reached)
         return self.tries <= self.limit

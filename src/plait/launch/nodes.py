@@ -141,6 +141,7 @@ class Node:
         began = time.monotonic()
         try:
             self._write()
+            self.store.check([_key(self.index)])  # answered when the row is there; else it goes with this process
         except Exception:  # nobody is there to read it
             return
         while self.index == 0:
