@@ -13,6 +13,9 @@ import torch
 from launched import TEST_JOB, Command, alive, rows
 from rarely import rarely
 
+from plait.config.errors import PlaitError, Problem
+from plait.engine.elastic import Memory
+
 KEPT = Path("/dev/shm")
 
 
@@ -86,7 +89,7 @@ def test_the_same_error_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """It is the job's own: after the third time at one step nobody tries again."""
     command = start(tmp_path, "dp=2", 30, "--job.fault", "sample", "--check", "none")
     assert command.wait(120) == 1
-    assert command.output.count("starting again") == 2 and "(2 of 2 without a step)" in command.output, command.output
+    assert command.output.count("starting again") == 2 and "(2 of 2 at this step)" in command.output, command.output
     assert "error[C005] rank 1 raised ValueError: sample 30 cannot be read" in command.output, command.output
 
 
@@ -109,9 +112,21 @@ def test_memory_goes_with_the_launcher(tmp_path: Path) -> None:
     assert not kept(command)
 
 
+def test_only_failures_at_the_same_step_are_counted() -> None:
+    killed, raised = PlaitError(Problem("C003", "killed")), PlaitError(Problem("C005", "raised"))
+    memory = Memory(2)
+    try:
+        assert [memory.again(killed, step) for step in (28, 20, 28, 3, 4)] == [True] * 5
+        assert memory.again(killed, 3) is False, "the third in a row at one step, or beside it"
+        assert memory.again(raised, 50) and not memory.again(raised, 0)
+        assert not memory.again(PlaitError(Problem("N001", "the loss is nan")), 60) and not memory.again(ValueError(), 70)
+    finally:
+        memory.close()
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "pp=4", "fsdp=2 tp=2"))
+@pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2"))
 def test_ten_kills_at_any_moment(plan: str, seed: int, tmp_path: Path) -> None:
     """Of 200 in all: at the start, in a step, in a save, in an evaluation."""
     steps, chance = 150, random.Random(f"{plan} {seed}")

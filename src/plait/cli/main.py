@@ -209,7 +209,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
 def _train_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _common(parser)
-    lost = "go on when a rank is lost, N times without a step between; 0: never"
+    lost = "go on when a rank is lost, N times in a row at one step; 0: never"
     add("--restarts", type=int, default=2, metavar="N", help=lost)
     add("--nnodes", type=int, help="machines; the same command is started on each, and --nproc ranks there")
     add("--node-rank", type=int, metavar="N", help="which of them this is, from 0, where no launcher says it")

@@ -42,7 +42,7 @@ class Request:
     allow_inexact: bool = False
     """Train although the job check found that the plan makes another training of the job."""
     restarts: int = 2
-    """How often in a row, without a step being made, the ranks are started again when one is lost."""
+    """How often in a row at one step the ranks are started again when one is lost."""
 
 
 def scaled(job: Job, batch: int | None, rule: str | None) -> tuple[Job, tuple[str, ...]]:

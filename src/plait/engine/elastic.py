@@ -49,8 +49,7 @@ class Memory:
     """The launcher's part: the folder in shared memory, and what becomes of it between two starts."""
 
     def __init__(self, limit: int):
-        self.limit, self.tries = limit, 0
-        self.reached = -1
+        self.limit, self.tries, self.reached = limit, 0, -1
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         self.path = base / f"plait-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -73,15 +72,15 @@ class Memory:
             return False
         if error.codes[0] in ("C001", "C005") and reached < 1:
             return False  # most likely the job's own code, and nothing is lost by saying so
-        self.tries = 1 if reached > self.reached else self.tries + 1
-        self.reached = max(self.reached, reached)
+        self.tries = self.tries + 1 if abs(reached - self.reached) <= 1 else 1
+        self.reached = reached
         return self.tries <= self.limit
 
     def told(self, error: PlaitError) -> str:
         """A line on what was lost."""
         problem = error.problems[0]
         why = f" ({problem.why.splitlines()[0]})" if problem.why else ""
-        return f"note  {problem.what}{why}: starting again ({self.tries} of {self.limit} without a step)"
+        return f"note  {problem.what}{why}: starting again ({self.tries} of {self.limit} at this step)"
 
     def collect(self) -> None:
         """Make checkpoints of what the ranks left behind when they ended."""
@@ -132,8 +131,7 @@ class Keeper:
         engine.memory = Checkpoints(folder)
         self.next = engine.position.step + 1
         self.began = time.monotonic()
-        self.steps = 0
-        self.cost = 0.0
+        self.steps, self.taken, self.cost = 0, 0, 0.0
         self.listed = False
         self.notes: list[str] = []
         """What there is to say: how often a snapshot is taken, or why none is."""
@@ -152,8 +150,8 @@ class Keeper:
         if not all(word["room"] for word in said):
             self._stop("there is no room for them")
             return
-        period = 1  # two in the beginning, of which the first is slow
-        if self.next > 2 or said[0]["cost"]:
+        self.taken, period = self.taken + 1, 1
+        if self.taken > 2:  # the first is slow, and so is the step before it
             period = max(1, math.ceil(max(word["cost"] for word in said) / SHARE / max(word["each"] for word in said)))
             if not self.said:
                 self.said = True
