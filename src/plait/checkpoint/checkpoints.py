@@ -72,6 +72,11 @@ class Checkpoints:
         named = (p for p in self.directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
         return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
 
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest one; 0 when there is none."""
+        return next((int(path.name[5:]) for path in self.found()), 0)
+
     def save(self, training: Training, keep: int, wait: bool = True) -> Path:
         """Save the training's state, and keep the newest `keep` checkpoints; every rank calls it.
 

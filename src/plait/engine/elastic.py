@@ -98,7 +98,7 @@ class Memory:
         by_step: dict[int, list[Path]] = {}
         for folder in (self.path / HANDED).glob("step-*-rank-*"):
             by_step.setdefault(int(folder.name.split("-")[1]), []).append(folder)
-        newest = next((int(p.name[5:]) for p in Checkpoints(self.path).found()), -1)
+        newest = Checkpoints(self.path).newest_step
         for step in sorted(by_step, reverse=True):
             whole = self.path / f"step-{step:06d}"
             if step <= newest:
@@ -109,7 +109,6 @@ class Memory:
                     publish(building, whole, len(by_step[step]), None, [])
                     shutil.copy(by_step[step][0] / METRICS, self.path / METRICS)
                     return
-
 
     def _covered(self, parts: Iterable[dict[str, Any]]) -> bool:
         """Whether all pieces together are every tensor of the training, once."""
@@ -129,13 +128,13 @@ class Keeper:
     def __init__(self, engine: Engine, folder: Path):
         self.engine, self.folder = engine, folder
         engine.memory = Checkpoints(folder)
-        self.next = engine.position.step + 1
+        self.next = 0
+        """The step after which a snapshot is taken; the first one after the first step."""
         self.began = time.monotonic()
         self.steps, self.taken, self.cost = 0, 0, 0.0
         self.listed = False
         self.notes: list[str] = []
         """What there is to say: how often a snapshot is taken, or why none is."""
-        self.said = False
 
     def stepped(self) -> None:
         """A step was made. Takes a snapshot when it is time for one; all ranks agree when the next one is."""
@@ -153,8 +152,7 @@ class Keeper:
         self.taken, period = self.taken + 1, 1
         if self.taken > 2:  # the first is slow, and so is the step before it
             period = max(1, math.ceil(max(word["cost"] for word in said) / SHARE / max(word["each"] for word in said)))
-            if not self.said:
-                self.said = True
+            if self.taken == 3:
                 self.notes.append(f"note  a snapshot in memory every {period} steps, for when a rank is lost")
         try:
             engine.memory.save(engine, 1, wait=False)
@@ -177,16 +175,12 @@ class Keeper:
     def goes_on(self) -> tuple[Path | None, str]:
         """Load the newest state that is whole, in memory or on the disk; (where it was, in words). All ranks call it."""
         engine, memory = self.engine, self.engine.memory
-        kept = max((int(p.name[5:]) for p in memory.found()), default=0) if memory is not None else 0
-        saved = max((int(p.name[5:]) for p in engine.checkpoints.found()), default=0)
-        if memory is not None and kept > saved:
+        if memory is not None and memory.newest_step > engine.checkpoints.newest_step:
             with contextlib.suppress(PlaitError):  # then the disk's
                 path = memory.resume(engine, missing_ok=True)
                 if path is not None:
-                    self.next = engine.position.step + 1
                     return path, "which was kept in memory"
         path = engine.resume(missing_ok=True)
-        self.next = engine.position.step + 1
         return path, f"of {path}" if path else "from the beginning"
 
     def _written(self) -> float:

@@ -129,5 +129,4 @@ def telling(place: Place, log: Callable[[], Path | None]) -> Iterator[None]:
             with contextlib.suppress(OSError), open(file, "a", encoding="utf-8", errors="backslashreplace") as out:
                 out.write(trace)
         failure = Failure.raised(place.rank, words.read(0), described(error))
-        problems = [failure.problem] if failure.problem is not None else failure.problems
-        raise PlaitError(problems, failure.exit_code, failure.trace) from error
+        raise failure.error() from error

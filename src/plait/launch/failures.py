@@ -24,14 +24,17 @@ class Failure:
     exit_code: int = FAILED
     trace: str = ""
 
+    def all_problems(self) -> list[Problem]:
+        """The one that the launcher found, or those that the rank raised."""
+        return [self.problem] if self.problem is not None else self.problems
+
     def error(self) -> PlaitError:
         """What the run ends with."""
-        problems = [self.problem] if self.problem is not None else self.problems
-        return PlaitError(problems or Problem("C005", f"rank {self.rank} failed"), self.exit_code, self.trace)
+        return PlaitError(self.all_problems() or Problem("C005", f"rank {self.rank} failed"), self.exit_code, self.trace)
 
     def to_json(self) -> dict[str, Any]:
         """For the launchers of other machines."""
-        problems = [vars(p) for p in ([self.problem] if self.problem is not None else self.problems)]
+        problems = [vars(p) for p in self.all_problems()]
         return {
             "rank": self.rank,
             "order": self.order,

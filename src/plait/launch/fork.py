@@ -24,6 +24,7 @@ from plait.launch import limits
 from plait.launch.child import live
 from plait.launch.devices import kind_of
 from plait.launch.failure_report import described, pieces, trace_of, unforkable
+from plait.launch.gate import store_at
 from plait.launch.interfaces import LOOPBACK, Interface
 from plait.launch.nodes import Node
 from plait.launch.place import Place, threads
@@ -60,7 +61,7 @@ def run(
             for rank in ranks:
                 with limits.forking(rank, world):
                     workers.append(_fork(group, rank, workers))
-        server = _serve(listening) if listening is not None else None
+        server = store_at(listening) if listening is not None else None
         supervisor = Supervisor(
             workers, group.board, group.stacks, listener or Listener(), patience, alike, node=node, handing=handing
         )
@@ -131,14 +132,6 @@ def _warm_up() -> None:
 
     torch.set_num_threads(1)
     faulthandler.enable()
-
-
-def _serve(listening: socket.socket) -> Any:
-    """The rendezvous store, in the launcher, on the loopback socket made before the fork."""
-    from torch.distributed import TCPStore
-
-    port = listening.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _fork(group: _Group, rank: int, before: list[Worker]) -> Worker:

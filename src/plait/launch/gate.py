@@ -16,8 +16,13 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
+from plait.launch import limits
 from plait.launch.child import live
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 GREETING = b"plait-gate-1\n"
 NONCE = PROOF = 32
@@ -35,32 +40,31 @@ class Stranger(Exception):
     """The other side does not know the job's key, or is no gate."""
 
 
+def store_at(listening: socket.socket) -> "TCPStore":
+    """torch's store, on a loopback socket that listens already."""
+    from torch.distributed import TCPStore
+
+    port = listening.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 def stand(listening: socket.socket, key: bytes) -> int:
     """Start a store, and the gate that leads to it; returns the store's port on this machine. Closes `listening` here."""
-    inner = socket.socket()
-    inner.bind(("127.0.0.1", 0))
-    inner.listen(256)
+    inner = limits.listening()
     port = int(inner.getsockname()[1])
 
     async def inwards(streams: Streams) -> Streams | None:
         await asyncio.wait_for(_admit(streams, key), KNOCKING)
         return await asyncio.open_connection("127.0.0.1", port)
 
-    def serve() -> object:
-        from torch.distributed import TCPStore
-
-        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=inner.detach())
-
-    _start(listening, inwards, serve)
+    _start(listening, inwards, lambda: store_at(inner))
     inner.close()
     return port
 
 
 def tunnel(host: str, port: int, key: bytes) -> int:
     """Start a tunnel to a gate, and return the port on which this machine's processes find it."""
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    listening.listen(256)
+    listening = limits.listening()
     here = int(listening.getsockname()[1])
     _start(listening, lambda streams: through(host, port, key))
     return here
