@@ -13,8 +13,8 @@ import torch
 from launched import TEST_JOB, Command, alive, rows
 from rarely import rarely
 
+from plait.cli.rounds import Losses
 from plait.config.errors import PlaitError, Problem
-from plait.engine.elastic import Memory
 
 KEPT = Path("/dev/shm")
 
@@ -114,14 +114,11 @@ def test_memory_goes_with_the_launcher(tmp_path: Path) -> None:
 
 def test_only_failures_at_the_same_step_are_counted() -> None:
     killed, raised = PlaitError(Problem("C003", "killed")), PlaitError(Problem("C005", "raised"))
-    memory = Memory(2)
-    try:
-        assert [memory.again(killed, step) for step in (28, 20, 28, 3, 4)] == [True] * 5
-        assert memory.again(killed, 3) is False, "the third in a row at one step, or beside it"
-        assert memory.again(raised, 50) and not memory.again(raised, 0)
-        assert not memory.again(PlaitError(Problem("N001", "the loss is nan")), 60) and not memory.again(ValueError(), 70)
-    finally:
-        memory.close()
+    losses = Losses(2)
+    assert [losses.again(killed, step) for step in (28, 20, 28, 3, 4)] == [True] * 5
+    assert losses.again(killed, 3) is False, "the third in a row at one step, or beside it"
+    assert losses.again(raised, 50) and not losses.again(raised, 0)
+    assert not losses.again(PlaitError(Problem("N001", "the loss is nan")), 60) and not losses.again(ValueError(), 70)
 
 
 @pytest.mark.prove

@@ -211,7 +211,8 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     lost = "go on when a rank is lost, N times in a row at one step; 0: never"
     add("--restarts", type=int, default=2, metavar="N", help=lost)
-    add("--nnodes", type=int, help="machines; the same command is started on each, and --nproc ranks there")
+    add("--fewer", action="store_true", help="go on with fewer ranks when one is lost, instead of starting it again")
+    add("--nnodes", metavar="N", help="machines, or 1:2 for one to two; the same command is started on each, and --nproc ranks there")
     add("--node-rank", type=int, metavar="N", help="which of them this is, from 0, where no launcher says it")
     add("--master", metavar="HOST:PORT", help="where machine 0 is reached, where no launcher says it")
     add("--steps", type=int, help="optimizer steps, instead of the job's")
@@ -401,6 +402,7 @@ def _train(options: argparse.Namespace) -> int:
         options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
         options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes, options.weights,
         options.allow_changes, options.patience, options.on_nan, options.check, options.allow_inexact, options.restarts,
+        options.fewer,
     )  # fmt: skip
     code, summary = launch(request, sys.stderr if options.json else None)
     if options.json:

@@ -1,7 +1,7 @@
 """`plait train`, the launcher's side: a run directory, ranks that are forked and watched, again when one is lost, and the end."""
 
-import dataclasses
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -10,8 +10,9 @@ from plait.checkpoint.weights import open_weights
 from plait.cli.console import Console
 from plait.cli.rank import train
 from plait.cli.request import Request
+from plait.cli.rounds import Rounds
 from plait.config.errors import RESUMABLE, PlaitError
-from plait.config.plan import SAME_PARTS
+from plait.config.plan import SAME_PARTS, Plan
 from plait.config.version import __version__
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
@@ -41,80 +42,114 @@ def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, 
     node = None if member is None else Node.join(member, request.plan.world, console.say)
     if member is not None:
         console.say(member.told())
-    with node.telling() if node is not None else nullcontext():
+    with node.taking_part() if node is not None else nullcontext():
         return _watched(request, console, node)
 
 
 def _watched(request: Request, console: Console, node: Node | None) -> tuple[int, dict[str, Any]]:
     """Fork this machine's ranks, and watch over them."""
     plan, first = request.plan, node is None or node.index == 0
-    ranks = range(plan.world) if node is None else node.ranks
-    check(kind_of(request.device), len(ranks))
+    check(kind_of(request.device), plan.world if node is None else node.each)
     foresee(request.job, plan, kind_of(request.device))
     if request.weights:
         open_weights(Path(request.weights))  # what cannot be read is said before a start
     checked = _checked(request) if first else jobcheck.Checked("none")
     made = _Made(request, checked)
     run = made.make() if node is None else joined_ranks.meet_on_nodes(node, made.make)
-    with writing(run.path):
-        logs = {rank: open(run.log(rank), "ab", buffering=0) for rank in ranks}  # noqa: SIM115
+    logs = _Logs(run)
     if first:
         console.say(headline(request))
         for note in (*request.notes, *_notes(request), *made.notes(), *_told(checked)):
             console.say(note)
 
     def text(rank: int, data: bytes) -> None:
-        logs[rank].write(data)
+        logs.write(rank, data)
         console.text(rank, data)
 
     def message(rank: int, message: dict[str, Any]) -> None:
         if message["kind"] == "status":
             console.status(message["value"])
         elif message["kind"] in ("log", "warning"):
-            logs[rank].write(message["text"].encode("utf-8", "backslashreplace"))
+            logs.write(rank, message["text"].encode("utf-8", "backslashreplace"))
             if message["kind"] == "warning":
                 console.warning(rank, message["short"])
         else:
             console.say(message["text"])
 
-    memory = Memory.of(request.restarts) if node is None else None
+    memory = Memory() if request.restarts else None
     listener = fork.Listener(message, text, console.tick, console.say)
+    rounds = Rounds(request, run, memory, node, listener)
     try:
-        results = _ranks(request, run, listener, memory, node)
+        results = _ranks(request, run, rounds, listener)
     except BaseException as error:
         made.failed(error, console)
         raise
     finally:
         console.close()
-        for log in logs.values():
-            log.close()
+        logs.close()
         made.close()
+        rounds.close()
+        if node is not None:
+            joined_ranks.left_by_nodes(node, run)
         if memory is not None:
             memory.close()
+    if not results:
+        console.say("the run ended on the other machines")
+        return 0, {}
     if first:
         return _finish(console, run, results[0])
     return (RESUMABLE if results[0]["stopped"] else 0), results[0]
 
 
-def _ranks(
-    request: Request, run: RunDirectory, listener: fork.Listener, memory: Memory | None, node: Node | None
-) -> list[dict[str, Any]]:
-    """Fork the ranks, and again when one is lost, as long as it gets on. What they returned."""
-    plan, again = request.plan, False
-    folder = memory.path if memory is not None else None
-    handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
-    while True:
-        target = partial(train, request, run, memory=folder, again=again)
+def _ranks(request: Request, run: RunDirectory, rounds: Rounds, listener: fork.Listener) -> list[dict[str, Any]]:
+    """Fork the ranks, round after round. What those of the last one returned; nothing where it was without this machine."""
+    now, memory, node = rounds.first(), rounds.memory, rounds.node
+    shown, results = listener.tick, list[dict[str, Any]]()
+
+    def tick() -> None:
+        shown()
+        rounds.tick()
+
+    listener.tick = tick
+    while now is not None:
+        plan = Plan.parse(now.plan)
+        here = now.devices[node.index if node is not None else 0]
+        handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
+        if memory is not None:
+            memory.begin()
+        target = partial(
+            train, replace(request, plan=plan), run, memory=memory.path if memory is not None else None,
+            snapshots=node is None, again=now.number > 0,
+        )  # fmt: skip
         try:
-            return fork.run(
-                target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing
+            results = fork.run(
+                target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing,
+                devices=here,
             )  # fmt: skip
         except PlaitError as error:
-            if memory is None or listener.asked or not memory.again(error, listener.reached):
-                raise
-            listener.note(memory.told(error))
-            memory.collect()
-            again = True
+            results, now = [], rounds.after_loss(error)
+        else:
+            now = rounds.after_end(results)
+    return results
+
+
+class _Logs:
+    """The ranks' output, a file for each, opened when there is something to write."""
+
+    def __init__(self, run: RunDirectory):
+        self.run, self.files = run, dict[int, IO[bytes]]()
+
+    def write(self, rank: int, data: bytes) -> None:
+        """Add to a rank's."""
+        if rank not in self.files:
+            with writing(self.run.path):
+                self.files[rank] = open(self.run.log(rank), "ab", buffering=0)  # noqa: SIM115
+        self.files[rank].write(data)
+
+    def close(self) -> None:
+        """Close all."""
+        for file in self.files.values():
+            file.close()
 
 
 class _Made:
@@ -190,7 +225,7 @@ def _refuse(request: Request, checked: jobcheck.Checked) -> None:
     if checked.problems and not request.allow_inexact:
         first, *rest = checked.problems
         anyway = "--allow-inexact    trains all the same, and the run says so"
-        raise PlaitError([dataclasses.replace(first, fix=(*first.fix, anyway)), *rest])
+        raise PlaitError([replace(first, fix=(*first.fix, anyway)), *rest])
 
 
 def _told(checked: jobcheck.Checked) -> list[str]:
