@@ -208,7 +208,7 @@ class Rounds:
         if node is not None:
             node.open(self.now, newcomers)
         if number:
-            self._note(f"note  round {number}: {plan} on {plan.world} ranks")
+            self._note(f"note  round {number}: {plan} on {plan.world} rank{'s' if plan.world > 1 else ''}")
         self.listener.guilty = -1
         self._prepare()
 
