@@ -39,4 +39,4 @@ $(READY): pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf .venv runs build src/plait.egg-info
+	rm -rf .venv .engines runs build src/plait.egg-info

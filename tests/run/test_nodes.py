@@ -149,12 +149,13 @@ def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, alone: P
     near(alone, tmp_path, 40, 1e-9)
 
 
-def test_a_request_to_stop_on_one_stops_both(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", (signal.SIGUSR1, *rarely(signal.SIGTERM)))
+def test_a_request_to_stop_on_one_stops_both(hosts: Hosts, tmp_path: Path, number: int) -> None:
     both = started(hosts, tmp_path, "--steps", "100000")
     both[0].until(lambda: at_step(tmp_path, 2), 120)
-    os.kill(both[1].pid, signal.SIGTERM)
+    os.kill(both[1].pid, number)
     assert [one.wait(60) for one in both] == [75, 75], both[0].output + both[1].output
-    assert "continue with the same command and --resume" in both[0].output
+    assert "run me again with\n    the same command --resume" in both[0].output
 
 
 def test_what_one_refuses_ends_the_other(hosts: Hosts, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from plait.config.errors import (
 )  # fmt: skip
 from plait.config.plan import KEYS, Key, Plan
 from plait.config.version import __version__
+from plait.launch.stopping import stoppable
 
 TECHNIQUES = {
     **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
@@ -238,7 +239,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end the run when a rank makes no progress for so long (by what it does, from 10 s to an hour)",
     )
-    parser.set_defaults(run=_train)
+    parser.set_defaults(run=stoppable(_train))
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:

@@ -17,12 +17,14 @@ from plait.config.version import __version__
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
-from plait.engine.resume import Start, writing
+from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.devices import check, cuda_names, kind_of
+from plait.launch.launchers.membership import Membership
 from plait.launch.nodes import Node
 from plait.launch.place import current, joined, joining, on_nodes, unused_allocation
+from plait.launch.stopping import StopRequest, command, told
 from plait.planner.refusals import foresee
 from plait.tensors.rows import split
 from plait.verify.job import check as jobcheck
@@ -42,7 +44,7 @@ def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, 
     node = None if member is None else Node.join(member, request.plan.world, console.say)
     if member is not None:
         console.say(member.told())
-    with node.taking_part() if node is not None else nullcontext():
+    with node.taking_part() if node is not None else nullcontext(), told():
         return _watched(request, console, node)
 
 
@@ -97,13 +99,15 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         console.say("the run ended on the other machines")
         return 0, {}
     if first:
-        return _finish(console, run, results[0])
+        return _finish(console, run, results[0], request.resume)
     return (RESUMABLE if results[0]["stopped"] else 0), results[0]
 
 
 def _ranks(request: Request, run: RunDirectory, rounds: Rounds, listener: fork.Listener) -> list[dict[str, Any]]:
     """Fork the ranks, round after round. What those of the last one returned; nothing where it was without this machine."""
     now, memory, node = rounds.first(), rounds.memory, rounds.node
+    stop = StopRequest.of_process()
+    stop.trains = True
     shown, results = listener.tick, list[dict[str, Any]]()
 
     def tick() -> None:
@@ -112,7 +116,7 @@ def _ranks(request: Request, run: RunDirectory, rounds: Rounds, listener: fork.L
 
     listener.tick = tick
     while now is not None:
-        plan = Plan.parse(now.plan)
+        plan, stop.waits = Plan.parse(now.plan), now.number > 0
         here = now.devices[node.index if node is not None else 0]
         handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
         if memory is not None:
@@ -210,7 +214,7 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
         console.close()
         made.close()
     if place.rank == 0:
-        return _finish(console, run, result)
+        return _finish(console, run, result, request.resume, member)
     return (RESUMABLE if result["stopped"] else 0), result
 
 
@@ -234,11 +238,16 @@ def _told(checked: jobcheck.Checked) -> list[str]:
     return [f"note  not exact: {line}" for line in checked.inexact] + unchecked
 
 
-def _finish(console: Console, run: RunDirectory, result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def _finish(
+    console: Console, run: RunDirectory, result: dict[str, Any], resume: str | None, member: Membership | None = None
+) -> tuple[int, dict[str, Any]]:
     summary = {"run": str(run.path), **result}
     if result["stopped"]:
         saved = f"stopped at step {result['step']} · saved {result['checkpoint']}"
-        console.say(f"{saved} · continue with the same command and --resume")
+        launcher = f"{member.launcher.partition(' (')[0]} … " if member is not None else ""
+        named = resume if resume not in (None, "", AUTO) else ""
+        again = command(*(["--resume"] if resume is None else []), instead=(named, str(run.path)))
+        console.say(f"{saved} · exit code {RESUMABLE}: run me again with\n    {launcher}{again}")
         return RESUMABLE, summary
     if result["device_bytes"]:
         each = " · ".join(f"{n / 2**20:.1f}" for n in result["device_bytes"])

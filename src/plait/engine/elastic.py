@@ -34,6 +34,7 @@ from plait.config.errors import PlaitError
 from plait.engine.engine import Engine
 from plait.launch.failure_report import described
 from plait.launch.place import cores
+from plait.launch.stopping import WARNINGS
 
 SHARE = 0.02
 """Of a step's time that snapshots may cost."""
@@ -288,7 +289,7 @@ def _remove_after(folder: Path) -> int:
         with contextlib.suppress(BaseException):
             os.setsid()
             if os.fork() == 0:
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
                     signal.signal(number, signal.SIG_IGN)
                 os.closerange(0, reading)
                 os.closerange(reading + 1, 1 << 16)

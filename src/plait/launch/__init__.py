@@ -17,6 +17,7 @@ secret            the key of a job, which all its machines share
 gate              lets only those who know the key into a job's store
 rendezvous        how processes of several machines meet
 nodes             launchers of several machines, which tell each other what they see
+stopping          SIGTERM and SIGUSR1: requests to stop
 child             the life of a process that is forked
 devices           which accelerators there are, without a CUDA call
 detect            this machine as a `Machine`

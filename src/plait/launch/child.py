@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from plait.launch.stopping import WARNINGS
+
 
 def live(work: Callable[[], int], parent: int) -> NoReturn:
     """Do `work` in a process that `parent` has just forked, and end with the status that it returns; 1 when it raises."""
@@ -15,7 +17,7 @@ def live(work: Callable[[], int], parent: int) -> NoReturn:
     status = 1
     with contextlib.suppress(BaseException):
         if os.getppid() == parent:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *WARNINGS):
                 signal.signal(number, signal.SIG_IGN)
             status = work()
     for stream in (sys.stdout, sys.stderr):

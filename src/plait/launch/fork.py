@@ -31,6 +31,7 @@ from plait.launch.place import Place, threads
 from plait.launch.progress import ProgressBoard
 from plait.launch.rendezvous import Meeting
 from plait.launch.stacks import Stacks
+from plait.launch.stopping import WARNINGS, StopRequest
 from plait.launch.supervise import Listener, Supervisor, Worker, end, kill
 
 Target = Callable[[Place], dict[str, Any] | None]
@@ -48,8 +49,8 @@ def run(
     `node`: this machine is one of several; only its own ranks are forked here, and only what they returned is.
     `devices`: numbers of the devices of this machine that the ranks forked here use, in their order; None: from 0 on.
 
-    Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C and SIGTERM ask
-    the workers to stop (`Place.stopping`); a second one kills them.
+    Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C, SIGTERM and SIGUSR1
+    ask the workers to stop (`Place.stopping`); a second Ctrl-C kills them.
     """
     _warm_up()
     ranks = range(world) if node is None else node.ranks
@@ -150,7 +151,6 @@ def _fork(group: _Group, rank: int, before: list[Worker]) -> Worker:
         if pid == 0:
             for descriptor in (reports, output, *(d for w in before for d in (w.reports, w.output))):
                 os.close(descriptor)
-            group.stacks.answer()
             _child(lambda: _work(group, rank, reports_end), parent, output_end)
     except OSError:
         os.close(reports)
@@ -176,6 +176,7 @@ def _child(work: Callable[[], int], parent: int, output: int) -> NoReturn:
 def _work(group: _Group, rank: int, channel: int) -> int:
     import torch
 
+    group.stacks.answer()
     lock, board = threading.Lock(), group.board
 
     def report(message: dict[str, Any]) -> None:
@@ -227,15 +228,24 @@ def _stop_signals(board: ProgressBoard, workers: list[Worker]) -> Iterator[None]
         yield
         return
 
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *WARNINGS)}
+
     def stop(number: int, frame: object) -> None:
         if board.asked() and number == signal.SIGINT:
             kill(workers)
             raise KeyboardInterrupt
         board.stop()
+        heard = before[number]
+        if isinstance(heard, StopRequest):
+            heard.beside(board, number)
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        for number in before:
+            signal.signal(number, stop)
+        for heard in before.values():
+            if isinstance(heard, StopRequest):
+                heard.before(board)
         yield
     finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

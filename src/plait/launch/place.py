@@ -2,8 +2,6 @@
 
 import functools
 import os
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,6 +12,7 @@ from plait.launch.launchers.find import LAUNCHERS, find
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
 from plait.launch.rendezvous import Meeting
+from plait.launch.stopping import StopRequest
 
 if TYPE_CHECKING:
     import torch
@@ -78,10 +77,8 @@ def current() -> Place:
     member = joined()
     if member is None:
         return Place()
-    flag = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda *_: flag.set())
+    flag = StopRequest(waits=True)
+    flag.listen()
     rank, local = member.index, member.local_rank
     if member.agent:
         return Place(rank, member.count, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)

@@ -70,6 +70,10 @@ class ProgressBoard:
         step, phase, when = _ROW.unpack_from(self.memory, self._at(rank))
         return Progress(step, PHASES[phase], when)
 
+    def begun(self) -> bool:
+        """Whether all ranks are built, so that steps may have been made."""
+        return all(self._row(rank).step >= 0 for rank in self.ranks)
+
     def stop(self, asked: bool = True) -> None:
         """Ask all ranks to stop after their step. `asked`: somebody wants the run to end; else to go on with others."""
         self.memory[0] = 1 if asked else self.memory[0] or 2
