@@ -129,9 +129,25 @@ def test_a_rank_that_is_lost_is_replaced_on_all(hosts: Hosts, tmp_path: Path, al
     assert [one.wait(120) for one in both] == [0, 0], both[0].output + both[1].output
     near(alone, tmp_path, 40, 0.0 if plan == "dp=4" else 1e-9)
     assert "starting again (1 of 2 at this step)" in both[0].output
+    (at,) = (line for line in both[0].output.splitlines() if "going on from step" in line)
     if plan.startswith("dp"):
-        (at,) = (line for line in both[0].output.splitlines() if "going on from step" in line)
         assert int(at.partition("step ")[2].partition(",")[0]) >= 15, "copies outlive it: no step is lost"
+
+
+@pytest.mark.parametrize("which", (1, *rarely(0)))
+def test_shards_outlive_their_machine(hosts: Hosts, tmp_path: Path, alone: Path, which: int) -> None:
+    """No copies, no checkpoint on the disk: a snapshot is in the memory of the neighbour. Lost: a machine; a rank."""
+    both = started(hosts, tmp_path, "--steps", "40", "--save-every", "1000", "--job.pause", "0.1", "--plan", "fsdp=4")
+    both[0].until(lambda: at_step(tmp_path, 8), 120)
+    if which:
+        both[1].kill()
+        both[1].wait(10)
+    else:
+        os.kill(ranks(both[0])[0], signal.SIGKILL)
+    both[0].until(lambda: "going on from step" in both[0].output, 60)
+    assert "going on from step 0" not in both[0].output, both[0].output
+    assert [one.wait(120) for one in both[: 2 - which]] == [0, 0][: 2 - which], both[0].output
+    near(alone, tmp_path, 40, 1e-9)
 
 
 def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, alone: Path) -> None:

@@ -10,6 +10,7 @@ On several machines number 0 decides, and the other launchers follow (`launch/no
 one machine's ranks kept is brought into the run's checkpoints.
 """
 
+import shutil
 from collections import Counter
 from typing import Any
 
@@ -253,12 +254,23 @@ class Rounds:
         held = {k: memory.held() if k == node.index else node.ask(k, do="say what is held") for k in there}
         steps = sorted({step for found in held.values() for step in found.get("whole", []) + found.get("pieces", [])})
         for step in reversed([step for step in steps if step > newest]):
-            alone = next((k for k in there if step in held[k].get("whole", [])), None)
-            givers = [alone] if alone is not None else [k for k in there if step in held[k].get("pieces", [])]
-            rows = [self._brought(k, step) for k in givers]
-            if memory.published(self.run.path / BROUGHT, step, self.run.checkpoints):
-                memory.remember(next((row for row in rows if row), None))
+            whole = [k for k in there if step in held[k].get("whole", [])]
+            if self._put_together(step, whole[:1] or [k for k in there if step in held[k].get("pieces", [])]):
                 return
+
+    def _put_together(self, step: int, givers: list[int]) -> bool:
+        """Whether what these machines have of a step, one after the other, is all of it; then it is a checkpoint of the run."""
+        brought, metrics = self.run.path / BROUGHT, None
+        assert self.memory is not None
+        try:
+            for k in givers:
+                metrics = self._brought(k, step) or metrics
+                if self.memory.published(brought, step, self.run.checkpoints):
+                    self.memory.remember(metrics)
+                    return True
+            return False
+        finally:
+            shutil.rmtree(brought, ignore_errors=True)
 
     def _brought(self, k: int, step: int) -> dict[str, Any] | None:
         assert self.node is not None

@@ -17,13 +17,15 @@ from plait.config.version import __version__
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
+from plait.engine.pieces import Neighbours
 from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.devices import check, cuda_names, kind_of
 from plait.launch.launchers.membership import Membership
 from plait.launch.nodes import Node
-from plait.launch.place import current, joined, joining, on_nodes, unused_allocation
+from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
+from plait.launch.round import Round
 from plait.launch.stopping import StopRequest, command, told
 from plait.planner.refusals import foresee
 from plait.tensors.rows import split
@@ -122,9 +124,8 @@ def _ranks(request: Request, run: RunDirectory, rounds: Rounds, listener: fork.L
         if memory is not None:
             memory.begin()
         target = partial(
-            train, replace(request, plan=plan), run, memory=memory.path if memory is not None else None,
-            snapshots=node is None, again=now.number > 0,
-        )  # fmt: skip
+            _trained, replace(request, plan=plan), run, memory.path if memory is not None else None, now
+        )
         try:
             results = fork.run(
                 target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing,
@@ -135,6 +136,16 @@ def _ranks(request: Request, run: RunDirectory, rounds: Rounds, listener: fork.L
         else:
             now = rounds.after_end(results)
     return results
+
+
+def _trained(
+    request: Request, run: RunDirectory, memory: Path | None, now: Round, place: Place
+) -> dict[str, Any]:
+    """A rank of the round."""
+    neighbours = None
+    if len(now.devices) > 1:
+        neighbours = Neighbours(*now.neighbours_of(place.rank), now.kept_by(now.machine_of(place.rank)))
+    return train(request, run, place, memory, neighbours, again=now.number > 0)
 
 
 class _Logs:

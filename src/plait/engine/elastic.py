@@ -32,6 +32,7 @@ from plait.checkpoint.saving import Snapshot, free_bytes, publish, room, write_p
 from plait.checkpoint.training import exchange_json
 from plait.config.errors import PlaitError
 from plait.engine.engine import Engine
+from plait.engine.pieces import PIECES, Neighbours, Pieces
 from plait.launch.failure_report import described
 from plait.launch.place import cores
 from plait.launch.stopping import WARNINGS
@@ -65,10 +66,10 @@ class Memory:
 
     def collect(self) -> None:
         """Make checkpoints of what the ranks left behind when they ended."""
-        for folder in sorted(self.path.glob("step-*.tmp-*")):  # every rank had written its part, none heard of it
+        for step, folder in self._pieces():  # every rank had written its part, none heard of it
             with contextlib.suppress(OSError, ValueError, Damaged, PlaitError):
                 ranks = len(list(folder.glob("part-*.json")))
-                whole = self.path / folder.name.partition(".")[0]
+                whole = self.path / _name(step)
                 if ranks and not whole.exists() and self._covered(_parts(folder)):
                     publish(folder, whole, ranks, None, [])
         newest = Checkpoints(self.path).newest_step
@@ -77,14 +78,20 @@ class Memory:
                 os.rename(self.path / HANDED / _name(step), self.path / _name(step))
                 return
 
+    def _pieces(self) -> list[tuple[int, Path]]:
+        """Snapshots that are not, or not yet, checkpoints: those on their way, and a machine's own part of one."""
+        under_way = [(int(path.name[5:].partition(".")[0]), path) for path in self.path.glob("step-*.tmp-*")]
+        return sorted([*under_way, *((int(p.name.removeprefix(PIECES)), p) for p in self.path.glob(f"{PIECES}*"))])
+
     def _whole(self, handed: Path, step: int) -> bool:
         """Whether survivors hold everything of a step: then it is a checkpoint, beside what they wrote."""
         with contextlib.suppress(OSError, ValueError, Damaged, PlaitError):
             folders = _handed(handed)[step]
             building = _joined(folders, handed / f"{_name(step)}.joined")
             if self._covered(_parts(building)):
-                publish(building, handed / _name(step), len(folders), None, [])
-                shutil.copy(folders[0] / METRICS, self.path / METRICS)
+                publish(building, handed / _name(step), len(list(building.glob("part-*.json"))), None, [])
+                with contextlib.suppress(OSError):
+                    shutil.copy(folders[0] / METRICS, self.path / METRICS)
                 return True
         return False
 
@@ -93,13 +100,17 @@ class Memory:
     def held(self) -> dict[str, list[int]]:
         """Steps of whose state this machine has all, and those of which it has pieces."""
         whole = [int(path.name[5:]) for path in Checkpoints(self.path).found()]
-        return {"whole": whole, "pieces": sorted(_handed(self.path / HANDED))}
+        return {"whole": whole, "pieces": sorted({*_handed(self.path / HANDED), *(step for step, _ in self._pieces())})}
 
     def bring(self, step: int, into: Path) -> dict[str, Any] | None:
         """Copy what this machine has of a step to a folder that all machines see; the metrics of the step."""
-        whole = self.path / _name(step)
-        for folder in [whole] if whole.exists() else _handed(self.path / HANDED).get(step, []):
-            shutil.copytree(folder, into / folder.name, dirs_exist_ok=True)
+        whole, mine = self.path / _name(step), secrets.token_hex(4)
+        if whole.exists():
+            shutil.copytree(whole, into / whole.name)
+        else:
+            pieces = [path for n, path in self._pieces() if n == step]
+            for number, folder in enumerate([*_handed(self.path / HANDED).get(step, []), *pieces]):
+                shutil.copytree(folder, into / f"step-{step}-rank-{mine}{number}")
         with contextlib.suppress(OSError, ValueError):
             found = [self.path / METRICS, *(folder / METRICS for folder in _handed(self.path / HANDED).get(step, []))]
             rows = (json.loads(file.read_text()) for file in found if file.exists())
@@ -108,16 +119,12 @@ class Memory:
 
     def published(self, brought: Path, step: int, checkpoints: Path) -> bool:
         """Make a checkpoint of what machines have brought; whether it was everything."""
-        try:
-            whole = brought / _name(step)
-            if not whole.exists() and not self._whole(brought, step):
-                return False
-            os.rename(whole, checkpoints / whole.name)
-            return True
-        except OSError:
-            return False
-        finally:
-            shutil.rmtree(brought, ignore_errors=True)
+        whole = brought / _name(step)
+        with contextlib.suppress(OSError):
+            if whole.exists() or self._whole(brought, step):
+                os.rename(whole, checkpoints / whole.name)
+                return True
+        return False
 
     def remember(self, metrics: dict[str, Any] | None) -> None:
         """The metrics of the step that the next round goes on from, where another machine had them."""
@@ -139,9 +146,9 @@ class Memory:
 class Keeper:
     """A rank's part: snapshots while all goes well, and what it holds when it loses another rank."""
 
-    def __init__(self, engine: Engine, folder: Path, snapshots: bool = True):
-        self.engine, self.folder = engine, folder
-        engine.memory = Checkpoints(folder) if snapshots else None
+    def __init__(self, engine: Engine, folder: Path, neighbours: Neighbours | None = None):
+        self.engine, self.folder, self.neighbours = engine, folder, neighbours
+        engine.memory = Checkpoints(folder) if neighbours is None else Pieces(folder, neighbours)
         self.next = 0
         """The step after which a snapshot is taken; the first one after the first step."""
         self.began = time.monotonic()
@@ -190,7 +197,7 @@ class Keeper:
     def goes_on(self) -> tuple[Path | None, str]:
         """Load the newest state that is whole, in memory or on the disk; (where it was, in words). All ranks call it."""
         engine, memory = self.engine, self.engine.memory
-        if memory is not None and memory.newest_step > engine.checkpoints.newest_step:
+        if self.neighbours is None and memory is not None and memory.newest_step > engine.checkpoints.newest_step:
             with contextlib.suppress(PlaitError):  # then the disk's
                 path = memory.resume(engine, missing_ok=True)
                 if path is not None:
@@ -207,7 +214,8 @@ class Keeper:
 
     def _room(self) -> bool:
         held = state.held_of(state.parts_of(self.engine))
-        return SPARE * self.engine.place.world * room([held]) < free_bytes(self.folder)
+        ranks = self.engine.place.world if self.neighbours is None else self.neighbours.kept
+        return SPARE * ranks * room([held]) < free_bytes(self.folder)
 
     def metrics(self) -> dict[str, Any] | None:
         """Of the step that this goes on from, where survivors kept it."""
@@ -250,12 +258,12 @@ def _parts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _joined(folders: list[Path], building: Path) -> Path:
-    """The files of several survivors in one folder; of pieces that several hold, the first one's count."""
+    """The files of several folders in one; of pieces that several hold, the first one's count."""
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     known: set[tuple[Any, ...]] = set()
-    for number, folder in enumerate(sorted(folders)):
-        (part,) = _parts(folder)
+    parts = [(folder, part) for folder in sorted(folders) for part in _parts(folder)]
+    for number, (folder, part) in enumerate(parts):
         by_file: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for name, entry in part["tensors"].items():
             place = lambda p, name=name: (name, tuple(p["start"]), tuple(p["size"]))  # noqa: E731
@@ -263,10 +271,13 @@ def _joined(folders: list[Path], building: Path) -> Path:
             known |= set(map(place, entry["pieces"]))
             for piece in entry["pieces"]:
                 by_file.setdefault(piece["file"], []).append((entry["dtype"], piece))
-        part["files"] = {
-            file: _rewritten(ShardFile(folder / file, *part["files"][file].values()), by_file[file], building / file)
-            for file in part["files"] if file in by_file
-        }  # fmt: skip
+        files = {}
+        for file, pieces in by_file.items():
+            new = f"{file.partition('-')[0]}-{number:05d}.safetensors"
+            files[new] = _rewritten(ShardFile(folder / file, *part["files"][file].values()), pieces, building / new)
+            for _, piece in pieces:
+                piece["file"] = new
+        part["files"] = files
         (building / f"part-{number:05d}.json").write_bytes(seal(part))
     return building
 

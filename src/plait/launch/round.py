@@ -41,6 +41,21 @@ class Round:
         machine = self.machine_of(rank)
         return self.devices[machine][rank - self.ranks_of(machine).start]
 
+    def neighbours_of(self, rank: int) -> tuple[int, tuple[int, ...]]:
+        """A rank of the next machine, and the ranks of the one before whose neighbour this one is."""
+        return self._next(rank), tuple(other for other in range(self.world) if self._next(other) == rank)
+
+    def kept_by(self, machine: int) -> int:
+        """Ranks of this machine and of the one before."""
+        machines = sorted(self.devices)
+        return len(self.devices[machine]) + len(self.devices[machines[machines.index(machine) - 1]])
+
+    def _next(self, rank: int) -> int:
+        machines = sorted(self.devices)
+        mine = self.machine_of(rank)
+        there = self.ranks_of(machines[(machines.index(mine) + 1) % len(machines)])
+        return there[(rank - self.ranks_of(mine).start) % len(there)]
+
     def cut(self, world: int) -> dict[int, tuple[int, ...]]:
         """The devices of the first `world` ranks."""
         kept = {k: tuple(d for d, rank in zip(there, self.ranks_of(k)) if rank < world) for k, there in self.devices.items()}
