@@ -3,6 +3,8 @@
 main              the words of the command line
 train             plait train: the launcher's side
 rank              plait train: the side of a rank
+rounds            what is decided between two starts of the ranks
+other_plans       plans for fewer ranks, found while training goes on
 request           what plait train was asked for
 console           what a person sees while a run goes on
 plan              plait plan

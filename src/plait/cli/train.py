@@ -60,28 +60,14 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     checked = _checked(request) if first else jobcheck.Checked("none")
     made = _Made(request, checked)
     run = made.make() if node is None else joined_ranks.meet_on_nodes(node, made.make)
-    logs = _Logs(run)
+    output = _Output(console, run)
     if first:
         console.say(headline(request))
         for note in (*request.notes, *_notes(request), *made.notes(), *_told(checked)):
             console.say(note)
 
-    def text(rank: int, data: bytes) -> None:
-        logs.write(rank, data)
-        console.text(rank, data)
-
-    def message(rank: int, message: dict[str, Any]) -> None:
-        if message["kind"] == "status":
-            console.status(message["value"])
-        elif message["kind"] in ("log", "warning"):
-            logs.write(rank, message["text"].encode("utf-8", "backslashreplace"))
-            if message["kind"] == "warning":
-                console.warning(rank, message["short"])
-        else:
-            console.say(message["text"])
-
     memory = Memory() if request.restarts else None
-    listener = fork.Listener(message, text, console.tick, console.say)
+    listener = fork.Listener(output.message, output.text, console.tick, console.say)
     rounds = Rounds(request, run, memory, node, listener)
     try:
         results = _ranks(request, run, rounds, listener)
@@ -89,8 +75,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         made.failed(error, console)
         raise
     finally:
-        console.close()
-        logs.close()
+        output.close()
         made.close()
         rounds.close()
         if node is not None:
@@ -148,23 +133,39 @@ def _trained(
     return train(request, run, place, memory, neighbours, again=now.number > 0)
 
 
-class _Logs:
-    """The ranks' output, a file for each, opened when there is something to write."""
+class _Output:
+    """What the ranks print and report: to the terminal, and into a log for each, opened when there is something to write."""
 
-    def __init__(self, run: RunDirectory):
-        self.run, self.files = run, dict[int, IO[bytes]]()
+    def __init__(self, console: Console, run: RunDirectory):
+        self.console, self.run, self.logs = console, run, dict[int, IO[bytes]]()
 
-    def write(self, rank: int, data: bytes) -> None:
-        """Add to a rank's."""
-        if rank not in self.files:
-            with writing(self.run.path):
-                self.files[rank] = open(self.run.log(rank), "ab", buffering=0)  # noqa: SIM115
-        self.files[rank].write(data)
+    def text(self, rank: int, data: bytes) -> None:
+        """A rank has printed it."""
+        self._log(rank, data)
+        self.console.text(rank, data)
+
+    def message(self, rank: int, message: dict[str, Any]) -> None:
+        """A rank reports it."""
+        if message["kind"] == "status":
+            self.console.status(message["value"])
+        elif message["kind"] in ("log", "warning"):
+            self._log(rank, message["text"].encode("utf-8", "backslashreplace"))
+            if message["kind"] == "warning":
+                self.console.warning(rank, message["short"])
+        else:
+            self.console.say(message["text"])
 
     def close(self) -> None:
-        """Close all."""
-        for file in self.files.values():
+        """Nothing follows."""
+        self.console.close()
+        for file in self.logs.values():
             file.close()
+
+    def _log(self, rank: int, data: bytes) -> None:
+        if rank not in self.logs:
+            with writing(self.run.path):
+                self.logs[rank] = open(self.run.log(rank), "ab", buffering=0)  # noqa: SIM115
+        self.logs[rank].write(data)
 
 
 class _Made:
