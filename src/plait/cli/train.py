@@ -70,7 +70,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     listener = fork.Listener(output.message, output.text, console.tick, console.say)
     rounds = Rounds(request, run, memory, node, listener)
     try:
-        results = _ranks(request, run, rounds, listener)
+        results = _ranks(request, rounds, listener, output)
     except BaseException as error:
         made.failed(error, console)
         raise
@@ -90,7 +90,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     return (RESUMABLE if results[0]["stopped"] else 0), results[0]
 
 
-def _ranks(request: Request, run: RunDirectory, rounds: Rounds, listener: fork.Listener) -> list[dict[str, Any]]:
+def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_Output") -> list[dict[str, Any]]:
     """Fork the ranks, round after round. What those of the last one returned; nothing where it was without this machine."""
     now, memory, node = rounds.first(), rounds.memory, rounds.node
     stop = StopRequest.of_process()
@@ -104,17 +104,18 @@ def _ranks(request: Request, run: RunDirectory, rounds: Rounds, listener: fork.L
     listener.tick = tick
     while now is not None:
         plan, stop.waits = Plan.parse(now.plan), now.number > 0
-        here = now.devices[node.index if node is not None else 0]
+        here = node.index if node is not None else 0
+        output.begin(now.ranks_of(here))
         handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
         if memory is not None:
             memory.begin()
         target = partial(
-            _trained, replace(request, plan=plan), run, memory.path if memory is not None else None, now
+            _trained, replace(request, plan=plan), output.run, memory.path if memory is not None else None, now
         )
         try:
             results = fork.run(
                 target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing,
-                devices=here,
+                devices=now.devices[here],
             )  # fmt: skip
         except PlaitError as error:
             results, now = [], rounds.after_loss(error)
@@ -134,14 +135,21 @@ def _trained(
 
 
 class _Output:
-    """What the ranks print and report: to the terminal, and into a log for each, opened when there is something to write."""
+    """What the ranks print and report: to the terminal, and into a log for each."""
 
     def __init__(self, console: Console, run: RunDirectory):
         self.console, self.run, self.logs = console, run, dict[int, IO[bytes]]()
 
+    def begin(self, ranks: range) -> None:
+        """These ranks are about to start."""
+        with writing(self.run.path):
+            for rank in ranks:
+                if rank not in self.logs:
+                    self.logs[rank] = open(self.run.log(rank), "ab", buffering=0)  # noqa: SIM115
+
     def text(self, rank: int, data: bytes) -> None:
         """A rank has printed it."""
-        self._log(rank, data)
+        self.logs[rank].write(data)
         self.console.text(rank, data)
 
     def message(self, rank: int, message: dict[str, Any]) -> None:
@@ -149,7 +157,7 @@ class _Output:
         if message["kind"] == "status":
             self.console.status(message["value"])
         elif message["kind"] in ("log", "warning"):
-            self._log(rank, message["text"].encode("utf-8", "backslashreplace"))
+            self.logs[rank].write(message["text"].encode("utf-8", "backslashreplace"))
             if message["kind"] == "warning":
                 self.console.warning(rank, message["short"])
         else:
@@ -160,12 +168,6 @@ class _Output:
         self.console.close()
         for file in self.logs.values():
             file.close()
-
-    def _log(self, rank: int, data: bytes) -> None:
-        if rank not in self.logs:
-            with writing(self.run.path):
-                self.logs[rank] = open(self.run.log(rank), "ab", buffering=0)  # noqa: SIM115
-        self.logs[rank].write(data)
 
 
 class _Made:
