@@ -63,7 +63,7 @@ def kill_once(command: Command, folder: Path, rank: int, delay: float) -> None:
         command.until(lambda: command.workers() != before or not alive(command.pid))
 
 
-@pytest.mark.parametrize("plan, lossless", (("dp=2", True), ("fsdp=2", False), *rarely(("dp=2 pp=2", True))))
+@pytest.mark.parametrize("plan, lossless", (("dp=2", True), ("fsdp=2", False), *rarely(("dp=2 pp=2", True), ("dp=2 fsdp=2", True), ("dp=2 fsdp=2 zero=1", True))))
 def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) -> None:
     steps = 30
     whole = start(tmp_path / "whole", plan, steps)
@@ -210,9 +210,9 @@ def test_three_ranks_are_lost_for_good(plan: str, seed: int, tmp_path: Path) -> 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2"))
+@pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2", "dp=2 fsdp=2"))
 def test_ten_kills_at_any_moment(plan: str, seed: int, tmp_path: Path) -> None:
-    """Of 200 in all: at the start, in a step, in a save, in an evaluation."""
+    """Of 240 in all: at the start, in a step, in a save, in an evaluation."""
     steps, chance = 150, random.Random(f"{plan} {seed}")
     flags = ("--save-every", "15", "--restarts", "10")
     whole = start(tmp_path / "whole", plan, steps, *flags)

@@ -232,7 +232,7 @@ class Keeper:
         with contextlib.suppress(Exception):  # what cannot be kept is in the snapshot before
             engine.put_back()
             parts, values = state.parts_of(engine), state.values_of(engine)
-            held = state.held_of(parts)
+            held = [one for one in state.held_of(parts) if one.bytes or 0 in one.shape]  # a shard may have nothing of a tensor
             if all(one.bytes for one in held) and 2 * room([held]) < free_bytes(self.folder):
                 place = self.folder / HANDED / f"step-{engine.position.step}-rank-{engine.place.rank}"
                 building = place.with_name(f".{place.name}")
