@@ -16,7 +16,7 @@ from plait.engine.elastic import Keeper
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
 from plait.engine.passes import Step
-from plait.engine.resume import writing
+from plait.engine.resume import AUTO, writing
 from plait.engine.run_directory import RunDirectory
 from plait.launch.failure_report import short
 from plait.launch.place import Place
@@ -175,7 +175,7 @@ def _cut(engine: Engine, run: RunDirectory, metrics: dict[str, Any] | None = Non
 
 
 def _resume(engine: Engine, request: Request, run: RunDirectory, note: Note) -> Path | None:
-    path = engine.resume(missing_ok=not request.resume, allow_changes=request.allow_changes)
+    path = engine.resume(missing_ok=request.resume in ("", AUTO), allow_changes=request.allow_changes)
     if engine.place.rank == 0:
         for problem in engine.checkpoints.refused:
             note(f"refused {problem.what}: {problem.why}")

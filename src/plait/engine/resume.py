@@ -22,6 +22,8 @@ from plait.engine.run_directory import RunDirectory
 STACKS = (b"Traceback (most recent call last)", b"(most recent call first)", b"Fatal Python error")
 """What is worth keeping of the output of a run that failed at its start."""
 FAILED_START = "failed-start"
+AUTO = "auto"
+"""`--resume auto`: the job's newest run, or a new one where there is none yet. For a command that is started again by itself."""
 
 
 def find(text: str, job: str, root: Path) -> tuple[RunDirectory | None, Path | None]:
@@ -84,10 +86,10 @@ class Start:
     @staticmethod
     def of(job: str, plan: Plan, arguments: dict[str, str], root: Path, resume: str | None) -> "Start":
         """A new run, or the one that is resumed. K001, K002, R002, R007."""
-        if resume is None:
+        if resume is None or (resume == AUTO and not RunDirectory.all(job, root)):
             latest = _latest(root)
             return Start(RunDirectory.create(job, plan, arguments, root), True, latest).seen()
-        run, checkpoint = find(resume, job, root)
+        run, checkpoint = find("" if resume == AUTO else resume, job, root)
         if run is not None and (checkpoint is None or Checkpoints(run.checkpoints).found()[0].samefile(checkpoint)):
             latest = _latest(run.path.parent)
             run.point()
