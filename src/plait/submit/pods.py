@@ -13,10 +13,12 @@ KEY = "secret"
 """Of the Secret, the entry in which the secret is."""
 
 
-def command(asked: Submission, words: list[str]) -> list[Value]:
-    """The words of a container's command; setup comes first, in a shell that becomes the command."""
-    if asked.setup:
-        words = ["/bin/sh", "-c", "\n".join(["set -e", *asked.setup, 'exec "$@"', ""]), "sh", *words]
+def command(asked: Submission, words: list[str], folder: str | None = None) -> list[Value]:
+    """The words of a container's command. Setup comes first, in a shell that becomes the command; also `folder`, to which it goes."""
+    if asked.setup or folder is not None:
+        lines = [*(['cd -- "$1"', "shift"] if folder is not None else []), *asked.setup]
+        shell = ["/bin/sh", "-c", "\n".join(["set -e", *lines, 'exec "$@"', ""]), "sh"]
+        words = [*shell, *([folder] if folder is not None else []), *words]
     return [word.replace("$", "$$") for word in words]
 
 

@@ -21,14 +21,19 @@ OPTION = re.compile(r"[a-z][a-z0-9-]*")
 GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres")
 CORES = ("cpus-per-task", "exclusive", "cpus-per-gpu", "oversubscribe")
 
-WAIT = """\
-step=$!
-while again=; wait "$step"; code=$?; [ "$again" ]; do :; done
+START = """\
+start() {
+  {srun} &
+  step=$!
+  while again=''; wait "$step"; code=$?; [ "$again" ]; do :; done
+}
+start
 """
 AGAIN = """\
-while true; do
-{start}  [ "$code" -eq 1 ] && [ "$left" -gt 0 ] && [ -z "$warned" ] || break
+# 1 means that a rank or a machine was lost: the others ended too, and all go on from the newest checkpoint.
+while [ "$code" -eq 1 ] && [ "$left" -gt 0 ] && [ -z "$warned" ]; do
   left=$((left - 1))
+  start
 done
 """
 END = """\
@@ -62,17 +67,15 @@ def write(asked: Submission) -> str:
 
 def _body(asked: Submission) -> str:
     """Starts the ranks, and waits for them; also again, on many machines, where plait does not do it itself."""
-    start, again = f"{_srun(asked)} &\n{WAIT}", asked.together and asked.restarts > 0 and asked.resume is None
+    again = asked.together and asked.restarts > 0 and asked.resume is None
     rows = [
         "# 75 means: saved, run me again. Of a job that was warned of the end of its time, Slurm is told so.",
-        "warned= again=" + (f" left={asked.restarts}" if again else ""),
+        "warned='' again=''" + (f" left={asked.restarts}" if again else ""),
         """trap 'warned=yes again=yes; scancel --quiet --signal=TERM "$SLURM_JOB_ID"' USR1""",
         "trap 'again=yes' TERM",
+        START.replace("{srun}", _srun(asked)),
     ]
-    if again:
-        rows += ["# 1 means that a rank or a machine was lost: the others ended too, and all go on from the newest checkpoint."]
-        start = AGAIN.replace("{start}", start)
-    return "\n".join([*rows, start]) + END
+    return "\n".join(rows) + (AGAIN if again else "") + END
 
 
 def _srun(asked: Submission) -> str:
@@ -80,7 +83,7 @@ def _srun(asked: Submission) -> str:
     srun = [f"srun --nodes={asked.nodes} --ntasks={asked.nodes} --ntasks-per-node=1"]
     if asked.cpus or not asked.overrules(*CORES):
         srun += [f"--cpus-per-task={cores}"]
-    srun += ["--kill-on-bad-exit=0 --export=ALL \\\n "]
+    srun += ["--kill-on-bad-exit=0 --export=ALL \\\n   "]
     if asked.resume is not None:
         return " ".join([*srun, line([*asked.train(), f"--nnodes={asked.nodes}"])])
     folder = f"{asked.own_runs}-"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from plait.config.errors import PlaitError, Problem
 from plait.config.plan import AXES, Plan
 
-NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """What every scheduler takes for a name; Kubernetes makes host names of it."""
 LONGEST = 40
 """Characters of a name: Kubernetes appends to it, and a part of a host's name has 63 at most."""

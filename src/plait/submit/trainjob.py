@@ -25,12 +25,9 @@ def write(asked: Submission) -> str:
 
 
 def _document(asked: Submission) -> dict[str, Value]:
-    words = asked.train()
-    if asked.folder is not None:  # a TrainJob has no word for it
-        words = ["/bin/sh", "-c", 'cd -- "$1" && shift && exec "$@"', "sh", asked.folder, *words]
     trainer: dict[str, Value] = {
         "image": asked.image,
-        "command": pods.command(asked, words),
+        "command": pods.command(asked, asked.train(), asked.folder),
         "numNodes": asked.nodes,
         "numProcPerNode": asked.each if asked.plan.processes != "one" else 1,
     }
