@@ -170,7 +170,7 @@ EXAMPLES = {
     ),
     "submit": (
         'slurm job.py --plan "dp=16" --nnodes 2 --time 24h --option partition=gpu --out job.sbatch',
-        "jobset job.py --plan plan.toml --machine h100x8x2 --image registry/train:1 --volume shared:/mnt",
+        "jobset job.py --plan fsdp=16 --machine h100x8x2 --image registry/train:1 --volume shared:/mnt",
         'ssh job.py --plan "dp=4" --hosts node1,node2',
     ),
     "bench": ("compute", "data job.py"),
@@ -217,9 +217,8 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, help="optimizer steps, instead of the job's")
     add("--batch", type=int, help="global batch, instead of the job's")
     add("--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule")
-    add(
-        "--resume", nargs="?", const="", metavar="RUN", help="continue this job's newest run, or this run or checkpoint"
-    )
+    onward = "continue this job's newest run, or this run or checkpoint; auto: the newest, or begin where there is none"
+    add("--resume", nargs="?", const="", metavar="RUN", help=onward)
     add("--allow-changes", action="store_true", help="with --resume: also with other data or another seed (K010)")
     add("--weights", metavar="PATH", help="start from these: a safetensors file, a Hugging Face folder or a checkpoint")
     add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
