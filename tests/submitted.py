@@ -69,25 +69,30 @@ def sbatch(script: str) -> dict[str, str | None]:
 
 
 def _arguments(row: str) -> list[str]:
-    """After `get_argument` of sbatch's source."""
-    words, word, quote, escaped = [], None, "", False
-    for letter in row:
-        if escaped:
-            word, escaped = (word or "") + letter, False
-        elif letter == "\\":
-            escaped = True
-        elif quote:
-            word, quote = (word, "") if letter == quote else ((word or "") + letter, quote)
-        elif letter in "\"'":
-            quote, word = letter, word or ""
-        elif letter == "#":
-            break
-        elif letter in " \t\n\r\v\f":
-            words, word = (words if word is None else [*words, word]), None
-        else:
-            word = (word or "") + letter
-    assert not quote
-    return words if word is None else [*words, word]
+    """After `get_argument` of sbatch's source: a backslash alone does not keep a space."""
+    words: list[str] = []
+    while row := row.lstrip():
+        word, quote, escaped, at = "", "", False, 0
+        while at < len(row) and (quote or not row[at].isspace()):
+            letter, at = row[at], at + 1
+            if escaped:
+                escaped = False
+            elif letter == "\\":
+                escaped = True
+                continue
+            elif quote:
+                if letter == quote:
+                    quote = ""
+                    continue
+            elif letter in "\"'":
+                quote = letter
+                continue
+            elif letter == "#":
+                return [*words, word] if word else words
+            word += letter
+        assert not quote
+        words, row = [*words, word], row[at:]
+    return words
 
 
 def expanded(word: str, variables: dict[str, str]) -> str:

@@ -88,6 +88,7 @@ def until_step(folder: Path, step: int, script: Script) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.timeout(300)
 def test_ssh_starts_two_launchers_that_train_as_one(tmp_path: Path, programs: Programs) -> None:
     text = submitted(
         tmp_path,
@@ -106,6 +107,7 @@ def test_ssh_starts_two_launchers_that_train_as_one(tmp_path: Path, programs: Pr
     assert "one process on each of 2 machines" in script.log.read_text()
 
 
+@pytest.mark.timeout(300)
 def test_slurms_warning_saves_and_queues_again_and_the_next_start_goes_on(tmp_path: Path, programs: Programs) -> None:
     text, runs = submitted(tmp_path, "slurm", "--job.pause", "0.15"), tmp_path / "a run's folder" / "training-42"
     script = Script(text, tmp_path, programs)
@@ -121,6 +123,7 @@ def test_slurms_warning_saves_and_queues_again_and_the_next_start_goes_on(tmp_pa
     assert len([path for path in runs.iterdir() if not path.is_symlink()]) == 1
 
 
+@pytest.mark.prove
 def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, programs: Programs) -> None:
     """Slurm sends SIGTERM to the script and to the step: the run is saved, and that is all."""
     text = submitted(tmp_path, "slurm", "--job.pause", "0.15")
@@ -132,6 +135,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, programs: P
     assert not (tmp_path / "controlled").exists()
 
 
+@pytest.mark.prove
 def test_a_lost_rank_is_started_again_in_the_same_allocation(tmp_path: Path, programs: Programs) -> None:
     text = submitted(tmp_path, "slurm", "--job.fault", "kill", "--job.at", "7", "--save-every", "2", "--restarts", "1")
     script = Script(text, tmp_path, programs)

@@ -231,3 +231,8 @@ def test_times() -> None:
 
 def test_a_job_whose_name_begins_with_a_dash_is_no_option() -> None:
     assert asked(job="-x.py").path == "./-x.py"
+
+
+def test_the_page_names_every_scheduler() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "many_machines.md").read_text(encoding="utf-8")
+    assert all(f"| `{kind}` |" in page for kind in KINDS) and "plait submit slurm" in page

@@ -1,7 +1,7 @@
 """A JobSet of Kubernetes: an indexed Job with a pod on each machine, and names by which the pods find each other.
 
 Exit codes say what becomes of it. 75 means *saved, run me again*: the pods are made anew, as often as it takes. 2 means that the
-command or the plan is wrong: it ends. Anything else makes all pods anew, `--restarts` times, and they go on from the newest checkpoint.
+command or the plan is wrong: it ends, as it does when its time is over. Anything else makes all pods anew, `--restarts` times, and they go on from the newest checkpoint.
 """
 
 from plait.config.errors import RESUMABLE, USAGE
@@ -11,6 +11,8 @@ from plait.submit.shell import comment
 from plait.submit.submission import Submission
 from plait.submit.yaml import Value, dump
 
+FINAL: list[Value] = ["PodFailurePolicy", "DeadlineExceeded"]
+"""Why a Job ended that is not made anew: the command was refused, or its time is over."""
 GROUP, PORT = "node", 29500
 """The name of the one group of pods, and where number 0 listens."""
 
@@ -26,7 +28,7 @@ def _document(asked: Submission) -> dict[str, Value]:
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": asked.name},
         "failurePolicy": {
             "maxRestarts": asked.restarts,
-            "rules": [{"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            "rules": [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": FINAL}],
         },
         "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": _job(asked)}}],
     }

@@ -124,14 +124,16 @@ def _clock(seconds: int) -> str:
 
 
 def _value(name: str, value: str) -> str:
-    """As sbatch reads it: what follows a backslash stands for itself. S002 for what no line of its can say."""
+    """As sbatch reads it: in quotes a space stays, and what follows a backslash stands for itself. S002 for what no line can say."""
     if not OPTION.fullmatch(name):
         what = f"--option {name[:60]} is no option of sbatch"
         raise PlaitError(Problem("S002", what, why="a long name, without dashes", fix=("--option partition=gpu",)))
     if not value.isprintable():
         why = "such an option stands on one line"
         raise PlaitError(Problem("S002", f"--{name} cannot have a line break or a control character", why=why))
-    return re.sub(r"([^\w@%+=:,./-])", r"\\\1", value)
+    if re.fullmatch(r"[\w@%+=:,./-]+", value):
+        return value
+    return '"' + re.sub(r"([\"'\\#])", r"\\\1", value) + '"'
 
 
 SLURM = Scheduler(
