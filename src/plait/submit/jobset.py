@@ -1,7 +1,8 @@
 """A JobSet of Kubernetes: an indexed Job with a pod on each machine, and names by which the pods find each other.
 
 Exit codes say what becomes of it. 75 means *saved, run me again*: the pods are made anew, as often as it takes. 2 means that the
-command or the plan is wrong: it ends, as it does when its time is over. Anything else makes all pods anew, `--restarts` times, and they go on from the newest checkpoint.
+command or the plan is wrong: it ends, as it does when its time is over. Anything else makes all pods anew, `--restarts` times, and
+they go on from the newest checkpoint.
 """
 
 from plait.config.errors import RESUMABLE, USAGE
