@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class Programs:
         self.path, self.said = folder / "programs", folder / "said"
         self.path.mkdir()
         for name in names:
-            self.add(name, '#!/bin/bash\nprintf \'%s\\0\' "$#" "${0##*/}" "$@" >> "$SAID"\n')
+            self.add(name, '#!/bin/bash\nprintf \'%s\\0\' "$#" "${0##*/}" "$@" > "$SAID/$BASHPID"\n')
 
     def add(self, name: str, text: str) -> None:
         """One with this text."""
@@ -124,15 +125,11 @@ class Programs:
 
     def run(self, script: str, shell: str = "bash", **more: str) -> list[list[str]]:
         """The words of each program that a script starts."""
-        self.said.unlink(missing_ok=True)
+        shutil.rmtree(self.said, ignore_errors=True)
+        self.said.mkdir()
         words = [shell, "-c", script]
         done = subprocess.run(
             words, env=self.environment(**more), capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
         assert done.returncode == 0 and not done.stderr, done.stderr
-        said = self.said.read_bytes().decode().split("\0") if self.said.exists() else [""]
-        found: list[list[str]] = []
-        while said[0]:
-            count, *said = said
-            found, said = [*found, said[: int(count) + 1]], said[int(count) + 1 :]
-        return found
+        return [path.read_bytes().decode().split("\0")[1:-1] for path in sorted(self.said.iterdir())]

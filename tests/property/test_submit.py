@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from submitted import Programs, asked, expanded, sbatch
 
 from plait.config.errors import PlaitError
-from plait.submit.kinds import KINDS
+from plait.submit.kinds import scheduler
 from plait.submit.shell import line
 from plait.submit.submission import Submission
 from plait.submit.yaml import dump
@@ -65,7 +65,7 @@ def test_blocks_are_read_as_they_were_meant(lines: list[str]) -> None:
 @many
 @given(USERS)
 def test_slurm(programs: Programs, one: Submission) -> None:
-    script = KINDS["slurm"].write(without_change_of_folder(one))
+    script = scheduler("slurm").write(without_change_of_folder(one))
     ((program, *words),) = programs.run(script, SLURM_JOB_ID="7", SLURM_CPUS_ON_NODE="3")
     plait = words[words.index("plait") :]
     assert program == "srun" and "--cpus-per-task=3" in words and "--nodes=2" in words
@@ -79,9 +79,9 @@ def test_options_of_sbatch(value: str) -> None:
     given_ = asked(folder=value, options=(("account", value), ("gres", "gpu:2")))
     if not value.isprintable():
         with pytest.raises(PlaitError, match="S002"):
-            KINDS["slurm"].write(given_)
+            scheduler("slurm").write(given_)
         return
-    options = sbatch(KINDS["slurm"].write(given_))
+    options = sbatch(scheduler("slurm").write(given_))
     assert options["chdir"] == options["account"] == value
     assert options["nodes"] == "2" and "gpus-per-node" not in options and options["output"] == "job-%j.out"
 
@@ -92,7 +92,7 @@ def test_options_of_sbatch(value: str) -> None:
 @given(one=USERS)
 def test_pods(programs: Programs, kind: str, setup: tuple[str, ...], one: Submission) -> None:
     one = Submission(**vars(one) | {"setup": setup, "volumes": ((one.runs, one.job),)})
-    document = yaml.safe_load(KINDS[kind].write(one))
+    document = yaml.safe_load(scheduler(kind).write(one))
     spec = document["spec"]
     container = spec["trainer"] if kind == "trainjob" else None
     if container is None:
@@ -116,7 +116,7 @@ def test_pods(programs: Programs, kind: str, setup: tuple[str, ...], one: Submis
 @many
 @given(USERS)
 def test_skypilot(programs: Programs, one: Submission) -> None:
-    document = yaml.safe_load(KINDS["skypilot"].write(Submission(**vars(one) | {"gpu": "H100"})))
+    document = yaml.safe_load(scheduler("skypilot").write(Submission(**vars(one) | {"gpu": "H100"})))
     assert document["workdir"] == one.folder
     ((_, *words),) = programs.run(document["run"])
     assert words[:4] == ["train", path(one), "--plan", "dp=2 tp=2"]
@@ -126,7 +126,7 @@ def test_skypilot(programs: Programs, one: Submission) -> None:
 @many
 @given(USERS)
 def test_ray(programs: Programs, one: Submission) -> None:
-    ((_, *words),) = programs.run(KINDS["ray"].write(one))
+    ((_, *words),) = programs.run(scheduler("ray").write(one))
     at = words.index("--")
     assert words[:at] == ["job", "submit", f"--working-dir={one.folder}"]
     assert words[at + 1 : at + 7] == ["python", "-m", "plait.ray", path(one), "--plan", "dp=2 tp=2"]
@@ -140,7 +140,7 @@ def test_ssh(programs: Programs, one: Submission) -> None:
     there = Submission(
         **vars(without_change_of_folder(one)) | {"hosts": ("me@a", "b"), "options": (("Port", one.job),)}
     )
-    calls = sorted(programs.run(KINDS["ssh"].write(there)), key=lambda words: words[-2] != "me@a")
+    calls = sorted(programs.run(scheduler("ssh").write(there)), key=lambda words: words[-2] != "me@a")
     assert [words[:-1] for words in calls] == [["ssh", "-o", f"Port={one.job}", "--", host] for host in ("me@a", "b")]
     for k, call in enumerate(calls):
         ((_, *words),) = programs.run(f"PLAIT_SECRET= ; printf 'x\\n' | {{ {call[-1]}\n}}", "sh")

@@ -52,7 +52,7 @@ def test_words_of_options_arrive(slurm, tmp_path: Path) -> None:
 
 def test_before_its_time_is_over_it_is_saved_and_queued_again(slurm, tmp_path: Path) -> None:
     """Of four minutes the warning leaves two, in which it runs; Slurm waits two more before it starts a job again."""
-    out = written(tmp_path, "--job.steps", "60", "--job.pause", "2", "--time", "4m")
+    out = written(tmp_path, "--job.steps", "60", "--job.pause", "3", "--time", "4m")
     code, number = slurm.run("sbatch", "--parsable", out, folder=tmp_path)
     log = tmp_path / f"net-{number.strip()}.out"
     assert code == 0, number

@@ -28,7 +28,6 @@ from plait.config.errors import (
 )  # fmt: skip
 from plait.config.plan import KEYS, Plan
 from plait.config.version import __version__
-from plait.submit.kinds import KINDS
 
 FIRST = "dp=2"
 """What `plait verify` tries when no plan is given: one process alone would prove nothing."""
@@ -240,7 +239,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _submit_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=tuple(KINDS), help="who starts it")
+    submit.kind(parser)
     _train_options(parser)
     submit.options(parser, getattr(parser, "added", ()))
     parser.set_defaults(run=_submit)

@@ -4,21 +4,26 @@ import argparse
 import json
 import os
 import re
-import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plait.config.errors import PlaitError, Problem, too_small
-from plait.config.files import check_writable, write
 from plait.config.plan import Plan
-from plait.submit.kinds import KINDS
-from plait.submit.scheduler import OWN, check
-from plait.submit.submission import Submission, check_name, check_text, laid_out, slug
+from plait.submit.kinds import KINDS, scheduler
+
+if TYPE_CHECKING:
+    from plait.submit.submission import Submission
 
 HERE = ("help", "plan", "nproc", "nnodes", "node_rank", "master", "runs", "resume", "json", "verbose")
 """Options of `plait train` that are not passed on as they are."""
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 TRAIN = "passed_on"
 """Where the parser keeps the options of `plait train`."""
+
+
+def kind(parser: argparse.ArgumentParser) -> None:
+    """Its first word."""
+    parser.add_argument("kind", choices=KINDS, help="who starts it")
 
 
 def options(parser: argparse.ArgumentParser, train: tuple[argparse.Action, ...]) -> None:
@@ -43,13 +48,18 @@ def options(parser: argparse.ArgumentParser, train: tuple[argparse.Action, ...])
 
 def run(options: argparse.Namespace) -> int:
     """The command."""
-    scheduler = KINDS[options.kind]
+    from shlex import quote
+
+    from plait.config.files import check_writable, write
+    from plait.submit.scheduler import OWN, check
+
+    chosen = scheduler(options.kind)
     given = {name for name in OWN if getattr(options, name) not in (None, [])}
     if options.out:
         check_writable(options.out)
-    check(options.kind, scheduler, given, gpus=options.device != "cpu")
-    text = scheduler.write(_submission(options))
-    start = scheduler.start.replace("FILE", shlex.quote(str(options.out)) if options.out else "FILE")
+    check(options.kind, chosen, given, gpus=options.device != "cpu")
+    text = chosen.write(_submission(options))
+    start = chosen.start.replace("FILE", quote(str(options.out)) if options.out else "FILE")
     if options.out:
         write(options.out, text)
     if options.json:
@@ -63,8 +73,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _submission(options: argparse.Namespace) -> Submission:
+def _submission(options: argparse.Namespace) -> "Submission":
     """What was asked for. Everything that is wrong with it is raised."""
+    from shlex import split
+
+    from plait.submit.scheduler import OWN
+    from plait.submit.submission import Submission, check_name, check_text, laid_out, slug
+
     if options.node_rank is not None:
         why = "the scheduler numbers the machines"
         raise PlaitError(Problem("S002", "plait submit takes no --node-rank", why=why, fix=("leave it out",)))
@@ -84,7 +99,7 @@ def _submission(options: argparse.Namespace) -> Submission:
         restarts=options.restarts, gpus=options.device != "cpu", gpu=options.gpu, cpus=_cpus(options.cpus),
         seconds=seconds(options.time), image=options.image, volumes=tuple(map(_volume, options.volume)),
         folder=options.chdir or (os.getcwd() if options.kind == "ssh" else None), setup=tuple(options.setup), hosts=hosts,
-        master=options.master, secret=options.secret or "plait", plait=tuple(shlex.split(options.call or "plait")),
+        master=options.master, secret=options.secret or "plait", plait=tuple(split(options.call or "plait")),
         options=tuple(_option(text) for text in options.option),
     )  # fmt: skip
 

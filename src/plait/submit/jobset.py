@@ -71,7 +71,7 @@ def _pod(asked: Submission) -> dict[str, Value]:
     }
 
 
-JOBSET = Scheduler(
+SCHEDULER = Scheduler(
     "a JobSet", write, "kubectl apply -f FILE",
     frozenset(("cpus", "gpu", "time", "image", "volume", "chdir", "setup", "secret", "option", "call")), ("image",),
 )  # fmt: skip

@@ -1,10 +1,14 @@
-"""All schedulers by the name that `plait submit` takes. A new one is a file with a `Scheduler`, and its line here."""
+"""All schedulers by the name that `plait submit` takes, which is that of their file. It is read when it is asked for: --help needs none."""
 
-from plait.submit.jobset import JOBSET
-from plait.submit.ray import RAY
-from plait.submit.skypilot import SKYPILOT
-from plait.submit.slurm import SLURM
-from plait.submit.ssh import SSH
-from plait.submit.trainjob import TRAINJOB
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-KINDS = {"slurm": SLURM, "trainjob": TRAINJOB, "jobset": JOBSET, "skypilot": SKYPILOT, "ray": RAY, "ssh": SSH}
+if TYPE_CHECKING:
+    from plait.submit.scheduler import Scheduler
+
+KINDS = ("slurm", "trainjob", "jobset", "skypilot", "ray", "ssh")
+
+
+def scheduler(kind: str) -> "Scheduler":
+    """The `SCHEDULER` of a file."""
+    return import_module(f"plait.submit.{kind}").SCHEDULER

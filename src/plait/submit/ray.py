@@ -41,4 +41,4 @@ def _options(asked: Submission) -> list[str]:
     return [f"--{name}" if value is None else f"--{name}={value}" for name, value in said.items()]
 
 
-RAY = Scheduler("Ray", write, "bash FILE", frozenset(("chdir", "option")))
+SCHEDULER = Scheduler("Ray", write, "bash FILE", frozenset(("chdir", "option")))

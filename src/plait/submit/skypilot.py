@@ -37,7 +37,7 @@ def _document(asked: Submission) -> dict[str, Value]:
     return overlaid(document | {"run": "\n".join(run)}, asked, "the task")
 
 
-SKYPILOT = Scheduler(
+SCHEDULER = Scheduler(
     "SkyPilot", write, "sky jobs launch FILE",
     frozenset(("cpus", "gpu", "image", "volume", "chdir", "setup", "option", "call")), ("gpu",),
 )  # fmt: skip

@@ -136,6 +136,6 @@ def _value(name: str, value: str) -> str:
     return '"' + re.sub(r"([\"'\\#])", r"\\\1", value) + '"'
 
 
-SLURM = Scheduler(
+SCHEDULER = Scheduler(
     "Slurm", write, "sbatch FILE", frozenset(("cpus", "gpu", "time", "chdir", "setup", "option", "call")),
 )  # fmt: skip

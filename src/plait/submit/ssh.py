@@ -76,6 +76,6 @@ def _check(asked: Submission) -> None:
         raise PlaitError(Problem("S002", what, why="ssh -o wants NAME=VALUE", fix=("--option Port=2222",)))
 
 
-SSH = Scheduler(
+SCHEDULER = Scheduler(
     "ssh", write, "bash FILE", frozenset(("chdir", "setup", "hosts", "option", "call", "master")), ("hosts",)
 )

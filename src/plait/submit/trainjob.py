@@ -53,7 +53,7 @@ def _patch(asked: Submission) -> Value:
     return {"manager": "plait", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
 
 
-TRAINJOB = Scheduler(
+SCHEDULER = Scheduler(
     "a TrainJob", write, "kubectl apply -f FILE",
     frozenset(("cpus", "gpu", "time", "image", "volume", "chdir", "setup", "secret", "option", "call")), ("image",),
 )  # fmt: skip

@@ -11,7 +11,7 @@ BARE = re.compile(r"-{0,2}[A-Za-z/](?:[A-Za-z0-9_./=-]|:(?=[A-Za-z0-9/]))*")
 WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "null", "y", "n"))
 """Which YAML 1.1 takes for something else than text."""
 NAMED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-BLOCK = re.compile(r"(?:\S(?:[\x20-\x7e]*[\x21-\x7e])?\n)(?:(?:[\x20-\x7e]*[\x21-\x7e])?\n)*(?<!\n\n)")
+BLOCK = re.compile(r"(?:[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?\n)(?:(?:[\x20-\x7e]*[\x21-\x7e])?\n)*(?<!\n\n)")
 """Printable lines of which the first does not begin with a space, none ends with one, and the last is not empty."""
 
 
