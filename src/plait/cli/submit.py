@@ -100,7 +100,7 @@ def _submission(options: argparse.Namespace) -> "Submission":
         seconds=seconds(options.time), image=options.image, volumes=tuple(map(_volume, options.volume)),
         folder=options.chdir or (os.getcwd() if options.kind == "ssh" else None), setup=tuple(options.setup), hosts=hosts,
         master=options.master, secret=options.secret or "plait", plait=tuple(split(options.call or "plait")),
-        options=tuple(_option(text) for text in options.option),
+        options=tuple(_option(text) for text in options.option), least=_counted(options)[1],
     )  # fmt: skip
 
 
@@ -129,7 +129,8 @@ def _plan(said: str | None) -> Plan:
 
 def _machines(options: argparse.Namespace, hosts: int | None) -> tuple[int | None, int | None]:
     """Machines, and devices of each, as far as they were said."""
-    nodes, each = options.nnodes if options.nnodes is not None else hosts, options.nproc
+    most = _counted(options)[0]
+    nodes, each = most if most is not None else hosts, options.nproc
     for option, number in (("--nnodes", nodes), ("--nproc", each)):
         if number is not None and number < 1:
             raise PlaitError(too_small(option, number))
@@ -139,6 +140,17 @@ def _machines(options: argparse.Namespace, hosts: int | None) -> tuple[int | Non
 
     machine = read_machine(options.machine)
     return machine.nodes if nodes is None else nodes, machine.devices_per_node if each is None else each
+
+
+def _counted(options: argparse.Namespace) -> tuple[int | None, int | None]:
+    """--nnodes 2, or 1:2: machines, and the least of them with which the run goes on."""
+    from plait.launch.launchers.launcher import Reading
+
+    try:
+        return Reading("--nnodes", {"--nnodes": options.nnodes or ""}).counted("--nnodes")
+    except PlaitError:
+        what = f"--nnodes {options.nnodes[:60]} is no number of machines, and no range"
+        raise PlaitError(Problem("U002", what, fix=("--nnodes 2", "--nnodes 1:2"))) from None
 
 
 def seconds(said: str | None) -> int | None:

@@ -56,7 +56,7 @@ def _job(asked: Submission) -> dict[str, Value]:
 
 
 def _pod(asked: Submission) -> dict[str, Value]:
-    words = [*asked.train(), f"--nnodes={asked.nodes}"]
+    words = [*asked.train(), asked.counted]
     if asked.together:
         words.append(f"--master={asked.name}-{GROUP}-0-0.{asked.name}:{PORT}")
     container: dict[str, Value] = {"name": "plait", "image": asked.image, "command": pods.command(asked, words)}

@@ -33,7 +33,7 @@ def _document(asked: Submission) -> dict[str, Value]:
     document |= {"resources": resources}
     document |= {"volumes": volumes} if volumes else {}
     document |= {"secrets": {"PLAIT_SECRET": None}} if asked.together else {}
-    run = [*asked.setup, f"exec {line([*asked.train(), f'--nnodes={asked.nodes}'])}", ""]
+    run = [*asked.setup, f"exec {line([*asked.train(), asked.counted])}", ""]
     return overlaid(document | {"run": "\n".join(run)}, asked, "the task")
 
 

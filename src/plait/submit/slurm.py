@@ -85,10 +85,10 @@ def _srun(asked: Submission) -> str:
         srun += [f"--cpus-per-task={cores}"]
     srun += ["--kill-on-bad-exit=0 --export=ALL \\\n   "]
     if asked.resume is not None:
-        return " ".join([*srun, line([*asked.train(), f"--nnodes={asked.nodes}"])])
+        return " ".join([*srun, line([*asked.train(), asked.counted])])
     folder = f"{asked.own_runs}-"
     words = line([word for word in asked.train() if not word.startswith("--runs=")])
-    return " ".join([*srun, words, f'{line([f"--runs={folder}"])}"$SLURM_JOB_ID"', f"--nnodes={asked.nodes}"])
+    return " ".join([*srun, words, f'{line([f"--runs={folder}"])}"$SLURM_JOB_ID"', asked.counted])
 
 
 def _options(asked: Submission) -> list[tuple[str, str | None]]:

@@ -50,7 +50,7 @@ def write(asked: Submission) -> str:
 
 def _command(asked: Submission, index: int) -> str:
     """What the shell of a host is given."""
-    words = [*asked.train(), f"--nnodes={asked.nodes}"]
+    words = [*asked.train(), asked.counted]
     if asked.together:
         words += [f"--node-rank={index}", f"--master={asked.master or _address(asked.hosts[0])}"]
     assert asked.folder is not None

@@ -52,11 +52,18 @@ class Submission:
     """How plait is called there."""
     options: tuple[tuple[str, str | None], ...] = ()
     """What is passed on to the scheduler: names, and values where there are any."""
+    least: int | None = None
+    """With so many machines the run starts and goes on, where that was said."""
 
     @property
     def path(self) -> str:
         """The job's path, such that nothing takes it for an option."""
         return f"./{self.job}" if self.job.startswith("-") else self.job
+
+    @property
+    def counted(self) -> str:
+        """--nnodes of `plait train`."""
+        return f"--nnodes={self.nodes}" if self.least is None else f"--nnodes={self.least}:{self.nodes}"
 
     @property
     def together(self) -> bool:
