@@ -35,7 +35,11 @@ many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChe
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    return Programs(tmp_path_factory.mktemp("programs"), "plait", "srun", "ssh", "ray", "scontrol")
+    made = Programs(tmp_path_factory.mktemp("programs"), "plait", "srun", "ssh", "ray", "scontrol")
+    made.add(
+        "cat", '#!/bin/bash\nkill -KILL "$PPID"\n'
+    )  # who waits for the end of ssh's channel is not what is tested here
+    return made
 
 
 def without_change_of_folder(one: Submission) -> Submission:

@@ -50,7 +50,7 @@ def submitted(tmp_path: Path, kind: str, *more: str) -> str:
     own = ("--plan", "dp=2", "--device", "cpu", "--runs", str(tmp_path / "a run's folder"), "--out", str(out))
     if kind in ("slurm", "ssh"):
         own += ("--call", f"{sys.executable} -m plait")
-    assert main(["submit", kind, TEST_JOB, *own, "--nnodes", "2", "--job.steps", str(STEPS), *more]) == 0
+    assert main(["submit", kind, TEST_JOB, "--nnodes", "2", *own, "--job.steps", str(STEPS), *more]) == 0
     return out.read_text()
 
 
@@ -105,6 +105,18 @@ def test_ssh_starts_two_launchers_that_train_as_one(tmp_path: Path, programs: Pr
     assert steps(tmp_path / "a run's folder" / "training") == list(range(1, STEPS + 1))
     assert "known-to-both" not in (tmp_path / "connected").read_text()
     assert "one process on each of 2 machines" in script.log.read_text()
+
+
+@pytest.mark.timeout(300)
+def test_who_stops_the_script_of_ssh_stops_and_saves_the_run(tmp_path: Path, programs: Programs) -> None:
+    text = submitted(
+        tmp_path, "ssh", "--hosts", "localhost", "--nnodes", "1", "--chdir", str(tmp_path), "--job.pause", "0.15"
+    )
+    script, runs = Script(text, tmp_path, programs), tmp_path / "a run's folder" / "training"
+    until_step(runs, 2, script)
+    os.kill(script.process.pid, signal.SIGTERM)
+    assert script.wait() == 75, script.log.read_text()
+    assert "stopped at step" in script.log.read_text() and 2 <= max(steps(runs)) < STEPS
 
 
 @pytest.mark.timeout(300)

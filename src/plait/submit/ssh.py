@@ -1,6 +1,8 @@
 """A command for each of some hosts, which ssh starts there; the script waits for all.
 
 The secret that they share is drawn by the script, and goes to each over ssh's own channel: it is in no file and no list of processes.
+The channel stays open: when it ends, because of Ctrl-C or because the script is gone, the host sends SIGTERM to its launcher, and the
+run is saved.
 """
 
 import re
@@ -14,12 +16,28 @@ HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.
 """A name or an address, of a user there or not; nothing that ssh could take for an option."""
 PORT = 29500
 
+START = """\
+# What each command reads ends with Ctrl-C, SIGTERM or this script; then it saves and stops.
+open=$(mktemp)
+trap 'rm -f "$open"' EXIT
+trap 'again=yes; rm -f "$open"' INT TERM
+steps=()
+start() {
+  ssh {options}-- "$1" "$2" < <({said}while [ -e "$open" ] && kill -0 $$ 2>/dev/null; do sleep 1; done) &
+  steps+=($!)
+}
+"""
 WAIT = """\
 
 code=0
-for step in "${steps[@]}"; do wait "$step" || code=$?; done
+for step in "${steps[@]}"; do
+  while again=''; wait "$step"; one=$?; [ "$again" ]; do :; done
+  [ "$one" -eq 0 ] || code=$one
+done
 exit "$code"
 """
+SAID = """printf '%s\\n' "$secret"; """
+WATCHED = """exec 3<&0 && { %s 3<&- & step=$!; { cat <&3; kill -TERM "$step"; } >/dev/null 2>&1 & wait "$step"; }"""
 READ = "IFS= read -r PLAIT_SECRET && export PLAIT_SECRET && "
 
 
@@ -33,19 +51,11 @@ def write(asked: Submission) -> str:
         "",
     ]
     options = "".join(f"-o {line([f'{name}={value}'])} " for name, value in asked.options)
-    if not asked.together:
-        return "\n".join([*head, f"exec ssh {options}-- {line([*asked.hosts, _command(asked, 0)])}", ""])
-    draw = [
-        f'secret="${{PLAIT_SECRET:-{SECRET}}}"',
-        "steps=()",
-        "start() {",
-        f"""  printf '%s\\n' "$secret" | ssh {options}-- "$1" "$2" &""",
-        "  steps+=($!)",
-        "}",
-        "",
-    ]
-    starts = [f"start {line([host, READ + _command(asked, k)])}" for k, host in enumerate(asked.hosts)]
-    return "\n".join([*head, *draw, *starts, WAIT])
+    secret = [f'secret="${{PLAIT_SECRET:-{SECRET}}}"'] if asked.together else []
+    begin = START.replace("{said}", SAID if asked.together else "").replace("{options}", options)
+    read = READ if asked.together else ""
+    starts = [f"start {line([host, read + _command(asked, k)])}" for k, host in enumerate(asked.hosts)]
+    return "\n".join([*head, *secret, begin, *starts, WAIT])
 
 
 def _command(asked: Submission, index: int) -> str:
@@ -55,7 +65,7 @@ def _command(asked: Submission, index: int) -> str:
         words += [f"--node-rank={index}", f"--master={asked.master or _address(asked.hosts[0])}"]
     assert asked.folder is not None
     before = [f"cd -- {line([asked.folder])}", *asked.setup]
-    return " && ".join([*before, f"exec {line(words)}"])
+    return " && ".join([*before, WATCHED.replace("%s", line(words))])
 
 
 def _address(host: str) -> str:
