@@ -1,0 +1,150 @@
+"""Slurm itself, two machines of it: steps, allocations, signals, and jobs that are put back into the queue."""
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import TEST_JOB, Command, rows
+from slurm import Cluster, slurm
+
+from run.test_resume import STEPS, final, same, whole
+
+__all__ = ["slurm", "whole"]
+pytestmark = pytest.mark.prove
+SHORT = ("plait", "train", TEST_JOB, "--steps", "6")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of two ranks of plait's own launcher."""
+    folder = tmp_path_factory.mktemp("own")
+    command = Command(*SHORT[1:], "--nproc", "2", folder=folder)
+    assert command.wait() == 0, command.output
+    return [row["loss"] for row in rows(folder)]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in rows(folder)]
+
+
+def test_a_step_of_two_machines(slurm: Cluster, alone: list[float], tmp_path: Path) -> None:
+    code, output = slurm.run("srun", "-N2", "-n2", *SHORT, folder=tmp_path)
+    assert code == 0 and "started by srun: 2 ranks on 2 machines" in output, output
+    assert losses(tmp_path) == alone
+
+
+def test_a_step_smaller_than_its_allocation(slurm: Cluster, alone: list[float], tmp_path: Path) -> None:
+    code, output = slurm.run("salloc", "-N2", "-n6", "srun", "-N2", "-n2", *SHORT, folder=tmp_path)
+    assert code == 0 and "started by srun: 2 ranks on 2 machines" in output, output
+    assert losses(tmp_path) == alone
+
+
+def test_two_steps_of_one_job_at_once(slurm: Cluster, alone: list[float], tmp_path: Path) -> None:
+    both = " & ".join(f"srun --exact -N2 -n2 {' '.join(SHORT)} --runs {k}" for k in "ab") + " & wait"
+    code, output = slurm.run("salloc", "-N2", "-n4", "sh", "-c", both, folder=tmp_path)
+    assert code == 0 and output.count("done  6 steps") == 2, output
+    for k in "ab":
+        text = next((tmp_path / k).glob("training-*/metrics.jsonl")).read_text()
+        assert [float(loss) for loss in re.findall(r'"loss": ([^,}]+)', text)] == alone
+
+
+@pytest.mark.parametrize("how", ("salloc", "sbatch"))
+def test_an_allocation_is_no_start(slurm: Cluster, tmp_path: Path, how: str) -> None:
+    if how == "salloc":
+        code, output = slurm.run("salloc", "-N2", "-n4", *SHORT, folder=tmp_path)
+    else:
+        wrapped = ("sbatch", "--wait", "-N2", "-n4", "-o", "out", "--wrap", " ".join(SHORT))
+        code, output = slurm.run(*wrapped, folder=tmp_path)
+        output += (tmp_path / "out").read_text()
+    assert code == 0 and "done  6 steps" in output, output
+    assert "Slurm gave 4 tasks on 2 machines, and this process is alone: srun plait train" in output, output
+
+
+def test_one_task_on_each_machine(slurm: Cluster, tmp_path: Path) -> None:
+    code, output = slurm.run("srun", "-N2", "-n2", *SHORT, "--nnodes", "2", "--plan", "dp=4", folder=tmp_path)
+    assert code == 0 and "started by srun: one process on each of 2 machines" in output, output
+    assert "dp=4 on 4 CPU processes" in output and losses(tmp_path)
+
+
+def test_torchrun_in_a_step(slurm: Cluster, alone: list[float], tmp_path: Path) -> None:
+    start = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-id plait".split()
+    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "n1:29511", "-m"]
+    code, output = slurm.run("srun", "-N2", "-n2", *start, *SHORT, folder=tmp_path)
+    assert code == 0 and "started by torchrun: 2 ranks on 2 machines" in output, output
+    assert losses(tmp_path) == alone
+
+
+def test_a_rank_that_raises_ends_the_step(slurm: Cluster, tmp_path: Path) -> None:
+    code, output = slurm.run("srun", "-N2", "-n2", *SHORT, "--job.fault", "raise", folder=tmp_path)
+    assert code == 1 and "error[C005] rank 1 raised ValueError: the user's own mistake" in output, output
+
+
+SCRIPT = """#!/bin/sh
+#SBATCH --nodes=2 --ntasks=2 --requeue --open-mode=append --output=out {options}
+srun plait train {job} --save-every 1000 --job.steps {steps} --job.pause {pause} --resume auto
+code=$?
+echo "restart ${{SLURM_RESTART_COUNT:-0}} ended with $code"
+[ $code = 75 ] && scontrol requeue $SLURM_JOB_ID
+exit $code
+"""
+
+
+class Batch:
+    """A batch job that puts itself back into the queue when it is told to run again."""
+
+    def __init__(self, slurm: Cluster, folder: Path, options: str = "", pause: float = 0.3):
+        self.slurm, self.folder = slurm, folder
+        (folder / "job.sh").write_text(SCRIPT.format(job=TEST_JOB, steps=STEPS, options=options, pause=pause))
+        code, said = slurm.run("sbatch", "--parsable", "job.sh", folder=folder)
+        assert code == 0, said
+        self.number = said.strip()
+
+    @property
+    def output(self) -> str:
+        path = self.folder / "out"
+        return path.read_text() if path.exists() else ""
+
+    def state(self) -> str:
+        return self.slurm.output("squeue", "-h", "-j", self.number, "-o", "%T")
+
+    def until_step(self, step: int) -> None:
+        self.slurm.until(lambda: len(rows(self.folder)) >= step, f"step {step} of {self.output}")
+
+    def ended(self, timeout: float = 150) -> None:
+        """Wait for the end of the last start."""
+        end = time.monotonic() + timeout
+        while "ended with 0" not in self.output:
+            assert time.monotonic() < end, f"{self.state()}\n{self.output}\n{self.slurm.logs()}"
+            time.sleep(0.5)
+
+
+def undisturbed(batch: Batch, whole: Any) -> None:
+    """The run's end is that of one that nobody disturbed."""
+    assert same(final(batch.folder), whole), batch.output
+    assert [row["step"] for row in rows(batch.folder)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("name", ("USR1", "TERM"))
+def test_a_signalled_job_is_requeued_and_ends_as_if_undisturbed(
+    slurm: Cluster, whole: Any, tmp_path: Path, name: str
+) -> None:
+    batch = Batch(slurm, tmp_path)
+    for step in (4, 9):
+        batch.until_step(step)
+        slurm.output("scancel", f"--signal={name}", batch.number)
+        slurm.until(lambda step=step: batch.output.count("ended with 75") == (1 if step == 4 else 2), "the end")
+    batch.ended()
+    assert "restart 0 ended with 75" in batch.output and "restart 2 ended with 0" in batch.output, batch.output
+    assert "run me again with\n    srun … plait train" in batch.output
+    undisturbed(batch, whole)
+
+
+def test_the_warning_before_the_time_limit(slurm: Cluster, whole: Any, tmp_path: Path) -> None:
+    """`--signal=USR1@…` reaches the ranks; what is left of the time is more than a checkpoint takes."""
+    batch = Batch(slurm, tmp_path, "--time=2 --signal=USR1@100", pause=0.7)
+    batch.ended(300)
+    assert "restart 0 ended with 75" in batch.output, batch.output
+    undisturbed(batch, whole)
