@@ -56,14 +56,17 @@ SETTLED = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && '
 
 
 class Cluster:
-    """Starts Slurm; `run` types a command on the first machine."""
+    """Starts Slurm; `run` types a command on the first machine, which users know as `login`."""
 
     def __init__(self, hosts: tuple[Host, Host], folder: Path):
         self.hosts, self.folder, self.root = hosts, folder, engine("slurm")
         self.daemons: list[subprocess.Popen[bytes]] = []
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir()
-        lines = [f"{host.address} {node}" for host, node in zip(hosts, NODES, strict=True)]
+        lines = [
+            f"{host.address} {node}" + (" login" if node == "n1" else "")
+            for host, node in zip(hosts, NODES, strict=True)
+        ]
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         (plugins,) = self.root.glob("usr/lib/*/slurm-wlm")
         settings = {"first": hosts[0].address, "second": hosts[1].address}
@@ -109,7 +112,7 @@ class Cluster:
     def begin(self, *words: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
         """A command on the first machine."""
         settings = self._on(0) | {"cwd": folder, "env": self.environment | environment}
-        wrapped = [*THERE, "sh", "-c", SETTLED + 'exec "$@"', str(self.folder / "hosts"), NODES[0], *words]
+        wrapped = [*THERE, "sh", "-c", SETTLED + 'exec "$@"', str(self.folder / "hosts"), "login", *words]
         return subprocess.Popen(wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **settings)
 
     def run(self, *words: str, folder: Path, timeout: float = 120, **environment: str) -> tuple[int, str]:

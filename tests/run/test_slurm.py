@@ -1,5 +1,6 @@
 """Slurm itself, two machines of it: steps, allocations, signals, and jobs that are put back into the queue."""
 
+import os
 import re
 import sys
 import time
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import engine
 from launched import TEST_JOB, Command, rows
 from slurm import Cluster, slurm
 
+from run.test_mpi import ENGINES
 from run.test_resume import STEPS, final, same, whole
 
 __all__ = ["slurm", "whole"]
@@ -74,6 +77,30 @@ def test_torchrun_in_a_step(slurm: Cluster, alone: list[float], tmp_path: Path) 
     start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "n1:29511", "-m"]
     code, output = slurm.run("srun", "-N2", "-n2", *start, *SHORT, folder=tmp_path)
     assert code == 0 and "started by torchrun: 2 ranks on 2 machines" in output, output
+    assert losses(tmp_path) == alone
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("where", ("login", "n1"))
+def test_an_mpirun_in_an_allocation(slurm: Cluster, alone: list[float], tmp_path: Path, name: str, where: str) -> None:
+    """It starts helpers on the machines by srun, whose numbers are not the ranks'."""
+    (program, *_), environment = ENGINES[name](engine("mpi"))
+    environment["LD_LIBRARY_PATH"] += os.pathsep + slurm.environment["LD_LIBRARY_PATH"]
+    environment["PATH"] = slurm.environment["PATH"]
+    words = (
+        program,
+        *(("--allow-run-as-root", "--map-by", "node") if "orterun" in program else ("-ppn", "1")),
+        "-n",
+        "2",
+        *SHORT,
+    )
+    start = (
+        ("salloc", "-N2", "-n2")
+        if where == "login"
+        else ("salloc", "-N2", "-n2", "sh", "-c", 'hostname n1; exec "$@"', "-")
+    )
+    code, output = slurm.run(*start, *words, folder=tmp_path, **environment)
+    assert code == 0 and f"started by {name}: 2 ranks" in output, output
     assert losses(tmp_path) == alone
 
 
