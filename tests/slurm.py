@@ -48,7 +48,11 @@ KillWait=5
 SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName=n1 NodeAddr={first} Port=6818 CPUs=4 State=UNKNOWN
 NodeName=n2 NodeAddr={second} Port=6819 CPUs=4 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP GraceTime=0 PreemptMode=OFF
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP PreemptMode=OFF
+PartitionName=low Nodes=ALL MaxTime=10 State=UP PriorityTier=1 GraceTime=40
+PartitionName=high Nodes=ALL MaxTime=10 State=UP PriorityTier=2 PreemptMode=OFF
 """
 THERE = ["unshare", "--mount", "--uts"]
 SETTLED = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && '

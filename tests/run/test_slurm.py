@@ -16,17 +16,25 @@ from run.test_mpi import ENGINES
 from run.test_resume import STEPS, final, same, whole
 
 __all__ = ["slurm", "whole"]
-pytestmark = pytest.mark.prove
+pytestmark = [pytest.mark.prove, pytest.mark.timeout(600)]
 SHORT = ("plait", "train", TEST_JOB, "--steps", "6")
+
+
+def own(folder: Path, ranks: int) -> list[float]:
+    """Losses of ranks of plait's own launcher."""
+    command = Command(*SHORT[1:], "--nproc", str(ranks), folder=folder)
+    assert command.wait() == 0, command.output
+    return losses(folder)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of two ranks of plait's own launcher."""
-    folder = tmp_path_factory.mktemp("own")
-    command = Command(*SHORT[1:], "--nproc", "2", folder=folder)
-    assert command.wait() == 0, command.output
-    return [row["loss"] for row in rows(folder)]
+    return own(tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return own(tmp_path_factory.mktemp("four"), 4)
 
 
 def losses(folder: Path) -> list[float]:
@@ -82,26 +90,28 @@ def test_torchrun_in_a_step(slurm: Cluster, alone: list[float], tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("where", ("login", "n1"))
-def test_an_mpirun_in_an_allocation(slurm: Cluster, alone: list[float], tmp_path: Path, name: str, where: str) -> None:
+def test_an_mpirun_in_an_allocation(slurm: Cluster, four: list[float], tmp_path: Path, name: str, where: str) -> None:
     """It starts helpers on the machines by srun, whose numbers are not the ranks'."""
     (program, *_), environment = ENGINES[name](engine("mpi"))
     environment["LD_LIBRARY_PATH"] += os.pathsep + slurm.environment["LD_LIBRARY_PATH"]
     environment["PATH"] = slurm.environment["PATH"]
-    words = (
+    options = "--allow-run-as-root --map-by node" if name.startswith("mpirun") else "-ppn 2"
+    start = [
+        "salloc",
+        "-N2",
+        "-n4",
+        "sh",
+        "-c",
+        f'hostname {where}; exec "$@"',
+        "-",
         program,
-        *(("--allow-run-as-root", "--map-by", "node") if "orterun" in program else ("-ppn", "1")),
+        *options.split(),
         "-n",
-        "2",
-        *SHORT,
-    )
-    start = (
-        ("salloc", "-N2", "-n2")
-        if where == "login"
-        else ("salloc", "-N2", "-n2", "sh", "-c", 'hostname n1; exec "$@"', "-")
-    )
-    code, output = slurm.run(*start, *words, folder=tmp_path, **environment)
-    assert code == 0 and f"started by {name}: 2 ranks" in output, output
-    assert losses(tmp_path) == alone
+        "4",
+    ]
+    code, output = slurm.run(*start, *SHORT, folder=tmp_path, **environment)
+    assert code == 0 and f"started by {name}: 4 ranks" in output, output
+    assert losses(tmp_path) == four
 
 
 def test_a_rank_that_raises_ends_the_step(slurm: Cluster, tmp_path: Path) -> None:
@@ -169,9 +179,19 @@ def test_a_signalled_job_is_requeued_and_ends_as_if_undisturbed(
     undisturbed(batch, whole)
 
 
+def test_a_job_that_another_preempts(slurm: Cluster, whole: Any, tmp_path: Path) -> None:
+    """Slurm sends SIGTERM, and waits as long as the partition's GraceTime says."""
+    batch = Batch(slurm, tmp_path, "--partition=low", pause=0.5)
+    batch.until_step(4)
+    code, output = slurm.run("srun", "-p", "high", "-N2", "--exclusive", "true", folder=tmp_path)
+    assert code == 0 and "restart 0 ended with 75" in batch.output, output + batch.output
+    batch.ended()
+    undisturbed(batch, whole)
+
+
 def test_the_warning_before_the_time_limit(slurm: Cluster, whole: Any, tmp_path: Path) -> None:
-    """`--signal=USR1@…` reaches the ranks; what is left of the time is more than a checkpoint takes."""
-    batch = Batch(slurm, tmp_path, "--time=2 --signal=USR1@100", pause=0.7)
-    batch.ended(300)
+    """Slurm may send it a minute earlier than `--signal=USR1@60` says."""
+    batch = Batch(slurm, tmp_path, "--time=3 --signal=USR1@60", pause=3.5)
+    batch.ended(400)
     assert "restart 0 ended with 75" in batch.output, batch.output
     undisturbed(batch, whole)
