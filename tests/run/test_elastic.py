@@ -13,8 +13,8 @@ import torch
 from launched import TEST_JOB, Command, alive, rows
 from rarely import rarely
 
+from plait.cli.rounds import Losses
 from plait.config.errors import PlaitError, Problem
-from plait.engine.elastic import Memory
 
 KEPT = Path("/dev/shm")
 
@@ -63,7 +63,7 @@ def kill_once(command: Command, folder: Path, rank: int, delay: float) -> None:
         command.until(lambda: command.workers() != before or not alive(command.pid))
 
 
-@pytest.mark.parametrize("plan, lossless", (("dp=2", True), ("fsdp=2", False), *rarely(("dp=2 pp=2", True))))
+@pytest.mark.parametrize("plan, lossless", (("dp=2", True), ("fsdp=2", False), *rarely(("dp=2 pp=2", True), ("dp=2 fsdp=2", True), ("dp=2 fsdp=2 zero=1", True))))
 def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) -> None:
     steps = 30
     whole = start(tmp_path / "whole", plan, steps)
@@ -114,21 +114,105 @@ def test_memory_goes_with_the_launcher(tmp_path: Path) -> None:
 
 def test_only_failures_at_the_same_step_are_counted() -> None:
     killed, raised = PlaitError(Problem("C003", "killed")), PlaitError(Problem("C005", "raised"))
-    memory = Memory(2)
-    try:
-        assert [memory.again(killed, step) for step in (28, 20, 28, 3, 4)] == [True] * 5
-        assert memory.again(killed, 3) is False, "the third in a row at one step, or beside it"
-        assert memory.again(raised, 50) and not memory.again(raised, 0)
-        assert not memory.again(PlaitError(Problem("N001", "the loss is nan")), 60) and not memory.again(ValueError(), 70)
-    finally:
-        memory.close()
+    losses = Losses(2)
+    assert [losses.again(killed, step) for step in (28, 20, 28, 3, 4)] == [True] * 5
+    assert losses.again(killed, 3) is False, "the third in a row at one step, or beside it"
+    assert losses.again(raised, 50) and not losses.again(raised, 0)
+    assert not losses.again(PlaitError(Problem("N001", "the loss is nan")), 60) and not losses.again(ValueError(), 70)
+
+
+def test_a_device_that_fails_alone_at_one_step_is_left_out() -> None:
+    killed, raised = PlaitError(Problem("C003", "killed")), PlaitError(Problem("C005", "raised"))
+    one, two = ("here", 1), ("here", 2)
+    losses = Losses(2)
+    assert [losses.again(killed, 7, one) for _ in range(3)] == [True] * 3 and losses.leaves_out
+    losses.leave_out()
+    assert [losses.again(killed, 7, two) for _ in range(3)] == [True, True, False], "it is not the device"
+    losses = Losses(2)
+    assert [losses.again(killed, 7, device) for device in (one, two, one)] == [True, True, False]
+    assert not Losses(0).again(killed, 7, one)
+    losses = Losses(2)
+    assert [losses.again(raised, 7, one) for _ in range(3)] == [True, True, False], "an exception is the job's own"
+    losses = Losses(1, fewer=True)
+    assert losses.again(killed, 7, one) and losses.leaves_out
+    assert losses.named(one) is None
+    for step in (20, 40):
+        losses.again(killed, step, one)
+    assert losses.named(one) == "note  3 ranks were lost on here, device 1: is it in order?"
+
+
+def near(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    """Every step and every sample once, losses and weights within 1e-9 of each other: ranks summed in another order."""
+    (losses, samples, weights), (losses2, samples2, weights2) = one, other
+    assert isinstance(losses, list) and isinstance(losses2, list)
+    assert isinstance(weights, dict) and isinstance(weights2, dict) and weights.keys() == weights2.keys()
+    assert covered(samples) == covered(samples2)
+    steps = [a[0] == b[0] and abs(a[1] - b[1]) <= 1e-9 for a, b in zip(losses, losses2, strict=True)]
+    apart = max(float((t.double() - weights2[name].double()).abs().max()) for name, t in weights.items() if t.numel())
+    return all(steps) and apart <= 1e-9
+
+
+def covered(samples: object) -> dict[int, list[tuple[int, int]]]:
+    """By step: epochs and places of its samples, which ranks that share a part have once."""
+    assert isinstance(samples, dict)
+    return {step: sorted((e, i) for e, start, size in parts for i in range(start, start + size)) for step, parts in samples.items()}
+
+
+def kill_for_good(command: Command, folder: Path, rank: int, delay: float) -> None:
+    """Kill a rank after some time, and wait until the next round has begun."""
+    time.sleep(delay)
+    rounds = command.output.count("note  round")
+    command.until(lambda: len(ranks_of(command)) > 1 or "on 1 rank" in command.output or not alive(command.pid))
+    forked = ranks_of(command)
+    if len(forked) > 1 and alive(command.pid):
+        os.kill(forked[rank % len(forked)], signal.SIGKILL)
+        command.until(lambda: command.output.count("note  round") > rounds or not alive(command.pid), 120)
+
+
+def ranks_of(command: Command) -> list[int]:
+    """Its ranks; a search for plans has the lowest priority."""
+    return [pid for pid in command.workers() if os.getpriority(os.PRIO_PROCESS, pid) < 19]
+
+
+def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    steps = 30
+    whole = start(tmp_path / "whole", "dp=2", steps)
+    assert whole.wait(120) == 0, whole.output
+    command = start(tmp_path / "fewer", "dp=2", steps, "--fewer", "--job.pause", "0.02")
+    command.until(lambda: step_of(tmp_path / "fewer") >= 8, 120)
+    kill_for_good(command, tmp_path / "fewer", 0, 0.0)
+    assert command.wait(120) == 0, command.output
+    assert near(ended(tmp_path / "whole", steps), ended(tmp_path / "fewer", steps)), command.output
+    assert "starting again with fewer ranks" in command.output and "note  round 1: dp=1 on 1 rank" in command.output
+    assert not kept(command)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2"))
+def test_three_ranks_are_lost_for_good(plan: str, seed: int, tmp_path: Path) -> None:
+    """Four ranks, then three, two, one, each time under another plan; fewer at once where no plan has three."""
+    steps, chance = 60, random.Random(f"fewer {plan} {seed}")
+    flags, folder = ("--save-every", "15"), tmp_path / "fewer"
+    whole = start(tmp_path / "whole", plan, steps, *flags)
+    assert whole.wait(300) == 0, whole.output
+    command = start(folder, plan, steps, *flags, "--fewer", "--job.pause", "0.05")
+    command.until(lambda: step_of(folder) > 0 or not alive(command.pid), 120)
+    for _ in range(3):
+        at = step_of(folder)
+        if chance.random() < 0.7:
+            command.until(lambda at=at: step_of(folder) > at or not alive(command.pid), 120)
+        kill_for_good(command, folder, chance.randrange(12), chance.random() * 0.4)
+    assert command.wait(300) == 0, command.output
+    assert near(ended(tmp_path / "whole", steps), ended(folder, steps)), command.output
+    assert "on 1 rank" in command.output, command.output
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2"))
+@pytest.mark.parametrize("plan", ("dp=4", "fsdp=4", "tp=4", "dp=2 pp=2", "fsdp=2 tp=2", "dp=2 fsdp=2"))
 def test_ten_kills_at_any_moment(plan: str, seed: int, tmp_path: Path) -> None:
-    """Of 200 in all: at the start, in a step, in a save, in an evaluation."""
+    """Of 240 in all: at the start, in a step, in a save, in an evaluation."""
     steps, chance = 150, random.Random(f"{plan} {seed}")
     flags = ("--save-every", "15", "--restarts", "10")
     whole = start(tmp_path / "whole", plan, steps, *flags)

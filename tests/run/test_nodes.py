@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+import saved
+import torch
 from hosts import Host, hosts
 from launched import TEST_JOB, Command, alive, free_port, rows
 from rarely import rarely
@@ -68,7 +70,7 @@ def test_variables_of_a_train_job_are_enough(hosts: Hosts, tmp_path: Path) -> No
 
 
 def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
-    first, second = started(hosts, tmp_path, "--steps", "100000")
+    first, second = started(hosts, tmp_path, "--steps", "100000", "--restarts", "0")
     first.until(lambda: at_step(tmp_path, 2), 120)
     os.kill(ranks(second)[0], signal.SIGKILL)
     assert (first.wait(60), second.wait(60)) == (1, 1)
@@ -77,9 +79,10 @@ def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
     assert "machine 1 (ranks 2-3) on" in first.output
 
 
-@pytest.mark.parametrize("lost", (1, *rarely(0)))
-def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Path, lost: int) -> None:
-    both = started(hosts, tmp_path, "--steps", "100000")
+@pytest.mark.parametrize("lost, restarts", ((0, "2"), *rarely((0, "0"), (1, "0"))))
+def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Path, lost: int, restarts: str) -> None:
+    """Number 0 has the store: without it nobody goes on."""
+    both = started(hosts, tmp_path, "--steps", "100000", "--restarts", restarts)
     both[0].until(lambda: at_step(tmp_path, 2), 120)
     forked = both[lost].workers()
     began = time.monotonic()
@@ -91,6 +94,76 @@ def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Pa
     ].output
     both[lost].wait(10)
     assert not any(map(alive, forked))
+
+
+def ended(folder: Path, steps: int) -> tuple[list[int], list[float], dict[str, torch.Tensor]]:
+    """Steps, their losses, and the weights at the end."""
+    done = rows(folder)
+    weights = saved.tensors(folder / "runs" / "latest" / f"checkpoints/step-{steps:06d}")
+    return [row["step"] for row in done], [row["loss"] for row in done], weights
+
+
+def near(one: Path, other: Path, steps: int, within: float) -> None:
+    """Every step once, with the same loss, and the same weights at the end."""
+    (steps1, losses1, weights1), (steps2, losses2, weights2) = ended(one, steps), ended(other, steps)
+    assert steps1 == steps2 == list(range(1, steps + 1))
+    assert max(abs(a - b) for a, b in zip(losses1, losses2)) <= within
+    assert weights1.keys() == weights2.keys()
+    assert all(float((weights1[name].double() - weights2[name].double()).abs().max()) <= within for name in weights1)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Path:
+    """Of 40 steps on one machine that nothing disturbed."""
+    (tmp_path / "alone").mkdir()
+    command = Command("train", TEST_JOB, *PLAN, "--steps", "40", folder=tmp_path / "alone")
+    assert command.wait(120) == 0, command.output
+    return tmp_path / "alone"
+
+
+@pytest.mark.parametrize("plan, which", (("dp=4", 1), *rarely(("dp=4", 0), ("fsdp=4", 1), ("dp=2 tp=2", 1), ("dp=2 pp=2", 0))))
+def test_a_rank_that_is_lost_is_replaced_on_all(hosts: Hosts, tmp_path: Path, alone: Path, plan: str, which: int) -> None:
+    flags = ("--steps", "40", "--save-every", "10", "--job.pause", "0.02", "--plan", plan)
+    both = started(hosts, tmp_path, *flags)
+    both[0].until(lambda: at_step(tmp_path, 15), 120)
+    os.kill(ranks(both[which])[1], signal.SIGKILL)
+    assert [one.wait(120) for one in both] == [0, 0], both[0].output + both[1].output
+    near(alone, tmp_path, 40, 0.0 if plan == "dp=4" else 1e-9)
+    assert "starting again (1 of 2 at this step)" in both[0].output
+    (at,) = (line for line in both[0].output.splitlines() if "going on from step" in line)
+    if plan.startswith("dp"):
+        assert int(at.partition("step ")[2].partition(",")[0]) >= 15, "copies outlive it: no step is lost"
+
+
+@pytest.mark.parametrize("which", (1, *rarely(0)))
+def test_shards_outlive_their_machine(hosts: Hosts, tmp_path: Path, alone: Path, which: int) -> None:
+    """No copies, no checkpoint on the disk: a snapshot is in the memory of the neighbour. Lost: a machine; a rank."""
+    both = started(hosts, tmp_path, "--steps", "40", "--save-every", "1000", "--job.pause", "0.1", "--plan", "fsdp=4")
+    both[0].until(lambda: at_step(tmp_path, 8), 120)
+    if which:
+        both[1].kill()
+        both[1].wait(10)
+    else:
+        os.kill(ranks(both[0])[0], signal.SIGKILL)
+    both[0].until(lambda: "going on from step" in both[0].output, 60)
+    assert "going on from step 0" not in both[0].output, both[0].output
+    assert [one.wait(120) for one in both[: 2 - which]] == [0, 0][: 2 - which], both[0].output
+    near(alone, tmp_path, 40, 1e-9)
+
+
+def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, alone: Path) -> None:
+    at = free_port()
+    flags = ("--steps", "40", "--job.pause", "0.1")
+    both = started(hosts, tmp_path, *flags, at=at)
+    both[0].until(lambda: at_step(tmp_path, 8), 120)
+    both[1].kill()
+    both[1].wait(10)
+    both[0].until(lambda: "on 2 ranks" in both[0].output, 60)
+    both[0].until(lambda: at_step(tmp_path, 14), 60)
+    (back,) = started(hosts, tmp_path, *flags, which=(1,), at=at)
+    both[0].until(lambda: "dp=4 on 4 ranks" in both[0].output, 60)
+    assert (both[0].wait(120), back.wait(60)) == (0, 0), both[0].output + back.output
+    near(alone, tmp_path, 40, 1e-9)
 
 
 @pytest.mark.parametrize("number", (signal.SIGUSR1, *rarely(signal.SIGTERM)))

@@ -194,7 +194,7 @@ WRONG = {
     "no port": (BY_HAND | {"MASTER_PORT": "http"}, "L001", "MASTER_PORT=http"),
     "a negative place": (BY_HAND | {"LOCAL_RANK": "-1"}, "L001", "LOCAL_RANK=-1"),
     "half a TrainJob": ({"PET_NODE_RANK": "1", "PET_NNODES": "two"}, "L001", "PET_NNODES=two is no number"),
-    "an elastic TrainJob": (TRAIN_JOB | {"PET_NNODES": "1:2"}, "L001", "PET_NNODES=1:2"),
+    "a range that is none": (TRAIN_JOB | {"PET_NNODES": "3:2"}, "L001", "PET_NNODES=3:2 is no number, and no range such as 1:2"),
     "a PyTorchJob of two minds": (
         PYTORCH_JOB | {"WORLD_SIZE": "20", "PET_NNODES": "3"}, "L001", "WORLD_SIZE=20, but PET_NNODES=3 times 8",
     ),
@@ -246,3 +246,9 @@ def test_a_launcher_is_one_description(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "LAUNCHERS", LAUNCHERS | {"toyrun": toy})
     said = {"TOY_RANK": "2", "TOY_RANKS": "3", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
     assert words(find(said)) == ("toyrun", "ranks", 2, 3, None, None, None, "host", 29500)
+
+
+@pytest.mark.parametrize("found", (TRAIN_JOB | {"PET_NNODES": "1:2"}, {"PLAIT_NNODES": "1:2", "PLAIT_NODE_RANK": "1", "PLAIT_MASTER": "a"}))
+def test_a_range_of_machines(found: dict[str, str]) -> None:
+    member = find(found)
+    assert member is not None and (member.count, member.least, member.index) == (2, 1, 1)

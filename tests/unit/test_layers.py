@@ -15,13 +15,16 @@ FLOORS = (
     ("model", "losses"),  # what a model is
     ("parallel",),  # how it is split
     ("checkpoint", "engine"),  # a run
-    ("planner", "report", "verify", "cli"),  # who uses one
+    ("planner", "report", "verify", "submit", "cli"),  # who uses one
 )
 """From the ground up. On a floor a folder may import those before it."""
 ORDER = [folder for floor in FLOORS for folder in floor]
 TECHNIQUES = ("data", "fsdp", "expert", "tensor", "context", "pipeline")
 """Of `parallel`, in the order in which one may import the ones before it."""
-WITHOUT_TORCH = ("config/", "report/", "cli/main", "parallel/pipeline/schedules", "parallel/pipeline/simulate")
+WITHOUT_TORCH = (
+    "config/", "report/", "submit/", "cli/main", "cli/plan_keys", "cli/submit", "parallel/pipeline/schedules",
+    "parallel/pipeline/simulate",
+)  # fmt: skip
 """What `plait --help`, `plait report` and a plan's words load: no import of torch at the top of these files."""
 
 

@@ -14,7 +14,7 @@ Nothing is pickled, so loading runs no code.
 import math
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from plait.tensors.part import Part
 
 
 @dataclass
-class _PendingSave:
+class PendingSave:
     """A save between its copy and its publication."""
 
     path: Path
@@ -62,7 +62,7 @@ class Checkpoints:
         self.took = 0.0
         """Seconds of a processor that this rank's part of the last save took beside training."""
         self._damaged: set[Path] = set()
-        self._flight: _PendingSave | None = None
+        self._flight: PendingSave | None = None
         self._snapshot = Snapshot()
         self._held: list[list[HeldChunk]] = []
         self._allow = False
@@ -94,8 +94,9 @@ class Checkpoints:
             empty = [held for each in self._held for held in each if not held.bytes and 0 in held.shape]
             tensors = dict(self._snapshot.take(shares[rank], parts))
             building = path.with_name(f"{path.name}.tmp-{token}")
-            errand = SaveThread(lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule))
-            self._flight = _PendingSave(path, building, keep, empty, errand)
+            write = lambda cancelled: write_part(building, rank, tensors, values, cancelled, rule)  # noqa: E731
+            errand = SaveThread(self.write(write, building))
+            self._flight = PendingSave(path, building, keep, empty, errand)
         if wait:
             self.finish(training)
         return path
@@ -142,8 +143,8 @@ class Checkpoints:
             self._give_up(training, self._flight)
         elif not self._flight.publishing:
             self._flight.publishing, self.took = True, self._flight.errand.took
-            if training.place.rank == 0:
-                self._flight.errand = SaveThread(lambda _, flight=self._flight: self._publish(flight, ranks))
+            if self.publishes(training):
+                self._flight.errand = SaveThread(lambda _, flight=self._flight: self.publish(flight, ranks))
         else:
             self.parent, self._flight = self._flight.path.name, None
 
@@ -156,7 +157,16 @@ class Checkpoints:
                 dist.all_reduce(total, group=training.built.group)
             self.heard(training, float(total))
 
-    def _publish(self, flight: _PendingSave, ranks: int) -> None:
+    def write(self, work: Callable[[Callable[[], bool]], None], building: Path) -> Callable[[Callable[[], bool]], None]:
+        """What the thread of a save does, of which `work` writes this rank's part."""
+        return work
+
+    def publishes(self, training: Training) -> bool:
+        """Whether this rank has a part in publishing."""
+        return training.place.rank == 0
+
+    def publish(self, flight: PendingSave, ranks: int) -> None:
+        """Make the save a checkpoint, and remove old ones."""
         wrong = publish(flight.building, flight.path, ranks, self.parent, flight.empty)
         if wrong:
             self.marked.append(unsound(flight.path, wrong))
@@ -167,7 +177,7 @@ class Checkpoints:
             if old != last:
                 discard(old)
 
-    def _give_up(self, training: Training, flight: _PendingSave) -> None:
+    def _give_up(self, training: Training, flight: PendingSave) -> None:
         """After a failure anywhere: every rank stops writing, rank 0 clears away, all raise what went wrong."""
         flight.errand.cancel()
         self._flight = None

@@ -1,7 +1,6 @@
 """The command line. It imports torch only once a command needs it, so `plait --help` answers at once."""
 
 import argparse
-import ast
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
+from plait.cli import plan_keys, submit
 from plait.config.errors import (
     FAILED,
     NO_ROOM,
@@ -26,17 +26,10 @@ from plait.config.errors import (
     too_small,
     trace_of,
 )  # fmt: skip
-from plait.config.plan import KEYS, Key, Plan
+from plait.config.plan import KEYS, Plan
 from plait.config.version import __version__
 from plait.launch.stopping import stoppable
 
-TECHNIQUES = {
-    **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
-    **dict.fromkeys(("fsdp", "zero"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel"), "tensor/strategy"),
-    **dict.fromkeys(("cp", "context"), "context/strategy"), "ep": "expert/strategy", "microbatches": "accumulate",
-    "recompute": "recompute", "offload": "offload", "precision": "precision", "compile": "compiled", "processes": "threads",
-}  # fmt: skip
-"""Which file of `parallel/` explains a key of a plan."""
 FIRST = "dp=2"
 """What `plait verify` tries when no plan is given: one process alone would prove nothing."""
 OTHERS = ("dp=2 microbatches=2", "fsdp=2", "pp=2 microbatches=2", "tp=2")
@@ -50,9 +43,10 @@ class _Parser(argparse.ArgumentParser):
         raise PlaitError(Problem("U001", message, fix=(f"{self.prog} --help",)))
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """As `argparse` does; and know its name."""
+        """As `argparse` does; and know it, and its name."""
         self.options = [*getattr(self, "options", []), *(name for name in names if name.startswith("--"))]
-        return super().add_argument(*names, **settings)
+        self.added = (*getattr(self, "added", ()), super().add_argument(*names, **settings))
+        return self.added[-1]
 
 
 LEAST = {"nproc": 1, "steps": 1, "batch": 1, "save_every": 1, "keep": 1, "workers": 0, "restarts": 0}
@@ -140,7 +134,7 @@ def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     """The parser of the command line, and those of its commands by name."""
-    keys = "\n".join(f"  {name:<13} {_told(key)}" for name, key in KEYS.items())
+    keys = "\n".join(f"  {name:<13} {plan_keys.told(key)}" for name, key in KEYS.items())
     parser = _Parser(
         "plait", description="Write your training job for one device. Split it any way. Prove it is the same training.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -173,6 +167,11 @@ EXAMPLES = {
         "job.py --machine h100x8",
         "job.py --machine a100x8 --objective cheapest",
         'job.py --plan "tp=2" --show tensor',
+    ),
+    "submit": (
+        'slurm job.py --plan "dp=16" --nnodes 2 --time 24h --option partition=gpu --out job.sbatch',
+        "jobset job.py --plan fsdp=16 --machine h100x8x2 --image registry/train:1 --volume shared:/mnt",
+        'ssh job.py --plan "dp=4" --hosts node1,node2',
     ),
     "bench": ("compute", "data job.py"),
     "report": ("", "--timeline", "runs/gpt-3 --timeline --json"),
@@ -212,15 +211,15 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     lost = "go on when a rank is lost, N times in a row at one step; 0: never"
     add("--restarts", type=int, default=2, metavar="N", help=lost)
-    add("--nnodes", type=int, help="machines; the same command is started on each, and --nproc ranks there")
+    add("--fewer", action="store_true", help="go on with fewer ranks when one is lost, instead of starting it again")
+    add("--nnodes", metavar="N", help="machines, or 1:2 for one to two; the same command is started on each, and --nproc ranks there")
     add("--node-rank", type=int, metavar="N", help="which of them this is, from 0, where no launcher says it")
     add("--master", metavar="HOST:PORT", help="where machine 0 is reached, where no launcher says it")
     add("--steps", type=int, help="optimizer steps, instead of the job's")
     add("--batch", type=int, help="global batch, instead of the job's")
     add("--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule")
-    add(
-        "--resume", nargs="?", const="", metavar="RUN", help="continue this job's newest run, or this run or checkpoint"
-    )
+    onward = "continue this job's newest run, or this run or checkpoint; auto: the newest, or begin where there is none"
+    add("--resume", nargs="?", const="", metavar="RUN", help=onward)
     add("--allow-changes", action="store_true", help="with --resume: also with other data or another seed (K010)")
     add("--weights", metavar="PATH", help="start from these: a safetensors file, a Hugging Face folder or a checkpoint")
     add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
@@ -239,6 +238,13 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         help="end the run when a rank makes no progress for so long (by what it does, from 10 s to an hour)",
     )
     parser.set_defaults(run=stoppable(_train))
+
+
+def _submit_options(parser: argparse.ArgumentParser) -> None:
+    submit.kind(parser)
+    _train_options(parser)
+    submit.options(parser, getattr(parser, "added", ()))
+    parser.set_defaults(run=_submit)
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
@@ -272,7 +278,7 @@ def _sketch_options(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     add("--batch", type=int, default=1, help="samples to show the figures of (1)")
     add("--plan", help="also the memory that each rank needs under this plan, at the job's batch")
-    parser.set_defaults(run=_sketch)
+    parser.set_defaults(run=_elsewhere("plait.cli.sketch"))
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
@@ -336,6 +342,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "check": (_check_options, "see in seconds whether a plan can cut the job's batches"),
     "sketch": (_sketch_options, "show what a model costs, unit by unit, without running it"),
     "plan": (_plan_options, "choose a plan: will it fit, how fast, why; or look at one"),
+    "submit": (_submit_options, "write what a scheduler wants: Slurm, Kubernetes, SkyPilot, Ray, ssh"),
     "bench": (_bench_options, "measure this machine: compute, communication, a job's loader"),
     "report": (_report_options, "sum up a run; draw a step of it: what each rank did, and was to do"),
     "checkpoint": (_checkpoint_options, "list, inspect, verify or export checkpoints"),
@@ -344,42 +351,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
 """What adds a command's options, and what the command does."""
 
 
-def _sketch(options: argparse.Namespace) -> int:
-    if options.batch < 1:
-        raise PlaitError(too_small("--batch", options.batch))
-    plan = Plan.read(options.plan).fill(None) if options.plan else None
-    from plait.config.job import load_job
-    from plait.model.fake_model import sketched
-    from plait.model.table import outline, table
-
-    job = load_job(options.job, options.arguments)
-    found = sketched(job)
-    outlined = outline(found[1], options.batch)
-    facts, text = outlined.to_dict(), table(outlined, options.job)
-    if plan is not None:
-        from plait.planner.dryrun.memory_table import memory_table
-
-        memory = memory_table(job, plan)
-        facts, text = facts | {"memory": memory.to_dict()}, f"{text}\n\n{memory}"
-    print(json.dumps(facts) if options.json else text)
-    return 0
-
-
 def _train(options: argparse.Namespace) -> int:
     from plait.launch.launchers.find import say
 
     say(options.nnodes, options.node_rank, options.master)
-    problems = [
-        too_small(f"--{name.replace('_', '-')}", getattr(options, name), least)
-        for name, least in LEAST.items()
-        if getattr(options, name) is not None and getattr(options, name) < least
-    ]
-    if options.patience is not None and not 0 < options.patience < math.inf:
-        what = f"--patience {options.patience} is not a number of seconds > 0"
-        problems.append(Problem("U002", what, fix=("--patience 600",)))
-    if options.scale_lr and not options.batch:
-        why = "the rule compares it with the job's own batch"
-        problems.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
+    problems = _out_of_range(options)
     try:
         shown = tuple(int(r) for r in options.ranks.split(","))
     except ValueError:
@@ -402,11 +378,35 @@ def _train(options: argparse.Namespace) -> int:
         options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
         options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes, options.weights,
         options.allow_changes, options.patience, options.on_nan, options.check, options.allow_inexact, options.restarts,
+        options.fewer,
     )  # fmt: skip
     code, summary = launch(request, sys.stderr if options.json else None)
     if options.json:
         print(json.dumps(summary))
     return code
+
+
+def _out_of_range(options: argparse.Namespace) -> list[Problem]:
+    """U002 for options of `plait train` with values that they cannot have."""
+    problems = [
+        too_small(f"--{name.replace('_', '-')}", getattr(options, name), least)
+        for name, least in LEAST.items()
+        if getattr(options, name) is not None and getattr(options, name) < least
+    ]
+    if options.patience is not None and not 0 < options.patience < math.inf:
+        what = f"--patience {options.patience} is not a number of seconds > 0"
+        problems.append(Problem("U002", what, fix=("--patience 600",)))
+    if options.scale_lr and not options.batch:
+        why = "the rule compares it with the job's own batch"
+        problems.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
+    return problems
+
+
+def _submit(options: argparse.Namespace) -> int:
+    problems = _out_of_range(options)
+    if problems:
+        raise PlaitError(problems)
+    return submit.run(options)
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -474,7 +474,7 @@ def _help(options: argparse.Namespace) -> int:
     if word is None or word in commands:
         (parser if word is None else commands[word]).print_help()
         return 0
-    text = _key_help(word) if word in KEYS else explain(word.upper())
+    text = plan_keys.explained(word) if word in KEYS else explain(word.upper())
     if text is None:
         known = [*commands, *KEYS, *codes()]
         hint = did_you_mean(word, known) if len(word) < 30 else ""
@@ -483,17 +483,3 @@ def _help(options: argparse.Namespace) -> int:
         raise PlaitError(Problem("U003", f"there is no help on `{word[:60]}`        {hint}", fix=fix))
     print(json.dumps({"code": word.upper() if word not in KEYS else word, "text": text}) if options.json else text)
     return 0
-
-
-def _told(key: Key) -> str:
-    return key.help + (f" ({', '.join(key.choices)})" if key.choices else "")
-
-
-def _key_help(name: str) -> str:
-    """What a key of a plan does; for a way to split, the text of its technique."""
-    module = TECHNIQUES.get(name)
-    text = f"{name}, in the table [{KEYS[name].table}] of a plan: {_told(KEYS[name])}"
-    if module is None:
-        return text
-    source = (Path(__file__).parents[1] / "parallel" / f"{module}.py").read_text(encoding="utf-8")
-    return f"{text}\n\n{ast.get_docstring(ast.parse(source))}"

@@ -16,6 +16,7 @@ from plait.engine.elastic import Keeper
 from plait.engine.engine import Engine
 from plait.engine.metrics import Recorder
 from plait.engine.passes import Step
+from plait.engine.pieces import Neighbours
 from plait.engine.resume import AUTO, writing
 from plait.engine.run_directory import RunDirectory
 from plait.launch.failure_report import short
@@ -29,16 +30,17 @@ Note = Callable[[str], None]
 
 
 def train(
-    request: Request, run: RunDirectory, place: Place, memory: Path | None = None, again: bool = False
-) -> dict[str, Any]:
-    """Train one rank to the end, or until somebody asks to stop. `memory`: where its state is kept for when a rank is lost;
-    `again`: one was, and this goes on from there."""
+    request: Request, run: RunDirectory, place: Place, memory: Path | None = None, neighbours: Neighbours | None = None,
+    again: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Train one rank to the end, or until somebody asks to stop. `memory`: where its state is kept for when a rank is lost,
+    on several machines with copies on `neighbours`; `again`: there was a round before, and this goes on from there."""
     report = place.report or (lambda message: None)
     note = lambda text: report({"kind": "note", "text": text})  # noqa: E731
     if place.report is not None and not place.joined:
         warnings.showwarning = _reporter(report)
     engine = _engine(request, run, place)
-    keeper = Keeper(engine, memory) if memory is not None else None
+    keeper = Keeper(engine, memory, neighbours) if memory is not None else None
     resumed = _begun(engine, request, run, note, keeper if again else None)
     named: set[str] = set()
     _inexact(engine, note, named)

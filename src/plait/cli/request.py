@@ -43,6 +43,8 @@ class Request:
     """Train although the job check found that the plan makes another training of the job."""
     restarts: int = 2
     """How often in a row at one step the ranks are started again when one is lost."""
+    fewer: bool = False
+    """Go on with fewer ranks when one is lost, instead of starting it again."""
 
 
 def scaled(job: Job, batch: int | None, rule: str | None) -> tuple[Job, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """`plait train`, the launcher's side: a run directory, ranks that are forked and watched, again when one is lost, and the end."""
 
-import dataclasses
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -10,19 +10,22 @@ from plait.checkpoint.weights import open_weights
 from plait.cli.console import Console
 from plait.cli.rank import train
 from plait.cli.request import Request
+from plait.cli.rounds import Rounds
 from plait.config.errors import RESUMABLE, PlaitError
-from plait.config.plan import SAME_PARTS
+from plait.config.plan import SAME_PARTS, Plan
 from plait.config.version import __version__
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
+from plait.engine.pieces import Neighbours
 from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
 from plait.launch import fork
 from plait.launch.devices import check, cuda_names, kind_of
 from plait.launch.launchers.membership import Membership
 from plait.launch.nodes import Node
-from plait.launch.place import current, joined, joining, on_nodes, unused_allocation
+from plait.launch.place import Place, current, joined, joining, on_nodes, unused_allocation
+from plait.launch.round import Round
 from plait.launch.stopping import StopRequest, command, told
 from plait.planner.refusals import foresee
 from plait.tensors.rows import split
@@ -43,82 +46,128 @@ def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, 
     node = None if member is None else Node.join(member, request.plan.world, console.say)
     if member is not None:
         console.say(member.told())
-    with node.telling() if node is not None else nullcontext(), told():
+    with node.taking_part() if node is not None else nullcontext(), told():
         return _watched(request, console, node)
 
 
 def _watched(request: Request, console: Console, node: Node | None) -> tuple[int, dict[str, Any]]:
     """Fork this machine's ranks, and watch over them."""
     plan, first = request.plan, node is None or node.index == 0
-    ranks = range(plan.world) if node is None else node.ranks
-    check(kind_of(request.device), len(ranks))
+    check(kind_of(request.device), plan.world if node is None else node.each)
     foresee(request.job, plan, kind_of(request.device))
     if request.weights:
         open_weights(Path(request.weights))  # what cannot be read is said before a start
     checked = _checked(request) if first else jobcheck.Checked("none")
     made = _Made(request, checked)
     run = made.make() if node is None else joined_ranks.meet_on_nodes(node, made.make)
-    with writing(run.path):
-        logs = {rank: open(run.log(rank), "ab", buffering=0) for rank in ranks}  # noqa: SIM115
+    output = _Output(console, run)
     if first:
         console.say(headline(request))
         for note in (*request.notes, *_notes(request), *made.notes(), *_told(checked)):
             console.say(note)
 
-    def text(rank: int, data: bytes) -> None:
-        logs[rank].write(data)
-        console.text(rank, data)
-
-    def message(rank: int, message: dict[str, Any]) -> None:
-        if message["kind"] == "status":
-            console.status(message["value"])
-        elif message["kind"] in ("log", "warning"):
-            logs[rank].write(message["text"].encode("utf-8", "backslashreplace"))
-            if message["kind"] == "warning":
-                console.warning(rank, message["short"])
-        else:
-            console.say(message["text"])
-
-    memory = Memory.of(request.restarts) if node is None else None
-    listener = fork.Listener(message, text, console.tick, console.say)
+    memory = Memory() if request.restarts else None
+    listener = fork.Listener(output.message, output.text, console.tick, console.say)
+    rounds = Rounds(request, run, memory, node, listener)
     try:
-        results = _ranks(request, run, listener, memory, node)
+        results = _ranks(request, rounds, listener, output)
     except BaseException as error:
         made.failed(error, console)
         raise
     finally:
-        console.close()
-        for log in logs.values():
-            log.close()
+        output.close()
         made.close()
+        rounds.close()
+        if node is not None:
+            joined_ranks.left_by_nodes(node, run)
         if memory is not None:
             memory.close()
+    if not results:
+        console.say("the run ended on the other machines")
+        return 0, {}
     if first:
         return _finish(console, run, results[0], request.resume)
     return (RESUMABLE if results[0]["stopped"] else 0), results[0]
 
 
-def _ranks(
-    request: Request, run: RunDirectory, listener: fork.Listener, memory: Memory | None, node: Node | None
-) -> list[dict[str, Any]]:
-    """Fork the ranks, and again when one is lost, as long as it gets on. What they returned."""
-    plan, again = request.plan, False
-    folder = memory.path if memory is not None else None
+def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_Output") -> list[dict[str, Any]]:
+    """Fork the ranks, round after round. What those of the last one returned; nothing where it was without this machine."""
+    now, memory, node = rounds.first(), rounds.memory, rounds.node
     stop = StopRequest.of_process()
     stop.trains = True
-    handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
-    while True:
-        target = partial(train, request, run, memory=folder, again=again)
+    shown, results = listener.tick, list[dict[str, Any]]()
+
+    def tick() -> None:
+        shown()
+        rounds.tick()
+
+    listener.tick = tick
+    while now is not None:
+        plan, stop.waits = Plan.parse(now.plan), now.number > 0
+        here = node.index if node is not None else 0
+        output.begin(now.ranks_of(here))
+        handing = HANDING if memory is not None and plan.along(SAME_PARTS) > 1 else 0.0
+        if memory is not None:
+            memory.begin()
+        target = partial(
+            _trained, replace(request, plan=plan), output.run, memory.path if memory is not None else None, now
+        )
         try:
-            return fork.run(
-                target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing
+            results = fork.run(
+                target, plan.world, listener, patience=request.patience, alike=plan.pp == 1, node=node, handing=handing,
+                devices=now.devices[here],
             )  # fmt: skip
         except PlaitError as error:
-            if memory is None or listener.asked or not memory.again(error, listener.reached):
-                raise
-            listener.note(memory.told(error))
-            memory.collect()
-            again = stop.waits = True
+            results, now = [], rounds.after_loss(error)
+        else:
+            now = rounds.after_end(results)
+    return results
+
+
+def _trained(
+    request: Request, run: RunDirectory, memory: Path | None, now: Round, place: Place
+) -> dict[str, Any]:
+    """A rank of the round."""
+    neighbours = None
+    if len(now.devices) > 1:
+        neighbours = Neighbours(*now.neighbours_of(place.rank), now.kept_by(now.machine_of(place.rank)))
+    return train(request, run, place, memory, neighbours, again=now.number > 0)
+
+
+class _Output:
+    """What the ranks print and report: to the terminal, and into a log for each."""
+
+    def __init__(self, console: Console, run: RunDirectory):
+        self.console, self.run, self.logs = console, run, dict[int, IO[bytes]]()
+
+    def begin(self, ranks: range) -> None:
+        """These ranks are about to start."""
+        with writing(self.run.path):
+            for rank in ranks:
+                if rank not in self.logs:
+                    self.logs[rank] = open(self.run.log(rank), "ab", buffering=0)  # noqa: SIM115
+
+    def text(self, rank: int, data: bytes) -> None:
+        """A rank has printed it."""
+        self.logs[rank].write(data)
+        self.console.text(rank, data)
+
+    def message(self, rank: int, message: dict[str, Any]) -> None:
+        """A rank reports it."""
+        if message["kind"] == "status":
+            self.console.status(message["value"])
+        elif message["kind"] in ("log", "warning"):
+            self.logs[rank].write(message["text"].encode("utf-8", "backslashreplace"))
+            if message["kind"] == "warning":
+                self.console.warning(rank, message["short"])
+        else:
+            self.console.say(message["text"])
+
+    def close(self) -> None:
+        """Nothing follows."""
+        self.console.close()
+        for file in self.logs.values():
+            file.close()
 
 
 class _Made:
@@ -194,7 +243,7 @@ def _refuse(request: Request, checked: jobcheck.Checked) -> None:
     if checked.problems and not request.allow_inexact:
         first, *rest = checked.problems
         anyway = "--allow-inexact    trains all the same, and the run says so"
-        raise PlaitError([dataclasses.replace(first, fix=(*first.fix, anyway)), *rest])
+        raise PlaitError([replace(first, fix=(*first.fix, anyway)), *rest])
 
 
 def _told(checked: jobcheck.Checked) -> list[str]:

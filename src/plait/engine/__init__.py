@@ -10,6 +10,7 @@ traffic           what a rank sends in a step
 run_directory     what a run leaves behind
 resume            which run goes on, and where
 elastic           going on when a rank is lost
+pieces            snapshots on several machines
 metrics           metrics, events and status of a rank
 joined_ranks      ranks that another launcher started agree on a run
 """

@@ -32,12 +32,11 @@ from plait.checkpoint.saving import Snapshot, free_bytes, publish, room, write_p
 from plait.checkpoint.training import exchange_json
 from plait.config.errors import PlaitError
 from plait.engine.engine import Engine
+from plait.engine.pieces import PIECES, Neighbours, Pieces
 from plait.launch.failure_report import described
 from plait.launch.place import cores
 from plait.launch.stopping import WARNINGS
 
-AGAIN = ("C001", "C003", "C004", "C005", "C008")
-"""Errors of a rank that is lost: it hangs, was killed, lost its connection, raised, or its loader died."""
 SHARE = 0.02
 """Of a step's time that snapshots may cost."""
 SPARE = 2.5
@@ -49,67 +48,88 @@ HANDED, TENSORS, METRICS = "handed", "tensors.json", "metrics.json"
 class Memory:
     """The launcher's part: the folder in shared memory, and what becomes of it between two starts."""
 
-    def __init__(self, limit: int):
-        self.limit, self.tries, self.reached = limit, 0, -1
+    def __init__(self) -> None:
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         self.path = base / f"plait-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.path.mkdir(mode=0o700)
         self._held = _remove_after(self.path)
 
-    @staticmethod
-    def of(limit: int) -> "Memory | None":
-        """None where a lost rank ends the run."""
-        return Memory(limit) if limit else None
-
     def close(self) -> None:
         """Free it."""
         os.close(self._held)
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def again(self, error: BaseException, reached: int) -> bool:
-        """Whether the run is to be started again after this; `reached`: steps that were done by then."""
-        if not isinstance(error, PlaitError) or error.codes[0] not in AGAIN:
-            return False
-        if error.codes[0] in ("C001", "C005") and reached < 1:
-            return False  # most likely the job's own code, and nothing is lost by saying so
-        self.tries = self.tries + 1 if abs(reached - self.reached) <= 1 else 1
-        self.reached = reached
-        return self.tries <= self.limit
-
-    def told(self, error: PlaitError) -> str:
-        """A line on what was lost."""
-        problem = error.problems[0]
-        why = f" ({problem.why.splitlines()[0]})" if problem.why else ""
-        return f"note  {problem.what}{why}: starting again ({self.tries} of {self.limit} at this step)"
+    def begin(self) -> None:
+        """Ranks are about to start: what survivors of the round before wrote has been used."""
+        shutil.rmtree(self.path / HANDED, ignore_errors=True)
 
     def collect(self) -> None:
         """Make checkpoints of what the ranks left behind when they ended."""
-        for folder in sorted(self.path.glob("step-*.tmp-*")):  # every rank had written its part, none heard of it
+        for step, folder in self._pieces():  # every rank had written its part, none heard of it
             with contextlib.suppress(OSError, ValueError, Damaged, PlaitError):
                 ranks = len(list(folder.glob("part-*.json")))
-                whole = self.path / folder.name.partition(".")[0]
+                whole = self.path / _name(step)
                 if ranks and not whole.exists() and self._covered(_parts(folder)):
                     publish(folder, whole, ranks, None, [])
-        self._survivors()
-        shutil.rmtree(self.path / HANDED, ignore_errors=True)
-
-    def _survivors(self) -> None:
-        """The newest step of which survivors hold everything becomes a checkpoint."""
-        by_step: dict[int, list[Path]] = {}
-        for folder in (self.path / HANDED).glob("step-*-rank-*"):
-            by_step.setdefault(int(folder.name.split("-")[1]), []).append(folder)
         newest = Checkpoints(self.path).newest_step
-        for step in sorted(by_step, reverse=True):
-            whole = self.path / f"step-{step:06d}"
-            if step <= newest:
-                break
-            with contextlib.suppress(OSError, ValueError, Damaged, PlaitError):
-                building = _joined(by_step[step], whole.with_name(f"{whole.name}.joined"))
-                if self._covered(_parts(building)):
-                    publish(building, whole, len(by_step[step]), None, [])
-                    shutil.copy(by_step[step][0] / METRICS, self.path / METRICS)
-                    return
+        for step in sorted(_handed(self.path / HANDED), reverse=True):
+            if step > newest and self._whole(self.path / HANDED, step):
+                os.rename(self.path / HANDED / _name(step), self.path / _name(step))
+                return
+
+    def _pieces(self) -> list[tuple[int, Path]]:
+        """Snapshots that are not, or not yet, checkpoints: those on their way, and a machine's own part of one."""
+        under_way = [(int(path.name[5:].partition(".")[0]), path) for path in self.path.glob("step-*.tmp-*")]
+        return sorted([*under_way, *((int(p.name.removeprefix(PIECES)), p) for p in self.path.glob(f"{PIECES}*"))])
+
+    def _whole(self, handed: Path, step: int) -> bool:
+        """Whether survivors hold everything of a step: then it is a checkpoint, beside what they wrote."""
+        with contextlib.suppress(OSError, ValueError, Damaged, PlaitError):
+            folders = _handed(handed)[step]
+            building = _joined(folders, handed / f"{_name(step)}.joined")
+            if self._covered(_parts(building)):
+                publish(building, handed / _name(step), len(list(building.glob("part-*.json"))), None, [])
+                with contextlib.suppress(OSError):
+                    shutil.copy(folders[0] / METRICS, self.path / METRICS)
+                return True
+        return False
+
+    # On several machines
+
+    def held(self) -> dict[str, list[int]]:
+        """Steps of whose state this machine has all, and those of which it has pieces."""
+        whole = [int(path.name[5:]) for path in Checkpoints(self.path).found()]
+        return {"whole": whole, "pieces": sorted({*_handed(self.path / HANDED), *(step for step, _ in self._pieces())})}
+
+    def bring(self, step: int, into: Path) -> dict[str, Any] | None:
+        """Copy what this machine has of a step to a folder that all machines see; the metrics of the step."""
+        whole, mine = self.path / _name(step), secrets.token_hex(4)
+        if whole.exists():
+            shutil.copytree(whole, into / whole.name)
+        else:
+            pieces = [path for n, path in self._pieces() if n == step]
+            for number, folder in enumerate([*_handed(self.path / HANDED).get(step, []), *pieces]):
+                shutil.copytree(folder, into / f"step-{step}-rank-{mine}{number}")
+        with contextlib.suppress(OSError, ValueError):
+            found = [self.path / METRICS, *(folder / METRICS for folder in _handed(self.path / HANDED).get(step, []))]
+            rows = (json.loads(file.read_text()) for file in found if file.exists())
+            return next((row for row in rows if row["step"] == step), None)
+        return None
+
+    def published(self, brought: Path, step: int, checkpoints: Path) -> bool:
+        """Make a checkpoint of what machines have brought; whether it was everything."""
+        whole = brought / _name(step)
+        with contextlib.suppress(OSError):
+            if whole.exists() or self._whole(brought, step):
+                os.rename(whole, checkpoints / whole.name)
+                return True
+        return False
+
+    def remember(self, metrics: dict[str, Any] | None) -> None:
+        """The metrics of the step that the next round goes on from, where another machine had them."""
+        if metrics is not None:
+            (self.path / METRICS).write_text(json.dumps(metrics))
 
     def _covered(self, parts: Iterable[dict[str, Any]]) -> bool:
         """Whether all pieces together are every tensor of the training, once."""
@@ -126,9 +146,9 @@ class Memory:
 class Keeper:
     """A rank's part: snapshots while all goes well, and what it holds when it loses another rank."""
 
-    def __init__(self, engine: Engine, folder: Path):
-        self.engine, self.folder = engine, folder
-        engine.memory = Checkpoints(folder)
+    def __init__(self, engine: Engine, folder: Path, neighbours: Neighbours | None = None):
+        self.engine, self.folder, self.neighbours = engine, folder, neighbours
+        engine.memory = Checkpoints(folder) if neighbours is None else Pieces(folder, neighbours)
         self.next = 0
         """The step after which a snapshot is taken; the first one after the first step."""
         self.began = time.monotonic()
@@ -170,13 +190,14 @@ class Keeper:
         """Write down which tensors there are, on all ranks together, once the optimizer has made its own."""
         self.listed = True
         said = exchange_json(self.engine, {"names": list(state.parts_of(self.engine))})
-        if self.engine.place.rank == 0:
-            (self.folder / TENSORS).write_text(json.dumps(sorted({name for word in said for name in word["names"]})))
+        beside = self.folder / f"{TENSORS}-{os.getpid()}"
+        beside.write_text(json.dumps(sorted({name for word in said for name in word["names"]})))
+        os.replace(beside, self.folder / TENSORS)  # all ranks of a machine write the same
 
     def goes_on(self) -> tuple[Path | None, str]:
         """Load the newest state that is whole, in memory or on the disk; (where it was, in words). All ranks call it."""
         engine, memory = self.engine, self.engine.memory
-        if memory is not None and memory.newest_step > engine.checkpoints.newest_step:
+        if self.neighbours is None and memory is not None and memory.newest_step > engine.checkpoints.newest_step:
             with contextlib.suppress(PlaitError):  # then the disk's
                 path = memory.resume(engine, missing_ok=True)
                 if path is not None:
@@ -193,7 +214,8 @@ class Keeper:
 
     def _room(self) -> bool:
         held = state.held_of(state.parts_of(self.engine))
-        return SPARE * self.engine.place.world * room([held]) < free_bytes(self.folder)
+        ranks = self.engine.place.world if self.neighbours is None else self.neighbours.kept
+        return SPARE * ranks * room([held]) < free_bytes(self.folder)
 
     def metrics(self) -> dict[str, Any] | None:
         """Of the step that this goes on from, where survivors kept it."""
@@ -210,7 +232,7 @@ class Keeper:
         with contextlib.suppress(Exception):  # what cannot be kept is in the snapshot before
             engine.put_back()
             parts, values = state.parts_of(engine), state.values_of(engine)
-            held = state.held_of(parts)
+            held = [one for one in state.held_of(parts) if one.bytes or 0 in one.shape]  # a shard may have nothing of a tensor
             if all(one.bytes for one in held) and 2 * room([held]) < free_bytes(self.folder):
                 place = self.folder / HANDED / f"step-{engine.position.step}-rank-{engine.place.rank}"
                 building = place.with_name(f".{place.name}")
@@ -219,17 +241,29 @@ class Keeper:
                 os.rename(building, place)
 
 
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _handed(folder: Path) -> dict[int, list[Path]]:
+    """What survivors wrote, by step."""
+    by_step: dict[int, list[Path]] = {}
+    for path in sorted(folder.glob("step-*-rank-*")):
+        by_step.setdefault(int(path.name.split("-")[1]), []).append(path)
+    return by_step
+
+
 def _parts(folder: Path) -> list[dict[str, Any]]:
     return [unseal(file.read_bytes(), file.name) for file in sorted(folder.glob("part-*.json"))]
 
 
 def _joined(folders: list[Path], building: Path) -> Path:
-    """The files of several survivors in one folder; of pieces that several hold, the first one's count."""
+    """The files of several folders in one; of pieces that several hold, the first one's count."""
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     known: set[tuple[Any, ...]] = set()
-    for number, folder in enumerate(sorted(folders)):
-        (part,) = _parts(folder)
+    parts = [(folder, part) for folder in sorted(folders) for part in _parts(folder)]
+    for number, (folder, part) in enumerate(parts):
         by_file: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for name, entry in part["tensors"].items():
             place = lambda p, name=name: (name, tuple(p["start"]), tuple(p["size"]))  # noqa: E731
@@ -237,10 +271,13 @@ def _joined(folders: list[Path], building: Path) -> Path:
             known |= set(map(place, entry["pieces"]))
             for piece in entry["pieces"]:
                 by_file.setdefault(piece["file"], []).append((entry["dtype"], piece))
-        part["files"] = {
-            file: _rewritten(ShardFile(folder / file, *part["files"][file].values()), by_file[file], building / file)
-            for file in part["files"] if file in by_file
-        }  # fmt: skip
+        files = {}
+        for file, pieces in by_file.items():
+            new = f"{file.partition('-')[0]}-{number:05d}.safetensors"
+            files[new] = _rewritten(ShardFile(folder / file, *part["files"][file].values()), pieces, building / new)
+            for _, piece in pieces:
+                piece["file"] = new
+        part["files"] = files
         (building / f"part-{number:05d}.json").write_bytes(seal(part))
     return building
 

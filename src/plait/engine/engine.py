@@ -308,14 +308,16 @@ class Engine:
         )  # fmt: skip
 
     def whole(self) -> bool:
-        """Whether this rank holds the state of a step, and not half of an update or of what its shards are gathered from."""
-        return self._within != "update" and self.built.shards is None
+        """Whether this rank holds the state of a step, and not half of an update."""
+        return self._within != "update"
 
     def put_back(self) -> None:
         """As it was before the step that has begun, if one has."""
         if self._within == "passes":
             self.guard.before.put_back()
             self._within = ""
+        if self.built.shards is not None:
+            self.built.shards.reshard()
 
     def evaluate(self) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`)."""

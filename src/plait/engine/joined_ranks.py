@@ -69,20 +69,23 @@ def meet(
 
 
 def meet_on_nodes(node: Node, make: Callable[[], RunDirectory]) -> RunDirectory:
-    """The same among launchers, before there are ranks: number 0 makes the run directory, and every machine sees it."""
+    """The same among launchers, before there are ranks: number 0 makes the run directory, and every machine sees it.
+
+    A machine may come later: what shows that it sees the right one stays there until the run ends (`left_by_nodes`).
+    """
     if node.index == 0:
-        facts = _made(make())
-        node.give("run", facts)
+        node.give("run", _made(make()))
     facts = node.take("run")
     folder = _seen(facts)
-    node.give(f"seen by {node.index}", folder is not None)
-    blind = [k for k in range(node.count) if not node.take(f"seen by {k}")]
-    if node.index == 0:
-        (Path(facts["path"]) / TOKEN).unlink(missing_ok=True)
-    if blind:
-        raise _apart(facts, [rank for k in blind for rank in node.ranks_of(k)])
-    assert folder is not None
+    if folder is None:
+        raise _apart(facts, [node.index * node.each + i for i in range(node.each)])
     return RunDirectory(folder)
+
+
+def left_by_nodes(node: Node, run: RunDirectory) -> None:
+    """The launchers end."""
+    if node.index == 0:
+        (run.path / TOKEN).unlink(missing_ok=True)
 
 
 def _made(run: RunDirectory) -> dict[str, Any]:

@@ -16,6 +16,7 @@ interfaces        which network interface leads to another machine
 secret            the key of a job, which all its machines share
 gate              lets only those who know the key into a job's store
 rendezvous        how processes of several machines meet
+round             one start of a run's ranks: machines, devices, plan
 nodes             launchers of several machines, which tell each other what they see
 stopping          SIGTERM and SIGUSR1: requests to stop
 child             the life of a process that is forked

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -39,7 +39,7 @@ Target = Callable[[Place], dict[str, Any] | None]
 
 def run(
     target: Target, world: int, listener: Listener | None = None, *, patience: float | None = None, alike: bool = True,
-    node: Node | None = None, handing: float = 0.0,
+    node: Node | None = None, handing: float = 0.0, devices: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run `target(place)` in `world` forked processes and return what each returned (JSON values only).
 
@@ -47,6 +47,7 @@ def run(
     `alike`: in every phase ranks do the same amount of work; not so with pipeline stages.
     `handing`: seconds that ranks which lose another are given to put away what they hold.
     `node`: this machine is one of several; only its own ranks are forked here, and only what they returned is.
+    `devices`: numbers of the devices of this machine that the ranks forked here use, in their order; None: from 0 on.
 
     Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C, SIGTERM and SIGUSR1
     ask the workers to stop (`Place.stopping`); a second Ctrl-C kills them.
@@ -55,7 +56,9 @@ def run(
     ranks = range(world) if node is None else node.ranks
     limits.check_files(len(ranks))
     listening = limits.listening() if world > 1 and node is None else None
-    group = _Group(target, world, ProgressBoard(ranks), Stacks(), listening, node.meeting if node is not None else None)
+    meeting = node.meeting if node is not None else None
+    devices = range(len(ranks)) if devices is None else devices
+    group = _Group(target, world, ProgressBoard(ranks), Stacks(), listening, meeting, devices)
     workers = list[Worker]()
     try:
         with _frozen():
@@ -92,6 +95,8 @@ class _Group:
     """Of the store, where all ranks are on this machine."""
     meeting: Meeting | None
     """Where they are not."""
+    devices: Sequence[int]
+    """Of each of them, in order."""
 
     def met(self) -> Meeting | None:
         """Where the ranks find each other; None for one that is alone."""
@@ -189,7 +194,7 @@ def _work(group: _Group, rank: int, channel: int) -> int:
     place = Place(
         rank,
         group.world,
-        rank - first,
+        group.devices[rank - first],
         meeting.store if meeting is not None else None,
         report,
         lambda step, phase: board.write(rank, step, phase),
@@ -226,7 +231,7 @@ def _stop_signals(board: ProgressBoard, workers: list[Worker]) -> Iterator[None]
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *WARNINGS)}
 
     def stop(number: int, frame: object) -> None:
-        if board.stopping() and number == signal.SIGINT:
+        if board.asked() and number == signal.SIGINT:
             kill(workers)
             raise KeyboardInterrupt
         board.stop()

@@ -1,8 +1,15 @@
 """Several machines, a launcher on each: each watches over its own ranks, and they tell each other what they see.
 
-Each launcher keeps a row in the job's store: that it is alive, and what has failed on its machine. Whoever reads of a failure
-elsewhere ends its own ranks, and raises the same error. A launcher that says nothing for long, or whose connection is gone, has
-lost its machine.
+Each launcher keeps a row in the job's store: that it is alive, in which round its ranks are (see `round.py`), and what has failed on
+its machine. Whoever reads of a failure elsewhere ends its own ranks, and raises the same error. A launcher that says nothing for
+long, or whose connection is gone, has lost its machine.
+
+    comes → ready → runs ─┬→ failed ─┬→ runs (the next round)
+                          └→ ended  ─┴→ over
+
+Number 0, which has the store, decides whether there is another round, and with which machines; the others wait for its word. A launcher
+that was started again is a newcomer: number 0 takes it into the next round. A machine that cannot reach the store ends, so two
+halves of a network never train the same run.
 
 A rank that fails breaks the connections of ranks everywhere. So a machine that sees only such victims waits for the word of
 the machine where it began.
@@ -10,9 +17,11 @@ the machine where it began.
 
 import contextlib
 import json
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +31,7 @@ from plait.launch.failures import Failure
 from plait.launch.hangs import ranks_in_words
 from plait.launch.launchers.membership import Membership
 from plait.launch.rendezvous import ABSENT, Meeting
+from plait.launch.round import Round
 
 OFTEN = 0.25
 """Seconds between two looks at the other machines."""
@@ -29,23 +39,32 @@ LOST = 30.0
 """Seconds without a word after which a machine is lost. One that is very busy is silent for some."""
 WORD = 10.0
 """Seconds that a machine which sees victims alone waits for the word of another; and for others to read its own."""
-COMING = 5.0
-"""Seconds that number 0, when it fails, waits for machines that have not come yet: they would wait for it in vain."""
 BROKEN = 4.0
 """Seconds without a word after which a machine is lost whose ranks have dropped their connections."""
+LAST_CALL = 30.0
+"""Seconds that number 0 waits for all machines, where fewer would do (the name is torch elastic's)."""
+_ROUND = "round"
+"""The key of the newest round in the store."""
 
 
 class Node:
-    """This machine among `count`: its launcher's part."""
+    """This machine among `count`: its launcher's part. `each`: ranks that it starts."""
 
-    def __init__(self, member: Membership, meeting: Meeting, world: int):
-        self.index, self.count, self.world, self.meeting = member.index, member.count, world, meeting
-        self.ranks = self.ranks_of(member.index)
+    def __init__(self, member: Membership, meeting: Meeting, each: int):
+        self.index, self.count, self.each = member.index, member.count, each
+        self.least, self._patient = member.least or 1, member.least is None
         self.store = meeting.store()
         self.store.set_timeout(timedelta(seconds=WORD))
-        self.row: dict[str, Any] = {"host": socket.gethostname(), "state": "runs", "beat": 0}
-        self.others = {k: _Other(k, self.machine(k)) for k in range(member.count) if k != member.index}
-        self.looked = 0.0
+        self.round: Round | None = None
+        self.cut_off = False
+        """The store is out of reach, and with it the run."""
+        self.regroups = False
+        """Number 0 has asked the ranks of the round to stop, for there are newcomers."""
+        self._meeting, self._lives, self._looked = meeting, dict[int, str](), 0.0
+        self._others = {k: _Other() for k in range(member.count) if k != member.index}
+        self._row: dict[str, Any] = {
+            "host": socket.gethostname(), "life": secrets.token_hex(8), "state": "comes", "round": -1, "beat": 0
+        }  # fmt: skip
         self._write()
 
     @staticmethod
@@ -56,19 +75,37 @@ class Node:
             least = world - world % member.count or member.count
             fix = (f"a plan of {least} or {least + member.count} ranks", "--nnodes    another number of machines")
             raise PlaitError(Problem("L006", what, fix=fix))
-        return Node(member, rendezvous.meet(member, say), world)
+        return Node(member, rendezvous.meet(member, say), world // member.count)
+
+    @property
+    def ranks(self) -> range:
+        """This machine's, in this round."""
+        return self.round.ranks_of(self.index) if self.round is not None else range(0)
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where the ranks of this round find each other."""
+        return replace(self._meeting, prefix=f"round{self.round.number}/" if self.round is not None else "")
 
     def machine(self, index: int) -> str:
-        """The machine as messages name it."""
-        return f"machine {index} ({ranks_in_words(list(self.ranks_of(index)))})"
+        """The machine as messages name it: machine 1 (ranks 2-3) on gpu-b."""
+        ranks = list(self.round.ranks_of(index)) if self.round is not None else []
+        told = f"machine {index} ({ranks_in_words(ranks)})" if ranks else f"machine {index}"
+        host = self.host(index)
+        return f"{told} on {host}" if host else told
 
-    def ranks_of(self, index: int) -> range:
-        """A machine's ranks."""
-        each = self.world // self.count
-        return range(index * each, (index + 1) * each)
+    def host(self, index: int) -> str:
+        """The name of a machine; empty while it is unknown."""
+        return self._row["host"] if index == self.index else self._others[index].row.get("host", "")
+
+    def row(self, index: int) -> dict[str, Any]:
+        """What a machine says of itself."""
+        return self._row if index == self.index else self._others[index].row
+
+    # What is said once
 
     def give(self, name: str, value: object) -> None:
-        """Tell all machines something, once."""
+        """Tell all machines something, those that come later too."""
         self.store.set(f"word/{name}", json.dumps(value))
 
     def take(self, name: str, patience: float = ABSENT) -> Any:
@@ -80,82 +117,215 @@ class Node:
                 raise PlaitError(
                     Problem("C009", what, why=f"machine {self.index} waits for {name}", fix=_START), FAILED
                 )
-            failure = self.look()
-            if failure is not None:
-                raise failure.error()
-            time.sleep(0.05)
+            self.beat()
         return json.loads(self._reached(lambda: self.store.get(f"word/{name}")))
 
+    # While ranks run
+
     def look(self, broken: bool = False) -> Failure | None:
-        """Say that this machine is alive, and return what failed on another. Does so every `OFTEN` seconds.
+        """Say that this machine is alive, and return what failed on another one of the round. Does so every `OFTEN` seconds.
 
         `broken`: connections of ranks are, so that who is silent is gone.
         """
         now = time.monotonic()
-        if now - self.looked < OFTEN:
+        if now - self._looked < OFTEN:
             return None
-        suspended = self.looked and now - self.looked > LOST / 3
-        self.looked = now
         try:
-            self._write()
-            there = [k for k in self.others if self.others[k].row or self.store.check([_key(k)])]
-            rows = self.store.multi_get([_key(k) for k in there]) if there else []
+            self._exchange(now)
         except Exception as error:  # torch has many for a store that is gone
             return self._gone(f"its store does not answer: {type(error).__name__}")
-        for k, row in zip(there, rows, strict=True):
-            self.others[k].read(json.loads(row), now)
-        if suspended:  # this launcher did not run: its clock says nothing of others
-            for other in self.others.values():
-                other.heard = now
-        patience = BROKEN if broken else LOST
-        return next((found for o in self.others.values() if (found := o.failure(now, patience)) is not None), None)
+        others = (k for k in self._lives if k != self.index)
+        return next((f for k in others if (f := self._failure(k, BROKEN if broken else LOST)) is not None), None)
+
+    def tell(self, failure: Failure) -> None:
+        """Let the others know what failed here."""
+        self._say(state="failed", failure=failure.to_json())
+
+    def ended(self, asked: bool) -> None:
+        """All ranks here have ended well. `asked`: somebody on this machine had asked them to stop."""
+        self._say(state="ended", asked=asked)
+
+    # Between rounds
+
+    def beat(self) -> None:
+        """Say that this machine is alive, while it waits. C009 when the store is gone; what ended number 0, if something did."""
+        time.sleep(0.05)
+        if time.monotonic() - self._looked >= OFTEN:
+            self._reached(lambda: self._exchange(time.monotonic()))
+        over = self.row(0).get("over") if self.index else None
+        if over:
+            raise Failure.of_json(over, self.machine(0)).error()
+
+    def ready(self) -> None:
+        """This machine can take part in the next round."""
+        self._say(state="ready")
+
+    def gather(self) -> list[int]:
+        """Number 0: the other machines, once all have come; after `LAST_CALL` as many as there must be at least. C009 when they do not."""
+        began = time.monotonic()
+        while True:
+            self.beat()
+            for k, other in self._others.items():
+                if other.row.get("over"):
+                    raise Failure.of_json(other.row["over"], self.machine(k)).error()
+            there, waited = self.newcomers(), time.monotonic() - began
+            if len(there) + 1 == self.count or (waited > LAST_CALL and not self._patient and len(there) + 1 >= self.least):
+                return there
+            if waited > ABSENT:
+                missing = ", ".join(str(k) for k in self._others if k not in there)
+                raise PlaitError(Problem("C009", f"machine {missing} did not come within {waited:.0f} s", fix=_START), FAILED)
+
+    def newcomers(self) -> list[int]:
+        """Machines that wait to take part and do not yet."""
+        now = time.monotonic()
+        return [
+            k for k, other in self._others.items()
+            if other.row.get("state") == "ready" and other.row["life"] != self._lives.get(k) and now - other.heard < BROKEN
+        ]  # fmt: skip
+
+    def regroup(self) -> None:
+        """Number 0: have the ranks of all machines stop after their step."""
+        self.regroups = True
+        self._say(regroups=self._number)
+
+    def left(self) -> list[int]:
+        """Number 0: the other machines that have ended the round, once all have that are not lost."""
+        while True:
+            self.beat()
+            now, others = time.monotonic(), [k for k in self._lives if k != self.index]
+            gone = {k for k in others if self._gone_silently(k, now)}
+            done = [k for k in others if k not in gone and self._has_left(k)]
+            if len(gone) + len(done) == len(others):
+                return done
+
+    def open(self, following: Round, newcomers: list[int]) -> Round:
+        """Number 0: begin a round."""
+        self._lives = {
+            k: self._row["life"] if k == self.index else self._others[k].row["life"]
+            for k in following.devices
+            if k == self.index or k in newcomers or k in self._lives
+        }
+        self._reached(
+            lambda: self.store.set(_ROUND, json.dumps({**following.to_json(), "lives": {str(k): v for k, v in self._lives.items()}}))
+        )
+        return self._enter(following)
+
+    def next_round(self, serve: Callable[[dict[str, Any]], dict[str, Any]] = lambda order: {}) -> Round | None:
+        """Wait for the next round with this machine in it; None when the run is over. `serve` does what number 0 asks of this machine
+        meanwhile, and returns what to tell it."""
+        while True:
+            self.beat()
+            if self.row(0).get("state") == "over":
+                return None
+            order = self.row(0).get("order")
+            if order and order["to"] == self.index and self._row.get("served") != order["number"]:
+                self._say(served=order["number"], answer=serve(order))
+            if self._reached(lambda: self.store.check([_ROUND])):
+                word = json.loads(self._reached(lambda: self.store.get(_ROUND)))
+                found = Round.of_json(word)
+                if found.number > self._number and word["lives"].get(str(self.index)) == self._row["life"]:
+                    self._lives = {int(k): life for k, life in word["lives"].items()}
+                    return self._enter(found)
+
+    def ask(self, machine: int, **order: Any) -> dict[str, Any]:
+        """Number 0: have a machine that waits do something, and return its answer; empty when it is gone before."""
+        number = secrets.token_hex(4)
+        self._say(order={**order, "to": machine, "number": number})
+        while self.row(machine).get("served") != number:
+            self.beat()
+            if self._gone_silently(machine, time.monotonic()):
+                return {}
+        return self.row(machine)["answer"]
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """What this launcher raises inside ends the run on all machines."""
+    def taking_part(self) -> Iterator[None]:
+        """Whatever this launcher raises inside ends the run on all machines. Number 0, with which the store goes, leaves last."""
+        over: dict[str, Any] | None = None
         try:
             yield
         except PlaitError as error:
-            if self.row["state"] == "runs":
-                problems = list(error.problems)
-                self.tell(Failure(self.ranks.start, (1, self.index), problems=problems, exit_code=error.exit_code))
+            failure = Failure(self.ranks.start, (1, self.index), problems=list(error.problems), exit_code=error.exit_code)
+            over = failure.to_json()
             raise
         except BaseException as error:
-            if self.row["state"] == "runs":
-                problem = Problem("C009", f"{self.machine(self.index)} ended: {in_a_line(error)}", fix=("--resume",))
-                self.tell(Failure(self.ranks.start, (1, self.index), problem))
+            problem = Problem("C009", f"{self.machine(self.index)} ended: {in_a_line(error)}", fix=("--resume",))
+            over = Failure(self.ranks.start, (1, self.index), problem).to_json()
             raise
+        finally:
+            self._leave(over)
 
-    def tell(self, failure: Failure) -> None:
-        """Let the others know what failed here, and wait until they do."""
-        self.row |= {"state": "failed", "failure": failure.to_json()}
-        self._end()
+    @property
+    def _number(self) -> int:
+        return -1 if self.round is None else self.round.number
 
-    def done(self) -> None:
-        """Say that all ranks here are done. Number 0, which has the store, stays until all are."""
-        self.row["state"] = "ended"
-        self._end()
+    def _enter(self, found: Round) -> Round:
+        self.round, self.regroups = found, False
+        for name in ("failure", "asked", "order"):
+            self._row.pop(name, None)
+        self._say(state="runs", round=found.number)
+        now = time.monotonic()
+        for k in self._lives:
+            if k != self.index:
+                self._others[k].heard = now
+        return found
 
-    def _end(self) -> None:
-        """Write the last row; number 0, with which the store goes, waits a little for the others to have read it."""
+    def _leave(self, over: dict[str, Any] | None) -> None:
+        """Say that this launcher ends, and why; number 0 waits a little for the others to have read it."""
         began = time.monotonic()
-        try:
-            self._write()
-            self.store.check([_key(self.index)])  # answered when the row is there; else it goes with this process
-        except Exception:  # nobody is there to read it
-            return
-        while self.index == 0:
-            self.looked = 0.0
-            self.look()
-            patience = {None: COMING, "runs": WORD}
-            states = [other.row.get("state") for other in self.others.values()]
-            if not any(time.monotonic() - began < patience.get(state, 0.0) for state in states):
-                break
-            time.sleep(0.05)
+        with contextlib.suppress(Exception):  # nobody is there to read it
+            self._say(state="over", over=over)
+            while self.index == 0 and time.monotonic() - began < WORD:
+                self._exchange(time.monotonic())
+                now = time.monotonic()
+                if not any(o.row and o.row["state"] != "over" and now - o.heard < BROKEN for o in self._others.values()):
+                    break
+                time.sleep(0.05)
+
+    def _failure(self, k: int, patience: float) -> Failure | None:
+        """What has failed on a machine of this round."""
+        other = self._others[k]
+        if other.row.get("over"):
+            return Failure.of_json(other.row["over"], self.machine(k))
+        if other.row.get("state") == "failed" and other.row["round"] == self._number:
+            return Failure.of_json(other.row["failure"], self.machine(k))
+        if other.row.get("life") != self._lives[k]:
+            return _lost(self.machine(k), k, "its launcher was started again")
+        silent = time.monotonic() - other.heard
+        if other.row["state"] not in ("ended", "over") and silent > patience:
+            return _lost(self.machine(k), k, f"its launcher said nothing for {silent:.0f} s")
+        return None
+
+    def _has_left(self, k: int) -> bool:
+        row = self._others[k].row
+        return row["round"] == self._number and row["state"] in ("failed", "ended")
+
+    def _gone_silently(self, k: int, now: float) -> bool:
+        """Whether a machine is lost: it said nothing for long, and was not at work on what it puts away."""
+        other = self._others[k]
+        patience = 4 * LOST if other.row.get("round") == self._number and self._has_left(k) else BROKEN
+        return other.row.get("life") != self._lives[k] or other.row["state"] == "over" or now - other.heard > patience
+
+    def _exchange(self, now: float) -> None:
+        """Write this machine's row, and read the others'."""
+        suspended = self._looked and now - self._looked > LOST / 3
+        self._looked = now
+        self._write()
+        there = [k for k, other in self._others.items() if other.row or self.store.check([_key(k)])]
+        rows = self.store.multi_get([_key(k) for k in there]) if there else []
+        for k, row in zip(there, rows, strict=True):
+            self._others[k].read(json.loads(row), now)
+        if suspended:  # this launcher did not run: its clock says nothing of others
+            for other in self._others.values():
+                other.heard = now
+
+    def _say(self, **facts: Any) -> None:
+        """Change this machine's row; when this returns the others can read it."""
+        self._row |= facts
+        self._reached(lambda: (self._write(), self.store.check([_key(self.index)])))
 
     def _write(self) -> None:
-        self.row["beat"] += 1
-        self.store.set(_key(self.index), json.dumps(self.row))
+        self._row["beat"] += 1
+        self.store.set(_key(self.index), json.dumps(self._row))
 
     def _reached(self, ask: Callable[[], Any]) -> Any:
         try:
@@ -164,6 +334,7 @@ class Node:
             raise self._gone(f"{type(error).__name__}").error() from error
 
     def _gone(self, why: str) -> Failure:
+        self.cut_off = True
         return _lost(self.machine(0), 0, why)
 
 
@@ -173,24 +344,13 @@ _START = ("start the same command on all machines", "--nnodes    the number of m
 class _Other:
     """What is known of another machine."""
 
-    def __init__(self, index: int, name: str):
-        self.index, self.name = index, name
+    def __init__(self) -> None:
         self.row: dict[str, Any] = {}
         self.heard = time.monotonic()
 
     def read(self, row: dict[str, Any], now: float) -> None:
-        if row["beat"] != self.row.get("beat"):
+        if (row["life"], row["beat"]) != (self.row.get("life"), self.row.get("beat")):
             self.row, self.heard = row, now
-
-    def failure(self, now: float, patience: float) -> Failure | None:
-        """What has failed there. A machine that has not come yet is waited for elsewhere."""
-        if self.row.get("state") == "failed":
-            return Failure.of_json(self.row["failure"], f"{self.name} on {self.row['host']}")
-        if self.row.get("state") == "runs" and now - self.heard > patience:
-            why = f"its launcher said nothing for {now - self.heard:.0f} s"
-            self.row["state"] = "lost"
-            return _lost(f"{self.name} on {self.row['host']}", self.index, why)
-        return None
 
 
 def _lost(name: str, index: int, why: str) -> Failure:

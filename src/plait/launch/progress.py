@@ -74,10 +74,14 @@ class ProgressBoard:
         """Whether all ranks are built, so that steps may have been made."""
         return all(self._row(rank).step >= 0 for rank in self.ranks)
 
-    def stop(self) -> None:
-        """Ask all ranks to stop after their step."""
-        self.memory[0] = 1
+    def stop(self, asked: bool = True) -> None:
+        """Ask all ranks to stop after their step. `asked`: somebody wants the run to end; else to go on with others."""
+        self.memory[0] = 1 if asked else self.memory[0] or 2
 
     def stopping(self) -> bool:
-        """Whether all ranks were asked to stop."""
+        """Whether all ranks are to stop."""
+        return self.memory[0] != 0
+
+    def asked(self) -> bool:
+        """Whether somebody wants the run to end."""
         return self.memory[0] == 1

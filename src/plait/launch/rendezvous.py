@@ -50,12 +50,15 @@ class Meeting:
     port: int
     """Where processes of this machine reach the store, on 127.0.0.1."""
     interface: Interface
+    prefix: str = ""
+    """Of the names that are used in it."""
 
     def store(self) -> "Store":
         """A connection of its own to the store."""
-        from torch.distributed import TCPStore
+        from torch.distributed import PrefixStore, TCPStore
 
-        return TCPStore("127.0.0.1", self.port, is_master=False, timeout=SLOW)
+        store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=SLOW)
+        return PrefixStore(self.prefix, store) if self.prefix else store
 
 
 def meet(member: Membership, say: Callable[[str], None]) -> Meeting:

@@ -36,7 +36,9 @@ class Listener:
     reached: int = -1
     """Steps that were done on some rank when one failed."""
     asked: bool = False
-    """By then somebody had asked all ranks to stop."""
+    """By then, or by the end, somebody had asked all ranks to stop."""
+    guilty: int = -1
+    """The rank that failed; -1 for a machine."""
 
 
 @dataclass
@@ -95,8 +97,7 @@ class Supervisor:
         self._drain()
         if self.failures:
             raise self._verdict()
-        if self.node is not None:
-            self.node.done()
+        self.listener.asked = self.board.asked()
         return [self.results.get(w.rank) or {} for w in self.workers]
 
     def _read(self, timeout: float) -> None:
@@ -162,6 +163,8 @@ class Supervisor:
     def _ask(self) -> None:
         """Take in what has failed on other machines, so far the one whose guilt is most likely."""
         failure = self.node.look(broken=bool(self.failures)) if self.node is not None else None
+        if self.node is not None and self.node.regroups:
+            self.board.stop(asked=False)
         if failure is not None and not failure.victim:
             self.failures[-1] = min((failure, self.failures.get(-1, failure)), key=lambda f: f.order)
 
@@ -194,10 +197,11 @@ class Supervisor:
         end(self.workers)
         self._drain()
         self.listener.reached = max(self.board.read(w.rank).step for w in self.workers)
-        self.listener.asked = self.board.stopping()
+        self.listener.asked = self.board.asked()
 
     def _verdict(self) -> PlaitError:
         guilty = min(self.failures.values(), key=lambda f: f.order)
+        self.listener.guilty = guilty.rank
         if self.node is not None:
             self.node.tell(guilty)
         return guilty.error()

@@ -36,15 +36,18 @@ class Nodes:
     rank: int | None
     master: str | None
     """host:port, or a host."""
+    least: int | None = None
+    """The first number of 1:2."""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> "Nodes":
         """Of the variables that stand for --nnodes, --node-rank, --master."""
         reading = Reading("plait", environment)
-        return Nodes(reading.number("PLAIT_NNODES"), reading.number("PLAIT_NODE_RANK"), reading.text("PLAIT_MASTER"))
+        count, least = reading.counted("PLAIT_NNODES")
+        return Nodes(count, reading.number("PLAIT_NODE_RANK"), reading.text("PLAIT_MASTER"), least)
 
 
-def say(count: int | None, rank: int | None, master: str | None) -> None:
+def say(count: str | None, rank: int | None, master: str | None) -> None:
     """Put what was typed where `find` looks: it outweighs what the environment said of machines before.
 
     Called before torch is imported, whose store would print stacks of C++ when another machine is lost, beside plait's error.
@@ -163,7 +166,7 @@ def _by_flags(nodes: Nodes, found: Membership | None) -> Membership | None:
         if found is None
         else replace(found, of="nodes", index=rank, nodes=nodes.count, local_rank=None, local_count=None)
     )
-    return replace(base, master=host, port=port or base.port)
+    return replace(base, master=host, port=port or base.port, least=nodes.least)
 
 
 def _endpoint(said: str) -> tuple[str, int | None]:

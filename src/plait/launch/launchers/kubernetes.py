@@ -25,13 +25,6 @@ class _TrainJob(_Pods):
     def started(self, environment: Mapping[str, str]) -> bool:
         return "PET_NNODES" in environment and "RANK" not in environment
 
-    def find(self, environment: Mapping[str, str]) -> Membership | None:
-        count = environment.get("PET_NNODES", "")
-        if self.started(environment) and ":" in count:
-            why = f"PET_NNODES={count}: plait trains on a number of machines that does not change"
-            raise wrong(self.name, why, "PET_NNODES")
-        return super().find(environment)
-
 
 @dataclass(frozen=True)
 class _PyTorchJob(_Pods):

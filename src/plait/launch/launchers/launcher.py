@@ -34,7 +34,9 @@ class Launcher:
         if not self.started(environment):
             return None
         reading = Reading(self.name, environment)
-        index, count = reading.wanted(self.index), reading.wanted(*self.count)
+        index, (count, least) = reading.wanted(self.index), reading.counted(*self.count)
+        if count is None:
+            count = reading.wanted(*self.count)
         if index >= count:
             names = f"{self.index}={index} of {reading.name(*self.count)}={count}"
             raise wrong(self.name, f"{names}: numbers begin at 0", self.index)
@@ -43,6 +45,7 @@ class Launcher:
             local_rank=reading.number(*self.local_rank),
             local_count=self.on_this_machine(reading),
             nodes=count if self.of == "nodes" else reading.number(*self.nodes),
+            least=least,
             master=self.master(reading),
             port=reading.number(*self.port),
             job=" ".join(environment[name] for name in self.job if name in environment),
@@ -86,6 +89,16 @@ class Reading:
         if not (said.isascii() and said.isdecimal()):
             raise wrong(self.launcher, f"{self.name(*names)}={said} is no number", self.name(*names))
         return int(said)
+
+    def counted(self, *names: str) -> tuple[int | None, int | None]:
+        """How many there are; and, of a range such as 1:2 as torchrun has it, how many there must be at least. L001."""
+        said = self.text(*names)
+        if said is None or ":" not in said:
+            return self.number(*names), None
+        least, _, most = said.partition(":")
+        if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+            raise wrong(self.launcher, f"{self.name(*names)}={said} is no number, and no range such as 1:2", self.name(*names))
+        return int(most), int(least)
 
     def wanted(self, *names: str) -> int:
         """The same; L001 when none is set, too."""

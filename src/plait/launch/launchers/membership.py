@@ -20,6 +20,8 @@ class Membership:
     """Ranks on this machine."""
     nodes: int | None = None
     """Machines; None when nobody says it."""
+    least: int | None = None
+    """With so many machines it may start and go on, where that was said."""
     master: str | None = None
     """Name or address of the machine of number 0."""
     port: int | None = None

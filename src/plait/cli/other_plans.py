@@ -1,0 +1,130 @@
+"""Plans for when a run has fewer ranks than it was started with, or more again: found while training goes on.
+
+A process of its own looks for each, as `--plan auto` does, with the lowest priority, so that one is at hand when a rank is lost. The
+number format stays what it is; the planner chooses how the ranks share the work, and each plan is checked as the first was: the
+run is the same training under all of them.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plait.cli.request import Request
+from plait.config.errors import FAILED, PlaitError, Problem, problem_of
+from plait.config.plan import Plan
+from plait.launch.child import live
+from plait.launch.detect import read_machine
+from plait.launch.devices import kind_of
+from plait.planner.answer import ask
+from plait.planner.question import PlanRequest, sized
+from plait.planner.refusals import foresee
+from plait.verify.job import check as jobcheck
+
+TRIED = 3
+"""Plans of one number of ranks that are checked before fewer are looked at."""
+
+
+class OtherPlans:
+    """Of one request. The request's own plan is known from the start."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self._known: dict[int, dict[str, Any]] = {request.plan.world: {"plan": str(request.plan)}}
+        self._looking = dict[int, tuple[int, Path]]()
+        self._folder = tempfile.TemporaryDirectory(prefix="plait-plans-")
+
+    def close(self) -> None:
+        """Forget what is still being looked for."""
+        for pid, _ in self._looking.values():
+            with contextlib.suppress(OSError):
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+        self._folder.cleanup()
+
+    def prepare(self, world: int) -> None:
+        """Begin to look for a plan of so many ranks, or of the most below that have one."""
+        if world < 1 or world in self._known or world in self._looking:
+            return
+        result, parent = Path(self._folder.name) / f"{world}.json", os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            live(lambda: _search(self.request, world, result), parent)
+        self._looking[world] = (pid, result)
+
+    def ready(self, world: int) -> bool:
+        """Whether it is known by now; else it is looked for."""
+        self.prepare(world)
+        if world in self._looking:
+            pid, result = self._looking[world]
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self._looking[world]
+                self._known[world] = _read(result)
+        return world in self._known
+
+    def of(self, world: int, waiting: Callable[[], object]) -> Plan:
+        """The plan of so many ranks, or of the most below that have one. Waits for it, and calls `waiting` meanwhile.
+
+        M001, or what else was in the way, when there is none.
+        """
+        while not self.ready(world):
+            waiting()
+            time.sleep(0.02)
+        found = self._known[world]
+        if "problem" in found:
+            raise PlaitError(problem_of(found["problem"]), FAILED)
+        return Plan.parse(found["plan"])
+
+
+def _read(result: Path) -> dict[str, Any]:
+    try:
+        return json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {"problem": vars(Problem("M001", "the search for a plan of fewer ranks ended without an answer"))}
+
+
+def _search(request: Request, world: int, result: Path) -> int:
+    """The life of the process that looks. Its answer is a file."""
+    os.nice(19)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    answer: dict[str, Any] = {}
+    for ranks in range(world, 0, -1):
+        try:
+            answer = {"plan": str(_best(request, ranks))}
+            break
+        except PlaitError as error:
+            answer = answer or {"problem": vars(error.problems[0])}
+    beside = result.with_suffix(".tmp")
+    beside.write_text(json.dumps(answer), encoding="utf-8")
+    os.rename(beside, result)
+    return 0
+
+
+def _best(request: Request, ranks: int) -> Plan:
+    """The fastest plan that fits and is the same training. PlaitError when there is none."""
+    if ranks == 1 and kind_of(request.device) == "cpu":
+        return _checked(request, replace(Plan(), precision=request.plan.precision))
+    asked = PlanRequest.of(request.job, request.name, sized(read_machine("here"), ranks), split=ranks > 1)
+    found = ask(asked, {"precision": request.plan.precision}, devices=ranks)
+    refused: PlaitError | None = None
+    for row in [row for row in found.rows if row.fits][:TRIED]:
+        try:
+            return _checked(request, row.candidate.plan)
+        except PlaitError as error:
+            refused = refused or error
+    raise refused or PlaitError(Problem("M001", f"no plan fits on {ranks} devices"))
+
+
+def _checked(request: Request, plan: Plan) -> Plan:
+    foresee(request.job, plan, kind_of(request.device))
+    checked = jobcheck.check(request.job, plan, request.check, workers=request.workers)
+    if checked.problems and not request.allow_inexact:
+        raise PlaitError(list(checked.problems))
+    return plan

@@ -1,0 +1,29 @@
+"""The help on a key of a plan: its line, and for a way to split the text of its technique."""
+
+import ast
+from pathlib import Path
+
+from plait.config.plan import KEYS, Key
+
+TECHNIQUES = {
+    **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
+    **dict.fromkeys(("fsdp", "zero"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel"), "tensor/strategy"),
+    **dict.fromkeys(("cp", "context"), "context/strategy"), "ep": "expert/strategy", "microbatches": "accumulate",
+    "recompute": "recompute", "offload": "offload", "precision": "precision", "compile": "compiled", "processes": "threads",
+}  # fmt: skip
+"""Which file of `parallel/` explains a key of a plan."""
+
+
+def told(key: Key) -> str:
+    """In one line."""
+    return key.help + (f" ({', '.join(key.choices)})" if key.choices else "")
+
+
+def explained(name: str) -> str:
+    """What a key of a plan does; for a way to split, the text of its technique."""
+    module = TECHNIQUES.get(name)
+    text = f"{name}, in the table [{KEYS[name].table}] of a plan: {told(KEYS[name])}"
+    if module is None:
+        return text
+    source = (Path(__file__).parents[1] / "parallel" / f"{module}.py").read_text(encoding="utf-8")
+    return f"{text}\n\n{ast.get_docstring(ast.parse(source))}"

@@ -1,0 +1,81 @@
+"""A command for each of some hosts, which ssh starts there; the script waits for all.
+
+The secret that they share is drawn by the script, and goes to each over ssh's own channel: it is in no file and no list of processes.
+"""
+
+import re
+
+from plait.config.errors import PlaitError, Problem
+from plait.submit.scheduler import Scheduler
+from plait.submit.shell import SECRET, comment, line
+from plait.submit.submission import Submission
+
+HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)")
+"""A name or an address, of a user there or not; nothing that ssh could take for an option."""
+PORT = 29500
+
+WAIT = """\
+
+code=0
+for step in "${steps[@]}"; do wait "$step" || code=$?; done
+exit "$code"
+"""
+READ = "IFS= read -r PLAIT_SECRET && export PLAIT_SECRET && "
+
+
+def write(asked: Submission) -> str:
+    """The script."""
+    _check(asked)
+    head = [
+        "#!/bin/bash",
+        comment(f"{asked.job}: {asked.told}. Written by plait submit ssh; start it with  bash FILE"),
+        "# When it was stopped (exit code 75), start it again: it goes on from the newest checkpoint.",
+        "",
+    ]
+    options = "".join(f"-o {line([f'{name}={value}'])} " for name, value in asked.options)
+    if not asked.together:
+        return "\n".join([*head, f"exec ssh {options}-- {line([*asked.hosts, _command(asked, 0)])}", ""])
+    draw = [
+        f'secret="${{PLAIT_SECRET:-{SECRET}}}"',
+        "steps=()",
+        "start() {",
+        f"""  printf '%s\\n' "$secret" | ssh {options}-- "$1" "$2" &""",
+        "  steps+=($!)",
+        "}",
+        "",
+    ]
+    starts = [f"start {line([host, READ + _command(asked, k)])}" for k, host in enumerate(asked.hosts)]
+    return "\n".join([*head, *draw, *starts, WAIT])
+
+
+def _command(asked: Submission, index: int) -> str:
+    """What the shell of a host is given."""
+    words = [*asked.train(), f"--nnodes={asked.nodes}"]
+    if asked.together:
+        words += [f"--node-rank={index}", f"--master={asked.master or _address(asked.hosts[0])}"]
+    assert asked.folder is not None
+    before = [f"cd -- {line([asked.folder])}", *asked.setup]
+    return " && ".join([*before, f"exec {line(words)}"])
+
+
+def _address(host: str) -> str:
+    name = host.rpartition("@")[2]
+    return f"[{name}]:{PORT}" if ":" in name else f"{name}:{PORT}"
+
+
+def _check(asked: Submission) -> None:
+    wrong = next((host for host in asked.hosts if not HOST.fullmatch(host)), None)
+    if wrong is not None:
+        raise PlaitError(Problem("S002", f"`{wrong[:80]}` is no host", fix=("--hosts node1,user@node2",)))
+    if len(asked.hosts) != asked.nodes:
+        what = f"--hosts names {len(asked.hosts)}, and --nnodes says {asked.nodes}"
+        raise PlaitError(Problem("S001", what, fix=("leave out --nnodes", f"{asked.nodes} hosts")))
+    bare = next((name for name, value in asked.options if value is None), None)
+    if bare is not None:
+        what = f"--option {bare[:60]} has no value"
+        raise PlaitError(Problem("S002", what, why="ssh -o wants NAME=VALUE", fix=("--option Port=2222",)))
+
+
+SCHEDULER = Scheduler(
+    "ssh", write, "bash FILE", frozenset(("chdir", "setup", "hosts", "option", "call", "master")), ("hosts",)
+)
