@@ -31,6 +31,12 @@ PRRTE = {
     "PMIX_SERVER_URI41": "prterun-head-4711@0.0;tcp4://10.1.0.9:45761",
 }  # fmt: skip
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+IN_SLURM = {
+    "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "interactive", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS": "2",
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_GTIDS": "1",
+    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+"""What ranks of an mpirun see whose helpers `srun` started on the machines of an allocation (recorded, Slurm 22.05)."""
 TRAIN_JOB = {
     "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400", "JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
@@ -65,8 +71,12 @@ FOUND = {
     "mpirun, Open MPI 4": (OPEN_MPI_4, ("mpirun (Open MPI)", "ranks", 1, 2, 0, 1, 2, "10.1.0.4", None)),
     "mpirun, Open MPI 5": (PRRTE, ("mpirun (Open MPI)", "ranks", 1, 4, 1, 2, None, "10.1.0.9", None)),
     "mpirun whose daemon srun started": (
-        SLURM | {"SLURM_STEP_NAME": "orted", "SLURM_STEP_NUM_TASKS": "2"} | OPEN_MPI_4,
-        ("mpirun (Open MPI)", "ranks", 1, 2, 0, 1, 2, "10.1.0.4", None),
+        OPEN_MPI_4 | IN_SLURM | {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"},
+        ("mpirun (Open MPI)", "ranks", 3, 4, 0, 1, 2, "n1", None),
+    ),
+    "mpirun, Open MPI 5, that says where its helper is": (
+        PRRTE | {"PMIX_SERVER_URI41": "prterun-head-4711@0.1;tcp4://127.0.0.1:48325", "MASTER_ADDR": "head"},
+        ("mpirun (Open MPI)", "ranks", 1, 4, 1, 2, None, "head", None),
     ),
     "mpiexec on one machine": (
         HYDRA, ("mpiexec (Hydra: MPICH, Intel MPI)", "ranks", 1, 2, 1, 2, None, "127.0.0.1", None),
@@ -76,8 +86,8 @@ FOUND = {
         ("mpiexec (Hydra: MPICH, Intel MPI)", "ranks", 1, 2, 1, 1, None, "node0", None),
     ),
     "mpiexec whose proxy srun started": (
-        SLURM | HYDRA | {"SLURM_STEP_NAME": "hydra_bstrap_proxy"},
-        ("mpiexec (Hydra: MPICH, Intel MPI)", "ranks", 1, 2, 1, 2, None, "127.0.0.1", None),
+        IN_SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+        ("mpiexec (Hydra: MPICH, Intel MPI)", "ranks", 3, 4, 0, 1, None, "n1", None),
     ),
     "srun --mpi=pmi2": (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}, ("srun", "ranks", 5, 8, 1, 4, 2, "n08", None)),
     "MVAPICH": (
@@ -159,7 +169,9 @@ def test_what_is_found(case: str) -> None:
 ALONE = {
     "a shell": {},
     "salloc": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
-    "salloc with a step": {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NAME": "interactive", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+    "salloc with a step": {
+        "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1",
+    },
     "the script of a batch job": BATCH,
     "srun -n 1 in a large allocation": SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     "mpirun -n 1": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
@@ -225,6 +237,7 @@ def test_the_first_of_a_list_of_hosts(listed: str, first: str) -> None:
 def test_an_allocation_that_is_not_used_is_told() -> None:
     told = unused(BATCH | {"SLURM_JOB_NUM_NODES": "2"})
     assert told is not None and "4 tasks on 2 machines" in told and "srun plait train" in told
+    assert unused(ALONE["salloc with a step"]) is not None
     assert unused({}) is None and unused(SLURM) is None and unused({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}) is None
 
 

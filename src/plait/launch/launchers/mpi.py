@@ -1,6 +1,6 @@
 """mpirun, mpiexec and their kin. plait uses them to start processes; nothing is sent through MPI.
 
-Some do not say on which machine rank 0 runs: then MASTER_ADDR must, unless all ranks are on one machine.
+Some do not say on which machine rank 0 runs: then MASTER_ADDR must, unless all ranks are on one machine, or Slurm lists the machines.
 """
 
 import re
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.launch.launchers.launcher import Launcher, Reading
+from plait.launch.launchers.slurm import first_host
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,20 @@ class _Mpi(Launcher):
         said = super().master(reading)
         if said is None and self.on_this_machine(reading) == reading.number(*self.count):
             return "127.0.0.1"  # all of them are here
-        return said
+        listed = None if said else reading.text("SLURM_JOB_NODELIST")
+        return first_host(listed) if listed else said
 
 
 @dataclass(frozen=True)
 class _OpenMpi(_Mpi):
     def master(self, reading: Reading) -> str | None:
-        """Rank 0 runs where mpirun was typed, unless a host file says otherwise; ranks learn mpirun's address."""
+        """Rank 0 runs where mpirun was typed, unless Slurm or a host file says otherwise; ranks learn mpirun's address.
+
+        Those of PMIx name the helper on their own machine instead, often by a loopback address, which says nothing.
+        """
         said = super().master(reading)
         uri = None if said else reading.text("OMPI_MCA_orte_hnp_uri", "PMIX_SERVER_URI41", "PMIX_SERVER_URI4")
-        found = re.search(r"tcp4?://([^,:;]+)", uri or "")
+        found = re.search(r"tcp4?://(?!127\.)([^,:;]+)", uri or "")
         return found.group(1) if found else said
 
 

@@ -10,17 +10,21 @@ from dataclasses import dataclass
 
 from plait.launch.launchers.launcher import Launcher, Reading
 
-NOT_RANKS = ("bash", "interactive", "batch", "extern", "orted", "prted", "hydra_pmi_proxy", "hydra_bstrap_proxy")
-"""Names of steps whose tasks are a shell, or the helpers through which an mpirun starts its own processes."""
+SPECIAL = 0xFFFFFFF0
+"""Steps with numbers from here on are Slurm's own: the shell of an interactive allocation, the script of a batch job."""
+OTHERS = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+"""What an mpirun sets whose helpers `srun` started, one on each machine."""
 
 
 @dataclass(frozen=True)
 class _Slurm(Launcher):
     def started(self, environment: Mapping[str, str]) -> bool:
         """The script of a batch job has a SLURM_PROCID too, 0, and no step of its own."""
-        if environment.get("SLURM_STEP_NAME") in NOT_RANKS or not super().started(environment):
+        step = environment.get("SLURM_STEP_ID", "")
+        helper = any(name in environment for name in OTHERS) and "," not in environment.get("SLURM_GTIDS", ",")
+        if helper or (step.isdecimal() and int(step) >= SPECIAL) or not super().started(environment):
             return False
-        return "SLURM_STEP_ID" in environment or environment["SLURM_PROCID"] != "0"
+        return bool(step) or environment["SLURM_PROCID"] != "0"
 
     def on_this_machine(self, reading: Reading) -> int | None:
         tasks = reading.text("SLURM_GTIDS")
