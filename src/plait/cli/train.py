@@ -160,8 +160,13 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
     try:
         with joined_ranks.telling(place, lambda: run.log(place.rank) if run is not None else None):
             device = pick_device(request.device, place)
-            run = joined_ranks.meet(place, place.connect(device), device, made.make)
+            group, runs = place.connect(device), RunDirectory.all(request.name, request.runs)
+            starts, before = joined_ranks.earlier(place, group, device, runs)
+            if before is not None:
+                request = made.request = dataclasses.replace(request, resume=before)
+            run = joined_ranks.meet(place, group, device, made.make)
             if place.rank == 0:
+                joined_ranks.remember(run, starts)
                 for line in (*([member.told()] if member is not None else []), headline(request), *_told(checked)):
                     console.say(line)
                 place.report = lambda message: (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from plait.launch import rendezvous
+from plait.launch import attempts, rendezvous
 from plait.launch.launchers.find import LAUNCHERS, find
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
@@ -56,7 +56,7 @@ class Place:
             return dist.group.WORLD
         if self.world == 1 and not self.joined:
             return None
-        store, patience = (self.store(), WATCHED) if self.store is not None else (None, JOINED)
+        store, patience = self.store() if self.store is not None else None, JOINED if self.joined else WATCHED
         dist.init_process_group(_backend(device), store=store, rank=self.rank, world_size=self.world, timeout=patience)
         return dist.group.WORLD
 
@@ -84,7 +84,11 @@ def current() -> Place:
             signal.signal(number, lambda *_: flag.set())
     rank, local = member.index, member.local_rank
     if member.agent:
-        return Place(rank, member.count, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
+        place = Place(rank, member.count, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
+        if attempts.shared(member):
+            place.meet = epoch = functools.cache(lambda: attempts.epoch_of(member, flag.is_set))
+            place.store = lambda: attempts.store_of(member, epoch())
+        return place
 
     def meeting() -> Meeting:
         return _meeting(member)
