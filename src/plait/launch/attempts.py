@@ -74,9 +74,14 @@ def store_of(member: Membership, epoch: int) -> "Store":
 
 def epoch_of(member: Membership, stopping: Callable[[], bool]) -> int:
     """The number of this attempt, on which its ranks agree. L009 when they do not all come."""
-    if member.nodes is not None and member.nodes > 1 and member.master is not None:
-        interfaces.use(interfaces.own(member.master) or interfaces.towards(interfaces.addresses_of(member.master)[0]))
+    choose_interface(member)
     return agree(_opened(member), member.index, member.count, stopping)
+
+
+def choose_interface(member: Membership) -> None:
+    """Have ranks on several machines talk over the interface that leads to the first: gloo would take that of the host's name."""
+    if member.master is not None and (member.nodes or 1) > 1:
+        interfaces.use(interfaces.own(member.master) or interfaces.towards(interfaces.addresses_of(member.master)[0]))
 
 
 def agree(store: "Store", rank: int, world: int, stopping: Callable[[], bool], patience: float = SLOW) -> int:

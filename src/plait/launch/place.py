@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from plait.launch import attempts, rendezvous
+from plait.launch import attempts, groups, rendezvous
 from plait.launch.launchers.find import LAUNCHERS, find
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
@@ -47,15 +47,21 @@ class Place:
     """That launcher started one process on each machine, as if a machine were a device."""
     meet: Callable[[], object] = field(default=lambda: None)
     """Finds the other ranks, or says at once why they cannot be reached; `connect` does it too, later."""
+    _beside: "tuple[ProcessGroup, ProcessGroup] | None" = None
+    """A group that was there already, and the one that is used."""
 
     def connect(self, device: "torch.device") -> "ProcessGroup | None":
         """The process group of all ranks, or None when there is one process. Uses a group the user already made."""
         import torch.distributed as dist
 
-        if dist.is_initialized():
-            return dist.group.WORLD
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is not None:
+            if self._beside is None or self._beside[0] is not world:
+                self._beside = (world, groups.of_all())
+            return self._beside[1]
         if self.world == 1 and not self.joined:
             return None
+        self.meet()
         store, patience = self.store() if self.store is not None else None, JOINED if self.joined else WATCHED
         dist.init_process_group(_backend(device), store=store, rank=self.rank, world_size=self.world, timeout=patience)
         return dist.group.WORLD
@@ -85,6 +91,7 @@ def current() -> Place:
     rank, local = member.index, member.local_rank
     if member.agent:
         place = Place(rank, member.count, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
+        place.meet = lambda: attempts.choose_interface(member)
         if attempts.shared(member):
             place.meet = epoch = functools.cache(lambda: attempts.epoch_of(member, flag.is_set))
             place.store = lambda: attempts.store_of(member, epoch())
