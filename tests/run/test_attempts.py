@@ -58,9 +58,9 @@ def test_an_attempt_agrees_whatever_was_left_in_the_store() -> None:
 def test_who_does_not_come_is_named_and_so_is_the_variable() -> None:
     store = dist.HashStore()
     store.set("plait/came/1", "dead")
-    with pytest.raises(PlaitError, match=r"(?s)L009.*rank 1, 2 said nothing.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(PlaitError, match=r"(?s)L020.*rank 1, 2 said nothing.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         attempts.agree(store, 0, 3, lambda: False, patience=0.1)
-    with pytest.raises(PlaitError, match=r"L009.*rank 0 said nothing"):
+    with pytest.raises(PlaitError, match=r"L020.*rank 0 said nothing"):
         attempts.agree(store, 1, 3, lambda: False, patience=0.1)
     with pytest.raises(PlaitError, match=r"asked to stop") as stopped:
         attempts.agree(store, 1, 3, lambda: True)
@@ -72,7 +72,7 @@ def test_a_store_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -
     for name, value in (TORCHRUN | {"MASTER_PORT": str(port)}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(attempts, "SLOW", 0.5)
-    with pytest.raises(PlaitError, match=rf"L009\] torchrun's store at 127.0.0.1:{port} cannot be reached"):
+    with pytest.raises(PlaitError, match=rf"L020\] torchrun's store at 127.0.0.1:{port} cannot be reached"):
         place.current().meet()
 
 

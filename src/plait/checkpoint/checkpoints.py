@@ -14,7 +14,7 @@ Nothing is pickled, so loading runs no code.
 import math
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class Checkpoints:
         self.changed: list[str] = []
         """What differs between the job of the checkpoint that was resumed and this one, a line each."""
         self.parent: str | None = None
+        self.told: Callable[[Path], None] = lambda path: None
+        """Called when a save is published, on all ranks in the same step."""
         self.took = 0.0
         """Seconds of a processor that this rank's part of the last save took beside training."""
         self._damaged: set[Path] = set()
@@ -145,7 +147,9 @@ class Checkpoints:
             if training.place.rank == 0:
                 self._flight.errand = SaveThread(lambda _, flight=self._flight: self._publish(flight, ranks))
         else:
-            self.parent, self._flight = self._flight.path.name, None
+            path, self._flight = self._flight.path, None
+            self.parent = path.name
+            self.told(path)
 
     def finish(self, training: Training) -> None:
         """Wait until the save on its way is published; every rank calls it. K004 when it failed."""

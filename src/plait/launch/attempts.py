@@ -73,7 +73,7 @@ def store_of(member: Membership, epoch: int) -> "Store":
 
 
 def epoch_of(member: Membership, stopping: Callable[[], bool]) -> int:
-    """The number of this attempt, on which its ranks agree. L009 when they do not all come."""
+    """The number of this attempt, on which its ranks agree. L020 when they do not all come."""
     choose_interface(member)
     return agree(_opened(member), member.index, member.count, stopping)
 
@@ -114,16 +114,16 @@ def _come(store: "Store", rank: int, stopping: Callable[[], bool], end: float) -
 
 
 def _patience(end: float, stopping: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-    """Wait a little. L009 when there was enough of it, or when somebody asked to stop."""
+    """Wait a little. L020 when there was enough of it, or when somebody asked to stop."""
     if stopping():
-        raise PlaitError(Problem("L009", "asked to stop before all ranks had come"), RESUMABLE)
+        raise PlaitError(Problem("L020", "asked to stop before all ranks had come"), RESUMABLE)
     if time.monotonic() > end:
         late = missing()
         ranks = ", ".join(map(str, late[:8])) + (", …" if len(late) > 8 else "")
         what = f"the ranks that torchrun started did not all come: rank {ranks} said nothing"
         why = "torchrun's store outlives its workers, and what ranks of an earlier attempt left in it does not count"
         fix = (f"export {APART}    before torchrun starts, on every machine", "see what the other ranks say")
-        raise PlaitError(Problem("L009", what, why=why, fix=fix), FAILED)
+        raise PlaitError(Problem("L020", what, why=why, fix=fix), FAILED)
     time.sleep(LOOK)
 
 
@@ -136,4 +136,4 @@ def _opened(member: Membership) -> "Store":
     except RuntimeError as error:
         why = f"{error}".splitlines()[0]
         fix = (f"nc -vz {member.master} {member.port}    is its agent alive?", f"export {APART}    before torchrun starts")
-        raise PlaitError(Problem("L009", f"torchrun's store at {where} cannot be reached", why=why, fix=fix), FAILED) from error
+        raise PlaitError(Problem("L020", f"torchrun's store at {where} cannot be reached", why=why, fix=fix), FAILED) from error

@@ -5,8 +5,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.launch import attempts, groups, rendezvous
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store
 
+SAVED: ContextVar[Callable[[Path], None]] = ContextVar("SAVED", default=lambda path: None)
+"""What a program that calls plait in each rank wants to be told of checkpoints (see `Place.saved`)."""
 WATCHED, JOINED = timedelta(days=7), timedelta(minutes=30)
 """How long a collective may wait: beside plait's launcher, which finds a rank that hangs; and under another launcher."""
 
@@ -45,6 +49,8 @@ class Place:
     """That launcher did not say which process of its machine this is: `local_rank` is 0 for want of it."""
     only: bool = False
     """That launcher started one process on each machine, as if a machine were a device."""
+    saved: Callable[[Path], None] = field(default=lambda path: None)
+    """Called when a checkpoint is published, on all ranks in the same step."""
     meet: Callable[[], object] = field(default=lambda: None)
     """Finds the other ranks, or says at once why they cannot be reached; `connect` does it too, later."""
     _beside: "tuple[ProcessGroup, ProcessGroup] | None" = None
@@ -90,7 +96,8 @@ def current() -> Place:
             signal.signal(number, lambda *_: flag.set())
     rank, local = member.index, member.local_rank
     if member.agent:
-        place = Place(rank, member.count, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
+        words = {"saved": SAVED.get(), "joined": True, "unsaid": local is None}
+        place = Place(rank, member.count, local or 0, stopping=flag.is_set, **words)
         place.meet = lambda: attempts.choose_interface(member)
         if attempts.shared(member):
             place.meet = epoch = functools.cache(lambda: attempts.epoch_of(member, flag.is_set))
