@@ -28,8 +28,8 @@ from plait.config.plan import Plan
 
 POINTER = "plait.json"
 """The file of a checkpoint in Ray's record."""
-REFUSED = "refused.json"
-"""The file in which a rank says what a restart cannot mend."""
+SAID = "said.json"
+"""The file in which a rank says why it ends, and whether starting again may mend it."""
 MENDED = ("C001", "C003", "C004", "C005", "C008")
 """Errors of a rank that was lost."""
 OTHERS = ("nnodes", "node_rank", "master")
@@ -113,11 +113,11 @@ def _run(words: list[str]) -> Trained:
     storage = (own.storage or options.runs).absolute()
     start = own.name or f"{Path(options.job.partition(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     record = storage / "ray" / start
-    (record / REFUSED).unlink(missing_ok=True)
+    (record / SAID).unlink(missing_ok=True)
     told = _before(options, arguments, plan)
     ranks = [*rest, "--runs", str(storage), "--plan", str(plan), "--check", "none"]
     ranks += [f"--job.{key}={value}" for key, value in arguments.items()]
-    config = {"words": ranks, "folder": os.getcwd(), "start": f"{storage} {start}", "refused": str(record / REFUSED), "told": told}
+    config = {"words": ranks, "folder": os.getcwd(), "start": f"{storage} {start}", "said": str(record / SAID), "told": told}
     return _fit(config, plan.world, options, own, failures=failures)
 
 
@@ -147,7 +147,7 @@ def _fit(config: dict[str, Any], world: int, options: argparse.Namespace, own: a
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    refused = Path(config["refused"])
+    said = Path(config["said"])
     began = not ray.is_initialized()
     if began:
         ray.init(address=own.address)
@@ -158,20 +158,20 @@ def _fit(config: dict[str, Any], world: int, options: argparse.Namespace, own: a
             _work, train_loop_config=config, torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
             scaling_config=ScalingConfig(num_workers=world, use_gpu=gpu, resources_per_worker={"CPU": own.cpus, **({"GPU": 1} if gpu else {})}),
             run_config=RunConfig(
-                name=refused.parent.name, storage_path=str(refused.parent.parent),
+                name=said.parent.name, storage_path=str(said.parent.parent),
                 failure_config=FailureConfig(max_failures=failures), checkpoint_config=CheckpointConfig(num_to_keep=options.keep),
             ),
         )  # fmt: skip
         try:
             result = trainer.fit()
         except Exception as error:
-            raise _ended(error, refused, failures) from error
+            raise _ended(error, said, failures) from error
     finally:
         if began:
             ray.shutdown()
-    if refused.exists():
-        raise _said(refused)
-    return _came_to(result, Path(config["start"].partition(" ")[0]))
+    if _hopeless(said):
+        raise _error_in(said)
+    return _came_to(result)
 
 
 def _work(config: dict[str, Any]) -> None:
@@ -179,13 +179,13 @@ def _work(config: dict[str, Any]) -> None:
     from plait.launch.attempts import name_start
     from plait.launch.place import SAVED
 
-    refused = Path(config["refused"])
-    if refused.exists():  # Ray started the ranks again although that mends nothing
+    said = Path(config["said"])
+    if _hopeless(said):  # Ray starts the ranks again although that mends nothing
         return
     if Path(config["folder"]).is_dir():
         os.chdir(config["folder"])
     name_start(config["start"])
-    _tell(config["told"])
+    _begin(said, config["told"])
     token = SAVED.set(_report)
     try:
         arguments, rest = command_line._job_arguments(config["words"])
@@ -193,21 +193,23 @@ def _work(config: dict[str, Any]) -> None:
         options.arguments = arguments
         options.run(options)
     except PlaitError as error:
-        if not _mended(error) and not error.said:
-            refused.parent.mkdir(parents=True, exist_ok=True)
-            problems = {"problems": [vars(problem) for problem in error.problems], "exit_code": error.exit_code}
-            beside = refused.with_name(f"{REFUSED}.{os.getpid()}")
-            beside.write_text(json.dumps(problems), encoding="utf-8")
-            os.replace(beside, refused)
+        if error.codes[0] != "C004" and not error.said:  # that is another rank's doing, who says it
+            word = {"problems": [vars(problem) for problem in error.problems], "exit_code": error.exit_code}
+            beside = said.with_name(f"{SAID}.{os.getpid()}")
+            said.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps({**word, "mended": _mended(error)}), encoding="utf-8")
+            os.replace(beside, said)
         raise
     finally:
         SAVED.reset(token)
 
 
-def _tell(lines: list[str]) -> None:
+def _begin(said: Path, lines: list[str]) -> None:
+    """What one rank does for all before they meet: forget why the attempt before ended, and say what there is to say."""
     from ray.train import get_context
 
     if get_context().get_world_rank() == 0:
+        said.unlink(missing_ok=True)
         for line in lines:
             print(line, flush=True)
 
@@ -234,28 +236,29 @@ def _mended(error: PlaitError) -> bool:
     return error.codes[0] not in ("C001", "C005") or (made is not None and int(made.group(1)) > 1)
 
 
-def _said(refused: Path) -> PlaitError:
+def _hopeless(said: Path) -> bool:
+    """Whether a rank has said what starting again does not mend."""
+    return said.exists() and not json.loads(said.read_text(encoding="utf-8"))["mended"]
+
+
+def _error_in(said: Path) -> PlaitError:
     """What a rank said there."""
-    told = json.loads(refused.read_text(encoding="utf-8"))
+    told = json.loads(said.read_text(encoding="utf-8"))
     return PlaitError(map(problem_of, told["problems"]), int(told["exit_code"]))
 
 
-def _ended(error: Exception, refused: Path, failures: int) -> PlaitError:
+def _ended(error: Exception, said: Path, failures: int) -> PlaitError:
     """What a run ends with that Ray has given up."""
-    if refused.exists():
-        return _said(refused)
+    if said.exists():
+        return _error_in(said)
     lost = getattr(error, "worker_failures", {})
-    own = [one for one in lost.values() if isinstance(one, PlaitError)]
-    guilty = next((one for one in own if one.codes[0] != "C004"), None)
-    if guilty is not None:
-        return PlaitError(guilty.problems, FAILED)
     why = "\n".join(dict.fromkeys(f"rank {rank}: {f'{one}'.splitlines()[0] or type(one).__name__}" for rank, one in lost.items()))
     what = f"Ray ended the run: ranks were lost more than {failures} times" if lost else "Ray ended the run"
     fix = ("--max-failures N    lets Ray start the ranks again more often", "the same command with --name, or --resume, goes on")
     return PlaitError(Problem("L021", what, why=why or f"{type(error).__name__}: {error}"[:2000], fix=fix), FAILED)
 
 
-def _came_to(result: Any, storage: Path) -> Trained:
+def _came_to(result: Any) -> Trained:
     facts = result.metrics or {}
     if "checkpoint" not in facts:  # the run that was to be resumed was complete
         return Trained(None, None, 0, result)

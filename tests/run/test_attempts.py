@@ -213,10 +213,13 @@ def test_a_machine_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Pa
         said = (tmp_path / f"said-{hosts[0].address}.txt").read_text()
         assert "dp=2 on 2 CPU processes" in said and "batch 8 = 8 per device" in said, said
         (tmp_path / f"said-{hosts[1].address}.txt").rename(tmp_path / "said-lost.txt")
-        with agent(tmp_path, *elastic(hosts, 1, at), *words, host=hosts[1], **apart) as second:
-            assert (first.wait(150), second.wait(30)) == (0, 0), "\n".join(p.read_text() for p in tmp_path.glob("said-*"))
+        if shared == "0":  # torchrun's own agents would wait for each other in vain, and plait has said so
+            assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said and first.wait(150) == 0, said
+        else:
+            with agent(tmp_path, *elastic(hosts, 1, at), *words, host=hosts[1], **apart) as second:
+                assert (first.wait(150), second.wait(30)) == (0, 0), "\n".join(p.read_text() for p in tmp_path.glob("said-*"))
     said = (tmp_path / f"said-{hosts[0].address}.txt").read_text()
-    assert said.count("dp=2 on 2 CPU processes") == 2, said
+    assert said.count("dp=2 on 2 CPU processes") == (2 if shared == "1" else 1), said
     alone = losses(undisturbed(tmp_path, "dp=2", "--steps", "400"))
     assert [step for step, _ in losses(tmp_path)] == [step for step, _ in alone] == list(range(1, 401))
     assert [loss for _, loss in losses(tmp_path)] == pytest.approx([loss for _, loss in alone], abs=1e-9)

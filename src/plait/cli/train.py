@@ -18,7 +18,7 @@ from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
 from plait.engine.resume import Start, writing
 from plait.engine.run_directory import RunDirectory
-from plait.launch import fork
+from plait.launch import attempts, fork
 from plait.launch.devices import check, cuda_names, kind_of
 from plait.launch.nodes import Node
 from plait.launch.place import current, joined, joining, on_nodes, unused_allocation
@@ -167,7 +167,8 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
             run = joined_ranks.meet(place, group, device, made.make)
             if place.rank == 0:
                 joined_ranks.remember(run, starts)
-                for line in (*([member.told()] if member is not None else []), headline(request), *_told(checked)):
+                first = [member.told(), *attempts.told(member)] if member is not None else []
+                for line in (*first, headline(request), *_told(checked)):
                     console.say(line)
                 place.report = lambda message: (
                     console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])

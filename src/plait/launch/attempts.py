@@ -78,6 +78,14 @@ def epoch_of(member: Membership, stopping: Callable[[], bool]) -> int:
     return agree(_opened(member), member.index, member.count, stopping)
 
 
+def told(member: Membership, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for ranks on several machines that torchrun starts again: what its agents cannot do beside one store (torch 2.13)."""
+    again = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if not (again and (member.nodes or 1) > 1 and shared(member, environment)):
+        return []
+    return [f"note  a machine that is lost cannot join again: torchrun's store is shared · export {APART} before it starts lets it"]
+
+
 def choose_interface(member: Membership) -> None:
     """Have ranks on several machines talk over the interface that leads to the first: gloo would take that of the host's name."""
     if member.master is not None and (member.nodes or 1) > 1:
