@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from plait.cli import main as command_line
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of, too_small
@@ -49,6 +49,12 @@ class Trained:
     """Ray's `Result`."""
 
 
+class _Result(Protocol):
+    """Ray's `Result`, as far as it is read."""
+
+    metrics: dict[str, Any] | None
+
+
 def train(
     job: str, *, plan: str = "dp=*", nproc: int | None = None, max_failures: int | None = None, storage: str | Path = "runs",
     name: str | None = None, address: str | None = None, cpus: float = 1.0, arguments: Mapping[str, object] | None = None,
@@ -61,7 +67,13 @@ def train(
     `arguments`: the job's. `options`: those of `plait train`, such as `steps=100` or `save_every=10`.
     """
     words = [job, "--plan", plan, "--storage", str(storage), "--cpus", str(cpus)]
-    for option, value in {"nproc": nproc, "max_failures": max_failures, "name": name, "address": address, **options}.items():
+    for option, value in {
+        "nproc": nproc,
+        "max_failures": max_failures,
+        "name": name,
+        "address": address,
+        **options,
+    }.items():
         if value is True:
             words.append(f"--{option.replace('_', '-')}")
         elif value is not None and value is not False:
@@ -101,7 +113,9 @@ def _run(words: list[str]) -> Trained:
     options = command_line._parsed(rest)
     if importlib.util.find_spec("ray") is None:
         fix = ("pip install 'plait[ray]'", "pip install 'ray[train]'", "plait train …    starts the ranks itself")
-        raise PlaitError(Problem("U010", "Ray is not installed here", why="plait.ray runs ranks in workers of Ray Train", fix=fix))
+        raise PlaitError(
+            Problem("U010", "Ray is not installed here", why="plait.ray runs ranks in workers of Ray Train", fix=fix)
+        )
     said = next((name for name in OTHERS if getattr(options, name) is not None), None)
     if said is not None:
         what = f"--{said.replace('_', '-')} is not for plait.ray: Ray places the ranks"
@@ -111,13 +125,22 @@ def _run(words: list[str]) -> Trained:
     failures = options.restarts if own.max_failures is None else own.max_failures
     plan = Plan.read(options.plan or "dp=*").fill(options.nproc)
     storage = (own.storage or options.runs).absolute()
-    start = own.name or f"{Path(options.job.partition(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    start = (
+        own.name
+        or f"{Path(options.job.partition(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    )
     record = storage / "ray" / start
     (record / SAID).unlink(missing_ok=True)
     told = _before(options, arguments, plan)
     ranks = [*rest, "--runs", str(storage), "--plan", str(plan), "--check", "none"]
     ranks += [f"--job.{key}={value}" for key, value in arguments.items()]
-    config = {"words": ranks, "folder": os.getcwd(), "start": f"{storage} {start}", "said": str(record / SAID), "told": told}
+    config = {
+        "words": ranks,
+        "folder": os.getcwd(),
+        "start": f"{storage} {start}",
+        "said": str(record / SAID),
+        "told": told,
+    }
     return _fit(config, plan.world, options, own, failures=failures)
 
 
@@ -139,10 +162,14 @@ def _before(options: argparse.Namespace, arguments: dict[str, str], plan: Plan) 
     found = check.check(job, plan, options.check, name=options.job, arguments=arguments, workers=options.workers)
     if found.problems and not options.allow_inexact:
         raise PlaitError(found.problems)
-    return [f"note  not exact: {line}" for line in found.inexact] + [f"note  job check: {line}" for line in found.unchecked]
+    return [f"note  not exact: {line}" for line in found.inexact] + [
+        f"note  job check: {line}" for line in found.unchecked
+    ]
 
 
-def _fit(config: dict[str, Any], world: int, options: argparse.Namespace, own: argparse.Namespace, *, failures: int) -> Trained:
+def _fit(
+    config: dict[str, Any], world: int, options: argparse.Namespace, own: argparse.Namespace, *, failures: int
+) -> Trained:
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -252,13 +279,18 @@ def _ended(error: Exception, said: Path, failures: int) -> PlaitError:
     if said.exists():
         return _error_in(said)
     lost = getattr(error, "worker_failures", {})
-    why = "\n".join(dict.fromkeys(f"rank {rank}: {f'{one}'.splitlines()[0] or type(one).__name__}" for rank, one in lost.items()))
+    why = "\n".join(
+        dict.fromkeys(f"rank {rank}: {f'{one}'.splitlines()[0] or type(one).__name__}" for rank, one in lost.items())
+    )
     what = f"Ray ended the run: ranks were lost more than {failures} times" if lost else "Ray ended the run"
-    fix = ("--max-failures N    lets Ray start the ranks again more often", "the same command with --name, or --resume, goes on")
+    fix = (
+        "--max-failures N    lets Ray start the ranks again more often",
+        "the same command with --name, or --resume, goes on",
+    )
     return PlaitError(Problem("L021", what, why=why or f"{type(error).__name__}: {error}"[:2000], fix=fix), FAILED)
 
 
-def _came_to(result: Any) -> Trained:
+def _came_to(result: _Result) -> Trained:
     facts = result.metrics or {}
     if "checkpoint" not in facts:  # the run that was to be resumed was complete
         return Trained(None, None, 0, result)

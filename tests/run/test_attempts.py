@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,9 @@ def test_a_rank_meets_under_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_is_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempts.starts({}) == []
     assert attempts.starts({attempts.NAME: "sweep-7"}) == ["PLAIT_START sweep-7"]
-    (mine,) = attempts.starts({"TORCHELASTIC_RUN_ID": "one"})  # this process has an agent without that variable above it
+    (mine,) = attempts.starts(
+        {"TORCHELASTIC_RUN_ID": "one"}
+    )  # this process has an agent without that variable above it
     assert mine.startswith("torchrun one ") and f" {os.getppid()} " in mine
 
 
@@ -140,7 +141,9 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 def weights(folder: Path) -> list[str]:
     """The digests of the last checkpoint's tensors."""
-    manifest = json.loads((sorted((folder / "runs/latest/checkpoints").glob("step-*"))[-1] / "manifest.json").read_text())
+    manifest = json.loads(
+        (sorted((folder / "runs/latest/checkpoints").glob("step-*"))[-1] / "manifest.json").read_text()
+    )
     return sorted(str(entry) for entry in manifest["tensors"].items())
 
 
@@ -161,7 +164,10 @@ def killed(folder: Path, *before: str, times: int = 1, **environment: str) -> st
     words = ("--nproc-per-node", "2", "--max-restarts", "3", *before, *JOB, "--plan", "dp=2")
     with agent(folder / "torchrun", *words, **environment) as process:
         for k in range(times):
-            until(lambda k=k: len(rows(folder / "torchrun")) > 6 + 6 * k and len(workers(process)) == 2, folder / "torchrun")
+            until(
+                lambda k=k: len(rows(folder / "torchrun")) > 6 + 6 * k and len(workers(process)) == 2,
+                folder / "torchrun",
+            )
             os.kill(workers(process)[1], signal.SIGKILL)
             until(lambda: len(workers(process)) < 2 or process.poll() is not None, folder / "torchrun")
         code = process.wait(100)
@@ -172,7 +178,9 @@ def killed(folder: Path, *before: str, times: int = 1, **environment: str) -> st
 
 def test_a_killed_worker_of_torchrun_ends_with_the_same_weights(tmp_path: Path) -> None:
     said = killed(tmp_path, "--standalone")
-    assert said.count("started by torchrun: 2 ranks") == 2 and "resumed from runs/training-1/checkpoints/step-0000" in said
+    assert (
+        said.count("started by torchrun: 2 ranks") == 2 and "resumed from runs/training-1/checkpoints/step-0000" in said
+    )
     alone = undisturbed(tmp_path, "dp=2")
     assert losses(tmp_path / "torchrun") == losses(alone) and len(losses(alone)) == 30
     assert weights(tmp_path / "torchrun") == weights(alone)
@@ -183,7 +191,11 @@ def test_a_killed_worker_of_torchrun_ends_with_the_same_weights(tmp_path: Path) 
 @pytest.mark.parametrize("shared", ("0", "1"))
 @pytest.mark.parametrize("rendezvous", ("standalone", "static"))
 def test_workers_killed_twice(tmp_path: Path, rendezvous: str, shared: str) -> None:
-    start = ("--standalone",) if rendezvous == "standalone" else ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    start = (
+        ("--standalone",)
+        if rendezvous == "standalone"
+        else ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    )
     killed(tmp_path, *start, times=2, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=shared)
     assert losses(tmp_path / "torchrun") == losses(undisturbed(tmp_path, "dp=2"))
 
@@ -217,7 +229,9 @@ def test_a_machine_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Pa
             assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said and first.wait(150) == 0, said
         else:
             with agent(tmp_path, *elastic(hosts, 1, at), *words, host=hosts[1], **apart) as second:
-                assert (first.wait(150), second.wait(30)) == (0, 0), "\n".join(p.read_text() for p in tmp_path.glob("said-*"))
+                assert (first.wait(150), second.wait(30)) == (0, 0), "\n".join(
+                    p.read_text() for p in tmp_path.glob("said-*")
+                )
     said = (tmp_path / f"said-{hosts[0].address}.txt").read_text()
     assert said.count("dp=2 on 2 CPU processes") == (2 if shared == "1" else 1), said
     alone = losses(undisturbed(tmp_path, "dp=2", "--steps", "400"))

@@ -81,7 +81,10 @@ def test_gloo_is_made_where_it_is_missing() -> None:
         }  # fmt: skip
 
     said = fork.run(rank, 2)
-    assert said == [{"made": "cpu:gloo,cuda:blind", "same": True, "some": "cpu:gloo,cuda:blind", "count": said[0]["count"]}] * 2
+    assert (
+        said
+        == [{"made": "cpu:gloo,cuda:blind", "same": True, "some": "cpu:gloo,cuda:blind", "count": said[0]["count"]}] * 2
+    )
 
 
 def groups_device() -> Any:

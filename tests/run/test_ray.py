@@ -78,7 +78,9 @@ def test_the_words_of_the_command(folder: Path, capfd: pytest.CaptureFixture[str
     assert "complete at step 4" in said and len(list((folder / "runs").glob("training-*"))) == 1, said
 
 
-def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ray_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert plait_ray.main([TEST_JOB, "--plan", "dp=2"]) == 2
     said = capsys.readouterr().err
@@ -96,7 +98,9 @@ def test_what_starting_again_mends(code: str, why: str, mended: bool) -> None:
     assert plait_ray._mended(PlaitError(Problem(code, "what", why=why))) is mended
 
 
-REAL = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[train]'")
+REAL = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[train]'"
+)
 
 
 def workers(folder: Path) -> list[int]:
@@ -119,7 +123,12 @@ def test_a_killed_worker_of_ray_itself(tmp_path: Path, plan: str) -> None:
     words = [TEST_JOB, "--plan", plan, "--save-every", "5", "--max-failures", "2", "--job.pause", "0.1"]
     with open(tmp_path / "said.txt", "w") as said:
         run = subprocess.Popen(
-            [sys.executable, "-m", "plait.ray", *words], cwd=tmp_path, env=own, stdout=said, stderr=said, start_new_session=True
+            [sys.executable, "-m", "plait.ray", *words],
+            cwd=tmp_path,
+            env=own,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
         )
         try:
             end = time.monotonic() + 300

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import psutil
-
 from plait.config.errors import FAILED, RESUMABLE, PlaitError, Problem
 from plait.launch import interfaces
 from plait.launch.launchers.membership import Membership
@@ -46,6 +44,8 @@ def starts(environment: Mapping[str, str] = os.environ) -> list[str]:
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return []
+    import psutil
+
     for process in psutil.Process().parents():
         try:
             if process.environ().get("TORCHELASTIC_RUN_ID") != run:
@@ -83,7 +83,9 @@ def told(member: Membership, environment: Mapping[str, str] = os.environ) -> lis
     again = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not (again and (member.nodes or 1) > 1 and shared(member, environment)):
         return []
-    return [f"note  a machine that is lost cannot join again: torchrun's store is shared · export {APART} before it starts lets it"]
+    return [
+        f"note  a machine that is lost cannot join again: torchrun's store is shared · export {APART} before it starts lets it"
+    ]
 
 
 def choose_interface(member: Membership) -> None:
@@ -143,5 +145,10 @@ def _opened(member: Membership) -> "Store":
         return TCPStore(member.master or "", member.port or 0, is_master=False, timeout=timedelta(seconds=SLOW))
     except RuntimeError as error:
         why = f"{error}".splitlines()[0]
-        fix = (f"nc -vz {member.master} {member.port}    is its agent alive?", f"export {APART}    before torchrun starts")
-        raise PlaitError(Problem("L020", f"torchrun's store at {where} cannot be reached", why=why, fix=fix), FAILED) from error
+        fix = (
+            f"nc -vz {member.master} {member.port}    is its agent alive?",
+            f"export {APART}    before torchrun starts",
+        )
+        raise PlaitError(
+            Problem("L020", f"torchrun's store at {where} cannot be reached", why=why, fix=fix), FAILED
+        ) from error

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.launch import attempts, groups, rendezvous
+from plait.launch import attempts, rendezvous
 from plait.launch.launchers.find import LAUNCHERS, find
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
@@ -59,6 +59,8 @@ class Place:
     def connect(self, device: "torch.device") -> "ProcessGroup | None":
         """The process group of all ranks, or None when there is one process. Uses a group the user already made."""
         import torch.distributed as dist
+
+        from plait.launch import groups
 
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is not None:
