@@ -17,7 +17,7 @@ from hosts import Host, hosts
 from launched import TEST_JOB, Command, free_port, rows
 
 from plait.config.errors import PlaitError
-from plait.launch import attempts, place
+from plait.launch import attempts, fork, place
 
 __all__ = ["hosts"]
 TESTS = Path(__file__).parents[1]
@@ -89,13 +89,12 @@ def test_a_rank_meets_under_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.current().store is None
 
 
-def test_a_start_is_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_is_known_again() -> None:
     assert attempts.starts({}) == []
     assert attempts.starts({attempts.NAME: "sweep-7"}) == ["PLAIT_START sweep-7"]
-    (mine,) = attempts.starts(
-        {"TORCHELASTIC_RUN_ID": "one"}
-    )  # this process has an agent without that variable above it
-    assert mine.startswith("torchrun one ") and f" {os.getppid()} " in mine
+    (said,) = fork.run(lambda place: {"starts": attempts.starts({"TORCHELASTIC_RUN_ID": "one"})}, 1)
+    (start,) = said["starts"]  # this process has no such variable, and is above the one that asked
+    assert start.startswith("torchrun one ") and f" {os.getpid()} " in start
 
 
 @contextmanager
@@ -176,6 +175,7 @@ def killed(folder: Path, *before: str, times: int = 1, **environment: str) -> st
     return said
 
 
+@pytest.mark.timeout(300)
 def test_a_killed_worker_of_torchrun_ends_with_the_same_weights(tmp_path: Path) -> None:
     said = killed(tmp_path, "--standalone")
     assert (

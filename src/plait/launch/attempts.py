@@ -7,6 +7,7 @@ attempt agree on its number, the *epoch*: each writes down what it drew, and ran
 has read, until everybody has found his own in an answer. What they put into the store then has the epoch in its name.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -47,11 +48,10 @@ def starts(environment: Mapping[str, str] = os.environ) -> list[str]:
     import psutil
 
     for process in psutil.Process().parents():
-        try:
-            if process.environ().get("TORCHELASTIC_RUN_ID") != run:
-                return [f"torchrun {run} {socket.gethostname()} {process.pid} {process.create_time():.2f}"]
-        except psutil.Error:
-            break
+        with contextlib.suppress(psutil.AccessDenied):  # somebody else's, so none of torchrun's ranks
+            if process.environ().get("TORCHELASTIC_RUN_ID") == run:
+                continue
+        return [f"torchrun {run} {socket.gethostname()} {process.pid} {process.create_time():.2f}"]
     return []
 
 
