@@ -13,6 +13,7 @@ import torch.distributed as dist
 from launched import TEST_JOB, Command, rows
 from rarely import rarely
 
+from plait import Engine
 from plait.cli.main import main
 from plait.launch import fork, groups
 from plait.launch.place import Place
@@ -85,6 +86,22 @@ def test_gloo_is_made_where_it_is_missing() -> None:
         said
         == [{"made": "cpu:gloo,cuda:blind", "same": True, "some": "cpu:gloo,cuda:blind", "count": said[0]["count"]}] * 2
     )
+
+
+def test_an_engine_leaves_a_group_to_whoever_made_it() -> None:
+    def rank(place: Place) -> dict[str, Any]:
+        import training
+
+        made = dist.HashStore() if place.rank else None  # rank 0 lets the engine make its own
+        if made is not None:
+            dist.init_process_group("gloo", store=made, rank=0, world_size=1)
+        with Engine(
+            training.job(steps=1), "dp=1", device="cpu", place=Place(joined=True, store=dist.HashStore)
+        ) as engine:
+            steps = [engine.step(batch).step for batch in engine.batches()]
+        return {"steps": steps, "there": dist.is_initialized()}
+
+    assert fork.run(rank, 2) == [{"steps": [1], "there": False}, {"steps": [1], "there": True}]
 
 
 def groups_device() -> Any:

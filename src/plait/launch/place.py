@@ -53,6 +53,8 @@ class Place:
     """Called when a checkpoint is published, on all ranks in the same step."""
     meet: Callable[[], object] = field(default=lambda: None)
     """Finds the other ranks, or says at once why they cannot be reached; `connect` does it too, later."""
+    guest: bool = False
+    """The process group was there before: who made it leaves it."""
     _beside: "tuple[ProcessGroup, ProcessGroup] | None" = None
     """A group that was there already, and the one that is used."""
 
@@ -65,14 +67,14 @@ class Place:
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is not None:
             if self._beside is None or self._beside[0] is not world:
-                self._beside = (world, groups.of_all())
+                self._beside, self.guest = (world, groups.of_all()), True
             return self._beside[1]
         if self.world == 1 and not self.joined:
             return None
         self.meet()
         store, patience = self.store() if self.store is not None else None, JOINED if self.joined else WATCHED
         dist.init_process_group(_backend(device), store=store, rank=self.rank, world_size=self.world, timeout=patience)
-        return dist.group.WORLD
+        return self._made()
 
     def alone(self, device: "torch.device") -> None:
         """A group of this process only, where there is none: what shards parameters wants one."""
@@ -81,6 +83,16 @@ class Place:
         if not dist.is_initialized():
             dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
             self.joined = True  # the engine leaves it
+            self._made()
+
+    def _made(self) -> "ProcessGroup":
+        """The group that this made."""
+        import torch.distributed as dist
+
+        world = dist.group.WORLD
+        assert world is not None
+        self._beside, self.guest = (world, world), False
+        return world
 
 
 def _backend(device: "torch.device") -> str:
