@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -279,9 +280,8 @@ def one(system: str, fault: str, undisturbed: str) -> Outcome:
                 return outcome
             before, struck = set(run.ranks()), strike(run, fault, outcome)
             done = max(row["step"] for row in run.rows() if row["t"] <= struck + 0.02)
-            fresh = lambda: [
-                r for r in run.rows() if r["t"] > struck and (r["pid"] not in before or r["step"] > done + 1)
-            ]  # noqa: E731
+            further = done + 1 if fault != "launcher" else STEPS  # who lost a rank in a step may still count it
+            fresh = partial(after, run, struck, before, further)
             if not run.until(lambda: bool(fresh()), LONGEST):
                 ended = run.process.poll()
                 outcome.note = (
@@ -297,6 +297,11 @@ def one(system: str, fault: str, undisturbed: str) -> Outcome:
             return outcome
         finally:
             run.close()
+
+
+def after(run: Run, struck: float, before: set[int], further: int) -> list[dict]:
+    """Steps made after the fault: by a new process, or beyond the one that was under way."""
+    return [r for r in run.rows() if r["t"] > struck and (r["pid"] not in before or r["step"] > further)]
 
 
 def strike(run: Run, fault: str, outcome: Outcome) -> float:

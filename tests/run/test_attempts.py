@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from hosts import Host, hosts
-from launched import TEST_JOB, Command, free_port, rows
+from launched import TEST_JOB, Command, alive, free_port, rows
 
 from plait.config.errors import PlaitError
 from plait.launch import attempts, fork, place
@@ -185,6 +185,18 @@ def test_a_killed_worker_of_torchrun_ends_with_the_same_weights(tmp_path: Path) 
     assert losses(tmp_path / "torchrun") == losses(alone) and len(losses(alone)) == 30
     assert weights(tmp_path / "torchrun") == weights(alone)
     assert [p.name for p in (tmp_path / "torchrun/runs").glob("training-*")] == ["training-1"]
+
+
+@pytest.mark.prove
+def test_ranks_of_a_torchrun_that_is_killed_save_and_end(tmp_path: Path) -> None:
+    words = ("--standalone", "--nproc-per-node", "2", *JOB, "--plan", "dp=2", "--steps", "1000")
+    with agent(tmp_path, *words) as process:
+        until(lambda: len(rows(tmp_path)) > 6, tmp_path)
+        ranks = workers(process)
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda: not any(map(alive, ranks)), tmp_path, 20)
+    last = rows(tmp_path)[-1]["step"]
+    assert (tmp_path / f"runs/latest/checkpoints/step-{last:06d}").is_dir()
 
 
 @pytest.mark.prove

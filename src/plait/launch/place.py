@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.launch import attempts, rendezvous
+from plait.launch.child import die_with_parent
 from plait.launch.launchers.find import LAUNCHERS, find
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
@@ -108,6 +109,10 @@ def current() -> Place:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda *_: flag.set())
+        if (
+            member.master is not None and member.agent
+        ):  # torchrun leaves its ranks behind when it is killed: they save, and end
+            die_with_parent(signal.SIGTERM)
     rank, local = member.index, member.local_rank
     if member.agent:
         words = {"saved": SAVED.get(), "joined": True, "unsaid": local is None}
