@@ -59,6 +59,8 @@ class Checkpoints:
         self.changed: list[str] = []
         """What differs between the job of the checkpoint that was resumed and this one, a line each."""
         self.parent: str | None = None
+        self.told: Callable[[Path], None] = lambda path: None
+        """Called when a save is published, on all ranks in the same step."""
         self.took = 0.0
         """Seconds of a processor that this rank's part of the last save took beside training."""
         self._damaged: set[Path] = set()
@@ -146,7 +148,9 @@ class Checkpoints:
             if self.publishes(training):
                 self._flight.errand = SaveThread(lambda _, flight=self._flight: self.publish(flight, ranks))
         else:
-            self.parent, self._flight = self._flight.path.name, None
+            path, self._flight = self._flight.path, None
+            self.parent = path.name
+            self.told(path)
 
     def finish(self, training: Training) -> None:
         """Wait until the save on its way is published; every rank calls it. K004 when it failed."""

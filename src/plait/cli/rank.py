@@ -98,6 +98,7 @@ def _engine(request: Request, run: RunDirectory, place: Place) -> Engine:
         request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan
     )
     engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), request.arguments
+    engine.checkpoints.told = place.saved
     optimizer_state.check(engine)
     place.beat(engine.position.step, "data")
     engine.fingerprint.get("data")

@@ -20,7 +20,7 @@ from plait.engine.elastic import Memory
 from plait.engine.pieces import Neighbours
 from plait.engine.resume import AUTO, Start, writing
 from plait.engine.run_directory import RunDirectory
-from plait.launch import fork
+from plait.launch import attempts, fork
 from plait.launch.devices import check, cuda_names, kind_of
 from plait.launch.launchers.membership import Membership
 from plait.launch.nodes import Node
@@ -213,9 +213,15 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
     try:
         with joined_ranks.telling(place, lambda: run.log(place.rank) if run is not None else None):
             device = pick_device(request.device, place)
-            run = joined_ranks.meet(place, place.connect(device), device, made.make)
+            group, runs = place.connect(device), RunDirectory.all(request.name, request.runs)
+            starts, before = joined_ranks.earlier(place, group, device, runs)
+            if before is not None:
+                request = made.request = replace(request, resume=before)
+            run = joined_ranks.meet(place, group, device, made.make)
             if place.rank == 0:
-                for line in (*([member.told()] if member is not None else []), headline(request), *_told(checked)):
+                joined_ranks.remember(run, starts)
+                first = [member.told(), *attempts.told(member)] if member is not None else []
+                for line in (*first, headline(request), *_told(checked)):
                     console.say(line)
                 place.report = lambda message: (
                     console.status(message["value"]) if message["kind"] == "status" else console.say(message["text"])

@@ -82,7 +82,7 @@ class Engine:
 
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself."""
-        if self.place.joined and dist.is_initialized():
+        if self.place.joined and not self.place.guest and dist.is_initialized():
             self.built.reducer = self.built.shards = None
             gc.collect()
             dist.destroy_process_group()

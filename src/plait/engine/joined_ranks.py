@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from plait.checkpoint.checkpoints import Checkpoints
 from plait.config.errors import PlaitError, Problem, trace_of
 from plait.engine.build import broadcast_text
 from plait.engine.run_directory import RunDirectory
+from plait.launch import attempts
 from plait.launch.failure_report import described
 from plait.launch.failures import Failure
 from plait.launch.nodes import Node
 from plait.launch.place import Place
 from plait.launch.progress import ProgressBoard
+from plait.tensors.collectives import exchange
 
 TOKEN = ".seen-by-all"
 """A file that rank 0 puts into the run directory for the others to read."""
+STARTS = "starts.json"
+"""A file of a run directory: which starts of a launcher made the run, or went on with it (`launch/attempts.py`)."""
 SEEN = 5.0
 """Seconds in which a file must be seen on all machines of a shared file system."""
 
@@ -66,6 +71,38 @@ def meet(
     if folder != Path(facts["path"]) and place.local_rank == 0:
         print(f"note  rank {place.rank} was started in another folder than rank 0; it writes into {folder}", flush=True)
     return RunDirectory(folder)
+
+
+def earlier(
+    place: Place, group: ProcessGroup | None, device: torch.device, runs: Iterable[Path]
+) -> tuple[list[str], str | None]:
+    """The starts that the ranks belong to; and the run, with a checkpoint, that an earlier attempt of one left. On all ranks.
+
+    `runs`: those of the job that rank 0 sees, the newest first.
+    """
+    said = exchange(json.dumps(attempts.starts()).encode(), group, device)
+    starts = sorted({start for text in said for start in json.loads(text)})
+    left = ""
+    if place.rank == 0:
+        found = next((run for run in runs if set(starts) & set(_starts(run))), None)
+        left = str(found) if found is not None and Checkpoints(found / "checkpoints").found() else ""
+    return starts, broadcast_text(left, place.rank, group, device) or None
+
+
+def remember(run: RunDirectory, starts: list[str]) -> None:
+    """Note in the run directory which starts it belongs to."""
+    known = _starts(run.path)
+    if set(starts) - set(known):
+        beside = run.path / f"{STARTS}.tmp"
+        beside.write_text(json.dumps(sorted({*known, *starts}), indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, run.path / STARTS)
+
+
+def _starts(run: Path) -> list[str]:
+    try:
+        return [str(start) for start in json.loads((run / STARTS).read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def meet_on_nodes(node: Node, make: Callable[[], RunDirectory]) -> RunDirectory:

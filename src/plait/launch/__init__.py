@@ -11,6 +11,8 @@ progress          a row of progress per rank in shared memory
 limits            what the operating system must grant
 place             rank, world, and the process group
 launchers/        whether another launcher (torchrun, Slurm, MPI, Kubernetes) started this process, and as which
+groups            process groups beside one that somebody else made
+attempts          ranks that torchrun or Ray start again: which start they belong to, and how they meet
 said_once         what all of torchrun's ranks would say is said by one
 interfaces        which network interface leads to another machine
 secret            the key of a job, which all its machines share

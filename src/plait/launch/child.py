@@ -26,7 +26,7 @@ def live(work: Callable[[], int], parent: int) -> NoReturn:
     os._exit(status)  # a plain exit may abort in gloo's threads after a correct run
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux)."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when its parent ends (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, number)

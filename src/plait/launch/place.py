@@ -2,12 +2,17 @@
 
 import functools
 import os
+import signal
+import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.launch import rendezvous
+from plait.launch import attempts, rendezvous
+from plait.launch.child import die_with_parent
 from plait.launch.launchers.find import LAUNCHERS, find
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store
 
+SAVED: ContextVar[Callable[[Path], None]] = ContextVar("SAVED", default=lambda path: None)
+"""What a program that calls plait in each rank wants to be told of checkpoints (see `Place.saved`)."""
 WATCHED, JOINED = timedelta(days=7), timedelta(minutes=30)
 """How long a collective may wait: beside plait's launcher, which finds a rank that hangs; and under another launcher."""
 
@@ -44,20 +51,32 @@ class Place:
     """That launcher did not say which process of its machine this is: `local_rank` is 0 for want of it."""
     only: bool = False
     """That launcher started one process on each machine, as if a machine were a device."""
+    saved: Callable[[Path], None] = field(default=lambda path: None)
+    """Called when a checkpoint is published, on all ranks in the same step."""
     meet: Callable[[], object] = field(default=lambda: None)
     """Finds the other ranks, or says at once why they cannot be reached; `connect` does it too, later."""
+    guest: bool = False
+    """The process group was there before: who made it leaves it."""
+    _beside: "tuple[ProcessGroup, ProcessGroup] | None" = None
+    """A group that was there already, and the one that is used."""
 
     def connect(self, device: "torch.device") -> "ProcessGroup | None":
         """The process group of all ranks, or None when there is one process. Uses a group the user already made."""
         import torch.distributed as dist
 
-        if dist.is_initialized():
-            return dist.group.WORLD
+        from plait.launch import groups
+
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is not None:
+            if self._beside is None or self._beside[0] is not world:
+                self._beside, self.guest = (world, groups.of_all()), True
+            return self._beside[1]
         if self.world == 1 and not self.joined:
             return None
-        store, patience = (self.store(), WATCHED) if self.store is not None else (None, JOINED)
+        self.meet()
+        store, patience = self.store() if self.store is not None else None, JOINED if self.joined else WATCHED
         dist.init_process_group(_backend(device), store=store, rank=self.rank, world_size=self.world, timeout=patience)
-        return dist.group.WORLD
+        return self._made()
 
     def alone(self, device: "torch.device") -> None:
         """A group of this process only, where there is none: what shards parameters wants one."""
@@ -66,6 +85,16 @@ class Place:
         if not dist.is_initialized():
             dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
             self.joined = True  # the engine leaves it
+            self._made()
+
+    def _made(self) -> "ProcessGroup":
+        """The group that this made."""
+        import torch.distributed as dist
+
+        world = dist.group.WORLD
+        assert world is not None
+        self._beside, self.guest = (world, world), False
+        return world
 
 
 def _backend(device: "torch.device") -> str:
@@ -79,9 +108,17 @@ def current() -> Place:
         return Place()
     flag = StopRequest(waits=True)
     flag.listen()
+    if threading.current_thread() is threading.main_thread() and member.master is not None and member.agent:
+        die_with_parent(signal.SIGTERM)  # torchrun leaves its ranks behind when it is killed: they save, and end
     rank, local = member.index, member.local_rank
     if member.agent:
-        return Place(rank, member.count, local or 0, stopping=flag.is_set, joined=True, unsaid=local is None)
+        words = {"saved": SAVED.get(), "joined": True, "unsaid": local is None}
+        place = Place(rank, member.count, local or 0, stopping=flag.is_set, **words)
+        place.meet = lambda: attempts.choose_interface(member)
+        if attempts.shared(member):
+            place.meet = epoch = functools.cache(lambda: attempts.epoch_of(member, flag.is_set))
+            place.store = lambda: attempts.store_of(member, epoch())
+        return place
 
     def meeting() -> Meeting:
         return _meeting(member)

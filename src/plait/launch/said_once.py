@@ -19,6 +19,7 @@ def says(text: str, environment: Mapping[str, str] = os.environ) -> bool:
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         store = TCPStore(host, port, is_master=False, timeout=STORE)
         name = hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
-        return store.add(f"plait/said/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}", 1) == 1
+        attempt = f"{store.add('plait/epoch', 0)}.{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return store.add(f"plait/said/{attempt}/{name}", 1) == 1
     except Exception:  # no store, no agreement: said too often is better than not at all
         return True

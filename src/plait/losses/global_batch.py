@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plait.config.errors import FAILED, PlaitError, Problem
+from plait.launch import groups
 from plait.model.meter import tensors_in
 from plait.tensors.collectives import gathered, linear, sum_part, summed
 from plait.tensors.rows import Rows
@@ -57,7 +58,7 @@ class BatchPeers:
     def group(self) -> ProcessGroup:
         """The ranks, in a group of their own: what else is under way between them may be in another order. They make it
         when they first ask for something."""
-        group = dist.new_group(self.ranks, use_local_synchronization=True)
+        group = groups.new_group(self.ranks, use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
         return group
 

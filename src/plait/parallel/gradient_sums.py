@@ -27,7 +27,7 @@ class CrossGroupSums:
     """
 
     def __init__(self, names: list[str], built: Built):
-        self.names, self.own, self.peers = names, built.own, built.peers
+        self.names, self.own, self.peers, self.everybody = names, built.own, built.peers, built.group
         self.inner, self.shards = built.reducer, built.shards
         self.copies = built.reducer if isinstance(built.reducer, Reducer) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
@@ -79,7 +79,7 @@ class CrossGroupSums:
         used = [float(self._used(n)) for n in self.flagged]
         row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.step_row.device)
         self.row = torch.cat([self.step_row, row])
-        self.work = dist.all_reduce(self.row, async_op=True)
+        self.work = dist.all_reduce(self.row, group=self.everybody, async_op=True)
         if self.shards is not None:  # they have gradients of zeros where nobody used a parameter
             for name, times in zip(self.flagged, self._rest()[1:]):
                 if not times and name in self.own:

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from plait.config.plan import AXES, OTHER_SAMPLES, SAME_SLICES, Plan
+from plait.launch import groups
 
 
 def group_of(plan: Plan, axes: tuple[str, ...]) -> ProcessGroup:
@@ -36,8 +36,8 @@ def _except(at: dict[str, int], axes: tuple[str, ...]) -> tuple[int, ...]:
 
 def _group(members: Iterable[list[int]]) -> ProcessGroup | None:
     """Make a group of each of these lists of ranks; the one that this rank is in."""
-    groups = [dist.new_group(ranks) for ranks in members]
-    return next((group for group in groups if isinstance(group, ProcessGroup)), None)
+    made = [groups.new_group(ranks) for ranks in members]
+    return next((group for group in made if isinstance(group, ProcessGroup)), None)
 
 
 @dataclass(frozen=True)

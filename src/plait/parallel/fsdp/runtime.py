@@ -94,6 +94,8 @@ class FsdpRuntime:
         """`names`: of the parameters that are its own. `apart`: where those of experts are that other ranks share than the rest.
         `cuts`: parameters that are themselves parts of larger ones: the shape of the whole, and which ranges of it."""
         self.model, self.zero, self.scatter = model, plan.zero, scatter
+        self.everybody: ProcessGroup | None = None
+        """The group of all ranks, where it is not torch's own."""
         self.usual, self.apart, self.cuts = usual, apart, cuts
         watch = torch.compiler.disable(self._watch) if plan.compile else self._watch
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -184,7 +186,7 @@ class FsdpRuntime:
         scalars = [0.0 if p.grad is None else float(p.grad.sum()) for p in self.scalars]
         row = torch.tensor([squares, *flags, *scalars], dtype=torch.float64, device=self.step_row.device)
         row = torch.cat([self.step_row, row])
-        dist.all_reduce(row)
+        dist.all_reduce(row, group=self.everybody)
         step_row, (squares, *rest) = row[: len(self.step_row)], row[len(self.step_row) :].tolist()
         self.squares = squares / (dist.get_world_size() // self.usual.group.size())
         used, scalars = rest[: len(flags)], rest[len(flags) :]

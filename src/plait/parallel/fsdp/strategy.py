@@ -38,11 +38,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait.config.errors import Problem
 from plait.config.plan import AXES, SAME_SLICES, Plan
+from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
@@ -80,13 +81,21 @@ def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     yield from apart(sketch, plan.along(SAME_SLICES))
 
 
+def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """The ranks as torch's mesh."""
+    backend = groups_of.backend()
+    other: dict[int | str, Any] | None = None if backend is None else {axis: backend for axis in AXES}  # noqa: C420
+    shape = tuple(getattr(plan, axis) for axis in AXES)
+    return init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=other)
+
+
 def apply(built: Built) -> None:
     plan, model, device = built.plan, built.model, built.device
     where = expert_shards.lying(built)
     check_formats(built.sketch, [m for m in built.sketch.mixtures if m.names & where.keys()])
     batch_norm.synchronise(model, built.sketch.batch_norms, built.peers)
     built.place.alone(device)
-    mesh = init_device_mesh(device.type, tuple(getattr(plan, axis) for axis in AXES), mesh_dim_names=AXES)
+    mesh = _mesh(plan, device)
     for parameter in built.own.values():
         parameter.data = parameter.data.contiguous()
     half = plan_format(plan) if built.cast is None else None
@@ -120,6 +129,7 @@ def apply(built: Built) -> None:
         materialise(model, device)
     usual = ShardGroup(mesh["fsdp"].get_group(), built.copies)
     shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, cuts=built.cuts)
+    shards.everybody = built.group
     built.reducer = built.shards = shards
     built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
     for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):

@@ -1,0 +1,395 @@
+"""The same small training and the same faults under plait's own launcher, torchrun and Ray Train, in turn, in one run.
+
+    python bench/faults.py [--systems plait,torchrun,…] [--faults kill,stop,…] [--rounds 1] [--json]
+
+    plait           plait train, which forks the ranks and starts them again by itself
+    plait-torchrun  plait train as torchrun's ranks, --max-restarts 3
+    plait-ray       python -m plait.ray, --max-failures 3
+    torchrun        a plain hand-written DDP script with checkpoints (`script`, below), under torchrun --max-restarts 3
+    torchrun-apart  the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    ray             the same script as the loop of a TorchTrainer, FailureConfig(max_failures=3)
+
+    kill      kill -9 of rank 1 in the middle of a step
+    raise     an exception on rank 1, once
+    save      kill -9 of rank 1 while a checkpoint is written
+    stop      SIGSTOP of rank 1: it hangs
+    launcher  kill -9 of the launcher; the same command is typed again after two seconds
+
+Two ranks, 60 steps of at least 50 ms, a checkpoint every 10. Printed are the seconds from the fault to the first step that is made
+after it, how many completed steps were made again, and whether the weights at the end equal, bit for bit, those of the same system
+without a fault. For `launcher`, `left` says how many ranks of
+the dead launcher still ran when the command was typed again. A system that is not installed is said to be so. Seconds on a machine
+that others use are worth as much as ratios.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+HERE = Path(__file__).resolve()
+STEPS, EVERY, AT, PAUSE, BATCH = 60, 10, 25, 0.05, 16
+LONGEST = 60.0
+"""Seconds after a fault in which a system must be back."""
+ROWS, ONCE = "rows.jsonl", "raised"
+"""What ranks write in the folder of a run: a row for each step they have made; a mark that the exception was raised."""
+
+
+class Noted(torch.optim.AdamW):
+    """Writes a row after each step: when, which process, which step; and a digest of the weights after the last."""
+
+    def step(self, closure: object = None) -> None:
+        super().step()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        step = int(self.state[parameters[0]]["step"])
+        if not Slow.ran:
+            return  # plait tries the optimizer beforehand
+        Slow.ran = False
+        row: dict[str, object] = {"t": time.time(), "pid": os.getpid(), "step": step}
+        if step == STEPS:
+            row["digest"] = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in parameters)).hexdigest()[:16]
+        with open(Path(os.environ["BENCH_FOLDER"], ROWS), "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class Slow(nn.Module):
+    """A small model whose forward pass takes a while, and raises once on rank 1 where the fault asks for it."""
+
+    ran = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and type(x) is Tensor:
+            Slow.ran, self.calls = True, self.calls + 1
+            time.sleep(PAUSE)
+            mark = Path(os.environ["BENCH_FOLDER"], ONCE)
+            if os.environ["BENCH_FAULT"] == "raise" and self.calls > AT and rank() == 1 and not mark.exists():
+                mark.touch()
+                raise ValueError("the fault of the benchmark")
+        return self.body(x)
+
+
+def rank() -> int:
+    """Of this process; 0 before there is a group."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Random samples."""
+
+    def __init__(self) -> None:
+        made = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(1024, 32, generator=made), torch.randn(1024, 8, generator=made)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i], self.y[i]
+
+
+def job() -> object:
+    """For plait."""
+    import plait
+
+    loss = nn.functional.mse_loss
+    return plait.Job(
+        model=Slow, loss=loss, data=Data, optimizer=lambda ps: Noted(ps, lr=1e-3), batch=BATCH, steps=STEPS, seed=3
+    )
+
+
+def script(begun: bool = False) -> None:
+    """A training by hand: DDP, a checkpoint every 10 steps that is renamed into place, and the newest is loaded at the start."""
+    import torch.distributed as dist
+
+    if not begun:
+        dist.init_process_group("gloo")
+    me, world, saved = dist.get_rank(), dist.get_world_size(), Path(os.environ["BENCH_FOLDER"], "saved.pt")
+    torch.manual_seed(3)
+    model = Slow()
+    optimizer, first, data = Noted(model.parameters(), lr=1e-3), 0, Data()
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for step in range(first, STEPS):
+        share = BATCH // world
+        at = [(step * BATCH + me * share + i) % len(data) for i in range(share)]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(parallel(data.x[at]), data.y[at]).backward()
+        optimizer.step()
+        if (step + 1) % EVERY == 0 and me == 0:
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, f"{saved}.tmp"
+            )
+            os.replace(f"{saved}.tmp", saved)
+        if (step + 1) % EVERY == 0:
+            dist.barrier()
+    if not begun:
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # leaving gloo by the door aborts now and then
+
+
+def by_ray() -> None:
+    """The script in Ray's ranks."""
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    ray.init()
+    run = RunConfig(
+        name="faults", storage_path=os.environ["BENCH_FOLDER"], failure_config=FailureConfig(max_failures=3)
+    )
+    loop = lambda: __import__("runpy").run_path(str(HERE))["script"](True)  # noqa: E731
+    TorchTrainer(
+        loop, scaling_config=ScalingConfig(num_workers=2), run_config=run, torch_config=TorchConfig(backend="gloo")
+    ).fit()
+
+
+PYTHON = sys.executable
+PLAIT = ["-m", "plait", "train", f"{HERE}:job", "--plan", "dp=2", "--save-every", str(EVERY), "--check", "none"]
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+SYSTEMS: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "plait": ([PYTHON, *PLAIT], {}, "plait"),
+    "plait-torchrun": ([*TORCHRUN, *PLAIT], {}, "plait"),
+    "plait-ray": ([PYTHON, "-m", "plait.ray", *PLAIT[3:], "--max-failures", "3"], {}, "ray"),
+    "torchrun": ([*TORCHRUN, str(HERE), "--by", "script"], {}, "torch"),
+    "torchrun-apart": ([*TORCHRUN, str(HERE), "--by", "script"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "torch"),
+    "ray": ([PYTHON, str(HERE), "--by", "ray"], {}, "ray"),
+}
+"""By name: the command, its environment, and the package that it needs."""
+FAULTS = ("kill", "raise", "save", "stop", "launcher")
+
+
+@dataclass
+class Outcome:
+    """What became of one run."""
+
+    system: str
+    fault: str
+    next_step: float | None = None
+    """Seconds from the fault to the first step after it; None: not within the time."""
+    again: int | None = None
+    """Completed steps that were made again."""
+    equal: bool | None = None
+    """Whether the weights at the end are those of the undisturbed run; None: it did not end well."""
+    left: int | None = None
+    note: str = ""
+
+
+class Run:
+    """One run of a system in a folder of its own."""
+
+    def __init__(self, system: str, fault: str, folder: Path):
+        self.folder, (self.command, extra, _) = folder, SYSTEMS[system]
+        own = {"BENCH_FOLDER": str(folder), "BENCH_FAULT": fault, "OMP_NUM_THREADS": "1"}
+        self.environment = os.environ | own | extra
+        self.said = open(folder / "said.txt", "ab")  # noqa: SIM115
+        self.start(())
+
+    def start(self, more: tuple[str, ...]) -> None:
+        command = [*self.command, *more]
+        self.process = subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, stdout=self.said, stderr=self.said, start_new_session=True
+        )
+
+    def rows(self) -> list[dict]:
+        """Of all ranks, in the order in which they were written."""
+        with suppress(OSError):
+            return [json.loads(line) for line in (self.folder / ROWS).read_text().splitlines() if line.endswith("}")]
+        return []
+
+    def ranks(self) -> list[int]:
+        """Processes that wrote rows and are alive, the first of them first."""
+        return [pid for pid in dict.fromkeys(row["pid"] for row in self.rows()) if alive(pid)]
+
+    def until(self, ready: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not ready():
+            if time.monotonic() > end or (self.process.poll() is not None and not ready()):
+                return ready()
+            time.sleep(0.005)
+        return True
+
+    def digest(self) -> str:
+        return next((row["digest"] for row in reversed(self.rows()) if "digest" in row), "")
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        for pid in (self.process.pid, *self.ranks()):
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL) if pid == self.process.pid else os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.said.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def second(run: Run) -> int:
+    """The process of rank 1: of those that wrote rows, the one that is not rank 0; the launcher numbers them in order."""
+    for pid in run.ranks():
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if b"RANK=1" in words:
+                return pid
+    return max(run.ranks())
+
+
+def one(system: str, fault: str, undisturbed: str) -> Outcome:
+    """One run with one fault. `undisturbed`: the digest of the weights without any."""
+    outcome = Outcome(system, fault)
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
+        run = Run(system, fault, Path(name))
+        try:
+            at = AT if fault != "save" else 3 * EVERY
+            made = lambda: max((row["step"] for row in run.rows()), default=0)  # noqa: E731
+            if not run.until(
+                lambda: (Path(name) / ONCE).exists() if fault == "raise" else made() >= at and len(run.ranks()) > 1, 240
+            ):
+                outcome.note = "it never came so far: " + tail(run)
+                return outcome
+            before, struck = set(run.ranks()), strike(run, fault, outcome)
+            done = max(row["step"] for row in run.rows() if row["t"] <= struck + 0.02)
+            further = done + 1 if fault != "launcher" else STEPS  # who lost a rank in a step may still count it
+            fresh = partial(after, run, struck, before, further)
+            if not run.until(lambda: bool(fresh()), LONGEST):
+                ended = run.process.poll()
+                outcome.note = (
+                    f"ended with {ended}: {tail(run)}" if ended is not None else f"nothing within {LONGEST:.0f} s"
+                )
+                return outcome
+            first = fresh()[0]
+            outcome.next_step, outcome.again = first["t"] - struck, max(0, done + 1 - first["step"])
+            if run.until(lambda: run.process.poll() is not None, LONGEST) and run.process.returncode == 0:
+                outcome.equal = run.digest() == undisturbed
+            else:
+                outcome.note = f"did not end well: {tail(run)}"
+            return outcome
+        finally:
+            run.close()
+
+
+def after(run: Run, struck: float, before: set[int], further: int) -> list[dict]:
+    """Steps made after the fault: by a new process, or beyond the one that was under way."""
+    return [r for r in run.rows() if r["t"] > struck and (r["pid"] not in before or r["step"] > further)]
+
+
+def strike(run: Run, fault: str, outcome: Outcome) -> float:
+    """The fault; when it was."""
+    if fault == "raise":
+        return (run.folder / ONCE).stat().st_mtime
+    time.sleep(0.02 if fault != "save" else 0.002)
+    if fault == "launcher":
+        os.kill(run.process.pid, signal.SIGKILL)
+        struck = time.time()
+        run.process.wait()
+        time.sleep(2.0)
+        outcome.left = len(run.ranks())
+        for pid in run.ranks():  # somebody cleans up before he types the command again
+            os.kill(pid, signal.SIGKILL)
+        run.start(("--resume",) if outcome.system.startswith("plait") else ())
+        return struck
+    os.kill(second(run), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    return time.time()
+
+
+def tail(run: Run) -> str:
+    """The last line of what was said that is no frame of a stack."""
+    lines = (run.folder / "said.txt").read_text(errors="replace").splitlines()
+    told = [line.strip() for line in lines if "rror" in line and "file" not in line.lower()]
+    return (told or lines or [""])[-1][:160]
+
+
+def alone(system: str) -> str:
+    """The digest at the end of a run without a fault."""
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
+        run = Run(system, "", Path(name))
+        try:
+            run.until(lambda: run.process.poll() is not None, 240)
+            return run.digest()
+        finally:
+            run.close()
+
+
+def missing(system: str) -> str:
+    """The package that it needs and that is not installed; empty when all is there."""
+    needs = SYSTEMS[system][2]
+    return needs if importlib.util.find_spec(needs) is None else ""
+
+
+def told(outcomes: list[Outcome]) -> str:
+    """A table: a row for each system and fault."""
+    lines = [f"{'system':<16} {'fault':<9} {'next step':>10} {'made again':>11} {'equal':>6} {'left':>5}  note"]
+    for key in dict.fromkeys((one.system, one.fault) for one in outcomes):
+        same = [one for one in outcomes if (one.system, one.fault) == key]
+        back = [one for one in same if one.next_step is not None]
+        seconds = f"{statistics.median(one.next_step or 0.0 for one in back):.2f} s" if back else "-"
+        again = str(max(one.again or 0 for one in back)) if back else "-"
+        equal = (
+            "-" if not any(one.equal is not None for one in same) else "yes" if all(one.equal for one in same) else "no"
+        )
+        left = next((str(one.left) for one in same if one.left is not None), "")
+        note = next((one.note for one in same if one.note), "")
+        lines.append(f"{key[0]:<16} {key[1]:<9} {seconds:>10} {again:>11} {equal:>6} {left:>5}  {note}".rstrip())
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by", choices=("script", "ray"), help=argparse.SUPPRESS)
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.by:
+        {"script": script, "ray": by_ray}[options.by]()
+        return
+    systems, outcomes = options.systems.split(","), list[Outcome]()
+    for system in [s for s in systems if missing(s)]:
+        print(f"{system}: {missing(system)} is not installed, nothing was measured", file=sys.stderr)
+    systems = [s for s in systems if not missing(s)]
+    undisturbed = {system: alone(system) for system in systems}
+    for system in [s for s, digest in undisturbed.items() if not digest]:
+        print(f"{system}: an undisturbed run does not end, nothing was measured", file=sys.stderr)
+    for _ in range(options.rounds):
+        order = [(system, fault) for system in systems if undisturbed[system] for fault in options.faults.split(",")]
+        random.shuffle(order)
+        for system, fault in order:
+            outcomes.append(one(system, fault, undisturbed[system]))
+            print(asdict(outcomes[-1]), file=sys.stderr, flush=True)
+    print(json.dumps([asdict(one) for one in outcomes]) if options.json else told(outcomes))
+
+
+if __name__ == "__main__":
+    main()
