@@ -28,7 +28,6 @@ from plait.config.errors import (
 )  # fmt: skip
 from plait.config.plan import KEYS, Plan
 from plait.config.version import __version__
-from plait.launch.stopping import stoppable
 
 FIRST = "dp=2"
 """What `plait verify` tries when no plan is given: one process alone would prove nothing."""
@@ -237,7 +236,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end the run when a rank makes no progress for so long (by what it does, from 10 s to an hour)",
     )
-    parser.set_defaults(run=stoppable(_train))
+    parser.set_defaults(run=lambda options: import_module("plait.launch.stopping").stoppable(_train)(options))
 
 
 def _submit_options(parser: argparse.ArgumentParser) -> None:
