@@ -9,6 +9,8 @@ plan              plait plan
 tensor_table      plait plan --show tensor
 check             plait check
 bench             plait bench
+chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
+sketch            plait sketch
 """

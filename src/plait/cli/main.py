@@ -14,6 +14,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
+from plait.cli import chaos
 from plait.config.errors import (
     FAILED,
     NO_ROOM,
@@ -167,6 +168,7 @@ EXAMPLES = {
     ),
     "check": ('job.py --plan "dp=2"', 'job.py --plan "dp=8 microbatches=4" --full'),
     "verify": ('job.py --plan "dp=2"', 'job.py --plan "pp=2 tp=2" --steps 8'),
+    "chaos": ('job.py --plan "dp=2"', 'job.py --plan "fsdp=2" --only kill --seed 7', "job.py --list"),
     "sketch": ("job.py", 'job.py --plan "fsdp=8 recompute=full"'),
     "plan": (
         "job.py --machine h100x8",
@@ -271,7 +273,7 @@ def _sketch_options(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     add("--batch", type=int, default=1, help="samples to show the figures of (1)")
     add("--plan", help="also the memory that each rank needs under this plan, at the job's batch")
-    parser.set_defaults(run=_sketch)
+    parser.set_defaults(run=_elsewhere("plait.cli.sketch"))
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
@@ -313,6 +315,12 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_elsewhere("plait.cli.bench"))
 
 
+def _chaos_options(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    chaos.add_options(parser)
+    parser.set_defaults(run=lambda options: chaos.run(options, *_both(options, []), main))
+
+
 def _report_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("path", metavar="RUN", nargs="?", default="runs/latest", help="a run directory (runs/latest)")
@@ -333,6 +341,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "train": (_train_options, "train a job under a plan"),
     "verify": (_verify_options, "prove that the split run computes what one device computes"),
     "check": (_check_options, "see in seconds whether a plan can cut the job's batches"),
+    "chaos": (_chaos_options, "pose the fault matrix on a small run of the job: is what plait promises kept?"),
     "sketch": (_sketch_options, "show what a model costs, unit by unit, without running it"),
     "plan": (_plan_options, "choose a plan: will it fit, how fast, why; or look at one"),
     "bench": (_bench_options, "measure this machine: compute, communication, a job's loader"),
@@ -341,27 +350,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "help": (_help_options, "explain an error code, a plan key or a command: P012, fsdp, train"),
 }
 """What adds a command's options, and what the command does."""
-
-
-def _sketch(options: argparse.Namespace) -> int:
-    if options.batch < 1:
-        raise PlaitError(too_small("--batch", options.batch))
-    plan = Plan.read(options.plan).fill(None) if options.plan else None
-    from plait.config.job import load_job
-    from plait.model.fake_model import sketched
-    from plait.model.table import outline, table
-
-    job = load_job(options.job, options.arguments)
-    found = sketched(job)
-    outlined = outline(found[1], options.batch)
-    facts, text = outlined.to_dict(), table(outlined, options.job)
-    if plan is not None:
-        from plait.planner.dryrun.memory_table import memory_table
-
-        memory = memory_table(job, plan)
-        facts, text = facts | {"memory": memory.to_dict()}, f"{text}\n\n{memory}"
-    print(json.dumps(facts) if options.json else text)
-    return 0
 
 
 def _train(options: argparse.Namespace) -> int:

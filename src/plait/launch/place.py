@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,10 @@ class Place:
         if not dist.is_initialized():
             dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
             self.joined = True  # the engine leaves it
+
+
+AROUND: ContextVar[Callable[[Place], Place]] = ContextVar("AROUND", default=lambda place: place)
+"""What stands between a rank that this process forks and its place; `plait chaos` disturbs ranks there."""
 
 
 def _backend(device: "torch.device") -> str:

@@ -1,0 +1,98 @@
+"""The fault matrix: all faults, and the run through them, one after the other, in a folder that is removed at the end."""
+
+import contextlib
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from plait.chaos import damage, disks, launchers, machines, numbers, ranks
+from plait.chaos.fault import KEPT, NOT_RUN, SHORT, CannotPose, Fault, Measured, Row
+from plait.chaos.hosts import own_mounts, two_hosts
+from plait.chaos.record import Record
+from plait.chaos.scene import Scene, Setting
+from plait.chaos.watched import NotInTime, adopt
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.launch import fork
+
+FAULTS = (
+    *ranks.FAULTS, *numbers.FAULTS, *damage.FAULTS, *disks.FAULTS, *launchers.FAULTS, *machines.FAULTS,
+)  # fmt: skip
+NO_PROMISE = "no promise"
+"""Of a fault for which plait promises nothing: what was seen is told all the same."""
+
+
+def run(setting: Setting, faults: Iterable[Fault], tell: Callable[[Row], None]) -> list[Row]:
+    """Try these faults. R008 when the job does not train undisturbed."""
+    faults = list(faults)
+    with _interruptible(), contextlib.ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="plait-chaos-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        adopt()
+        fork.run(lambda place: {}, 1)  # imports what ranks need
+        setting = replace(setting, mounts=own_mounts())
+        if any(fault in machines.FAULTS for fault in faults):
+            with contextlib.suppress(OSError):
+                setting.hosts, remove = two_hosts()
+                stack.callback(remove)
+        _undisturbed(setting, folder)
+        rows = list[Row]()
+        for fault in faults:
+            rows.append(_tried(setting, fault, folder / fault.name))
+            tell(rows[-1])
+            shutil.rmtree(folder / fault.name, ignore_errors=True)
+        return rows
+
+
+def _undisturbed(setting: Setting, folder: Path) -> None:
+    """The run that all others are held against."""
+    scene = Scene(setting, "undisturbed", folder / "undisturbed")
+    try:
+        run = scene.start()
+        code = run.wait(600.0)
+        if code:
+            what = f"the job does not train undisturbed: plait train ended with exit code {code}"
+            raise PlaitError(Problem("R008", what, why=run.output[-2000:]), FAILED)
+        setting.run = (scene.runs / "latest").resolve()
+        setting.reference = Record.of(setting.run)
+    except NotInTime as error:
+        raise PlaitError(Problem("R008", f"the job does not train undisturbed: {error}"), FAILED) from None
+    finally:
+        scene.close()
+
+
+def _tried(setting: Setting, fault: Fault, folder: Path) -> Row:
+    """Pose a fault, and judge. Whatever comes in between is a shortfall."""
+    began = time.monotonic()
+    scene, why = Scene(setting, fault.name, folder), ""
+    try:
+        fault.pose(scene)
+    except CannotPose as reason:
+        why = str(reason)
+    except NotInTime as error:
+        scene.fell(str(error))
+    finally:
+        scene.close()
+    took = time.monotonic() - began
+    if why:
+        return Row(fault, NOT_RUN, why, Measured(), took)
+    verdict = SHORT if scene.measured.short else NO_PROMISE if fault.promise.startswith("none") else KEPT
+    return Row(fault, verdict, "; ".join(scene.measured.short), scene.measured, took)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends this as Ctrl-C does: what was started is ended, and what was made is removed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
