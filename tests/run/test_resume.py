@@ -55,7 +55,7 @@ def test_killed_at_any_moment(whole: dict[str, torch.Tensor], tmp_path: Path, se
     assert all(sorted(ids) == list(range(41)) for epoch, ids in used.items() if epoch < max(used))
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 def test_stop_saves_and_says_how_to_go_on(whole: dict[str, torch.Tensor], tmp_path: Path, number: int) -> None:
     command = Command(*ARGV, "--workers", "1", folder=tmp_path)
     command.until(lambda: len(rows(tmp_path)) >= 5)

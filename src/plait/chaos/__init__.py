@@ -1,10 +1,11 @@
 """The fault matrix: what goes wrong on purpose in small runs of the user's own job, and whether plait keeps what it promises.
 
-fault             what a fault is, and what was measured of it
+outcome           what was measured of a fault
 strike            what happens inside a rank, at a step and phase
 watched           a `plait train` in a process of its own, seen from outside
 record            what a run left, and whether it is that of the undisturbed one
 scene             where a fault is posed: its folder, its runs, and how they are judged
+fault             what a fault is, and a row of the table
 ranks             ranks that die, raise, hang or are slow
 numbers           numbers and clocks that are wrong
 damage            checkpoints that are damaged before a resume

@@ -6,19 +6,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.chaos.fault import Fault, Measured
+from plait.chaos.fault import Fault
+from plait.chaos.outcome import Outcome
 from plait.chaos.scene import Scene
 from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.engine.run_directory import RunDirectory
 
 Mutation = Callable[[Scene, Path], None]
 SYSTEM = b"cposix\nsystem\n(S'touch %s'\ntR."
 """A pickle that runs a command when it is loaded."""
 
 
-def damaged(mutate: Mutation, says: str = "refused", everywhere: bool = False) -> Callable[[Scene], Measured]:
+def damaged(mutate: Mutation, says: str = "refused", everywhere: bool = False) -> Callable[[Scene], Outcome]:
     """Of the run that was stopped after its second checkpoint, damage the newer one (or both), and resume."""
 
-    def pose(scene: Scene) -> Measured:
+    def pose(scene: Scene) -> Outcome:
         setting = scene.setting
         run = laid_out(scene)
         for step in (2 * setting.every, setting.every)[: 1 + everywhere]:
@@ -37,7 +39,7 @@ def damaged(mutate: Mutation, says: str = "refused", everywhere: bool = False) -
     return pose
 
 
-def _refused(scene: Scene, began: float) -> Measured:
+def _refused(scene: Scene, began: float) -> Outcome:
     run = scene.start("--resume")
     code = run.wait()
     scene.told(run, began, "error[K002]", within=15.0)
@@ -55,6 +57,7 @@ def laid_out(scene: Scene) -> Path:
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > 2 * setting.every:
             shutil.rmtree(path)
+    RunDirectory(run).cut(2 * setting.every)
     return run
 
 

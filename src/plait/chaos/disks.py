@@ -1,18 +1,20 @@
 """Disks that are full or read-only, posed on small file systems that only this process and its children see. It takes root."""
 
 import contextlib
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from plait.chaos.fault import Fault, Measured
-from plait.chaos.hosts import mounted, remount
+from plait.chaos.fault import Fault
+from plait.chaos.hosts import mounted, ran
+from plait.chaos.outcome import Outcome
 from plait.chaos.ranks import undisturbed
 from plait.chaos.scene import SHARED, Scene
 from plait.chaos.watched import Watched
 
 SPARE = 1 << 20
 """Bytes beside checkpoints: logs, metrics."""
-ROOM = 1 << 30
 
 
 def _bytes(path: Path) -> int:
@@ -38,28 +40,31 @@ def _started(scene: Scene) -> Watched:
     return run
 
 
-def _ended(scene: Scene, run: Watched, since: float, *says: str) -> Measured:
+def _ended(scene: Scene, run: Watched, since: float, *says: str, undo: Callable[[], object] | None = None) -> Outcome:
     code = run.wait()
     scene.told(run, since, *says, within=30.0)
     scene.expect(code == 1, f"exit code {code}, not 1")
-    with contextlib.suppress(OSError):
-        (scene.runs / "filled").unlink()
-    remount(scene.runs, f"rw,size={ROOM}")
-    scene.resume(lost=2 * scene.setting.every)
+    if undo is not None:
+        undo()
+    (scene.runs / "filled").unlink(missing_ok=True)
+    scene.resume(lost=scene.since_checkpoint)
     return scene.measured
 
 
-def _no_room(scene: Scene) -> Measured:
-    """A disk that holds one checkpoint, and half of another."""
-    _on_a_disk(scene, SPARE + int(1.5 * _checkpoint(scene)))
-    run = scene.start()
-    run.reaches(scene.setting.every)
-    return _ended(scene, run, time.monotonic(), "error[K004]", "MiB")
+def _no_room(scene: Scene) -> Outcome:
+    """A disk on which half a checkpoint still fits."""
+    size = _checkpoint(scene)
+    scene.needs(checkpoints_are_too_small_to_tell=size > 1 << 15)
+    _on_a_disk(scene, SPARE + 8 * size)
+    run = _started(scene)
+    since = time.monotonic()
+    (scene.runs / "filled").write_bytes(bytes(max(0, shutil.disk_usage(scene.runs).free - size // 2)))
+    return _ended(scene, run, since, "error[K004]", "MiB")
 
 
-def _full(scene: Scene) -> Measured:
+def _full(scene: Scene) -> Outcome:
     """Somebody else fills it to the last byte."""
-    _on_a_disk(scene, SPARE + 4 * _checkpoint(scene))
+    _on_a_disk(scene, SPARE + 8 * _checkpoint(scene))
     run = _started(scene)
     since = time.monotonic()
     with contextlib.suppress(OSError), open(scene.runs / "filled", "wb", buffering=0) as file:
@@ -68,23 +73,18 @@ def _full(scene: Scene) -> Measured:
     return _ended(scene, run, since, "error[")
 
 
-def _read_only(scene: Scene) -> Measured:
-    _on_a_disk(scene, ROOM)
+def _read_only(scene: Scene) -> Outcome:
+    """The folder of checkpoints; a whole file system cannot become so while files are open for writing there."""
+    scene.needs(it_takes_root_to_mount_a_file_system=scene.setting.mounts)
     run = _started(scene)
-    since = time.monotonic()
-    remounted(scene)
-    return _ended(scene, run, since, "error[")
+    folder, since = str((scene.runs / "latest").resolve() / "checkpoints"), time.monotonic()
+    ran("mount", "--bind", folder, folder)
+    scene.undo.append(lambda: ran("umount", "-l", folder))
+    ran("mount", "-o", "remount,bind,ro", folder)
+    return _ended(scene, run, since, "error[", undo=lambda: scene.undo.pop()())
 
 
-def remounted(scene: Scene) -> None:
-    """Read-only, as a disk with errors becomes; files that are open for writing are in the way of a plain remount."""
-    with contextlib.suppress(OSError):
-        remount(scene.runs, "ro")
-        return
-    scene.needs(files_are_open_and_the_system_has_no_forced_remount=False)
-
-
-def _no_shared_memory(scene: Scene) -> Measured:
+def _no_shared_memory(scene: Scene) -> Outcome:
     scene.needs(it_takes_root_to_mount_a_file_system=scene.setting.mounts, there_is_no_shared_memory=SHARED.is_dir())
     scene.undo.append(mounted(SHARED, 1 << 16))
     began = time.monotonic()
@@ -95,11 +95,11 @@ def _no_shared_memory(scene: Scene) -> Measured:
 
 
 FAULTS = (
-    Fault("disk-no-room", "the disk has room for one checkpoint only",
+    Fault("disk-no-room", "the disk has room for half a checkpoint",
           "refused before a byte is written, with needed and free; the one before is whole; --resume goes on", _no_room),
     Fault("disk-full", "the disk is full to the last byte amid a run",
           "named, exit 1; what was written is whole; --resume goes on", _full),
-    Fault("disk-read-only", "the disk becomes read-only amid a run",
+    Fault("disk-read-only", "the folder of checkpoints becomes read-only",
           "named, exit 1; what was written is whole; --resume goes on", _read_only),
     Fault("memory-full", "shared memory is full", "said; goes on without snapshots", _no_shared_memory),
 )  # fmt: skip

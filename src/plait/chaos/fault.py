@@ -1,37 +1,14 @@
-"""A fault: how it is posed, what plait promises then, and what was measured when it was tried."""
+"""A fault: how it is posed and what plait promises then; and a row of the table, which says what came of it."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from plait.chaos.scene import Scene
+from plait.chaos.outcome import Outcome
+from plait.chaos.scene import Scene
 
-KEPT, SHORT, NOT_RUN = "kept", "fell short", "not run"
-
-
-class CannotPose(Exception):
-    """This machine, job or plan cannot be given the fault; the text says why."""
-
-
-@dataclass
-class Measured:
-    """What was seen of one fault."""
-
-    detected: float | None = None
-    """Seconds from the fault to the first line that tells of it."""
-    again: float | None = None
-    """Seconds from the fault to the end of the next new step."""
-    resumed: bool = False
-    """A person had to start the run again: `again` counts from that start."""
-    lost: int | None = None
-    """Steps that were complete and had to be made again."""
-    equal: str = ""
-    """Whether losses, samples and weights are those of the undisturbed run."""
-    short: list[str] = field(default_factory=list)
-    """Where plait fell short of its promise."""
-    said: str = ""
-    """The line that told of it."""
+KEPT, SHORT, NOT_RUN, NO_PROMISE = "kept", "fell short", "not run", "no promise"
+"""Verdicts. `NO_PROMISE`: plait promises nothing; what was seen is told all the same."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +19,7 @@ class Fault:
     done: str
     """What is done, in a few words."""
     promise: str
-    pose: Callable[["Scene"], Measured]
+    pose: Callable[[Scene], Outcome]
 
 
 @dataclass(frozen=True)
@@ -52,7 +29,7 @@ class Row:
     fault: Fault
     verdict: str
     why: str
-    measured: Measured
+    measured: Outcome
     took: float
 
     def to_dict(self) -> dict[str, Any]:

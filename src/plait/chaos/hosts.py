@@ -55,7 +55,7 @@ def ran(*words: str) -> None:
 def two_hosts() -> tuple[Hosts, Callable[[], None]]:
     """The two, and what removes them. OSError where the system does not allow them."""
     number = os.getpid()
-    names = [f"plait{number}{which}" for which in "ab"]
+    names = [f"chaos{number}{which}" for which in "ab"]
     cables = [f"p{number % 10**7}{which}" for which in "ab"]
 
     def remove() -> None:
@@ -104,8 +104,3 @@ def mounted(path: Path, size: int) -> Callable[[], None]:
     path.mkdir(parents=True, exist_ok=True)
     ran("mount", "-t", "tmpfs", "-o", f"size={size}", "plait-chaos", str(path))
     return lambda: ran("umount", "-l", str(path))
-
-
-def remount(path: Path, how: str) -> None:
-    """`ro`, `rw` or `size=…`."""
-    ran("mount", "-o", f"remount,{how}", str(path))

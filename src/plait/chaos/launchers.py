@@ -12,13 +12,14 @@ import psutil
 
 import plait.config.job
 from plait.chaos.damage import laid_out
-from plait.chaos.fault import Fault, Measured
+from plait.chaos.fault import Fault
+from plait.chaos.outcome import Outcome
 from plait.chaos.ranks import undisturbed
 from plait.chaos.record import Record
-from plait.chaos.scene import Scene
+from plait.chaos.scene import UNHURRIED, Scene
 from plait.chaos.strike import Strike, marks
 from plait.chaos.watched import Watched
-from plait.config.job import Job, load_job
+from plait.config.job import Job
 from plait.config.plan import Plan
 
 ORPHANED = 2.0
@@ -29,7 +30,7 @@ def _until_marked(scene: Scene, run: Watched) -> None:
     run.until(lambda: bool(marks(scene.folder)) or run.code is not None, "the moment for the fault")
 
 
-def _lost(scene: Scene, number: int) -> Measured:
+def _lost(scene: Scene, number: int) -> Outcome:
     """The launcher alone gets a signal that ends it; its ranks follow."""
     run = scene.start()
     run.reaches(scene.step)
@@ -40,7 +41,7 @@ def _lost(scene: Scene, number: int) -> Measured:
     scene.measured.detected = time.monotonic() - since
     scene.expect(gone, f"ranks were alive {ORPHANED:.0f} s after their launcher")
     run.end()
-    scene.resume(lost=scene.setting.every + 2)
+    scene.resume(lost=scene.since_checkpoint)
     return scene.measured
 
 
@@ -57,21 +58,21 @@ def _runs(pid: int) -> bool:
     return False
 
 
-def _everything(scene: Scene) -> Measured:
+def _everything(scene: Scene) -> Outcome:
     """As when the machine loses its power: launcher and ranks at once, and what was being saved is torn."""
     run = scene.start()
     run.reaches(scene.step)
     run.end()
-    scene.resume(lost=scene.setting.every + 2)
+    scene.resume(lost=scene.since_checkpoint)
     return scene.measured
 
 
-def stopped(number: int, phase: str, everyone: bool = False) -> Callable[[Scene], Measured]:
+def stopped(number: int, phase: str, everyone: bool = False) -> Callable[[Scene], Outcome]:
     """A request to stop at a phase: of the launcher, or (as a terminal does) of all its processes."""
 
-    def pose(scene: Scene) -> Measured:
-        step = {"build": None, "checkpoint": scene.setting.every}.get(phase, scene.step)
-        run = scene.start(strikes=(Strike("mark", phase, step, 0),))
+    def pose(scene: Scene) -> Outcome:
+        step = {"build": -1, "checkpoint": scene.setting.every}.get(phase, scene.step)
+        run = scene.start(strikes=(UNHURRIED, Strike("mark", phase, step, 0)))
         _until_marked(scene, run)
         since = time.monotonic()
         (os.killpg if everyone else os.kill)(run.pid, number)
@@ -81,7 +82,7 @@ def stopped(number: int, phase: str, everyone: bool = False) -> Callable[[Scene]
     return pose
 
 
-def _twice(scene: Scene) -> Measured:
+def _twice(scene: Scene) -> Outcome:
     """Whoever has no patience presses Ctrl-C twice: it ends at once, and what was saved is whole."""
     run = scene.start()
     run.reaches(scene.step)
@@ -93,13 +94,13 @@ def _twice(scene: Scene) -> Measured:
     code = run.wait()
     scene.measured.detected = time.monotonic() - since
     scene.expect(code in (130, 75), f"exit code {code}, neither 130 nor 75")
-    scene.resume(lost=scene.setting.every + 2)
+    scene.resume(lost=scene.since_checkpoint)
     return scene.measured
 
 
-def _second(scene: Scene) -> Measured:
+def _second(scene: Scene) -> Outcome:
     """Another launcher resumes the run that is going on."""
-    first = scene.start(strikes=(Strike("slow", "forward", None, 0, times=99, text="0.2"),))
+    first = scene.start(strikes=(Strike("slow", "forward", rank=0, times=999, text="0.7"),))
     first.reaches(scene.setting.every + 1)
     first.until(
         lambda: any(scene.runs.glob("latest/checkpoints/step-??????")) or first.code is not None, "a checkpoint"
@@ -112,23 +113,19 @@ def _second(scene: Scene) -> Measured:
     return undisturbed(scene, first.wait(), first.told("starting again") is None)
 
 
-def edited(**changes: object) -> Callable[[], None]:
+def edited(job: Job) -> Callable[[], None]:
     """Have the launcher read another job than the one that was started: the user has edited the file."""
 
     def before() -> None:
-        def read(name: str, arguments: dict[str, str] | None = None) -> Job:
-            job = load_job(name, arguments)
-            return replace(job, **{field: getattr(job, field) + change for field, change in changes.items()})
-
-        plait.config.job.load_job = read
+        plait.config.job.load_job = lambda name, arguments=None: job
 
     return before
 
 
-def _other_seed(scene: Scene) -> Measured:
+def _other_seed(scene: Scene) -> Outcome:
     laid_out(scene)
     began = time.monotonic()
-    run = scene.start("--resume", before=edited(seed=1))
+    run = scene.start("--resume", before=edited(replace(scene.setting.job, seed=scene.setting.job.seed + 1)))
     code = run.wait()
     scene.told(run, began, "error[K010]", "seed", within=15.0)
     scene.expect(code == 2, f"exit code {code}, not 2")
@@ -136,7 +133,7 @@ def _other_seed(scene: Scene) -> Measured:
     return scene.measured
 
 
-def _other_batch(scene: Scene) -> Measured:
+def _other_batch(scene: Scene) -> Outcome:
     laid_out(scene)
     words = scene.setting.words
     at = words.index("--batch") + 1
@@ -150,7 +147,7 @@ def _other_batch(scene: Scene) -> Measured:
     return scene.measured
 
 
-def _other_plan(scene: Scene) -> Measured:
+def _other_plan(scene: Scene) -> Outcome:
     """The run that `dp=2` began goes on on one device; a run of one device, on two."""
     setting = scene.setting
     laid_out(scene)
@@ -180,7 +177,7 @@ def _listening(pid: int) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-def _strangers(scene: Scene) -> Measured:
+def _strangers(scene: Scene) -> Outcome:
     """Connections that say nothing, nonsense, or much, at all ports that the run listens at."""
     scene.several()
     run = scene.start()

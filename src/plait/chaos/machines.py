@@ -11,8 +11,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from plait.chaos.fault import Fault, Measured
+from plait.chaos.fault import Fault
 from plait.chaos.hosts import Hosts
+from plait.chaos.outcome import Outcome
 from plait.chaos.scene import Scene
 from plait.chaos.strike import Strike
 from plait.chaos.watched import Watched
@@ -46,10 +47,10 @@ def _both(scene: Scene, *strikes: Strike, port: int = 0) -> list[Watched]:
     return [scene.start(*words, str(n), strikes=strikes, before=host.enter) for n, host in enumerate(hosts)]
 
 
-def ends(act: Act, says: str, witness: int, within: float) -> Callable[[Scene], Measured]:
+def ends(act: Act, says: str, witness: int, within: float) -> Callable[[Scene], Outcome]:
     """After `act` the run ends, and the machine `witness` says of what; a run on one machine goes on from the newest checkpoint."""
 
-    def pose(scene: Scene) -> Measured:
+    def pose(scene: Scene) -> Outcome:
         hosts = _hosts(scene)
         runs = _both(scene)
         runs[0].reaches(scene.step)
@@ -60,7 +61,7 @@ def ends(act: Act, says: str, witness: int, within: float) -> Callable[[Scene], 
     return pose
 
 
-def _judged(scene: Scene, runs: list[Watched], witness: int, since: float, says: tuple[str, float]) -> Measured:
+def _judged(scene: Scene, runs: list[Watched], witness: int, since: float, says: tuple[str, float]) -> Outcome:
     for run in (runs[witness], runs[1 - witness]):
         run.wait()
     runs[witness].look()
@@ -70,11 +71,11 @@ def _judged(scene: Scene, runs: list[Watched], witness: int, since: float, says:
         scene.equal()
         return scene.measured
     scene.expect(runs[witness].code == 1, f"exit code {runs[witness].code}, not 1")
-    scene.resume(lost=scene.setting.every + 2)
+    scene.resume(lost=scene.since_checkpoint)
     return scene.measured
 
 
-def _rank(scene: Scene) -> Measured:
+def _rank(scene: Scene) -> Outcome:
     _hosts(scene)
     strike = Strike("kill", "backward", scene.step, scene.world - 1)
     runs = _both(scene, strike)
@@ -106,10 +107,10 @@ def _unplugged(scene: Scene, runs: list[Watched], hosts: Hosts) -> None:
     hosts[1].link(True)
 
 
-def _undisturbed(act: Act) -> Callable[[Scene], Measured]:
+def _undisturbed(act: Act) -> Callable[[Scene], Outcome]:
     """After `act` the run goes on as if nothing had been."""
 
-    def pose(scene: Scene) -> Measured:
+    def pose(scene: Scene) -> Outcome:
         hosts = _hosts(scene)
         runs = _both(scene)
         runs[0].reaches(scene.setting.every)
@@ -150,7 +151,7 @@ def _knock(address: str, port: int, draw: bytes) -> None:
     time.sleep(60.0)
 
 
-def _strangers(scene: Scene) -> Measured:
+def _strangers(scene: Scene) -> Outcome:
     hosts, port = _hosts(scene), _free_port()
     runs = _both(scene, port=port)
     runs[0].reaches(2)
@@ -168,7 +169,7 @@ def _strangers(scene: Scene) -> Measured:
     return scene.measured
 
 
-def _taken(scene: Scene) -> Measured:
+def _taken(scene: Scene) -> Outcome:
     """Another program listens at the port that was given for the store."""
     hosts, port = _hosts(scene), _free_port()
     reading, writing = os.pipe()
@@ -192,7 +193,7 @@ def _taken(scene: Scene) -> Measured:
     return scene.measured
 
 
-def _stopped(scene: Scene) -> Measured:
+def _stopped(scene: Scene) -> Outcome:
     _hosts(scene)
     runs = _both(scene)
     runs[0].reaches(scene.step)

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,19 +12,19 @@ from pathlib import Path
 from types import FrameType
 
 from plait.chaos import damage, disks, launchers, machines, numbers, ranks
-from plait.chaos.fault import KEPT, NOT_RUN, SHORT, CannotPose, Fault, Measured, Row
+from plait.chaos.fault import KEPT, NO_PROMISE, NOT_RUN, SHORT, Fault, Row
 from plait.chaos.hosts import own_mounts, two_hosts
+from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.record import Record
 from plait.chaos.scene import Scene, Setting
 from plait.chaos.watched import NotInTime, adopt
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.launch import fork
+from plait.model.fake_model import sketched
 
 FAULTS = (
     *ranks.FAULTS, *numbers.FAULTS, *damage.FAULTS, *disks.FAULTS, *launchers.FAULTS, *machines.FAULTS,
 )  # fmt: skip
-NO_PROMISE = "no promise"
-"""Of a fault for which plait promises nothing: what was seen is told all the same."""
 
 
 def run(setting: Setting, faults: Iterable[Fault], tell: Callable[[Row], None]) -> list[Row]:
@@ -33,7 +34,7 @@ def run(setting: Setting, faults: Iterable[Fault], tell: Callable[[Row], None]) 
         folder = Path(tempfile.mkdtemp(prefix="plait-chaos-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         adopt()
-        fork.run(lambda place: {}, 1)  # imports what ranks need
+        _warm(setting)
         setting = replace(setting, mounts=own_mounts())
         if any(fault in machines.FAULTS for fault in faults):
             with contextlib.suppress(OSError):
@@ -46,6 +47,17 @@ def run(setting: Setting, faults: Iterable[Fault], tell: Callable[[Row], None]) 
             tell(rows[-1])
             shutil.rmtree(folder / fault.name, ignore_errors=True)
         return rows
+
+
+def _warm(setting: Setting) -> None:
+    """Import what ranks need, read the job's data and run its model once, on fake tensors: so that each run starts at once."""
+    fork.run(lambda place: {}, 1)
+    fork.stay_forkable()
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        contextlib.suppress(Exception),
+    ):  # what is wrong, the first run will tell
+        sketched(setting.job)
 
 
 def _undisturbed(setting: Setting, folder: Path) -> None:
@@ -79,7 +91,7 @@ def _tried(setting: Setting, fault: Fault, folder: Path) -> Row:
         scene.close()
     took = time.monotonic() - began
     if why:
-        return Row(fault, NOT_RUN, why, Measured(), took)
+        return Row(fault, NOT_RUN, why, Outcome(), took)
     verdict = SHORT if scene.measured.short else NO_PROMISE if fault.promise.startswith("none") else KEPT
     return Row(fault, verdict, "; ".join(scene.measured.short), scene.measured, took)
 

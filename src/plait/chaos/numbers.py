@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable
 
-from plait.chaos.fault import Fault, Measured
+from plait.chaos.fault import Fault
+from plait.chaos.outcome import Outcome
 from plait.chaos.ranks import undisturbed
 from plait.chaos.record import Record
 from plait.chaos.scene import Scene
@@ -12,12 +13,12 @@ from plait.chaos.strike import Strike
 HOUR = 3600.0
 
 
-def _nan(scene: Scene) -> Measured:
+def _nan(scene: Scene) -> Outcome:
     strike = Strike("nan", "forward", scene.step, scene.rank)
     return scene.ends(strike, says=("error[N001]", "is saved in"))
 
 
-def _nan_skipped(scene: Scene) -> Measured:
+def _nan_skipped(scene: Scene) -> Outcome:
     strike = Strike("nan", "forward", scene.step, scene.rank)
     run = scene.start("--on-nan", "skip", strikes=(strike,))
     code = run.wait()
@@ -27,14 +28,14 @@ def _nan_skipped(scene: Scene) -> Measured:
     return scene.measured
 
 
-def _drift(scene: Scene) -> Measured:
+def _drift(scene: Scene) -> Outcome:
     """One copy's weight: the comparison of copies before the next checkpoint finds it."""
     scene.needs(no_rank_holds_a_copy_of_another=scene.setting.copies)
     strike = Strike("flip", "forward", scene.step, scene.rank)
     return scene.ends(strike, says=("error[C006]", "drifted apart"), within=30.0)
 
 
-def _flipped_gradient(scene: Scene) -> Measured:
+def _flipped_gradient(scene: Scene) -> Outcome:
     """The sum over ranks gives all of them the same wrong number."""
     assert scene.setting.reference is not None
     run = scene.start(strikes=(Strike("flip gradient", "forward", scene.step, scene.rank),))
@@ -62,12 +63,12 @@ def jumping(*hours: float, every: float = 1.0) -> Callable[[], None]:
     return before
 
 
-def _clock(scene: Scene) -> Measured:
+def _clock(scene: Scene) -> Outcome:
     run = scene.start(before=jumping(0.0, 1.0, -1.0, 24.0, 0.0))
     return undisturbed(scene, run.wait(), run.told("starting again") is None)
 
 
-def _clock_on_one(scene: Scene) -> Measured:
+def _clock_on_one(scene: Scene) -> Outcome:
     scene.several()
     run = scene.start(strikes=(Strike("clock", "forward", scene.step, scene.rank, text="-1"),))
     return undisturbed(scene, run.wait(), run.told("starting again") is None)

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.chaos.fault import Fault, Measured
+from plait.chaos.fault import Fault
+from plait.chaos.outcome import Outcome
 from plait.chaos.scene import Scene
 from plait.chaos.strike import Strike
 
 GOES_ON = "named, all ranks forked anew, goes on by itself"
 ENDED = "named, ended, goes on by itself (--patience 4)"
-NO_STEP = "; no completed step lost where ranks hold copies, else at most those since a checkpoint"
+NO_STEP = "; no completed step lost where ranks hold copies, else at most those since a complete checkpoint"
 AWAY = "named, ended, and tried again twice; then exit 1, and --resume goes on"
 PATIENT = ("--patience", "4")
 """Of faults whose limits are minutes by default."""
@@ -20,10 +21,10 @@ PATIENT = ("--patience", "4")
 
 def killed(
     phase: str, act: str = "kill", says: str = "was killed (SIGKILL)", **more: float
-) -> Callable[[Scene], Measured]:
+) -> Callable[[Scene], Outcome]:
     """One rank, in a phase of a step."""
 
-    def pose(scene: Scene) -> Measured:
+    def pose(scene: Scene) -> Outcome:
         scene.several()
         strike = Strike(act, phase, scene.step, scene.rank, **more)  # type: ignore[arg-type]
         return scene.survives(strike, says=(f"rank {strike.rank} {says}", "starting again", "going on from step"))
@@ -31,13 +32,13 @@ def killed(
     return pose
 
 
-def _in_build(scene: Scene) -> Measured:
+def _in_build(scene: Scene) -> Outcome:
     scene.several()
-    strike = Strike("kill", "build", None, scene.rank)
+    strike = Strike("kill", "build", -1, scene.rank)
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step 0"), lost=0)
 
 
-def _in_save(scene: Scene) -> Measured:
+def _in_save(scene: Scene) -> Outcome:
     scene.several()
     strike = Strike(
         "kill", "checkpoint", scene.setting.every, scene.rank, until="runs/latest/checkpoints/step-*.tmp-*/*"
@@ -45,56 +46,56 @@ def _in_save(scene: Scene) -> Measured:
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
 
 
-def _in_evaluation(scene: Scene) -> Measured:
+def _in_evaluation(scene: Scene) -> Outcome:
     scene.several()
     evaluate = scene.setting.job.evaluate
     scene.needs(the_job_evaluates_nothing=evaluate is not None)
-    strike = Strike("kill", "evaluate", None, scene.rank)
+    strike = Strike("kill", "evaluate", -1, scene.rank)
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
 
 
-def _last_step(scene: Scene) -> Measured:
+def _last_step(scene: Scene) -> Outcome:
     scene.several()
     strike = Strike("kill", "backward", scene.setting.steps - 1, scene.rank)
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
 
 
-def _all(scene: Scene) -> Measured:
+def _all(scene: Scene) -> Outcome:
     scene.several()
     step = scene.step
     strikes = [Strike("kill", "forward", step, rank) for rank in range(scene.world)]
     says = ("was killed (SIGKILL)", "going on from step")
-    return scene.survives(*strikes, says=says, lost=scene.setting.every + 2)
+    return scene.survives(*strikes, says=says, lost=scene.since_checkpoint)
 
 
-def _two(scene: Scene) -> Measured:
+def _two(scene: Scene) -> Outcome:
     scene.needs(the_plan_has_fewer_than_three_ranks=scene.world > 2)
     step, first = scene.step, scene.rank
     strikes = [Strike("kill", "forward", step, rank) for rank in (first, (first + 1) % scene.world)]
     says = ("was killed (SIGKILL)", "going on from step")
-    return scene.survives(*strikes, says=says, lost=scene.setting.every + 2)
+    return scene.survives(*strikes, says=says, lost=scene.since_checkpoint)
 
 
-def _in_restart(scene: Scene) -> Measured:
+def _in_restart(scene: Scene) -> Outcome:
     scene.several()
     rank, step = scene.rank, scene.step
-    strikes = (Strike("kill", "backward", step, rank), Strike("kill", "build", None, 0, after="kill"))
+    strikes = (Strike("kill", "backward", step, rank), Strike("kill", "build", -1, 0, after="kill"))
     return scene.survives(
         *strikes, says=(f"rank {rank} was killed (SIGKILL)", "rank 0 was killed (SIGKILL)", "going on from step")
     )
 
 
-def _thrice(scene: Scene) -> Measured:
+def _thrice(scene: Scene) -> Outcome:
     scene.several()
     steps = scene.setting.steps
     strikes = [Strike("kill", "backward", at, scene.rank) for at in (2, steps // 2, steps - 3)]
     return scene.survives(*strikes, says=("was killed (SIGKILL)", "going on from step"), lost=3 * scene.allowed)
 
 
-def again(act: str, says: str) -> Callable[[Scene], Measured]:
+def again(act: str, says: str) -> Callable[[Scene], Outcome]:
     """The same at the same step, whatever is tried."""
 
-    def pose(scene: Scene) -> Measured:
+    def pose(scene: Scene) -> Outcome:
         scene.several()
         strike = Strike(act, "forward", scene.step, scene.rank, times=9)
         return scene.ends(strike, says=(f"rank {strike.rank} {says}", "(2 of 2 at this step)", "error["))
@@ -102,7 +103,7 @@ def again(act: str, says: str) -> Callable[[Scene], Measured]:
     return pose
 
 
-def _first_step(scene: Scene) -> Measured:
+def _first_step(scene: Scene) -> Outcome:
     scene.several()
     run = scene.start(strikes=(strike := Strike("raise", "forward", 0, scene.rank),))
     code = run.wait()
@@ -114,10 +115,10 @@ def _first_step(scene: Scene) -> Measured:
 
 def hangs(
     act: str, phase: str, within: float, flags: tuple[str, ...] = (), says: str = "stopped making progress"
-) -> Callable[[Scene], Measured]:
+) -> Callable[[Scene], Outcome]:
     """A rank that holds all others up."""
 
-    def pose(scene: Scene) -> Measured:
+    def pose(scene: Scene) -> Outcome:
         scene.several()
         strike = Strike(act, phase, scene.step, scene.rank)
         return scene.survives(
@@ -127,20 +128,20 @@ def hangs(
     return pose
 
 
-def _in_loader(act: str, says: str, flags: tuple[str, ...], within: float) -> Callable[[Scene], Measured]:
+def _in_loader(act: str, says: str, flags: tuple[str, ...], within: float) -> Callable[[Scene], Outcome]:
     """In the process that reads samples for a rank, once the rank has come to a step."""
 
-    def pose(scene: Scene) -> Measured:
+    def pose(scene: Scene) -> Outcome:
         scene.several()
         rank = scene.rank
-        strikes = (Strike("mark", "forward", scene.step, rank), Strike(act, "loader", None, rank, after="mark"))
+        strikes = (Strike("mark", "forward", scene.step, rank), Strike(act, "loader", -1, rank, after="mark"))
         words = (says.format(rank=rank), "going on from step")
         return scene.survives(*strikes, says=words, flags=("--workers", "1", *flags), within=within)
 
     return pose
 
 
-def _short_stop(scene: Scene) -> Measured:
+def _short_stop(scene: Scene) -> Outcome:
     """Stopped for a second, which is less than a rank is ended for."""
     scene.several()
     run = scene.start(strikes=(Strike("stop", "forward", scene.step, scene.rank),))
@@ -150,7 +151,7 @@ def _short_stop(scene: Scene) -> Measured:
     return undisturbed(scene, run.wait(), run.told("starting again") is None)
 
 
-def undisturbed(scene: Scene, code: int, left_alone: bool) -> Measured:
+def undisturbed(scene: Scene, code: int, left_alone: bool) -> Outcome:
     """No false alarm: the run ends as if nothing had been."""
     scene.expect(left_alone, "ranks were started again, though none was lost")
     if scene.expect(code == 0, f"exit code {code}"):
@@ -159,14 +160,14 @@ def undisturbed(scene: Scene, code: int, left_alone: bool) -> Measured:
     return scene.measured
 
 
-def _slow(scene: Scene) -> Measured:
+def _slow(scene: Scene) -> Outcome:
     scene.several()
-    strike = Strike("slow", "forward", None, scene.rank, times=99, text="0.15")
+    strike = Strike("slow", "forward", rank=scene.rank, times=999, text="0.15")
     run = scene.start(strikes=(strike,))
     return undisturbed(scene, run.wait(), run.told("starting again") is None)
 
 
-def _memory(scene: Scene) -> Measured:
+def _memory(scene: Scene) -> Outcome:
     scene.several()
     strike = Strike("allocate", "forward", scene.step, scene.rank)
     return scene.ends(strike, says=(f"error[M002] out of memory on rank {strike.rank}",))
@@ -187,7 +188,7 @@ def _group() -> Path | None:
     return None
 
 
-def _oom_kill(scene: Scene) -> Measured:
+def _oom_kill(scene: Scene) -> Outcome:
     scene.several()
     group = _group()
     scene.needs(no_memory_control_group_can_be_made=group is not None)
@@ -199,7 +200,7 @@ def _oom_kill(scene: Scene) -> Measured:
     )
 
 
-def _hang_in_save(scene: Scene) -> Measured:
+def _hang_in_save(scene: Scene) -> Outcome:
     scene.several()
     strike = Strike("sleep", "checkpoint", 2 * scene.setting.every, scene.rank)
     return scene.survives(

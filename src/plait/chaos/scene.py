@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plait.chaos.fault import CannotPose, Measured
+import plait.config.job
 from plait.chaos.hosts import Hosts
+from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.record import Record
 from plait.chaos.strike import Mark, Strike, marks, struck
-from plait.chaos.watched import Main, NotInTime, Start, Watched, orphans
+from plait.chaos.watched import Beginning, Main, NotInTime, Watched, orphans
 from plait.config.errors import RESUMABLE
 from plait.config.job import Job
 from plait.config.plan import SAME_PARTS, Plan
@@ -21,6 +22,8 @@ from plait.launch.place import cores
 SOON = 5.0
 """Seconds in which plait is to say that a rank is lost; more where ranks share cores."""
 SHARED = Path("/dev/shm")
+UNHURRIED = Strike("slow", "forward", rank=0, times=999, text="0.1")
+"""For faults that are posed from outside, also when the job's steps take milliseconds."""
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Scene:
     def __init__(self, setting: Setting, name: str, folder: Path):
         self.setting, self.folder, self.runs = setting, folder, folder / "runs"
         self.draw = random.Random(f"{setting.seed} {name}")
-        self.measured = Measured()
+        self.measured = Outcome()
         self.watched: list[Watched] = []
         self.helpers: list[int] = []
         self.undo: list[Callable[[], object]] = []
@@ -100,9 +103,16 @@ class Scene:
         train: tuple[str, ...] = (),
     ) -> Watched:
         """`plait train` with these words besides."""
+        strikes = strikes or (UNHURRIED,)
         words = ["train", *(train or self.setting.words), "--runs", str(self.runs), *more]
-        around = struck(strikes, self.folder, self.draw.randrange(1 << 30))
-        run = Watched(self.setting.main, words, self.runs, Start(around, before))
+        known = self.setting.job
+
+        def prepare() -> None:
+            plait.config.job.load_job = lambda name, arguments=None: known
+            before()
+
+        around = struck(strikes, self.folder, self.draw.randrange(1 << 30), self.setting.plan.world)
+        run = Watched(self.setting.main, words, self.runs, Beginning(around, prepare))
         self.watched.append(run)
         self.setting.known.append(run.pid)
         return run
@@ -127,6 +137,7 @@ class Scene:
     def close(self) -> None:
         """End what still runs; what is left behind is a shortfall."""
         for run in self.watched:
+            run.look()
             run.end()
         for pid in self.helpers:
             with contextlib.suppress(ProcessLookupError):
@@ -137,6 +148,8 @@ class Scene:
             left += [p.name for run in self.watched for p in SHARED.glob(f"plait-{os.getuid()}-{run.pid}-*")]
         if left:
             self.fell(f"left behind: {', '.join(left)}")
+        if self.measured.short:
+            self.measured.output = "\n".join(run.output for run in self.watched)[-4000:]
         while self.undo:
             self.undo.pop()()
 
@@ -197,7 +210,7 @@ class Scene:
             self.fell(why)
 
     def resume(self, *more: str, strikes: tuple[Strike, ...] = (), lost: int | None = None) -> Watched:
-        """Start again with --resume, to the end; it is to end as the undisturbed run."""
+        """Beginning again with --resume, to the end; it is to end as the undisturbed run."""
         before = max((run.step for run in self.watched), default=0)
         run = self.start("--resume", *more, strikes=strikes)
         code = run.wait()
@@ -222,7 +235,7 @@ class Scene:
         flags: tuple[str, ...] = (),
         lost: int | None = None,
         within: float = SOON,
-    ) -> Measured:
+    ) -> Outcome:
         """The run goes on by itself, and ends as the undisturbed one."""
         run = self.start(*flags, strikes=strikes)
         code = run.wait()
@@ -235,18 +248,23 @@ class Scene:
 
     @property
     def allowed(self) -> int:
-        """Steps that may be lost with one rank. A checkpoint is on its way for a step or two."""
-        return 0 if self.setting.copies else self.setting.every + 2
+        """Steps that may be lost with one rank."""
+        return 0 if self.setting.copies else self.since_checkpoint
+
+    @property
+    def since_checkpoint(self) -> int:
+        """Steps that may be lost since the last checkpoint that was complete: the next may still be on its way."""
+        return 2 * self.setting.every
 
     def ends(
         self, *strikes: Strike, says: tuple[str, ...], flags: tuple[str, ...] = (), code: int = 1, within: float = SOON
-    ) -> Measured:
+    ) -> Outcome:
         """The run ends and says of what; with --resume, and without the fault, it goes on to the same end."""
         run = self.start(*flags, strikes=strikes)
         got = run.wait()
         self.told(run, self.mark().time, *says, within=within)
         self.expect(got == code, f"exit code {got}, not {code}: {_error(run)}")
-        self.resume(lost=self.setting.every + 2)
+        self.resume(lost=self.since_checkpoint)
         return self.measured
 
     def stopped(self, run: Watched, since: float) -> None:

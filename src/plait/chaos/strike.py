@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,21 @@ from torch import Tensor, nn
 
 from plait.launch.place import Place
 
+FILE = "a-fault-that-was-posed.py"
+"""Where the code of acts seems to stand."""
+BIT = 1 << 4
+"""The bit of a byte that flips."""
 EATEN = 1 << 30
 """Bytes that a rank asks for when it is to meet the limit of its control group."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """`act` on `rank` when it has done `step` steps (None: any) and begins `phase`."""
+    """`act` on `rank` when it begins `phase` and has done `step` steps, or more where it had nothing to do in that phase then."""
 
     act: str
     phase: str = "forward"
-    step: int | None = None
+    step: int = -1
     rank: int = 1
     times: int = 1
     within: float = 0.0
@@ -55,16 +60,16 @@ class Mark:
 
 
 def marks(folder: Path) -> list[Mark]:
-    """All that were left, in order."""
+    """All that were left, in order, but those of slowing down."""
     found = [Mark(**json.loads(path.read_text())) for path in folder.glob("mark-*.json")]
-    return sorted(found, key=lambda mark: mark.time)
+    return sorted((mark for mark in found if mark.act != "slow"), key=lambda mark: mark.time)
 
 
-def struck(strikes: tuple[Strike, ...], folder: Path, seed: int) -> Callable[[Place], Place]:
-    """A function that puts those strikes around a rank's place that are for this rank."""
+def struck(strikes: tuple[Strike, ...], folder: Path, seed: int, world: int) -> Callable[[Place], Place]:
+    """A function that puts those strikes around the place of a rank of `world` that are for it."""
 
     def around(place: Place) -> Place:
-        mine = [(n, strike) for n, strike in enumerate(strikes) if strike.rank == place.rank]
+        mine = [(n, strike) for n, strike in enumerate(strikes) if (strike.rank, world) == (place.rank, place.world)]
         striker = _Striker(place, mine, folder, seed)
         return replace(place, beat=striker.beat, reads=striker.reads) if mine else place
 
@@ -91,7 +96,7 @@ class _Striker:
 
     def _due(self, phase: str) -> None:
         for number, strike in self.strikes:
-            if strike.phase != phase or strike.step not in (None, self.step):
+            if strike.phase != phase or strike.step > self.step or self._done(number, strike):
                 continue
             if strike.after and not any(mark.act == strike.after for mark in marks(self.folder)):
                 continue
@@ -99,6 +104,9 @@ class _Striker:
                 threading.Thread(target=self._later, args=(number, strike), daemon=True).start()
             else:
                 self._strike(number, strike)
+
+    def _done(self, number: int, strike: Strike) -> bool:
+        return all((self.folder / f"mark-{number}-{n}.json").exists() for n in range(strike.times))
 
     def _later(self, number: int, strike: Strike) -> None:
         end = time.monotonic() + 10.0
@@ -119,10 +127,27 @@ class _Striker:
                 return
 
 
+def _posed(act: Callable[[str], None]) -> Callable[[str], None]:
+    """The act as if its code were the job's: what is told of a stack goes by whose code stands in it."""
+    return FunctionType(act.__code__.replace(co_filename=FILE), globals(), act.__name__)
+
+
+@_posed
 def _raise(text: str) -> None:
     raise ValueError("posed by plait chaos")
 
 
+@_posed
+def _sleep(text: str) -> None:
+    time.sleep(3600.0)
+
+
+@_posed
+def _barrier(text: str) -> None:
+    dist.barrier()
+
+
+@_posed
 def _allocate(text: str) -> None:
     torch.empty(1 << 60, dtype=torch.uint8)
 
@@ -135,11 +160,15 @@ def _eat(text: str) -> None:
     raise MemoryError("the control group did not stop this process")
 
 
+@_posed
 def _hold(text: str) -> None:
-    """Sleep in compiled code, and keep the interpreter's lock."""
-    ctypes.PyDLL(None).sleep(3600)
+    """Wait for a lock in compiled code, which no signal ends, and keep the interpreter's lock meanwhile."""
+    lock, system = ctypes.create_string_buffer(256), ctypes.PyDLL(None)
+    for _ in range(2):
+        system.pthread_mutex_lock(lock)
 
 
+@_posed
 def _spin(text: str) -> None:
     while True:
         pass
@@ -163,9 +192,9 @@ def _flip(text: str) -> None:
 
     def hook(module: nn.Module, inputs: object) -> None:
         for parameter in module.parameters(recurse=False):
-            if handles and parameter.dim() > 1 and parameter.numel() and parameter.dtype is torch.float32:
+            if handles and parameter.dim() > 1 and parameter.numel() and parameter.is_contiguous():
                 handles.pop().remove()
-                parameter.detach().flatten().view(torch.int32)[:1] ^= 1 << 20
+                parameter.detach().flatten().view(torch.uint8)[2] ^= BIT
 
     handles.append(nn.modules.module.register_module_forward_pre_hook(hook))
 
@@ -175,12 +204,12 @@ def _flip_gradient(text: str) -> None:
     handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def back(gradient: Tensor) -> Tensor:
-        changed = gradient.clone()
-        changed.flatten().view(torch.int32)[:1] ^= 1 << 20
+        changed = gradient.clone(memory_format=torch.contiguous_format)
+        changed.flatten().view(torch.uint8)[2] ^= BIT
         return changed
 
     def hook(module: nn.Module, inputs: object, output: object) -> None:
-        if handles and isinstance(output, Tensor) and output.requires_grad and output.dtype is torch.float32:
+        if handles and isinstance(output, Tensor) and output.requires_grad:
             handles.pop().remove()
             output.register_hook(back)
 
@@ -202,11 +231,11 @@ ACTS: dict[str, Callable[[str], object]] = {
     "raise": _raise,
     "allocate": _allocate,
     "eat": _eat,
-    "sleep": lambda text: time.sleep(3600.0),
+    "sleep": _sleep,
     "slow": lambda text: time.sleep(float(text)),
     "hold": _hold,
     "spin": _spin,
-    "barrier": lambda text: dist.barrier(),
+    "barrier": _barrier,
     "nan": _nan,
     "flip": _flip,
     "flip gradient": _flip_gradient,

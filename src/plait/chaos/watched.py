@@ -33,7 +33,7 @@ class NotInTime(Exception):
 
 
 @dataclass(frozen=True)
-class Start:
+class Beginning:
     """What is done in the new process before the command."""
 
     around: Callable[[Place], Place] = lambda place: place
@@ -43,7 +43,7 @@ class Start:
 class Watched:
     """A running command."""
 
-    def __init__(self, main: Main, words: list[str], runs: Path, start: Start):
+    def __init__(self, main: Main, words: list[str], runs: Path, start: Beginning):
         self.runs, self.began = runs, time.monotonic()
         self.code: int | None = None
         self.lines: list[tuple[float, str]] = []
@@ -72,6 +72,8 @@ class Watched:
 
     def look(self) -> None:
         """Take in what is new."""
+        if self._reading < 0:
+            return
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reading, 1 << 16):
                 *lines, self._rest = (self._rest + data).split(b"\n")
@@ -142,7 +144,7 @@ def _last(content: bytes) -> int:
     return 0
 
 
-def _live(main: Main, words: list[str], start: Start, writing: int) -> None:
+def _live(main: Main, words: list[str], start: Beginning, writing: int) -> None:
     """The life of the process that runs the command; never returns."""
     code = 99
     try:

@@ -262,7 +262,7 @@ def _remove_after(folder: Path) -> int:
         with contextlib.suppress(BaseException):
             os.setsid()
             if os.fork() == 0:
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                     signal.signal(number, signal.SIG_IGN)
                 os.closerange(0, reading)
                 os.closerange(reading + 1, 1 << 16)

@@ -47,8 +47,8 @@ def run(
     `handing`: seconds that ranks which lose another are given to put away what they hold.
     `node`: this machine is one of several; only its own ranks are forked here, and only what they returned is.
 
-    Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C and SIGTERM ask
-    the workers to stop (`Place.stopping`); a second one kills them.
+    Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C, SIGTERM
+    and SIGUSR1 ask the workers to stop (`Place.stopping`); a second Ctrl-C kills them.
     """
     _warm_up()
     ranks = range(world) if node is None else node.ranks
@@ -228,7 +228,7 @@ def _stop_signals(board: ProgressBoard, workers: list[Worker]) -> Iterator[None]
             raise KeyboardInterrupt
         board.stop()
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:

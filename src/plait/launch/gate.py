@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -117,6 +118,7 @@ def _start(listening: socket.socket, way: Way, serve: Callable[[], object] = lam
     parent = os.getpid()
 
     def work() -> int:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a batch system may warn all processes with it
         served = serve()
         asyncio.run(_serve(listening, way))
         del served
