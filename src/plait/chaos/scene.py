@@ -17,7 +17,7 @@ from plait.chaos.watched import Beginning, Main, NotInTime, Watched, orphans
 from plait.config.errors import RESUMABLE
 from plait.config.job import Job
 from plait.config.plan import SAME_PARTS, Plan
-from plait.launch.place import cores
+from plait.launch.place import cores, fix_threads, threads
 
 SOON = 5.0
 """Seconds in which plait is to say that a rank is lost; more where ranks share cores."""
@@ -108,6 +108,7 @@ class Scene:
         known = self.setting.job
 
         def prepare() -> None:
+            fix_threads(threads(self.world))
             plait.config.job.load_job = lambda name, arguments=None: known
             before()
 

@@ -186,6 +186,12 @@ def _nan(text: str) -> None:
     handles.append(nn.modules.module.register_module_forward_hook(hook))
 
 
+def _flip_a_bit(tensor: Tensor) -> None:
+    """Of the element with the largest number; it is doubled, halved, or changes by an eighth."""
+    at = int(tensor.flatten().abs().argmax()) * tensor.element_size() + tensor.element_size() - 2
+    tensor.flatten().view(torch.uint8)[at] ^= BIT
+
+
 def _flip(text: str) -> None:
     """One bit of one element of the next module that has a matrix of its own."""
     handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -194,7 +200,7 @@ def _flip(text: str) -> None:
         for parameter in module.parameters(recurse=False):
             if handles and parameter.dim() > 1 and parameter.numel() and parameter.is_contiguous():
                 handles.pop().remove()
-                parameter.detach().flatten().view(torch.uint8)[2] ^= BIT
+                _flip_a_bit(parameter.detach())
 
     handles.append(nn.modules.module.register_module_forward_pre_hook(hook))
 
@@ -205,7 +211,7 @@ def _flip_gradient(text: str) -> None:
 
     def back(gradient: Tensor) -> Tensor:
         changed = gradient.clone(memory_format=torch.contiguous_format)
-        changed.flatten().view(torch.uint8)[2] ^= BIT
+        _flip_a_bit(changed)
         return changed
 
     def hook(module: nn.Module, inputs: object, output: object) -> None:

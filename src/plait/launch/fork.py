@@ -57,15 +57,15 @@ def run(
     group = _Group(target, world, ProgressBoard(ranks), Stacks(), listening, node.meeting if node is not None else None)
     workers = list[Worker]()
     try:
-        with _frozen():
-            for rank in ranks:
-                with limits.forking(rank, world):
-                    workers.append(_fork(group, rank, workers))
-        server = store_at(listening) if listening is not None else None
-        supervisor = Supervisor(
-            workers, group.board, group.stacks, listener or Listener(), patience, alike, node=node, handing=handing
-        )
         with _stop_signals(group.board, workers):
+            with _frozen():
+                for rank in ranks:
+                    with limits.forking(rank, world):
+                        workers.append(_fork(group, rank, workers))
+            server = store_at(listening) if listening is not None else None
+            supervisor = Supervisor(
+                workers, group.board, group.stacks, listener or Listener(), patience, alike, node=node, handing=handing
+            )
             result = supervisor.wait()
         del server
         return result
@@ -222,7 +222,11 @@ def _stop_signals(board: ProgressBoard, workers: list[Worker]) -> Iterator[None]
         yield
         return
 
+    launcher = os.getpid()
+
     def stop(number: int, frame: object) -> None:
+        if os.getpid() != launcher:  # a worker that has not yet handlers of its own
+            return
         if board.stopping() and number == signal.SIGINT:
             kill(workers)
             raise KeyboardInterrupt

@@ -168,6 +168,11 @@ def threads(world: int) -> int:
     return int(said) if said.isdecimal() and int(said) else max(1, cores() // world)
 
 
+def fix_threads(count: int) -> None:
+    """Have every rank that is forked from here use so many threads, however many are on a machine: sums are as threads share them."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
+
+
 def facts() -> dict[str, str]:
     """The environment variables worth keeping with a run: never a value whose name looks like a secret."""
     wanted = (
