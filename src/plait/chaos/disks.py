@@ -28,14 +28,14 @@ def _checkpoint(scene: Scene) -> int:
 
 
 def _on_a_disk(scene: Scene, size: int) -> None:
-    scene.needs(it_takes_root_to_mount_a_file_system=scene.setting.mounts)
+    scene.needs("it takes root to mount a file system", scene.setting.mounts)
     scene.undo.append(mounted(scene.runs, size))
 
 
 def _started(scene: Scene) -> Watched:
     """A run that has made its first checkpoint, and the steps after it."""
     run = scene.start()
-    run.reaches(scene.step)
+    run.reaches(scene.a_step())
     run.until(lambda: any(scene.runs.glob("latest/checkpoints/step-??????")) or run.code is not None, "a checkpoint")
     return run
 
@@ -54,7 +54,7 @@ def _ended(scene: Scene, run: Watched, since: float, *says: str, undo: Callable[
 def _no_room(scene: Scene) -> Outcome:
     """A disk on which half a checkpoint still fits."""
     size = _checkpoint(scene)
-    scene.needs(checkpoints_are_too_small_to_tell=size > 1 << 15)
+    scene.needs("checkpoints are too small to tell", size > 1 << 15)
     _on_a_disk(scene, SPARE + 8 * size)
     run = _started(scene)
     since = time.monotonic()
@@ -75,7 +75,7 @@ def _full(scene: Scene) -> Outcome:
 
 def _read_only(scene: Scene) -> Outcome:
     """The folder of checkpoints; a whole file system cannot become so while files are open for writing there."""
-    scene.needs(it_takes_root_to_mount_a_file_system=scene.setting.mounts)
+    scene.needs("it takes root to mount a file system", scene.setting.mounts)
     run = _started(scene)
     folder, since = str((scene.runs / "latest").resolve() / "checkpoints"), time.monotonic()
     ran("mount", "--bind", folder, folder)
@@ -85,7 +85,8 @@ def _read_only(scene: Scene) -> Outcome:
 
 
 def _no_shared_memory(scene: Scene) -> Outcome:
-    scene.needs(it_takes_root_to_mount_a_file_system=scene.setting.mounts, there_is_no_shared_memory=SHARED.is_dir())
+    scene.needs("it takes root to mount a file system", scene.setting.mounts)
+    scene.needs("there is no shared memory", SHARED.is_dir())
     scene.undo.append(mounted(SHARED, 1 << 16))
     began = time.monotonic()
     run = scene.start()

@@ -33,7 +33,7 @@ def _until_marked(scene: Scene, run: Watched) -> None:
 def _lost(scene: Scene, number: int) -> Outcome:
     """The launcher alone gets a signal that ends it; its ranks follow."""
     run = scene.start()
-    run.reaches(scene.step)
+    run.reaches(scene.a_step())
     forked, since = run.forked(), time.monotonic()
     os.kill(run.pid, number)
     run.wait()
@@ -61,7 +61,7 @@ def _runs(pid: int) -> bool:
 def _everything(scene: Scene) -> Outcome:
     """As when the machine loses its power: launcher and ranks at once, and what was being saved is torn."""
     run = scene.start()
-    run.reaches(scene.step)
+    run.reaches(scene.a_step())
     run.end()
     scene.resume(lost=scene.since_checkpoint)
     return scene.measured
@@ -71,7 +71,7 @@ def stopped(number: int, phase: str, everyone: bool = False) -> Callable[[Scene]
     """A request to stop at a phase: of the launcher, or (as a terminal does) of all its processes."""
 
     def pose(scene: Scene) -> Outcome:
-        step = {"build": -1, "checkpoint": scene.setting.every}.get(phase, scene.step)
+        step = {"build": -1, "checkpoint": scene.setting.every}.get(phase, scene.a_step())
         run = scene.start(strikes=(UNHURRIED, Strike("mark", phase, step, 0)))
         _until_marked(scene, run)
         since = time.monotonic()
@@ -85,7 +85,7 @@ def stopped(number: int, phase: str, everyone: bool = False) -> Callable[[Scene]
 def _twice(scene: Scene) -> Outcome:
     """Whoever has no patience presses Ctrl-C twice: it ends at once, and what was saved is whole."""
     run = scene.start()
-    run.reaches(scene.step)
+    run.reaches(scene.a_step())
     since = time.monotonic()
     for _ in range(2):
         with contextlib.suppress(ProcessLookupError):
@@ -100,7 +100,7 @@ def _twice(scene: Scene) -> Outcome:
 
 def _second(scene: Scene) -> Outcome:
     """Another launcher resumes the run that is going on."""
-    first = scene.start(strikes=(Strike("slow", "forward", rank=0, times=999, text="0.7"),))
+    first = scene.start(strikes=(Strike("slow", "forward", rank=0, times=999, text="1.2"),))
     first.reaches(scene.setting.every + 1)
     first.until(
         lambda: any(scene.runs.glob("latest/checkpoints/step-??????")) or first.code is not None, "a checkpoint"

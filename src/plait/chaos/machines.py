@@ -31,10 +31,8 @@ def _free_port() -> int:
 
 def _hosts(scene: Scene) -> Hosts:
     hosts = scene.setting.hosts
-    scene.needs(
-        it_takes_root_and_network_namespaces=hosts is not None,
-        the_ranks_do_not_go_onto_two_machines_in_equal_parts=scene.world % 2 == 0,
-    )
+    scene.needs("it takes root and network namespaces", hosts is not None)
+    scene.needs("the ranks do not go onto two machines in equal parts", scene.world % 2 == 0)
     assert hosts is not None
     return hosts
 
@@ -53,7 +51,7 @@ def ends(act: Act, says: str, witness: int, within: float) -> Callable[[Scene], 
     def pose(scene: Scene) -> Outcome:
         hosts = _hosts(scene)
         runs = _both(scene)
-        runs[0].reaches(scene.step)
+        runs[0].reaches(scene.a_step())
         since = time.monotonic()
         act(scene, runs, hosts)
         return _judged(scene, runs, witness, since, (says, within))
@@ -77,7 +75,7 @@ def _judged(scene: Scene, runs: list[Watched], witness: int, since: float, says:
 
 def _rank(scene: Scene) -> Outcome:
     _hosts(scene)
-    strike = Strike("kill", "backward", scene.step, scene.world - 1)
+    strike = Strike("kill", "backward", scene.a_step(), scene.world - 1)
     runs = _both(scene, strike)
     for run in runs:
         run.wait()
@@ -196,7 +194,7 @@ def _taken(scene: Scene) -> Outcome:
 def _stopped(scene: Scene) -> Outcome:
     _hosts(scene)
     runs = _both(scene)
-    runs[0].reaches(scene.step)
+    runs[0].reaches(scene.a_step())
     since = time.monotonic()
     os.kill(runs[1].pid, signal.SIGTERM)
     codes = [run.wait() for run in runs]

@@ -18,7 +18,7 @@ from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.record import Record
 from plait.chaos.scene import Scene, Setting
 from plait.chaos.watched import NotInTime, adopt
-from plait.config.errors import FAILED, PlaitError, Problem
+from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.launch import fork
 from plait.model.fake_model import sketched
 
@@ -87,6 +87,8 @@ def _tried(setting: Setting, fault: Fault, folder: Path) -> Row:
         why = str(reason)
     except NotInTime as error:
         scene.fell(str(error))
+    except Exception as error:  # a fault that could not be carried through must not look kept
+        scene.fell(in_a_line(error))
     finally:
         scene.close()
     took = time.monotonic() - began
@@ -98,13 +100,14 @@ def _tried(setting: Setting, fault: Fault, folder: Path) -> Row:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends this as Ctrl-C does: what was started is ended, and what was made is removed."""
+    """SIGTERM and SIGHUP end this as Ctrl-C does: what was started is ended, and what was made is removed."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

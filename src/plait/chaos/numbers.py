@@ -14,12 +14,12 @@ HOUR = 3600.0
 
 
 def _nan(scene: Scene) -> Outcome:
-    strike = Strike("nan", "forward", scene.step, scene.rank)
+    strike = Strike("nan", "forward", scene.a_step(), scene.a_rank())
     return scene.ends(strike, says=("error[N001]", "is saved in"))
 
 
 def _nan_skipped(scene: Scene) -> Outcome:
-    strike = Strike("nan", "forward", scene.step, scene.rank)
+    strike = Strike("nan", "forward", scene.a_step(), scene.a_rank())
     run = scene.start("--on-nan", "skip", strikes=(strike,))
     code = run.wait()
     scene.told(run, scene.mark().time, "left out", "1 steps were left out")
@@ -30,15 +30,15 @@ def _nan_skipped(scene: Scene) -> Outcome:
 
 def _drift(scene: Scene) -> Outcome:
     """One copy's weight: the comparison of copies before the next checkpoint finds it."""
-    scene.needs(no_rank_holds_a_copy_of_another=scene.setting.copies)
-    strike = Strike("flip", "forward", scene.step, scene.rank)
+    scene.needs("no rank holds a copy of another", scene.setting.copies)
+    strike = Strike("flip", "forward", scene.a_step(), scene.a_rank())
     return scene.ends(strike, says=("error[C006]", "drifted apart"), within=30.0)
 
 
 def _flipped_gradient(scene: Scene) -> Outcome:
     """The sum over ranks gives all of them the same wrong number."""
     assert scene.setting.reference is not None
-    run = scene.start(strikes=(Strike("flip gradient", "forward", scene.step, scene.rank),))
+    run = scene.start(strikes=(Strike("flip gradient", "forward", scene.a_step(), scene.a_rank()),))
     code = run.wait()
     scene.mark()
     scene.expect(code == 0, f"exit code {code}")
@@ -70,7 +70,7 @@ def _clock(scene: Scene) -> Outcome:
 
 def _clock_on_one(scene: Scene) -> Outcome:
     scene.several()
-    run = scene.start(strikes=(Strike("clock", "forward", scene.step, scene.rank, text="-1"),))
+    run = scene.start(strikes=(Strike("clock", "forward", scene.a_step(), scene.a_rank(), text="-1"),))
     return undisturbed(scene, run.wait(), run.told("starting again") is None)
 
 

@@ -26,7 +26,7 @@ def killed(
 
     def pose(scene: Scene) -> Outcome:
         scene.several()
-        strike = Strike(act, phase, scene.step, scene.rank, **more)  # type: ignore[arg-type]
+        strike = Strike(act, phase, scene.a_step(), scene.a_rank(), **more)  # type: ignore[arg-type]
         return scene.survives(strike, says=(f"rank {strike.rank} {says}", "starting again", "going on from step"))
 
     return pose
@@ -34,14 +34,14 @@ def killed(
 
 def _in_build(scene: Scene) -> Outcome:
     scene.several()
-    strike = Strike("kill", "build", -1, scene.rank)
+    strike = Strike("kill", "build", -1, scene.a_rank())
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step 0"), lost=0)
 
 
 def _in_save(scene: Scene) -> Outcome:
     scene.several()
     strike = Strike(
-        "kill", "checkpoint", scene.setting.every, scene.rank, until="runs/latest/checkpoints/step-*.tmp-*/*"
+        "kill", "checkpoint", scene.setting.every, scene.a_rank(), until="runs/latest/checkpoints/step-*.tmp-*/*"
     )
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
 
@@ -49,28 +49,28 @@ def _in_save(scene: Scene) -> Outcome:
 def _in_evaluation(scene: Scene) -> Outcome:
     scene.several()
     evaluate = scene.setting.job.evaluate
-    scene.needs(the_job_evaluates_nothing=evaluate is not None)
-    strike = Strike("kill", "evaluate", -1, scene.rank)
+    scene.needs("the job evaluates nothing", evaluate is not None)
+    strike = Strike("kill", "evaluate", -1, scene.a_rank())
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
 
 
 def _last_step(scene: Scene) -> Outcome:
     scene.several()
-    strike = Strike("kill", "backward", scene.setting.steps - 1, scene.rank)
+    strike = Strike("kill", "backward", scene.setting.steps - 1, scene.a_rank())
     return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
 
 
 def _all(scene: Scene) -> Outcome:
     scene.several()
-    step = scene.step
+    step = scene.a_step()
     strikes = [Strike("kill", "forward", step, rank) for rank in range(scene.world)]
     says = ("was killed (SIGKILL)", "going on from step")
     return scene.survives(*strikes, says=says, lost=scene.since_checkpoint)
 
 
 def _two(scene: Scene) -> Outcome:
-    scene.needs(the_plan_has_fewer_than_three_ranks=scene.world > 2)
-    step, first = scene.step, scene.rank
+    scene.needs("the plan has fewer than three ranks", scene.world > 2)
+    step, first = scene.a_step(), scene.a_rank()
     strikes = [Strike("kill", "forward", step, rank) for rank in (first, (first + 1) % scene.world)]
     says = ("was killed (SIGKILL)", "going on from step")
     return scene.survives(*strikes, says=says, lost=scene.since_checkpoint)
@@ -78,7 +78,7 @@ def _two(scene: Scene) -> Outcome:
 
 def _in_restart(scene: Scene) -> Outcome:
     scene.several()
-    rank, step = scene.rank, scene.step
+    rank, step = scene.a_rank(), scene.a_step()
     strikes = (Strike("kill", "backward", step, rank), Strike("kill", "build", -1, 0, after="kill"))
     return scene.survives(
         *strikes, says=(f"rank {rank} was killed (SIGKILL)", "rank 0 was killed (SIGKILL)", "going on from step")
@@ -88,7 +88,7 @@ def _in_restart(scene: Scene) -> Outcome:
 def _thrice(scene: Scene) -> Outcome:
     scene.several()
     steps = scene.setting.steps
-    strikes = [Strike("kill", "backward", at, scene.rank) for at in (2, steps // 2, steps - 3)]
+    strikes = [Strike("kill", "backward", at, scene.a_rank()) for at in (2, steps // 2, steps - 3)]
     return scene.survives(*strikes, says=("was killed (SIGKILL)", "going on from step"), lost=3 * scene.allowed)
 
 
@@ -97,7 +97,7 @@ def again(act: str, says: str) -> Callable[[Scene], Outcome]:
 
     def pose(scene: Scene) -> Outcome:
         scene.several()
-        strike = Strike(act, "forward", scene.step, scene.rank, times=9)
+        strike = Strike(act, "forward", scene.a_step(), scene.a_rank(), times=9)
         return scene.ends(strike, says=(f"rank {strike.rank} {says}", "(2 of 2 at this step)", "error["))
 
     return pose
@@ -105,7 +105,7 @@ def again(act: str, says: str) -> Callable[[Scene], Outcome]:
 
 def _first_step(scene: Scene) -> Outcome:
     scene.several()
-    run = scene.start(strikes=(strike := Strike("raise", "forward", 0, scene.rank),))
+    run = scene.start(strikes=(strike := Strike("raise", "forward", 0, scene.a_rank()),))
     code = run.wait()
     scene.told(run, scene.mark().time, f"error[C005] rank {strike.rank} raised")
     scene.expect(code == 1 and run.told("starting again") is None, f"it was tried again, or exit code {code}")
@@ -120,7 +120,7 @@ def hangs(
 
     def pose(scene: Scene) -> Outcome:
         scene.several()
-        strike = Strike(act, phase, scene.step, scene.rank)
+        strike = Strike(act, phase, scene.a_step(), scene.a_rank())
         return scene.survives(
             strike, says=(f"rank {strike.rank} {says}", "going on from step"), flags=flags, within=within
         )
@@ -133,8 +133,8 @@ def _in_loader(act: str, says: str, flags: tuple[str, ...], within: float) -> Ca
 
     def pose(scene: Scene) -> Outcome:
         scene.several()
-        rank = scene.rank
-        strikes = (Strike("mark", "forward", scene.step, rank), Strike(act, "loader", -1, rank, after="mark"))
+        rank = scene.a_rank()
+        strikes = (Strike("mark", "forward", scene.a_step(), rank), Strike(act, "loader", -1, rank, after="mark"))
         words = (says.format(rank=rank), "going on from step")
         return scene.survives(*strikes, says=words, flags=("--workers", "1", *flags), within=within)
 
@@ -144,7 +144,7 @@ def _in_loader(act: str, says: str, flags: tuple[str, ...], within: float) -> Ca
 def _short_stop(scene: Scene) -> Outcome:
     """Stopped for a second, which is less than a rank is ended for."""
     scene.several()
-    run = scene.start(strikes=(Strike("stop", "forward", scene.step, scene.rank),))
+    run = scene.start(strikes=(Strike("stop", "forward", scene.a_step(), scene.a_rank()),))
     run.until(lambda: any(scene.folder.glob("mark-*.json")) or run.code is not None, "the strike")
     time.sleep(1.0)
     os.kill(scene.mark().pid, signal.SIGCONT)
@@ -162,14 +162,14 @@ def undisturbed(scene: Scene, code: int, left_alone: bool) -> Outcome:
 
 def _slow(scene: Scene) -> Outcome:
     scene.several()
-    strike = Strike("slow", "forward", rank=scene.rank, times=999, text="0.15")
+    strike = Strike("slow", "forward", rank=scene.a_rank(), times=999, text="0.15")
     run = scene.start(strikes=(strike,))
     return undisturbed(scene, run.wait(), run.told("starting again") is None)
 
 
 def _memory(scene: Scene) -> Outcome:
     scene.several()
-    strike = Strike("allocate", "forward", scene.step, scene.rank)
+    strike = Strike("allocate", "forward", scene.a_step(), scene.a_rank())
     return scene.ends(strike, says=(f"error[M002] out of memory on rank {strike.rank}",))
 
 
@@ -191,10 +191,10 @@ def _group() -> Path | None:
 def _oom_kill(scene: Scene) -> Outcome:
     scene.several()
     group = _group()
-    scene.needs(no_memory_control_group_can_be_made=group is not None)
+    scene.needs("no memory control group can be made", group is not None)
     assert group is not None
     scene.undo.append(group.rmdir)
-    strike = Strike("eat", "forward", scene.step, scene.rank, text=str(group / "cgroup.procs"))
+    strike = Strike("eat", "forward", scene.a_step(), scene.a_rank(), text=str(group / "cgroup.procs"))
     return scene.survives(
         strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "ran out of memory", "going on from step")
     )
@@ -202,7 +202,7 @@ def _oom_kill(scene: Scene) -> Outcome:
 
 def _hang_in_save(scene: Scene) -> Outcome:
     scene.several()
-    strike = Strike("sleep", "checkpoint", 2 * scene.setting.every, scene.rank)
+    strike = Strike("sleep", "checkpoint", 2 * scene.setting.every, scene.a_rank())
     return scene.survives(
         strike, says=(f"rank {strike.rank} stopped making progress", "going on from step"), flags=PATIENT, within=12.0
     )

@@ -5,7 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import plait.config.job
@@ -47,10 +47,6 @@ class Setting:
     """What the undisturbed run left."""
     run: Path | None = None
     """Its directory."""
-    base: Path | None = None
-    """A run that was stopped after its second checkpoint, for what happens to checkpoints."""
-    known: list[int] = field(default_factory=list)
-    """Processes of runs, to find what they left in shared memory."""
 
     @property
     def copies(self) -> bool:
@@ -73,25 +69,22 @@ class Scene:
 
     # — what faults choose —
 
-    @property
-    def rank(self) -> int:
-        """A rank."""
+    def a_rank(self) -> int:
+        """One of them."""
         return self.draw.randrange(self.world)
 
-    @property
-    def step(self) -> int:
+    def a_step(self) -> int:
         """The number of steps that are done when the fault comes: after a checkpoint, and before the next."""
         return self.draw.randrange(self.setting.every + 1, 2 * self.setting.every)
 
-    def needs(self, **conditions: bool) -> None:
-        """Each is the reason why the fault cannot be posed if it is false."""
-        for why, holds in conditions.items():
-            if not holds:
-                raise CannotPose(why.replace("_", " "))
+    def needs(self, missing: str, there: bool) -> None:
+        """What the fault cannot be posed without; `missing` says why, if it is not there."""
+        if not there:
+            raise CannotPose(missing)
 
     def several(self) -> None:
         """A fault of one rank among others."""
-        self.needs(the_plan_has_one_rank=self.world > 1)
+        self.needs("the plan has one rank", self.world > 1)
 
     # — runs —
 
@@ -115,7 +108,6 @@ class Scene:
         around = struck(strikes, self.folder, self.draw.randrange(1 << 30), self.setting.plan.world)
         run = Watched(self.setting.main, words, self.runs, Beginning(around, prepare))
         self.watched.append(run)
-        self.setting.known.append(run.pid)
         return run
 
     def helper(self, work: Callable[[], None]) -> int:

@@ -1,6 +1,7 @@
 """What was found, as lines on a terminal, as a page of Markdown, and as JSON."""
 
 import datetime
+import os
 import platform
 from collections import Counter
 from collections.abc import Iterable
@@ -67,12 +68,14 @@ def page(setting: Setting, job: str, rows: Iterable[Row], seconds: float) -> str
         "",
         f"    plait chaos {job} {flags} --to docs/faults.md",
         "",
-        f"on {date}, plait {__version__}, torch {torch.__version__.partition('+')[0]}, {cores()} shared {platform.machine()} cores: "
-        f"{summary(rows, seconds)}. It takes any job and plan; try it on yours.",
+        f"on {date}, plait {__version__}, torch {torch.__version__.partition('+')[0]}, {cores()} shared CPU cores "
+        f"({platform.machine()}, load {os.getloadavg()[1]:.0f}): {summary(rows, seconds)}. It takes any job and plan; try it on yours.",
         "",
         "*Seen*: seconds from the fault to the line that tells of it. *Next*: seconds to the end of the next new step; *r* where a person",
         "has to say `--resume`, from that start on. *Lost*: complete steps that were made again. *Equal*: losses, samples of every step,",
-        "weights and optimizer state are those of the undisturbed run, bit for bit.",
+        "weights and optimizer state are those of the undisturbed run, bit for bit. Runs are forked from a process that has read the",
+        "job's data and run its model once; what a start costs without that, *next* does not have. Where cores are shared, seconds are what",
+        "was left of them: read *next* beside the same column of other rows.",
         "",
         "| fault | what is done | promised | seen | next | lost | equal | |",
         "|---|---|---|--:|--:|--:|---|---|",

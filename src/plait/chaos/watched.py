@@ -150,8 +150,9 @@ def _live(main: Main, words: list[str], start: Beginning, writing: int) -> None:
     try:
         os.setsid()
         die_with_parent()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for descriptor, target in ((nothing, 0), (writing, 1), (writing, 2)):
             os.dup2(descriptor, target)

@@ -11,8 +11,8 @@ from plait.config.errors import DIFFERENT, PlaitError, Problem, did_you_mean, to
 from plait.config.job import Job
 from plait.config.plan import Plan
 
-STEPS, LEAST = 12, 9
-EACH = 4
+STEPS, LEAST = 9, 9
+EACH = 2
 """Samples of a share of the batch, where `--batch` does not say it: small steps, many faults."""
 Main = Callable[[list[str]], int]
 
