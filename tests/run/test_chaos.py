@@ -18,7 +18,7 @@ from plait.chaos.watched import adopt
 from plait.config.job import load_job
 from plait.config.plan import Plan
 
-FEW = ("kill-backward", "raise-first", "sigterm-step", "checkpoint-flip")
+FEW = ("kill-build", "kill-backward", "raise-first", "sigterm-start", "checkpoint-flip")
 
 
 def chaos(folder: Path, *words: str, plan: str = "dp=2", job: str = TEST_JOB) -> Command:
