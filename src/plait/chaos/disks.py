@@ -1,6 +1,7 @@
 """Disks that are full or read-only, posed on small file systems that only this process and its children see. It takes root."""
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from plait.chaos.fault import Fault
 from plait.chaos.hosts import mounted, ran
-from plait.chaos.outcome import Outcome
+from plait.chaos.outcome import CannotPose, Outcome
 from plait.chaos.ranks import undisturbed
 from plait.chaos.scene import SHARED, Scene
 from plait.chaos.watched import Watched
@@ -56,10 +57,22 @@ def _no_room(scene: Scene) -> Outcome:
     size = _checkpoint(scene)
     scene.needs("checkpoints are too small to tell", size > 1 << 15)
     _on_a_disk(scene, SPARE + 8 * size)
-    run = _started(scene)
+    run = scene.start()
+    saved = lambda: any(scene.runs.glob("latest/checkpoints/step-??????"))  # noqa: E731
+    run.until(lambda: saved() or run.code is not None, "a checkpoint")
     since = time.monotonic()
-    (scene.runs / "filled").write_bytes(bytes(max(0, shutil.disk_usage(scene.runs).free - size // 2)))
+    _fill(scene.runs, size // 2)
     return _ended(scene, run, since, "error[K004]", "MiB")
+
+
+def _fill(folder: Path, left: int) -> None:
+    """Leave so many bytes free: all at once, or nothing when somebody else has just written."""
+    with open(folder / "filled", "wb") as file:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(folder).free - left))
+                return
+    raise CannotPose("the disk could not be filled")
 
 
 def _full(scene: Scene) -> Outcome:

@@ -1,6 +1,7 @@
 """The fault matrix: all faults, and the run through them, one after the other, in a folder that is removed at the end."""
 
 import contextlib
+import math
 import shutil
 import signal
 import sys
@@ -25,6 +26,9 @@ from plait.model.fake_model import sketched
 FAULTS = (
     *ranks.FAULTS, *numbers.FAULTS, *damage.FAULTS, *disks.FAULTS, *launchers.FAULTS, *machines.FAULTS,
 )  # fmt: skip
+
+PATIENT = 2.5
+"""`--patience` is at least so many times what the undisturbed run took to its first step."""
 
 
 def run(setting: Setting, faults: Iterable[Fault], tell: Callable[[Row], None]) -> list[Row]:
@@ -71,6 +75,8 @@ def _undisturbed(setting: Setting, folder: Path) -> None:
             raise PlaitError(Problem("R008", what, why=run.output[-2000:]), FAILED)
         setting.run = (scene.runs / "latest").resolve()
         setting.reference = Record.of(setting.run)
+        begun = next((when - run.began for when, _ in run.steps), 0.0)
+        setting.patience = max(setting.patience, math.ceil(PATIENT * begun))
     except NotInTime as error:
         raise PlaitError(Problem("R008", f"the job does not train undisturbed: {error}"), FAILED) from None
     finally:

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from plait.chaos.fault import Fault
 from plait.chaos.outcome import Outcome
-from plait.chaos.scene import Scene
+from plait.chaos.scene import SOON, Scene
 from plait.chaos.strike import Strike
 
 GOES_ON = "named, all ranks forked anew, goes on by itself"
-ENDED = "named, ended, goes on by itself (--patience 4)"
+ENDED = "named, ended, goes on by itself (--patience)"
 NO_STEP = "; no completed step lost where ranks hold copies, else at most those since a complete checkpoint"
 AWAY = "named, ended, and tried again twice; then exit 1, and --resume goes on"
-PATIENT = ("--patience", "4")
-"""Of faults whose limits are minutes by default."""
 
 
 def killed(
@@ -114,21 +112,27 @@ def _first_step(scene: Scene) -> Outcome:
 
 
 def hangs(
-    act: str, phase: str, within: float, flags: tuple[str, ...] = (), says: str = "stopped making progress"
+    act: str, phase: str, within: float = 0.0, says: str = "stopped making progress"
 ) -> Callable[[Scene], Outcome]:
-    """A rank that holds all others up."""
+    """A rank that holds all others up. `within`: seconds to the end of the run where the limit is plait's own; else `--patience` is."""
 
     def pose(scene: Scene) -> Outcome:
         scene.several()
         strike = Strike(act, phase, scene.a_step(), scene.a_rank())
-        return scene.survives(
-            strike, says=(f"rank {strike.rank} {says}", "going on from step"), flags=flags, within=within
-        )
+        words = (f"rank {strike.rank} {says}", "going on from step")
+        if within:
+            return scene.survives(strike, says=words, within=within)
+        return scene.survives(strike, says=words, flags=scene.patient, within=_hanging(scene))
 
     return pose
 
 
-def _in_loader(act: str, says: str, flags: tuple[str, ...], within: float) -> Callable[[Scene], Outcome]:
+def _hanging(scene: Scene) -> float:
+    """Seconds in which a rank is ended that makes no progress."""
+    return 2 * scene.setting.patience + SOON
+
+
+def _in_loader(act: str, says: str) -> Callable[[Scene], Outcome]:
     """In the process that reads samples for a rank, once the rank has come to a step."""
 
     def pose(scene: Scene) -> Outcome:
@@ -136,7 +140,8 @@ def _in_loader(act: str, says: str, flags: tuple[str, ...], within: float) -> Ca
         rank = scene.a_rank()
         strikes = (Strike("mark", "forward", scene.a_step(), rank), Strike(act, "loader", -1, rank, after="mark"))
         words = (says.format(rank=rank), "going on from step")
-        return scene.survives(*strikes, says=words, flags=("--workers", "1", *flags), within=within)
+        flags = ("--workers", "1", *scene.patient)
+        return scene.survives(*strikes, says=words, flags=flags, within=_hanging(scene))
 
     return pose
 
@@ -204,7 +209,10 @@ def _hang_in_save(scene: Scene) -> Outcome:
     scene.several()
     strike = Strike("sleep", "checkpoint", 2 * scene.setting.every, scene.a_rank())
     return scene.survives(
-        strike, says=(f"rank {strike.rank} stopped making progress", "going on from step"), flags=PATIENT, within=12.0
+        strike,
+        says=(f"rank {strike.rank} stopped making progress", "going on from step"),
+        flags=scene.patient,
+        within=_hanging(scene),
     )
 
 
@@ -245,15 +253,15 @@ FAULTS = (
     Fault("hang-sleep", "a rank sleeps in forward",
           "named, ended after about 10 s, goes on" + NO_STEP, hangs("sleep", "forward", 20.0)),
     Fault("hang-lock", "a rank sleeps and holds the interpreter's lock",
-          ENDED + NO_STEP, hangs("hold", "backward", 12.0, PATIENT)),
-    Fault("hang-loop", "a rank loops without end", ENDED + NO_STEP, hangs("spin", "forward", 12.0, PATIENT)),
+          ENDED + NO_STEP, hangs("hold", "backward")),
+    Fault("hang-loop", "a rank loops without end", ENDED + NO_STEP, hangs("spin", "forward")),
     Fault("hang-collective", "a rank calls a collective of its own, which no other joins",
-          ENDED + NO_STEP, hangs("barrier", "optimizer", 12.0, PATIENT)),
+          ENDED + NO_STEP, hangs("barrier", "optimizer")),
     Fault("hang-save", "a rank sleeps before it saves", ENDED + NO_STEP, _hang_in_save),
-    Fault("hang-read", "reading a sample never ends", ENDED + NO_STEP, hangs("sleep", "read", 12.0, PATIENT)),
+    Fault("hang-read", "reading a sample never ends", ENDED + NO_STEP, hangs("sleep", "read")),
     Fault("hang-loader", "reading a sample never ends in a loader process",
-          ENDED + NO_STEP, _in_loader("sleep", "rank {rank} stopped making progress", PATIENT, 15.0)),
+          ENDED + NO_STEP, _in_loader("sleep", "rank {rank} stopped making progress")),
     Fault("kill-loader", "kill -9 of a loader process",
-          GOES_ON + NO_STEP, _in_loader("kill", "a loader process of rank {rank} died", (), 10.0)),
+          GOES_ON + NO_STEP, _in_loader("kill", "a loader process of rank {rank} died")),
     Fault("slow-rank", "a rank takes 0.15 s longer in each step", "no alarm: nothing is ended", _slow),
 )  # fmt: skip

@@ -47,6 +47,8 @@ class Setting:
     """What the undisturbed run left."""
     run: Path | None = None
     """Its directory."""
+    patience: float = 4.0
+    """Seconds for `--patience`: more where this machine takes long to begin, for that is no hang."""
 
     @property
     def copies(self) -> bool:
@@ -81,6 +83,11 @@ class Scene:
         """What the fault cannot be posed without; `missing` says why, if it is not there."""
         if not there:
             raise CannotPose(missing)
+
+    @property
+    def patient(self) -> tuple[str, ...]:
+        """Of faults whose limits are minutes by default."""
+        return ("--patience", f"{self.setting.patience:.0f}")
 
     def several(self) -> None:
         """A fault of one rank among others."""

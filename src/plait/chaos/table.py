@@ -75,7 +75,7 @@ def page(setting: Setting, job: str, rows: Iterable[Row], seconds: float) -> str
         "has to say `--resume`, from that start on. *Lost*: complete steps that were made again. *Equal*: losses, samples of every step,",
         "weights and optimizer state are those of the undisturbed run, bit for bit. Runs are forked from a process that has read the",
         "job's data and run its model once; what a start costs without that, *next* does not have. Where cores are shared, seconds are what",
-        "was left of them: read *next* beside the same column of other rows.",
+        f"was left of them: read *next* beside the same column of other rows. `--patience` was {setting.patience:.0f} s.",
         "",
         "| fault | what is done | promised | seen | next | lost | equal | |",
         "|---|---|---|--:|--:|--:|---|---|",
