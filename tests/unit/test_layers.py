@@ -15,7 +15,7 @@ FLOORS = (
     ("model", "losses"),  # what a model is
     ("parallel",),  # how it is split
     ("checkpoint", "engine"),  # a run
-    ("planner", "report", "verify", "submit", "cli", "ray"),  # who uses one
+    ("planner", "report", "verify", "submit", "chaos", "cli", "ray"),  # who uses one
 )
 """From the ground up. On a floor a folder may import those before it."""
 ORDER = [folder for floor in FLOORS for folder in floor]

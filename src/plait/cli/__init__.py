@@ -14,6 +14,8 @@ check             plait check
 sketch            plait sketch
 submit            plait submit
 bench             plait bench
+chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
+sketch            plait sketch
 """

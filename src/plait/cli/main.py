@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from plait.cli import plan_keys, submit
+from plait.cli import chaos, plan_keys, submit
 from plait.config.errors import (
     FAILED,
     NO_ROOM,
@@ -161,6 +161,7 @@ EXAMPLES = {
     ),
     "check": ('job.py --plan "dp=2"', 'job.py --plan "dp=8 microbatches=4" --full'),
     "verify": ('job.py --plan "dp=2"', 'job.py --plan "pp=2 tp=2" --steps 8'),
+    "chaos": ('job.py --plan "dp=2"', 'job.py --plan "fsdp=2" --only kill --seed 7', "job.py --list"),
     "sketch": ("job.py", 'job.py --plan "fsdp=8 recompute=full"'),
     "plan": (
         "job.py --machine h100x8",
@@ -319,6 +320,12 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_elsewhere("plait.cli.bench"))
 
 
+def _chaos_options(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    chaos.add_options(parser)
+    parser.set_defaults(run=lambda options: chaos.run(options, *_both(options, []), main))
+
+
 def _report_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("path", metavar="RUN", nargs="?", default="runs/latest", help="a run directory (runs/latest)")
@@ -339,6 +346,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "train": (_train_options, "train a job under a plan"),
     "verify": (_verify_options, "prove that the split run computes what one device computes"),
     "check": (_check_options, "see in seconds whether a plan can cut the job's batches"),
+    "chaos": (_chaos_options, "pose the fault matrix on a small run of the job: is what plait promises kept?"),
     "sketch": (_sketch_options, "show what a model costs, unit by unit, without running it"),
     "plan": (_plan_options, "choose a plan: will it fit, how fast, why; or look at one"),
     "submit": (_submit_options, "write what a scheduler wants: Slurm, Kubernetes, SkyPilot, Ray, ssh"),

@@ -27,7 +27,7 @@ from plait.launch.failure_report import described, pieces, trace_of, unforkable
 from plait.launch.gate import store_at
 from plait.launch.interfaces import LOOPBACK, Interface
 from plait.launch.nodes import Node
-from plait.launch.place import Place, threads
+from plait.launch.place import AROUND, Place, threads
 from plait.launch.progress import ProgressBoard
 from plait.launch.rendezvous import Meeting
 from plait.launch.stacks import Stacks
@@ -203,7 +203,7 @@ def _work(group: _Group, rank: int, channel: int) -> int:
         board.stopping,
     )
     try:
-        result = group.target(place)
+        result = group.target(AROUND.get()(place))
         report({"kind": "result", "value": result})
         board.write(rank, 2**62, "end")
         return 0

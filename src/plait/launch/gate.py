@@ -28,6 +28,8 @@ GREETING = b"plait-gate-1\n"
 NONCE = PROOF = 32
 KNOCKING = 5.0
 """Seconds in which who has connected must have proved that it knows the key."""
+UNHEARD = 20.0
+"""Seconds after which a connection is broken on which nothing that is sent is acknowledged."""
 WAITING = 256
 """Connections that have not yet proved it; a further one is closed at once."""
 
@@ -144,10 +146,19 @@ async def _serve(listening: socket.socket, way: Way) -> None:
         finally:
             unproven -= 1
         if other is not None:
+            _patient(writer)
+            _patient(other[1])
             await asyncio.gather(_pass(reader, other[1]), _pass(other[0], writer))
 
     server = await asyncio.start_server(connected, sock=listening)
     await server.serve_forever()
+
+
+def _patient(writer: asyncio.StreamWriter) -> None:
+    """Have the connection broken when nobody acknowledges what is sent: a cable that is pulled out closes nothing, and who
+    asks the store would wait for an answer without end."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNHEARD))
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -97,6 +97,10 @@ class Place:
         return world
 
 
+AROUND: ContextVar[Callable[[Place], Place]] = ContextVar("AROUND", default=lambda place: place)
+"""What stands between a rank that this process forks and its place; `plait chaos` disturbs ranks there."""
+
+
 def _backend(device: "torch.device") -> str:
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
@@ -195,6 +199,11 @@ def threads(world: int) -> int:
     """Threads for each of `world` processes on this machine: what OMP_NUM_THREADS says, else its share of the cores."""
     said = os.environ.get("OMP_NUM_THREADS", "")
     return int(said) if said.isdecimal() and int(said) else max(1, cores() // world)
+
+
+def fix_threads(count: int) -> None:
+    """Have every rank that is forked from here use so many threads, however many are on a machine: sums are as threads share them."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def facts() -> dict[str, str]:

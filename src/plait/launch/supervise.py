@@ -175,8 +175,9 @@ class Supervisor:
     def _settle(self) -> None:
         """Give the others a moment to say what they saw, so that the guilty one is found among all failures, and those
         that have failed the time to write it into their logs."""
-        began = time.monotonic()
-        if self.handing:  # survivors notice that one is lost when it has ended
+        began, reached = time.monotonic(), max(self.board.read(w.rank).step for w in self.workers)
+        handing = self.handing if reached > 0 else 0.0  # who waits to meet the others does not notice, and holds nothing yet
+        if handing:  # survivors notice that one is lost when it has ended
             kill(
                 [
                     w
@@ -188,7 +189,7 @@ class Supervisor:
             guilty = any(not failure.victim for failure in self.failures.values())
             said = all(w.status is not None or w.rank in self.failures for w in self.workers)
             said = said and (guilty or self.node is None or waited > WORD)
-            patience = max(self.handing, 0.2 if guilty else SAYING if self.node is None else WORD)
+            patience = max(handing, 0.2 if guilty else SAYING if self.node is None else WORD)
             if not any(w.telling for w in self.workers) and (said or waited > patience):
                 break
             self._ask()

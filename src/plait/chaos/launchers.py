@@ -1,0 +1,225 @@
+"""Launchers that are killed, asked to stop, or two; who resumes with another job or plan; strangers at the store's port."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import psutil
+
+import plait.config.job
+from plait.chaos.damage import laid_out
+from plait.chaos.fault import Fault
+from plait.chaos.outcome import Outcome
+from plait.chaos.ranks import undisturbed
+from plait.chaos.record import Record
+from plait.chaos.scene import UNHURRIED, Scene
+from plait.chaos.strike import Strike, marks
+from plait.chaos.watched import Watched
+from plait.config.job import Job
+from plait.config.plan import Plan
+
+ORPHANED = 2.0
+"""Seconds that ranks may outlive their launcher."""
+
+
+def _until_marked(scene: Scene, run: Watched) -> None:
+    run.until(lambda: bool(marks(scene.folder)) or run.code is not None, "the moment for the fault")
+
+
+def _lost(scene: Scene, number: int) -> Outcome:
+    """The launcher alone gets a signal that ends it; its ranks follow."""
+    run = scene.start()
+    run.reaches(scene.a_step())
+    forked, since = run.forked(), time.monotonic()
+    os.kill(run.pid, number)
+    run.wait()
+    gone = _gone(forked, ORPHANED)
+    scene.measured.detected = time.monotonic() - since
+    scene.expect(gone, f"ranks were alive {ORPHANED:.0f} s after their launcher")
+    run.end()
+    scene.resume(lost=scene.since_checkpoint)
+    return scene.measured
+
+
+def _gone(pids: list[int], patience: float) -> bool:
+    end = time.monotonic() + patience
+    while any(map(_runs, pids)) and time.monotonic() < end:
+        time.sleep(0.005)
+    return not any(map(_runs, pids))
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _everything(scene: Scene) -> Outcome:
+    """As when the machine loses its power: launcher and ranks at once, and what was being saved is torn."""
+    run = scene.start()
+    run.reaches(scene.a_step())
+    run.end()
+    scene.resume(lost=scene.since_checkpoint)
+    return scene.measured
+
+
+def stopped(number: int, phase: str, everyone: bool = False) -> Callable[[Scene], Outcome]:
+    """A request to stop at a phase: of the launcher, or (as a terminal does) of all its processes."""
+
+    def pose(scene: Scene) -> Outcome:
+        step = {"build": -1, "checkpoint": scene.setting.every}.get(phase, scene.a_step())
+        run = scene.start(strikes=(UNHURRIED, Strike("mark", phase, step, 0)))
+        _until_marked(scene, run)
+        since = time.monotonic()
+        (os.killpg if everyone else os.kill)(run.pid, number)
+        scene.stopped(run, since)
+        return scene.measured
+
+    return pose
+
+
+def _twice(scene: Scene) -> Outcome:
+    """Whoever has no patience presses Ctrl-C twice: it ends at once, and what was saved is whole."""
+    run = scene.start()
+    run.reaches(scene.a_step())
+    since = time.monotonic()
+    for _ in range(2):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run.pid, signal.SIGINT)
+        time.sleep(0.005)
+    code = run.wait()
+    scene.measured.detected = time.monotonic() - since
+    scene.expect(code in (130, 75), f"exit code {code}, neither 130 nor 75")
+    scene.resume(lost=scene.since_checkpoint)
+    return scene.measured
+
+
+def _second(scene: Scene) -> Outcome:
+    """Another launcher resumes the run that is going on."""
+    first = scene.start(strikes=(Strike("slow", "forward", rank=0, times=999, text="1.2"),))
+    first.reaches(scene.setting.every + 1)
+    first.until(
+        lambda: any(scene.runs.glob("latest/checkpoints/step-??????")) or first.code is not None, "a checkpoint"
+    )
+    since = time.monotonic()
+    second = scene.start("--resume")
+    code = second.wait()
+    scene.told(second, since, "error[R001]", within=15.0)
+    scene.expect(code == 2, f"the second one ended with exit code {code}, not 2")
+    return undisturbed(scene, first.wait(), first.told("starting again") is None)
+
+
+def edited(job: Job) -> Callable[[], None]:
+    """Have the launcher read another job than the one that was started: the user has edited the file."""
+
+    def before() -> None:
+        plait.config.job.load_job = lambda name, arguments=None: job
+
+    return before
+
+
+def _other_seed(scene: Scene) -> Outcome:
+    laid_out(scene)
+    began = time.monotonic()
+    run = scene.start("--resume", before=edited(replace(scene.setting.job, seed=scene.setting.job.seed + 1)))
+    code = run.wait()
+    scene.told(run, began, "error[K010]", "seed", within=15.0)
+    scene.expect(code == 2, f"exit code {code}, not 2")
+    scene.resume(lost=0)
+    return scene.measured
+
+
+def _other_batch(scene: Scene) -> Outcome:
+    laid_out(scene)
+    words = scene.setting.words
+    at = words.index("--batch") + 1
+    began = time.monotonic()
+    twice = (*words[:at], str(2 * int(words[at])), *words[at + 1 :])
+    run = scene.start("--resume", train=twice)
+    code = run.wait()
+    scene.told(run, began, "changed", within=15.0)
+    scene.expect(code == 0, f"exit code {code}")
+    scene.measured.equal, scene.measured.lost = "as edited", 0
+    return scene.measured
+
+
+def _other_plan(scene: Scene) -> Outcome:
+    """The run that `dp=2` began goes on on one device; a run of one device, on two."""
+    setting = scene.setting
+    laid_out(scene)
+    other = Plan.parse("dp=1" if setting.plan.world > 1 else "dp=2")
+    words, at = setting.words, setting.words.index("--plan") + 1
+    run = scene.start("--resume", train=(*words[:at], str(other), *words[at + 1 :]))
+    code = run.wait()
+    scene.measured.resumed, scene.measured.lost = True, 0
+    scene.measured.again = next((t - run.began for t, _ in run.steps), None)
+    if scene.expect(code == 0, f"exit code {code}") and setting.reference is not None:
+        share, wrong = Record.of(scene.runs / "latest").close(setting.reference)
+        scene.measured.equal = f"to {share:.0e}"
+        for why in wrong:
+            scene.fell(why)
+    return scene.measured
+
+
+def _listening(pid: int) -> list[tuple[str, int]]:
+    """Where a process and its children listen."""
+    everyone = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    found = set[tuple[str, int]]()
+    for process in everyone:
+        with contextlib.suppress(psutil.Error):
+            for one in process.net_connections(kind="inet"):
+                if one.status == psutil.CONN_LISTEN:
+                    found.add((str(one.laddr[0]), int(one.laddr[1])))
+    return sorted(found)
+
+
+def _strangers(scene: Scene) -> Outcome:
+    """Connections that say nothing, nonsense, or much, at all ports that the run listens at."""
+    scene.several()
+    run = scene.start()
+    run.reaches(2)
+    ports = _listening(run.pid)
+    scene.expect(bool(ports), "no port was found")
+    scene.expect(all(address.startswith("127.") or address == "::1" for address, _ in ports), f"it listens at {ports}")
+    held = list[socket.socket]()
+    for address, port in ports:
+        for word in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(1 << 20), scene.draw.randbytes(1 << 16)):
+            with contextlib.suppress(OSError):
+                one = socket.create_connection((address, port), 2.0)
+                one.settimeout(0.5)
+                held.append(one)
+                one.sendall(word)
+    done = undisturbed(scene, run.wait(), run.told("starting again") is None)
+    for one in held:
+        one.close()
+    return done
+
+
+STOPS = "stops after its step, saves, exit 75; --resume loses nothing"
+FAULTS = (
+    Fault("launcher-killed", "kill -9 of the launcher",
+          "no rank outlives it by 2 s; --resume goes on", lambda scene: _lost(scene, signal.SIGKILL)),
+    Fault("launcher-hangup", "SIGHUP of the launcher, whose terminal is closed",
+          "the same", lambda scene: _lost(scene, signal.SIGHUP)),
+    Fault("power", "kill -9 of launcher and ranks at once", "what was saved is whole; --resume goes on", _everything),
+    Fault("two-launchers", "a second launcher resumes the run that is going on",
+          "the second is refused (R001), the first one undisturbed", _second),
+    Fault("sigterm-start", "SIGTERM while ranks are built", STOPS, stopped(signal.SIGTERM, "build")),
+    Fault("sigterm-step", "SIGTERM in a step", STOPS, stopped(signal.SIGTERM, "backward")),
+    Fault("sigterm-save", "SIGTERM while it saves", STOPS, stopped(signal.SIGTERM, "checkpoint")),
+    Fault("sigint-step", "Ctrl-C: SIGINT of launcher and ranks",
+          STOPS, stopped(signal.SIGINT, "forward", everyone=True)),
+    Fault("sigint-twice", "Ctrl-C twice", "ends at once; what was saved is whole; --resume goes on", _twice),
+    Fault("sigusr1-step", "SIGUSR1 in a step, as a batch system warns", STOPS, stopped(signal.SIGUSR1, "forward")),
+    Fault("strangers", "nonsense and floods at all ports that the run listens at",
+          "loopback only; the run is undisturbed", _strangers),
+    Fault("edited-seed", "the job has another seed at --resume",
+          "refused (K010), exit 2; the job as it was goes on", _other_seed),
+    Fault("edited-batch", "the job has twice the batch at --resume", "told in a line, and used", _other_batch),
+    Fault("other-plan", "--resume under another plan",
+          "the same samples; losses alike but for the order of sums", _other_plan),
+)  # fmt: skip

@@ -1,0 +1,229 @@
+"""Machines, links and agents that are lost, in a run over two machines (`hosts.py`), each with half of the ranks.
+
+Who is lost there ends the run on both today, named on both. Should both go on by themselves, their end is to be as exact.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from plait.chaos.fault import Fault
+from plait.chaos.hosts import Hosts
+from plait.chaos.outcome import Outcome
+from plait.chaos.scene import Scene
+from plait.chaos.strike import Strike
+from plait.chaos.watched import Watched
+from plait.config.errors import RESUMABLE
+from plait.launch import gate
+
+Act = Callable[[Scene, list[Watched], Hosts], None]
+
+
+def _free_port() -> int:
+    with socket.socket() as asking:
+        asking.bind(("127.0.0.1", 0))
+        return int(asking.getsockname()[1])
+
+
+def _hosts(scene: Scene) -> Hosts:
+    hosts = scene.setting.hosts
+    scene.needs("it takes root and network namespaces", hosts is not None)
+    scene.needs("the ranks do not go onto two machines in equal parts", scene.world % 2 == 0)
+    assert hosts is not None
+    return hosts
+
+
+def _both(scene: Scene, *strikes: Strike, port: int = 0) -> list[Watched]:
+    """The same command on both."""
+    hosts = _hosts(scene)
+    master = f"{hosts[0].address}:{port or _free_port()}"
+    words = ("--nnodes", "2", "--master", master, "--node-rank")
+    return [scene.start(*words, str(n), strikes=strikes, before=host.enter) for n, host in enumerate(hosts)]
+
+
+def ends(act: Act, says: str, witness: int, within: float) -> Callable[[Scene], Outcome]:
+    """After `act` the run ends, and the machine `witness` says of what; a run on one machine goes on from the newest checkpoint."""
+
+    def pose(scene: Scene) -> Outcome:
+        hosts = _hosts(scene)
+        runs = _both(scene)
+        runs[0].reaches(scene.a_step())
+        since = time.monotonic()
+        act(scene, runs, hosts)
+        return _judged(scene, runs, witness, since, (says, within))
+
+    return pose
+
+
+def _judged(scene: Scene, runs: list[Watched], witness: int, since: float, says: tuple[str, float]) -> Outcome:
+    for run in (runs[witness], runs[1 - witness]):
+        run.wait()
+    runs[witness].look()
+    scene.told(runs[witness], since, says[0], within=says[1])
+    if all(run.code == 0 for run in runs):
+        scene.after(runs[0])
+        scene.equal()
+        return scene.measured
+    scene.expect(runs[witness].code == 1, f"exit code {runs[witness].code}, not 1")
+    scene.resume(lost=scene.since_checkpoint)
+    return scene.measured
+
+
+def _rank(scene: Scene) -> Outcome:
+    _hosts(scene)
+    strike = Strike("kill", "backward", scene.a_step(), scene.world - 1)
+    runs = _both(scene, strike)
+    for run in runs:
+        run.wait()
+    says = f"rank {strike.rank} was killed (SIGKILL)"
+    scene.expect(runs[1].told(says) is not None, "its own machine did not say so")
+    return _judged(scene, runs, 0, scene.mark().time, (says, 15.0))
+
+
+def _lost(number: int) -> Act:
+    return lambda scene, runs, hosts: runs[number].end()
+
+
+def _agent(scene: Scene, runs: list[Watched], hosts: Hosts) -> None:
+    os.kill(runs[1].pid, signal.SIGKILL)
+
+
+def _store(scene: Scene, runs: list[Watched], hosts: Hosts) -> None:
+    """The process that holds the store, and the gate before it: the first that the launcher of machine 0 forked."""
+    os.kill(runs[0].forked()[0], signal.SIGKILL)
+
+
+def _unplugged(scene: Scene, runs: list[Watched], hosts: Hosts) -> None:
+    hosts[1].link(False)
+    scene.undo.append(lambda: hosts[1].link(True))
+    for run in runs:
+        run.wait()
+    hosts[1].link(True)
+
+
+def _undisturbed(act: Act) -> Callable[[Scene], Outcome]:
+    """After `act` the run goes on as if nothing had been."""
+
+    def pose(scene: Scene) -> Outcome:
+        hosts = _hosts(scene)
+        runs = _both(scene)
+        runs[0].reaches(scene.setting.every)
+        act(scene, runs, hosts)
+        codes = [run.wait() for run in runs]
+        if scene.expect(codes == [0, 0], f"exit codes {codes}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
+            scene.measured.lost = 0
+            scene.expect(runs[0].told("starting again") is None, "ranks were started again, though none was lost")
+            scene.equal()
+        return scene.measured
+
+    return pose
+
+
+def _flaps(scene: Scene, runs: list[Watched], hosts: Hosts) -> None:
+    hosts[1].link(False)
+    time.sleep(2.0)
+    hosts[1].link(True)
+
+
+def _slows(scene: Scene, runs: list[Watched], hosts: Hosts) -> None:
+    for host in hosts:
+        host.slow(200, 50)
+        scene.undo.append(host.fast)
+
+
+def _knock(address: str, port: int, draw: bytes) -> None:
+    """Nothing, nonsense, a flood, and a wrong key, at the gate."""
+    held = list[socket.socket]()
+    for word in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4 << 20), draw):
+        with contextlib.suppress(OSError):
+            one = socket.create_connection((address, port), 2.0)
+            one.settimeout(0.5)
+            held.append(one)
+            one.sendall(word)
+    with contextlib.suppress(Exception):
+        asyncio.run(gate.through(address, port, draw[:32]))
+    time.sleep(60.0)
+
+
+def _strangers(scene: Scene) -> Outcome:
+    hosts, port = _hosts(scene), _free_port()
+    runs = _both(scene, port=port)
+    runs[0].reaches(2)
+    draw = scene.draw.randbytes(1 << 12)
+
+    def work() -> None:
+        hosts[1].enter()
+        _knock(hosts[0].address, port, draw)
+
+    scene.helper(work)
+    codes = [run.wait() for run in runs]
+    if scene.expect(codes == [0, 0], f"exit codes {codes}"):
+        scene.measured.lost = 0
+        scene.equal()
+    return scene.measured
+
+
+def _taken(scene: Scene) -> Outcome:
+    """Another program listens at the port that was given for the store."""
+    hosts, port = _hosts(scene), _free_port()
+    reading, writing = os.pipe()
+
+    def work() -> None:
+        hosts[0].enter()
+        with socket.create_server((hosts[0].address, port)):
+            os.write(writing, b".")
+            time.sleep(60.0)
+
+    scene.helper(work)
+    os.read(reading, 1)
+    for end in (reading, writing):
+        os.close(end)
+    since = time.monotonic()
+    words = ("--nnodes", "2", "--master", f"{hosts[0].address}:{port}", "--node-rank", "0")
+    run = scene.start(*words, before=hosts[0].enter)
+    code = run.wait()
+    scene.told(run, since, f"port {port} of", "is in use", within=15.0)
+    scene.expect(code == 1, f"exit code {code}, not 1")
+    return scene.measured
+
+
+def _stopped(scene: Scene) -> Outcome:
+    _hosts(scene)
+    runs = _both(scene)
+    runs[0].reaches(scene.a_step())
+    since = time.monotonic()
+    os.kill(runs[1].pid, signal.SIGTERM)
+    codes = [run.wait() for run in runs]
+    scene.expect(codes == [RESUMABLE, RESUMABLE], f"exit codes {codes}")
+    scene.told(runs[0], since, "stopped at step", within=15.0)
+    scene.resume(lost=0)
+    return scene.measured
+
+
+ENDS = "named on both, exit 1; --resume on the machines that are left goes on"
+FAULTS = (
+    Fault("node-rank", "kill -9 of a rank on one of two machines", ENDS, _rank),
+    Fault("node-lost", "kill -9 of all that runs on the second machine",
+          ENDS, ends(_lost(1), "error[C009] machine 1", 0, 15.0)),
+    Fault("node-zero-lost", "kill -9 of all that runs on the machine with the store",
+          ENDS, ends(_lost(0), "error[C009] machine 0", 1, 15.0)),
+    Fault("agent-killed", "kill -9 of the launcher on the second machine",
+          ENDS, ends(_agent, "error[C009] machine 1", 0, 15.0)),
+    Fault("store-killed", "kill -9 of the process that holds the store",
+          ENDS, ends(_store, "error[C009] machine 0", 1, 15.0)),
+    Fault("link-down", "the cable between two machines is pulled out",
+          f"{ENDS}, after half a minute", ends(_unplugged, "error[C009] machine 0", 1, 45.0)),
+    Fault("link-flaps", "the cable is pulled out for two seconds", "no alarm: the run goes on", _undisturbed(_flaps)),
+    Fault("link-slow", "the cable carries 200 Mbit/s from some step on",
+          "no alarm: the run goes on", _undisturbed(_slows)),
+    Fault("node-strangers", "nonsense, floods and a wrong key at the store's gate",
+          "refused; the run is undisturbed", _strangers),
+    Fault("port-taken", "another program has the store's port",
+          "named with the port, exit 1, before any rank waits", _taken),
+    Fault("node-sigterm", "SIGTERM on one of two machines",
+          "both stop after their step, saved, exit 75; --resume loses nothing", _stopped),
+)  # fmt: skip

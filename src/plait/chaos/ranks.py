@@ -1,0 +1,267 @@
+"""Ranks that die, raise, hang or are slow: what the launcher promises to find, name and mend by itself."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from plait.chaos.fault import Fault
+from plait.chaos.outcome import Outcome
+from plait.chaos.scene import SOON, Scene
+from plait.chaos.strike import Strike
+
+GOES_ON = "named, all ranks forked anew, goes on by itself"
+ENDED = "named, ended, goes on by itself (--patience)"
+NO_STEP = "; no completed step lost where ranks hold copies, else at most those since a complete checkpoint"
+AWAY = "named, ended, and tried again twice; then exit 1, and --resume goes on"
+
+
+def killed(
+    phase: str, act: str = "kill", says: str = "was killed (SIGKILL)", **more: float
+) -> Callable[[Scene], Outcome]:
+    """One rank, in a phase of a step."""
+
+    def pose(scene: Scene) -> Outcome:
+        scene.several()
+        strike = Strike(act, phase, scene.a_step(), scene.a_rank(), **more)  # type: ignore[arg-type]
+        return scene.survives(strike, says=(f"rank {strike.rank} {says}", "starting again", "going on from step"))
+
+    return pose
+
+
+def _in_build(scene: Scene) -> Outcome:
+    scene.several()
+    strike = Strike("kill", "build", -1, scene.a_rank())
+    return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step 0"), lost=0)
+
+
+def _in_save(scene: Scene) -> Outcome:
+    scene.several()
+    strike = Strike(
+        "kill", "checkpoint", scene.setting.every, scene.a_rank(), until="runs/latest/checkpoints/step-*.tmp-*/*"
+    )
+    return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
+
+
+def _in_evaluation(scene: Scene) -> Outcome:
+    scene.several()
+    evaluate = scene.setting.job.evaluate
+    scene.needs("the job evaluates nothing", evaluate is not None)
+    strike = Strike("kill", "evaluate", -1, scene.a_rank())
+    return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
+
+
+def _last_step(scene: Scene) -> Outcome:
+    scene.several()
+    strike = Strike("kill", "backward", scene.setting.steps - 1, scene.a_rank())
+    return scene.survives(strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "going on from step"))
+
+
+def _all(scene: Scene) -> Outcome:
+    scene.several()
+    step = scene.a_step()
+    strikes = [Strike("kill", "forward", step, rank) for rank in range(scene.world)]
+    says = ("was killed (SIGKILL)", "going on from step")
+    return scene.survives(*strikes, says=says, lost=scene.since_checkpoint)
+
+
+def _two(scene: Scene) -> Outcome:
+    scene.needs("the plan has fewer than three ranks", scene.world > 2)
+    step, first = scene.a_step(), scene.a_rank()
+    strikes = [Strike("kill", "forward", step, rank) for rank in (first, (first + 1) % scene.world)]
+    says = ("was killed (SIGKILL)", "going on from step")
+    return scene.survives(*strikes, says=says, lost=scene.since_checkpoint)
+
+
+def _in_restart(scene: Scene) -> Outcome:
+    scene.several()
+    rank, step = scene.a_rank(), scene.a_step()
+    strikes = (Strike("kill", "backward", step, rank), Strike("kill", "build", -1, 0, after="kill"))
+    return scene.survives(
+        *strikes, says=(f"rank {rank} was killed (SIGKILL)", "rank 0 was killed (SIGKILL)", "going on from step")
+    )
+
+
+def _thrice(scene: Scene) -> Outcome:
+    scene.several()
+    steps = scene.setting.steps
+    strikes = [Strike("kill", "backward", at, scene.a_rank()) for at in (2, steps // 2, steps - 3)]
+    return scene.survives(*strikes, says=("was killed (SIGKILL)", "going on from step"), lost=3 * scene.allowed)
+
+
+def again(act: str, says: str) -> Callable[[Scene], Outcome]:
+    """The same at the same step, whatever is tried."""
+
+    def pose(scene: Scene) -> Outcome:
+        scene.several()
+        strike = Strike(act, "forward", scene.a_step(), scene.a_rank(), times=9)
+        return scene.ends(strike, says=(f"rank {strike.rank} {says}", "(2 of 2 at this step)", "error["))
+
+    return pose
+
+
+def _first_step(scene: Scene) -> Outcome:
+    scene.several()
+    run = scene.start(strikes=(strike := Strike("raise", "forward", 0, scene.a_rank()),))
+    code = run.wait()
+    scene.told(run, scene.mark().time, f"error[C005] rank {strike.rank} raised")
+    scene.expect(code == 1 and run.told("starting again") is None, f"it was tried again, or exit code {code}")
+    scene.measured.lost = 0
+    return scene.measured
+
+
+def hangs(
+    act: str, phase: str, within: float = 0.0, says: str = "stopped making progress"
+) -> Callable[[Scene], Outcome]:
+    """A rank that holds all others up. `within`: seconds to the end of the run where the limit is plait's own; else `--patience` is."""
+
+    def pose(scene: Scene) -> Outcome:
+        scene.several()
+        strike = Strike(act, phase, scene.a_step(), scene.a_rank())
+        words = (f"rank {strike.rank} {says}", "going on from step")
+        if within:
+            return scene.survives(strike, says=words, within=within)
+        return scene.survives(strike, says=words, flags=scene.patient, within=_hanging(scene))
+
+    return pose
+
+
+def _hanging(scene: Scene) -> float:
+    """Seconds in which a rank is ended that makes no progress."""
+    return 2 * scene.setting.patience + SOON
+
+
+def _in_loader(act: str, says: str) -> Callable[[Scene], Outcome]:
+    """In the process that reads samples for a rank, once the rank has come to a step."""
+
+    def pose(scene: Scene) -> Outcome:
+        scene.several()
+        rank = scene.a_rank()
+        strikes = (Strike("mark", "forward", scene.a_step(), rank), Strike(act, "loader", -1, rank, after="mark"))
+        words = (says.format(rank=rank), "going on from step")
+        flags = ("--workers", "1", *scene.patient)
+        return scene.survives(*strikes, says=words, flags=flags, within=_hanging(scene))
+
+    return pose
+
+
+def _short_stop(scene: Scene) -> Outcome:
+    """Stopped for a second, which is less than a rank is ended for."""
+    scene.several()
+    run = scene.start(strikes=(Strike("stop", "forward", scene.a_step(), scene.a_rank()),))
+    run.until(lambda: any(scene.folder.glob("mark-*.json")) or run.code is not None, "the strike")
+    time.sleep(1.0)
+    os.kill(scene.mark().pid, signal.SIGCONT)
+    return undisturbed(scene, run.wait(), run.told("starting again") is None)
+
+
+def undisturbed(scene: Scene, code: int, left_alone: bool) -> Outcome:
+    """No false alarm: the run ends as if nothing had been."""
+    scene.expect(left_alone, "ranks were started again, though none was lost")
+    if scene.expect(code == 0, f"exit code {code}"):
+        scene.measured.lost = 0
+        scene.equal()
+    return scene.measured
+
+
+def _slow(scene: Scene) -> Outcome:
+    scene.several()
+    strike = Strike("slow", "forward", rank=scene.a_rank(), times=999, text="0.15")
+    run = scene.start(strikes=(strike,))
+    return undisturbed(scene, run.wait(), run.told("starting again") is None)
+
+
+def _memory(scene: Scene) -> Outcome:
+    scene.several()
+    strike = Strike("allocate", "forward", scene.a_step(), scene.a_rank())
+    return scene.ends(strike, says=(f"error[M002] out of memory on rank {strike.rank}",))
+
+
+def _group() -> Path | None:
+    """A control group whose memory is limited; None where none can be made."""
+    for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(base) / f"plait-chaos-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(256 << 20))
+        except OSError:
+            if group.is_dir():
+                group.rmdir()
+            continue
+        return group
+    return None
+
+
+def _oom_kill(scene: Scene) -> Outcome:
+    scene.several()
+    group = _group()
+    scene.needs("no memory control group can be made", group is not None)
+    assert group is not None
+    scene.undo.append(group.rmdir)
+    strike = Strike("eat", "forward", scene.a_step(), scene.a_rank(), text=str(group / "cgroup.procs"))
+    return scene.survives(
+        strike, says=(f"rank {strike.rank} was killed (SIGKILL)", "ran out of memory", "going on from step")
+    )
+
+
+def _hang_in_save(scene: Scene) -> Outcome:
+    scene.several()
+    strike = Strike("sleep", "checkpoint", 2 * scene.setting.every, scene.a_rank())
+    return scene.survives(
+        strike,
+        says=(f"rank {strike.rank} stopped making progress", "going on from step"),
+        flags=scene.patient,
+        within=_hanging(scene),
+    )
+
+
+FAULTS = (
+    Fault("kill-build", "kill -9 of a rank while it builds", f"{GOES_ON}, from the beginning", _in_build),
+    Fault("kill-data", "kill -9 of a rank while it reads samples", GOES_ON + NO_STEP, killed("data")),
+    Fault("kill-forward", "kill -9 of a rank amid forward", GOES_ON + NO_STEP, killed("forward", within=0.9)),
+    Fault("kill-backward", "kill -9 of a rank amid backward", GOES_ON + NO_STEP, killed("backward", within=0.9)),
+    Fault("kill-collective", "kill -9 of a rank in the sums over ranks",
+          GOES_ON + NO_STEP, killed("reduce", within=0.9)),
+    Fault("kill-optimizer", "kill -9 of a rank in the optimizer's step",
+          GOES_ON + NO_STEP, killed("optimizer", within=0.5)),
+    Fault("kill-save", "kill -9 of a rank while a checkpoint is written", GOES_ON + NO_STEP, _in_save),
+    Fault("kill-evaluation", "kill -9 of a rank in an evaluation", GOES_ON + NO_STEP, _in_evaluation),
+    Fault("kill-last-step", "kill -9 of a rank in the last step", GOES_ON + NO_STEP, _last_step),
+    Fault("kill-two", "kill -9 of two ranks at once", f"{GOES_ON}, from memory or the disk", _two),
+    Fault("kill-all", "kill -9 of all ranks at once", f"{GOES_ON}, from a snapshot in memory or the disk", _all),
+    Fault("kill-restart", "kill -9 of a rank, and of another in the restart", GOES_ON, _in_restart),
+    Fault("kill-thrice", "kill -9 of a rank at three steps of a run", GOES_ON + NO_STEP, _thrice),
+    Fault("kill-always", "kill -9 of a rank, at the same step each time", AWAY, again("kill", "was killed (SIGKILL)")),
+    Fault("raise-once", "an exception on one rank, once",
+          GOES_ON + NO_STEP, killed("forward", "raise", "raised ValueError")),
+    Fault("raise-always", "an exception at the same step each time", AWAY, again("raise", "raised ValueError")),
+    Fault("raise-first", "an exception in the first step", "named at once, not tried again, exit 1", _first_step),
+    Fault("segv", "a crash in compiled code (SIGSEGV)",
+          GOES_ON + NO_STEP, killed("forward", "segv", "was killed (SIGSEGV)")),
+    Fault("abort", "SIGABRT of a rank by its own code",
+          GOES_ON + NO_STEP, killed("backward", "abort", "aborted itself (SIGABRT)")),
+    Fault("exit", "a rank's code ends the process (exit code 7)",
+          GOES_ON + NO_STEP, killed("forward", "exit", "ended with exit code 7")),
+    Fault("no-memory", "an allocation fails on a rank",
+          "named as memory, not tried again, exit 1; --resume goes on", _memory),
+    Fault("oom-kill", "the kernel kills a rank for memory (control group)",
+          f"{GOES_ON}; named as memory" + NO_STEP, _oom_kill),
+    Fault("stop", "SIGSTOP of a rank",
+          "named in seconds, ended, goes on by itself" + NO_STEP, hangs("stop", "forward", 6.0, says="was stopped")),
+    Fault("stop-short", "SIGSTOP of a rank for one second", "no alarm: it is left alone", _short_stop),
+    Fault("hang-sleep", "a rank sleeps in forward",
+          "named, ended after about 10 s, goes on" + NO_STEP, hangs("sleep", "forward", 20.0)),
+    Fault("hang-lock", "a rank sleeps and holds the interpreter's lock",
+          ENDED + NO_STEP, hangs("hold", "backward")),
+    Fault("hang-loop", "a rank loops without end", ENDED + NO_STEP, hangs("spin", "forward")),
+    Fault("hang-collective", "a rank calls a collective of its own, which no other joins",
+          ENDED + NO_STEP, hangs("barrier", "optimizer")),
+    Fault("hang-save", "a rank sleeps before it saves", ENDED + NO_STEP, _hang_in_save),
+    Fault("hang-read", "reading a sample never ends", ENDED + NO_STEP, hangs("sleep", "read")),
+    Fault("hang-loader", "reading a sample never ends in a loader process",
+          ENDED + NO_STEP, _in_loader("sleep", "rank {rank} stopped making progress")),
+    Fault("kill-loader", "kill -9 of a loader process",
+          GOES_ON + NO_STEP, _in_loader("kill", "a loader process of rank {rank} died")),
+    Fault("slow-rank", "a rank takes 0.15 s longer in each step", "no alarm: nothing is ended", _slow),
+)  # fmt: skip
