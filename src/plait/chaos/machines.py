@@ -1,6 +1,6 @@
 """Machines, links and agents that are lost, in a run over two machines (`hosts.py`), each with half of the ranks.
 
-Who is lost there ends the run on both today, named on both. Should both go on by themselves, their end is to be as exact.
+What goes on with all ranks ends as the undisturbed run, bit for bit; what goes on with fewer has another plan, and another order of sums.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from plait.chaos.fault import Fault
 from plait.chaos.hosts import Hosts
 from plait.chaos.outcome import Outcome
-from plait.chaos.scene import Scene
+from plait.chaos.scene import UNHURRIED, Scene
 from plait.chaos.strike import Strike
 from plait.chaos.watched import Watched
 from plait.config.errors import RESUMABLE
@@ -46,7 +46,7 @@ def _both(scene: Scene, *strikes: Strike, port: int = 0) -> list[Watched]:
 
 
 def ends(act: Act, says: str, witness: int, within: float) -> Callable[[Scene], Outcome]:
-    """After `act` the run ends, and the machine `witness` says of what; a run on one machine goes on from the newest checkpoint."""
+    """After `act` the run ends, and the machine `witness` says of what; with --resume it goes on from the newest checkpoint."""
 
     def pose(scene: Scene) -> Outcome:
         hosts = _hosts(scene)
@@ -54,34 +54,60 @@ def ends(act: Act, says: str, witness: int, within: float) -> Callable[[Scene], 
         runs[0].reaches(scene.a_step())
         since = time.monotonic()
         act(scene, runs, hosts)
-        return _judged(scene, runs, witness, since, (says, within))
+        for run in (runs[witness], runs[1 - witness]):
+            run.wait()
+        runs[witness].look()
+        scene.told(runs[witness], since, says, within=within)
+        scene.expect(runs[witness].code == 1, f"exit code {runs[witness].code}, not 1")
+        scene.resume(lost=scene.since_checkpoint)
+        return scene.measured
 
     return pose
 
 
-def _judged(scene: Scene, runs: list[Watched], witness: int, since: float, says: tuple[str, float]) -> Outcome:
-    for run in (runs[witness], runs[1 - witness]):
-        run.wait()
-    runs[witness].look()
-    scene.told(runs[witness], since, says[0], within=says[1])
-    if all(run.code == 0 for run in runs):
-        scene.after(runs[0])
-        scene.equal()
+def without(act: Act, within: float, back: bool = False, silent: bool = False) -> Callable[[Scene], Outcome]:
+    """After `act` machine 0 goes on alone, and with `back` with machine 1 again, where the same command is started once more.
+
+    `silent`: connections stay open, so the ranks that are left notice nothing, and put nothing away.
+    """
+
+    def pose(scene: Scene) -> Outcome:
+        hosts, port = _hosts(scene), _free_port()
+        slow = Strike("slow", "forward", rank=0, times=999, text="1.5") if back else UNHURRIED
+        runs = _both(scene, slow, port=port)
+        runs[0].reaches(scene.a_step())
+        since = time.monotonic()
+        act(scene, runs, hosts)
+        if back:
+            runs[0].until(lambda: runs[0].told("note  round 1") is not None, "a round without machine 1")
+            words = ("--nnodes", "2", "--master", f"{hosts[0].address}:{port}", "--node-rank", "1")
+            runs.append(scene.start(*words, strikes=(slow,), before=hosts[1].enter))
+        code = runs[0].wait()
+        if back:
+            returned = runs[2].wait()
+            scene.expect(returned == 0, f"the machine that came back ended with exit code {returned}")
+            scene.expect(runs[0].told("note  round 2") is not None, "it was not taken in")
+        scene.told(runs[0], since, "note  machine 1", "starting again with fewer ranks", within=within)
+        if scene.expect(code == 0, f"exit code {code}: {runs[0].lines[-1][1][:90] if runs[0].lines else ''}"):
+            scene.after(runs[0], since)
+            scene.near()
+            scene.bounded(scene.since_checkpoint if silent else scene.allowed)
         return scene.measured
-    scene.expect(runs[witness].code == 1, f"exit code {runs[witness].code}, not 1")
-    scene.resume(lost=scene.since_checkpoint)
-    return scene.measured
+
+    return pose
 
 
 def _rank(scene: Scene) -> Outcome:
     _hosts(scene)
     strike = Strike("kill", "backward", scene.a_step(), scene.world - 1)
     runs = _both(scene, strike)
-    for run in runs:
-        run.wait()
-    says = f"rank {strike.rank} was killed (SIGKILL)"
-    scene.expect(runs[1].told(says) is not None, "its own machine did not say so")
-    return _judged(scene, runs, 0, scene.mark().time, (says, 15.0))
+    codes = [run.wait() for run in runs]
+    scene.told(runs[0], scene.mark().time, f"rank {strike.rank} was killed (SIGKILL)", "starting again", within=15.0)
+    if scene.expect(codes == [0, 0], f"exit codes {codes}"):
+        scene.after(runs[0])
+        scene.equal()
+        scene.bounded(scene.allowed)
+    return scene.measured
 
 
 def _lost(number: int) -> Act:
@@ -204,19 +230,20 @@ def _stopped(scene: Scene) -> Outcome:
     return scene.measured
 
 
-ENDS = "named on both, exit 1; --resume on the machines that are left goes on"
+ENDS = "named, exit 1; --resume on the machines that are left goes on"
+ALONE = "named; goes on with the machine that is left, under another plan"
 FAULTS = (
-    Fault("node-rank", "kill -9 of a rank on one of two machines", ENDS, _rank),
-    Fault("node-lost", "kill -9 of all that runs on the second machine",
-          ENDS, ends(_lost(1), "error[C009] machine 1", 0, 15.0)),
+    Fault("node-rank", "kill -9 of a rank on one of two machines", "named; started again on both, the same end", _rank),
+    Fault("node-lost", "kill -9 of all that runs on the second machine", ALONE, without(_lost(1), 15.0)),
+    Fault("node-back", "the same, and its command is started there again",
+          f"{ALONE}; it is taken in after a step", without(_lost(1), 15.0, back=True)),
+    Fault("agent-killed", "kill -9 of the launcher on the second machine", ALONE, without(_agent, 15.0)),
     Fault("node-zero-lost", "kill -9 of all that runs on the machine with the store",
           ENDS, ends(_lost(0), "error[C009] machine 0", 1, 15.0)),
-    Fault("agent-killed", "kill -9 of the launcher on the second machine",
-          ENDS, ends(_agent, "error[C009] machine 1", 0, 15.0)),
     Fault("store-killed", "kill -9 of the process that holds the store",
           ENDS, ends(_store, "error[C009] machine 0", 1, 15.0)),
     Fault("link-down", "the cable between two machines is pulled out",
-          f"{ENDS}, after half a minute", ends(_unplugged, "error[C009] machine 0", 1, 45.0)),
+          f"{ALONE}, after half a minute; the other ends", without(_unplugged, 45.0, silent=True)),
     Fault("link-flaps", "the cable is pulled out for two seconds", "no alarm: the run goes on", _undisturbed(_flaps)),
     Fault("link-slow", "the cable carries 200 Mbit/s from some step on",
           "no alarm: the run goes on", _undisturbed(_slows)),

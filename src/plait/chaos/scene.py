@@ -177,9 +177,12 @@ class Scene:
                 late = within * max(1.0, self.world / cores())
                 self.expect(found[0] - since <= late, f"said after {found[0] - since:.1f} s, not within {late:.0f}")
 
-    def after(self, run: Watched) -> None:
-        """Of a run that went on by itself: when the next new step came, and how many were lost."""
+    def after(self, run: Watched, since: float | None = None) -> None:
+        """Of a run that went on by itself: when the next new step came, and how many were lost. `since`: of a fault that was posed
+        from outside."""
         struck_at, lost = [mark for mark in marks(self.folder) if mark.act != "mark"], 0
+        if since is not None:
+            struck_at = [Mark(since, max((n for t, n in run.steps if t <= since), default=0), 0, "outside")]
         for when, line in run.lines:
             if "going on from step" not in line:
                 continue
@@ -206,6 +209,17 @@ class Scene:
         except Exception as error:  # whatever is wrong with what the run left
             wrong = [f"what it left cannot be read: {type(error).__name__}: {error}"]
         self.measured.equal = "no" if wrong else "yes"
+        for why in wrong:
+            self.fell(why)
+
+    def near(self) -> None:
+        """The newest run ended as the undisturbed one, but for the order of sums under another plan."""
+        assert self.setting.reference is not None
+        try:
+            share, wrong = Record.of(self.runs / "latest").close(self.setting.reference)
+        except Exception as error:  # whatever is wrong with what the run left
+            share, wrong = 1.0, [f"what it left cannot be read: {type(error).__name__}: {error}"]
+        self.measured.equal = "no" if wrong else f"to {share:.0e}"
         for why in wrong:
             self.fell(why)
 
