@@ -135,6 +135,8 @@ def test_a_device_that_fails_alone_at_one_step_is_left_out() -> None:
     assert [losses.again(killed, 7, device) for device in (one, two, one)] == [True, True, False]
     assert not Losses(0).again(killed, 7, one)
     losses = Losses(2)
+    assert [losses.again(killed, 7, one, spare=False) for _ in range(3)] == [True, True, False], "it is the only one"
+    losses = Losses(2)
     assert [losses.again(raised, 7, one) for _ in range(3)] == [True, True, False], "an exception is the job's own"
     losses = Losses(1, fewer=True)
     assert losses.again(killed, 7, one) and losses.leaves_out

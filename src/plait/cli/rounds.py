@@ -45,8 +45,11 @@ class Losses:
         """The devices (host and number) that were lost at this step."""
         self.by_device = Counter[tuple[str, int]]()
 
-    def again(self, error: BaseException, reached: int, device: tuple[str, int] | None = None) -> bool:
-        """Whether the run goes on after this; `reached`: steps that were done by then; `device`: whose rank was lost."""
+    def again(
+        self, error: BaseException, reached: int, device: tuple[str, int] | None = None, spare: bool = True
+    ) -> bool:
+        """Whether the run goes on after this; `reached`: steps that were done by then; `device`: whose rank was lost; `spare`: the
+        run could do without it."""
         if not self.limit or not isinstance(error, PlaitError) or error.codes[0] not in AGAIN:
             return False
         if error.codes[0] in ("C001", "C005") and reached < 1:
@@ -56,7 +59,7 @@ class Losses:
             self.here.clear()
         self.tries, self.reached = self.tries + 1, reached
         hardware = error.codes[0] in HARDWARE and device is not None
-        self.here.add(device if hardware else None)
+        self.here.add(device if hardware and spare else None)
         if hardware and device is not None:
             self.by_device[device] += 1
         return self.tries <= self.limit or self.leaves_out
@@ -83,7 +86,7 @@ class Losses:
 
 
 class Rounds:
-    """Of one run: `first`, then what follows on each loss or end. `plan`: how the request is changed for a round."""
+    """The rounds of one run: the first, and the one that follows each loss or end."""
 
     def __init__(self, request: Request, run: RunDirectory, memory: Memory | None, node: Node | None, listener: Listener):
         self.request, self.run, self.memory, self.node, self.listener = request, run, memory, node, listener
@@ -113,24 +116,21 @@ class Rounds:
         if node is not None and node.index:
             return self._follow(node, error)
         device = self._device()
-        again = self.losses.again(error, reached, device)
+        again = self.losses.again(error, reached, device, self._spare())
         if self.memory is None or self.listener.asked or not again or (node is not None and node.cut_off):
             raise error
-        devices, out = dict(self.now.devices), self.losses.leaves_out and self._spare()
         self.memory.collect()
-        here = 0 if node is None else node.index
-        there = [here] if node is None else [here, *node.left()]
-        gone = [k for k in devices if k not in there]
-        if out:
+        there = [0] if node is None else [0, *node.left()]
+        devices = {k: self.now.devices[k] for k in there}
+        if self.losses.leaves_out:
             self.losses.leave_out()
-            guilty = self.now.machine_of(self.listener.guilty)
-            number = self.now.device_of(self.listener.guilty)
-            devices[guilty] = tuple(d for d in devices[guilty] if d != number)
-        kept = {k: devices[k] for k in there if devices[k]}
-        self._say_lost(error, device, bool(out or gone))
+            machine, number = self.now.machine_of(self.listener.guilty), self.now.device_of(self.listener.guilty)
+            devices[machine] = tuple(d for d in devices.get(machine, ()) if d != number)
+        devices = {k: numbers for k, numbers in devices.items() if numbers}
+        self._say_lost(error, device, devices != self.now.devices)
         if node is not None:
             self._bring(there)
-        self._open(node.newcomers() if node is not None else [], kept, self.now.number + 1, error)
+        self._open(node.newcomers() if node is not None else [], devices, self.now.number + 1, error)
         return self.now
 
     def after_end(self, results: list[dict[str, Any]]) -> Round | None:
@@ -224,6 +224,8 @@ class Rounds:
 
     def _spare(self) -> bool:
         """Whether the guilty rank's device can be left out: number 0 always has a rank."""
+        if not 0 <= self.listener.guilty < self.now.world:
+            return False
         machine = self.now.machine_of(self.listener.guilty)
         return len(self.now.devices[machine]) > 1 or machine > 0
 
