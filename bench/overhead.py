@@ -22,7 +22,8 @@ because torch's SyncBatchNorm does not run on CPUs; `cnn-bn` keeps them and give
 losses may differ there. Data sets are cut to whole global batches.
 
 ``--start`` measures another thing: a run of one step from start to end, with the job check and without, in turn. ``--lost`` what it
-costs to be ready for a lost rank: the steps of a whole run with snapshots in memory over those of one without, in turn.
+costs to be ready for a lost rank: a run with snapshots in memory over one without, in turn, in the time of its steps and in the processor time
+of its ranks, which others that use the machine change less.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import json
 import mmap
 import os
 import random
+import resource
 import statistics
 import sys
 import tempfile
@@ -310,28 +312,35 @@ def starts(plan: Plan, rounds: int) -> list[dict[str, Any]]:
     return tables
 
 
-def steps_of_run(path: str, plan: Plan, restarts: int, folder: Path) -> float:
-    """Seconds that the steps of a run took together, without its first ten."""
+def steps_of_run(path: str, plan: Plan, restarts: int, folder: Path) -> tuple[float, float]:
+    """Seconds that the steps of a run took together, without its first ten; and seconds of processors that its ranks took in all."""
     job = replace(load_job(path), steps=STEPS, evaluate=None)
     request = Request(path, job, plan, {}, folder, device="cpu", check="none", restarts=restarts)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     launch(request, StringIO())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = map(json.loads, (folder / "latest" / "metrics.jsonl").read_text().splitlines())
-    return sum(row["seconds"] for row in rows if row.get("seconds") and row["step"] > 10)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return sum(row["seconds"] for row in rows if row.get("seconds") and row["step"] > 10), busy
 
 
 def ready_for_loss(plan: Plan, rounds: int) -> str:
     """The ratio of both, of every example."""
-    lines = [f"steps with snapshots in memory over steps without · {plan} · {STEPS} steps · {rounds} rounds"]
+    lines = [
+        f"with snapshots in memory over without · {plan} · {STEPS} steps · {rounds} rounds",
+        f"  {'':<14}{'seconds of steps':<25}seconds of processors",
+    ]
     for path in sorted(map(str, EXAMPLES.glob("*/job.py"))):
-        ratios = list[float]()
+        ratios = list[tuple[float, float]]()
         for number in range(rounds):
-            took = dict[int, float]()
+            took = dict[int, tuple[float, float]]()
             for restarts in random.Random(number).sample((0, 2), 2):
                 with tempfile.TemporaryDirectory() as folder:
                     took[restarts] = steps_of_run(path, plan, restarts, Path(folder))
-            ratios.append(took[2] / took[0])
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        lines.append(f"  {Path(path).parent.name:<14}{middle:.3f} [{low:.3f}, {high:.3f}]")
+            ratios.append((took[2][0] / took[0][0], took[2][1] / took[0][1]))
+        quartiles = (statistics.quantiles(column, n=4) for column in zip(*ratios))
+        cells = "   ".join(f"{middle:.3f} [{low:.3f}, {high:.3f}]" for low, middle, high in quartiles)
+        lines.append(f"  {Path(path).parent.name:<14}{cells}")
     return "\n".join(lines) + "\n"
 
 

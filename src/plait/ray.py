@@ -109,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(words: list[str]) -> Trained:
     own, rest = _parser().parse_known_args(words)
-    arguments, rest = command_line._job_arguments(["train", *rest])
-    options = command_line._parsed(rest)
+    arguments, rest = command_line.job_arguments(["train", *rest])
+    options = command_line.parsed(rest)
     if importlib.util.find_spec("ray") is None:
         fix = ("pip install 'plait[ray]'", "pip install 'ray[train]'", "plait train …    starts the ranks itself")
         raise PlaitError(
@@ -215,8 +215,8 @@ def _work(config: dict[str, Any]) -> None:
     _begin(said, config["told"])
     token = SAVED.set(_report)
     try:
-        arguments, rest = command_line._job_arguments(config["words"])
-        options = command_line._parsed(rest)
+        arguments, rest = command_line.job_arguments(config["words"])
+        options = command_line.parsed(rest)
         options.arguments = arguments
         options.run(options)
     except PlaitError as error:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait import Engine, Evaluate, Job
-from plait.cli.main import EXAMPLES, _job_arguments, _parsed, _parser
+from plait.cli.main import EXAMPLES, _parser, job_arguments, parsed
 from plait.config.errors import PlaitError, explain
 from plait.config.job import load_job
 from plait.config.plan import KEYS, Plan
@@ -111,8 +111,8 @@ def test_commands_parse(text: str) -> None:
     found = run_by(text, "plait")
     assert len(found) >= 2
     for words in found:
-        _, rest = _job_arguments(words)
-        options = _parsed(rest)
+        _, rest = job_arguments(words)
+        options = parsed(rest)
         if not hasattr(options, "job"):
             assert explain(getattr(options, "code", "P001"))  # report and checkpoint take no job
             continue
@@ -171,13 +171,13 @@ def test_every_commands_help_ends_with_examples_that_parse() -> None:
     for name, lines in EXAMPLES.items():
         for line in lines:
             assert f"  plait {name} {line}".rstrip() in _parser()[1][name].format_help()
-            options = _parsed(_job_arguments([name, *shlex.split(line)])[1])
+            options = parsed(job_arguments([name, *shlex.split(line)])[1])
             assert Plan.parse(getattr(options, "plan", None) or "dp=1")
 
 
 def test_a_slip_in_a_document_is_seen() -> None:
     """The tests above can fail: a wrong command does not parse."""
     with pytest.raises(PlaitError, match="U001"):
-        _parsed(["train", "job.py", "--plam", "dp=2"])
+        parsed(["train", "job.py", "--plam", "dp=2"])
     assert commands("    plait train x.py --nproc 2   # two\n") == ["plait train x.py --nproc 2   # two"]
     assert run_by("`torchrun --nproc-per-node 2 -m plait train x.py`", "plait") == [["train", "x.py"]]

@@ -52,7 +52,7 @@ LEAST = {"nproc": 1, "steps": 1, "batch": 1, "save_every": 1, "keep": 1, "worker
 """The smallest number that an option of `plait train` takes."""
 
 
-def _parsed(words: list[str]) -> argparse.Namespace:
+def parsed(words: list[str]) -> argparse.Namespace:
     """The command and its options. U001, with the nearest name, for one that does not exist."""
     parser, commands = _parser()
     first = next((word for word in words if not word.startswith("-")), None)
@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # what a job or a path says may be no text in this encoding
     verbose, as_json = not {"-v", "--verbose"}.isdisjoint(argv), "--json" in argv
     try:
-        arguments, rest = _job_arguments(argv)
-        options = _parsed(rest)
+        arguments, rest = job_arguments(argv)
+        options = parsed(rest)
         options.arguments = arguments
         return options.run(options)
     except PlaitError as error:
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         return FAILED
 
 
-def _job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+def job_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Take ``--job.depth 8`` and ``--job.depth=8`` out of the words."""
     arguments: dict[str, str] = {}
     rest: list[str] = []
