@@ -27,6 +27,9 @@ class Command:
             code = 99
             try:
                 os.setsid()
+                for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # as in a process that has just begun
+                    signal.signal(number, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 if host is not None:
                     host()
                 os.chdir(folder)

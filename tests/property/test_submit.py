@@ -137,7 +137,7 @@ def test_ray(programs: Programs, one: Submission) -> None:
     assert words[at + 7 :] == [*one.words, f"--runs={one.runs.rstrip('/')}/job", "--resume=auto"]
 
 
-@many
+@settings(many, max_examples=15)  # each one runs bash several times
 @given(USERS)
 def test_ssh(programs: Programs, one: Submission) -> None:
     """First the words of ssh, then what the shell of the host makes of them."""

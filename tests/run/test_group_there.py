@@ -53,7 +53,7 @@ def joined(folder: Path, backend: str, plan: str, *words: str) -> list[dict[str,
     return fork.run(rank, 2)
 
 
-PLANS = ("dp=2", "fsdp=2", *rarely("tp=2", "pp=2 microbatches=2"))
+PLANS = ("fsdp=2", *rarely("dp=2", "tp=2", "pp=2 microbatches=2"))
 
 
 @pytest.mark.parametrize("backend", ("gloo", BLIND))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launched import TEST_JOB, Command, free_port
+from rarely import rarely
 from submitted import Programs
 
 from plait.cli.main import main
@@ -108,6 +109,7 @@ def test_ssh_starts_two_launchers_that_train_as_one(tmp_path: Path, programs: Pr
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.prove
 def test_who_stops_the_script_of_ssh_stops_and_saves_the_run(tmp_path: Path, programs: Programs) -> None:
     text = submitted(
         tmp_path, "ssh", "--hosts", "localhost", "--nnodes", "1", "--chdir", str(tmp_path), "--job.pause", "0.15"
@@ -157,7 +159,7 @@ def test_a_lost_rank_is_started_again_in_the_same_allocation(tmp_path: Path, pro
     assert steps(tmp_path / "a run's folder" / "training-42") == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("kind", ("trainjob", "jobset", "skypilot"))
+@pytest.mark.parametrize("kind", ("trainjob", *rarely("jobset", "skypilot")))
 def test_the_commands_of_pods_train_together(tmp_path: Path, kind: str) -> None:
     """With the variables that each sets; the name of number 0 is this machine."""
     image = () if kind == "skypilot" else ("--image", "r/t:1")

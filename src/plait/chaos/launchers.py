@@ -18,6 +18,7 @@ from plait.chaos.ranks import undisturbed
 from plait.chaos.scene import UNHURRIED, Scene
 from plait.chaos.strike import Strike, marks
 from plait.chaos.watched import Watched
+from plait.config.errors import RESUMABLE
 from plait.config.job import Job
 from plait.config.plan import Plan
 
@@ -70,7 +71,7 @@ def stopped(number: int, phase: str, everyone: bool = False) -> Callable[[Scene]
     """A request to stop at a phase: of the launcher, or (as a terminal does) of all its processes."""
 
     def pose(scene: Scene) -> Outcome:
-        step = {"build": -1, "checkpoint": scene.setting.every}.get(phase, scene.a_step())
+        step = {"checkpoint": scene.setting.every}.get(phase, scene.a_step())
         run = scene.start(strikes=(UNHURRIED, Strike("mark", phase, step, 0)))
         _until_marked(scene, run)
         since = time.monotonic()
@@ -79,6 +80,22 @@ def stopped(number: int, phase: str, everyone: bool = False) -> Callable[[Scene]
         return scene.measured
 
     return pose
+
+
+def _before_steps(scene: Scene) -> Outcome:
+    """There is nothing to save yet."""
+    run = scene.start(strikes=(UNHURRIED, Strike("mark", "build", -1, 0)))
+    _until_marked(scene, run)
+    since = time.monotonic()
+    os.kill(run.pid, signal.SIGTERM)
+    code = run.wait()
+    scene.told(run, since, "error[C011]")
+    scene.expect(code == RESUMABLE, f"exit code {code}, not {RESUMABLE}")
+    again = scene.start()
+    if scene.expect(again.wait() == 0, f"the same command ended with exit code {again.code}"):
+        scene.measured.lost = 0
+        scene.equal()
+    return scene.measured
 
 
 def _twice(scene: Scene) -> Outcome:
@@ -204,7 +221,8 @@ FAULTS = (
     Fault("power", "kill -9 of launcher and ranks at once", "what was saved is whole; --resume goes on", _everything),
     Fault("two-launchers", "a second launcher resumes the run that is going on",
           "the second is refused (R001), the first one undisturbed", _second),
-    Fault("sigterm-start", "SIGTERM while ranks are built", STOPS, stopped(signal.SIGTERM, "build")),
+    Fault("sigterm-start", "SIGTERM while ranks are built",
+          "ends at once, exit 75: there is nothing to save; the same command begins", _before_steps),
     Fault("sigterm-step", "SIGTERM in a step", STOPS, stopped(signal.SIGTERM, "backward")),
     Fault("sigterm-save", "SIGTERM while it saves", STOPS, stopped(signal.SIGTERM, "checkpoint")),
     Fault("sigint-step", "Ctrl-C: SIGINT of launcher and ranks",
