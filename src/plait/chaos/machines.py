@@ -73,7 +73,7 @@ def without(act: Act, within: float, back: bool = False, silent: bool = False) -
 
     def pose(scene: Scene) -> Outcome:
         hosts, port = _hosts(scene), _free_port()
-        slow = Strike("slow", "forward", rank=0, times=999, text="1.5") if back else UNHURRIED
+        slow = Strike("slow", "forward", rank=0, times=999, text="1.5", always=True) if back else UNHURRIED
         runs = _both(scene, slow, port=port)
         runs[0].reaches(scene.a_step())
         since = time.monotonic()

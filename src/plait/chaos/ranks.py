@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plait.chaos.fault import Fault
 from plait.chaos.outcome import Outcome
-from plait.chaos.scene import SOON, Scene
+from plait.chaos.scene import SOON, UNHURRIED, Scene
 from plait.chaos.strike import Strike
 
 GOES_ON = "named, all ranks forked anew, goes on by itself"
@@ -88,6 +88,20 @@ def _thrice(scene: Scene) -> Outcome:
     steps = scene.setting.steps
     strikes = [Strike("kill", "backward", at, scene.a_rank()) for at in (2, steps // 2, steps - 3)]
     return scene.survives(*strikes, says=("was killed (SIGKILL)", "going on from step"), lost=3 * scene.allowed)
+
+
+def _always(scene: Scene) -> Outcome:
+    """One device, and it alone, at the same step: as if it were broken."""
+    scene.several()
+    strike = Strike("kill", "forward", scene.a_step(), scene.a_rank(), times=9)
+    run = scene.start(strikes=(strike, UNHURRIED))
+    code = run.wait()
+    says = (f"rank {strike.rank} was killed (SIGKILL)", "(2 of 2 at this step)", "starting again with fewer ranks")
+    scene.told(run, scene.mark().time, *says)
+    if scene.expect(code == 0, f"exit code {code}"):
+        scene.after(run)
+        scene.near()
+    return scene.measured
 
 
 def again(act: str, says: str) -> Callable[[Scene], Outcome]:
@@ -232,7 +246,8 @@ FAULTS = (
     Fault("kill-all", "kill -9 of all ranks at once", f"{GOES_ON}, from a snapshot in memory or the disk", _all),
     Fault("kill-restart", "kill -9 of a rank, and of another in the restart", GOES_ON, _in_restart),
     Fault("kill-thrice", "kill -9 of a rank at three steps of a run", GOES_ON + NO_STEP, _thrice),
-    Fault("kill-always", "kill -9 of a rank, at the same step each time", AWAY, again("kill", "was killed (SIGKILL)")),
+    Fault("kill-always", "kill -9 of a rank, at the same step each time",
+          "named, and tried again twice; then goes on without its device, under another plan", _always),
     Fault("raise-once", "an exception on one rank, once",
           GOES_ON + NO_STEP, killed("forward", "raise", "raised ValueError")),
     Fault("raise-always", "an exception at the same step each time", AWAY, again("raise", "raised ValueError")),

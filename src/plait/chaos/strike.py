@@ -47,6 +47,8 @@ class Strike:
     """Only after the strike with this act has struck."""
     text: str = ""
     """What the act is told."""
+    always: bool = False
+    """Also in rounds with another number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def struck(strikes: tuple[Strike, ...], folder: Path, seed: int, world: int) -> 
     """A function that puts those strikes around the place of a rank of `world` that are for it."""
 
     def around(place: Place) -> Place:
-        mine = [(n, strike) for n, strike in enumerate(strikes) if (strike.rank, world) == (place.rank, place.world)]
+        there = lambda strike: strike.rank == place.rank and (strike.always or world == place.world)  # noqa: E731
+        mine = [(n, strike) for n, strike in enumerate(strikes) if there(strike)]
         striker = _Striker(place, mine, folder, seed)
         return replace(place, beat=striker.beat, reads=striker.reads) if mine else place
 
