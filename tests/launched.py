@@ -22,6 +22,7 @@ class Command:
         self, *argv: str, folder: Path, environment: dict[str, str] | None = None, host: Callable[[], None] | None = None
     ):  # fmt: skip
         self.log = folder / f"command-{time.monotonic_ns()}.log"
+        reading, writing = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
@@ -30,6 +31,8 @@ class Command:
                 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # as in a process that has just begun
                     signal.signal(number, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.close(reading)
+                os.close(writing)
                 if host is not None:
                     host()
                 os.chdir(folder)
@@ -44,6 +47,9 @@ class Command:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
+        os.close(writing)
+        os.read(reading, 1)  # until it no longer has the handlers of this process
+        os.close(reading)
 
     @property
     def output(self) -> str:
