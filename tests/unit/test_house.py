@@ -285,12 +285,19 @@ def test_help_imports_no_torch() -> None:
     assert not heavy, f"plait --help imports {sorted(heavy)}"
 
 
-def test_help_answers_at_once() -> None:
-    """In processor time, which others that use the machine hardly change."""
+def processor_seconds(*words: str) -> float:
+    """Of Python with these words, the least of five: others that use the machine hardly change it."""
     seconds = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "plait", "--help"], capture_output=True, check=True, timeout=60)
+        subprocess.run([sys.executable, *words], capture_output=True, check=True, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) <= HELP_SECONDS, f"best of five: {min(seconds):.3f} s"
+    return min(seconds)
+
+
+def test_help_answers_at_once() -> None:
+    """A slow machine takes long for an empty program too; torch would take a hundred times that."""
+    limit = max(HELP_SECONDS, 15 * processor_seconds("-c", "import argparse, json, pathlib, textwrap"))
+    took = processor_seconds("-m", "plait", "--help")
+    assert took <= limit, f"best of five: {took:.3f} s, at most {limit:.3f}"
