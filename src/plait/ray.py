@@ -25,13 +25,12 @@ from typing import Any, Protocol
 from plait.cli import main as command_line
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of, too_small
 from plait.config.plan import Plan
+from plait.launch.failures import LOST, OWN
 
 POINTER = "plait.json"
 """The file of a checkpoint in Ray's record."""
 SAID = "said.json"
 """The file in which a rank says why it ends, and whether starting again may mend it."""
-MENDED = ("C001", "C003", "C004", "C005", "C008")
-"""Errors of a rank that was lost."""
 OTHERS = ("nnodes", "node_rank", "master")
 """Options of `plait train` that say which machine this is."""
 
@@ -257,10 +256,10 @@ def _report(path: Path) -> None:
 
 def _mended(error: PlaitError) -> bool:
     """Whether it is worth starting again: a rank was lost, and not in the job's first step, where its own code is wrong."""
-    if error.codes[0] not in MENDED:
+    if error.codes[0] not in LOST:
         return False
     made = re.search(r"at step (\d+)", str(error))
-    return error.codes[0] not in ("C001", "C005") or (made is not None and int(made.group(1)) > 1)
+    return error.codes[0] not in OWN or (made is not None and int(made.group(1)) > 1)
 
 
 def _hopeless(said: Path) -> bool:

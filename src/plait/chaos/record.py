@@ -41,7 +41,7 @@ class Record:
             for row in map(json.loads, path.read_text().splitlines()):
                 samples.setdefault(row["step"], set()).add((row["epoch"], row["start"], row["size"]))
         found = Checkpoints(run / "checkpoints").found()
-        return Record(losses, samples, evaluations, _tensors(found[0]) if found else {}, twice)
+        return Record(losses, samples, evaluations, tensors(found[0]) if found else {}, twice)
 
     def differs(self, other: "Record") -> list[str]:
         """In what it is not the other, bit for bit."""
@@ -67,7 +67,8 @@ class Record:
         return share, wrong + [f"a loss differs by {share:.1e}"] * (share > ALIKE)
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name (`model/…`, `optimizer/…`), and the optimizer's numbers; every byte is checked."""
     manifest = read_manifest(path)
     reader = Reader(path, manifest.files, manifest.tensors)
     for name in manifest.files:

@@ -17,5 +17,4 @@ bench             plait bench
 chaos             plait chaos
 checkpoint        plait checkpoint
 report            plait report
-sketch            plait sketch
 """

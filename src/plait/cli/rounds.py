@@ -20,12 +20,13 @@ from plait.cli.request import Request
 from plait.config.errors import PlaitError, in_a_line
 from plait.engine.elastic import Memory
 from plait.engine.run_directory import RunDirectory
+from plait.launch.failures import LOST, OWN
 from plait.launch.nodes import Node
 from plait.launch.round import Round
 from plait.launch.supervise import Listener
 
-AGAIN = ("C001", "C003", "C004", "C005", "C008", "C009")
-"""Errors of what is lost: a rank hangs, was killed, lost its connection, raised, or its loader died; a machine is gone."""
+AGAIN = (*LOST, "C009")
+"""Errors of what is lost: a rank, or a machine."""
 HARDWARE = ("C001", "C003")
 """Errors that a device may be to blame for."""
 OFTEN = 3
@@ -52,8 +53,8 @@ class Losses:
         run could do without it."""
         if not self.limit or not isinstance(error, PlaitError) or error.codes[0] not in AGAIN:
             return False
-        if error.codes[0] in ("C001", "C005") and reached < 1:
-            return False  # most likely the job's own code, and nothing is lost by saying so
+        if error.codes[0] in OWN and reached < 1:
+            return False  # nothing is lost by saying so
         if abs(reached - self.reached) > 1:
             self.tries = 0
             self.here.clear()
@@ -160,12 +161,8 @@ class Rounds:
         if node is None or node.index or node.regroups or not self.losses.limit:
             return
         newcomers = node.newcomers()
-        if newcomers and self.listener.guilty < 0 and self.plans.ready(self._with(newcomers)):
+        if newcomers and self.listener.guilty < 0 and self.plans.ready(self.now.world + node.each * len(newcomers)):
             node.regroup()
-
-    def _with(self, newcomers: list[int]) -> int:
-        assert self.node is not None
-        return self.now.world + self.node.each * len(newcomers)
 
     def _regroups(self, node: Node) -> bool:
         node.look()
@@ -224,7 +221,7 @@ class Rounds:
 
     def _spare(self) -> bool:
         """Whether the guilty rank's device can be left out: number 0 always has a rank."""
-        if not 0 <= self.listener.guilty < self.now.world:
+        if self._device() is None:
             return False
         machine = self.now.machine_of(self.listener.guilty)
         return len(self.now.devices[machine]) > 1 or machine > 0

@@ -11,6 +11,11 @@ from plait.launch.hangs import Hang, moment
 from plait.launch.limits import no_shared_memory, too_many_files
 from plait.launch.progress import Progress
 
+LOST = ("C001", "C003", "C004", "C005", "C008")
+"""Codes of a rank that is lost: it hangs, was killed, lost its connection, raised, or its loader died. Starting again may mend it."""
+OWN = ("C001", "C005")
+"""Those that in a job's first step are most likely its own code's, which starting again does not mend."""
+
 
 @dataclass
 class Failure:

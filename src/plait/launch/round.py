@@ -18,9 +18,9 @@ class Round:
     """Of each machine that takes part: the numbers of the devices that its ranks use there."""
 
     @staticmethod
-    def first(plan: str, world: int, machines: int = 1) -> "Round":
-        """All machines, each with the same number of ranks."""
-        return Round(0, plan, dict.fromkeys(range(machines), tuple(range(world // machines))))
+    def first(plan: str, world: int) -> "Round":
+        """The first of a run on one machine."""
+        return Round(0, plan, {0: tuple(range(world))})
 
     @property
     def world(self) -> int:
