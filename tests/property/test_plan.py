@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.config.errors import PlaitError
-from plait.config.plan import AXES, KEYS, Key, Plan
+from plait.config.keys import AXES, KEYS, Key
+from plait.config.plan import Plan
 
 CODES = {"T001", "T002", "T003"}
 
@@ -20,7 +21,9 @@ def legal(key: Key) -> st.SearchStrategy:
         return st.sampled_from(key.choices).map(key.kind)
     if key.kind is bool:
         return st.booleans()
-    return st.integers(1, 2**20)
+    if key.kind is float:
+        return st.integers(0, 1000).map(lambda n: n / 1000 * key.most)
+    return st.integers(key.least, 2**20)
 
 
 def with_wildcard(values: dict[str, Any], wild: str | None) -> Plan:
@@ -95,7 +98,7 @@ def test_a_filled_plan_fits_its_processes(plan: Plan, nproc: int | None) -> None
         filled = plan.fill(nproc)
         assert all(getattr(filled, axis) >= 1 for axis in AXES)
         assert filled.world <= filled.devices
-        alike = filled.pp * filled.cp * filled.tp  # ranks of one share of the samples
+        alike = filled.replica_groups * filled.pp * filled.cp * filled.tp  # ranks of one share of a group's samples
         assert filled.ranks == (1 if plan.processes == "one" else filled.world // alike)
         if plan.processes != "one" and nproc is not None:
             assert filled.world == nproc

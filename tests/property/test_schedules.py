@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rarely import rarely
 
-from plait.config.plan import SCHEDULES
+from plait.config.keys import SCHEDULES
 from plait.parallel.pipeline.schedule_search import Costs, best, packed_all, table
 from plait.parallel.pipeline.schedules import Table, folded, looped, problems
 from plait.parallel.pipeline.simulate import simulate

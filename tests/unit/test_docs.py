@@ -16,7 +16,8 @@ from plait import Engine, Evaluate, Job
 from plait.cli.main import EXAMPLES, _parser, job_arguments, parsed
 from plait.config.errors import PlaitError, explain
 from plait.config.job import load_job
-from plait.config.plan import KEYS, Plan
+from plait.config.keys import KEYS
+from plait.config.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "plait"
@@ -30,7 +31,7 @@ TECHNIQUES = [
     if p.stem in ("strategy", "accumulate", "batch_norm", "compiled", "offload", "precision", "recompute", "threads")
     and p.parts[-2:] != ("parallel", "strategy.py")
 ]
-README_LINES, WALK_LINES = 25, 195
+README_LINES, WALK_LINES = 25, 212
 
 
 def generator() -> ModuleType:

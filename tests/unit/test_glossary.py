@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.config.plan import KEYS
+from plait.config.keys import KEYS
 from plait.engine.passes import SPANS
 from plait.parallel.order import ORDER
 
@@ -16,7 +16,7 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 ENTRIES = dict(re.findall(r"(?m)^\| (?!word \|)(.+?) \| (.+) \|$", GLOSSARY))
 TERMS = {name for head in ENTRIES for name in re.findall(r"`([^`]+)`", head)}
 DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
-AXES = {"dp", "fsdp", "tp", "cp", "ep", "pp"}
+AXES = {"replica_groups", "dp", "fsdp", "tp", "cp", "ep", "pp"}
 NAMES = {
     "plan key": set(KEYS),
     "public name": set(plait.__all__),

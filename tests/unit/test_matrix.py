@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 from rarely import rarely
 
-from plait.config.plan import AXES, Plan
+from plait.config.keys import AXES
+from plait.config.plan import Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "matrix.md").read_text(encoding="utf-8") if (DOCS / "matrix.md").exists() else ""

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.config.plan import SCHEDULES
+from plait.config.keys import SCHEDULES
 from plait.parallel.pipeline.p2p import PointToPoint, Routes, StageMessage, routes
 from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.schedules import Table, problems

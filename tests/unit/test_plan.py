@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.plan import AXES, KEYS, Plan
+from plait.config.keys import AXES, KEYS
+from plait.config.plan import Plan
 
 
 def problems(call, *arguments) -> list[Problem]:

@@ -16,7 +16,8 @@ from plait.chaos.strike import Mark, Strike, marks, struck
 from plait.chaos.watched import Beginning, Main, NotInTime, Watched, orphans
 from plait.config.errors import RESUMABLE
 from plait.config.job import Job
-from plait.config.plan import SAME_PARTS, Plan
+from plait.config.keys import SAME_PARTS
+from plait.config.plan import Plan
 from plait.launch.place import cores, fix_threads, threads
 
 SOON = 5.0

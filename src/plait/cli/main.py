@@ -26,7 +26,8 @@ from plait.config.errors import (
     too_small,
     trace_of,
 )  # fmt: skip
-from plait.config.plan import KEYS, Plan
+from plait.config.keys import KEYS
+from plait.config.plan import Plan
 from plait.config.version import __version__
 
 FIRST = "dp=2"

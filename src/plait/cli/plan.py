@@ -11,8 +11,9 @@ from typing import Any
 from plait.config.errors import PlaitError, Problem, too_small
 from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
+from plait.config.keys import AXES
 from plait.config.machine import Machine
-from plait.config.plan import AXES, Plan
+from plait.config.plan import Plan
 from plait.launch.detect import read_machine
 from plait.model.table import size as sized_up
 from plait.planner import goals

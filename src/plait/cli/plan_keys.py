@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from plait.config.plan import KEYS, Key
+from plait.config.keys import KEYS, Key
 
 TECHNIQUES = {
     **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",

@@ -12,7 +12,8 @@ from plait.cli.rank import train
 from plait.cli.request import Request
 from plait.cli.rounds import Rounds
 from plait.config.errors import RESUMABLE, PlaitError
-from plait.config.plan import SAME_PARTS, Plan
+from plait.config.keys import SAME_PARTS
+from plait.config.plan import Plan
 from plait.config.version import __version__
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device

@@ -2,7 +2,8 @@
 
 errors            an error: what, why, where, fix, and a stable code
 job               what to train
-plan              how to split it: keys, axes, values; a line of text, TOML or JSON
+keys              the keys of a plan, and which are axes of the mesh
+plan              how to split it: values; a line of text, TOML or JSON
 machine           what there is to train on, by name, file or data sheet
 machine_file      the TOML file of a machine, checked; the catalogue of data sheets
 device            rates, memory and measurements of a kind of device

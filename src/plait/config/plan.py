@@ -11,7 +11,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.files import as_json, loads, open_plain
+from plait.config.keys import AXES, KEYS, OTHER_SAMPLES, SAME_LOSS, TABLES, WITHIN, Key
 
 FILE_BYTES, LINE_LENGTH = 8192, 1000
 """The largest plan that is read, as a file and as a line: parsers take minutes over what no person wrote."""
@@ -26,78 +27,6 @@ SHOWN = 20
 """The most problems of a plan that are shown."""
 LARGEST = 2**20
 """The largest number of a plan."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of a plan: its TOML table, its type, what it may be, and one line of help."""
-
-    table: str
-    kind: type
-    help: str
-    choices: tuple[str, ...] = ()
-    wildcard: bool = False
-    also: tuple[str, ...] = ()
-    """What other frameworks call it; a plan that uses such a name is told ours."""
-
-
-SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb", "zbv", "auto")
-"""Orders of the stages' forwards and backwards, from the simplest to the search (`parallel/pipeline/schedules.py`)."""
-KEYS: dict[str, Key] = {
-    "pp": Key("mesh", int, "pipeline stages: each process holds some of the model's units", wildcard=True,
-        also=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size", "stages")),
-    "dp": Key("mesh", int, "copies of the model, each on its share of the batch; * fills the processes", wildcard=True,
-        also=("ddp", "data_parallel", "data_parallel_size", "num_gpus", "replicas", "world_size")),
-    "fsdp": Key("mesh", int, "processes that share one sharded copy, each on its share of the batch", wildcard=True,
-        also=("shard", "sharding", "fully_shard", "fsdp2", "data_parallel_shard_degree")),
-    "cp": Key("mesh", int, "processes that compute stretches of the same sequences", wildcard=True,
-        also=("context_parallel", "sp", "ring_attention", "context_parallel_size", "sequence")),
-    "tp": Key("mesh", int, "processes that compute slices of the same layers", wildcard=True,
-        also=("mp", "tensor_parallel", "model_parallel", "tensor_model_parallel_size")),
-    "ep": Key("mesh", int, "processes, among those with other samples, that share out the experts",
-        also=("expert_parallel", "expert_model_parallel_size", "moe")),
-    "microbatches": Key("step", int, "parts each share is computed in; gradients are summed once, in the last",
-        also=("grad_accum", "gradient_accumulation", "gradient_accumulation_steps", "accumulate", "accumulate_grad_batches",
-              "num_microbatches", "accum")),
-    "schedule": Key("step", str, "order of the stages' forwards and backwards", SCHEDULES),
-    "stages_per_rank": Key("step", int, "stages each process holds, for interleaved schedules"),
-    "zero": Key("memory", int, "what fsdp shards: 1 optimizer state, 2 and gradients, 3 and parameters", ("1", "2", "3"),
-        also=("zero_stage", "zero_optimization", "sharding_strategy")),
-    "recompute": Key("memory", str, "activations computed again in backward instead of kept", ("none", "selective", "full"),
-        also=("activation_checkpointing", "gradient_checkpointing", "checkpointing", "checkpoint", "remat", "ac")),
-    "offload": Key("memory", str, "what is kept in host memory", ("none", "optimizer", "all"),
-        also=("cpu_offload", "offload_optimizer", "offload_param")),
-    "precision": Key("compute", str, "number format of the forward pass", ("fp32", "bf16", "fp16"),
-        also=("dtype", "mixed_precision", "amp", "autocast", "param_dtype", "bf16", "fp16")),
-    "compile": Key("compute", bool, "torch.compile the model", also=("torch_compile", "jit", "inductor")),
-    "processes": Key("compute", str, "per-device, or one: the classic DataParallel with threads", ("per-device", "one")),
-    "sequence_parallel": Key("split", bool, "tp computes norms and dropout between its slices on stretches too"),
-    "context": Key("split", str, "how attention sees the other stretches under cp", ("ring", "ulysses"),
-        also=("cp_method", "context_parallel_rotate_method", "attention")),
-}  # fmt: skip
-TABLES = tuple(dict.fromkeys(key.table for key in KEYS.values()))
-
-AXES = tuple(name for name, key in KEYS.items() if key.wildcard)
-"""The axes of the mesh, from the slowest link to the fastest: ranks that differ in the last axis are neighbours.
-
-`ep` is no axis of its own: it groups neighbouring ranks that have other samples.
-
-| axis | samples | of the model |
-|---|---|---|
-| pp | the same | other stages |
-| dp | other | the same |
-| fsdp | other | other shards |
-| cp | the same, other stretches of their sequences | the same |
-| tp | the same | other slices |
-"""
-OTHER_SAMPLES = ("dp", "fsdp")
-"""Axes along which ranks have other samples."""
-SAME_LOSS = ("cp", "tp")
-"""Axes along which ranks compute the same loss."""
-SAME_PARTS = ("dp", "cp")
-"""Axes along which ranks hold the same parts of the model."""
-SAME_SLICES = ("dp", "fsdp", "cp")
-"""Axes along which ranks hold the same stages and slices, whole or in shards."""
 
 
 def from_line(text: str) -> dict[str, Any]:
@@ -116,9 +45,15 @@ def from_line(text: str) -> dict[str, Any]:
         elif key in values:
             problems.append(_twice(key, where))
         else:
-            number = re.fullmatch(r"-?\d{1,18}", value)
-            values[key] = value == "true" if value in ("true", "false") else int(value) if number else value
+            values[key] = value == "true" if value in ("true", "false") else _number(value)
     return _checked(values, where, problems)
+
+
+def _number(word: str) -> int | float | str:
+    """The number that a word is, if it is one."""
+    if re.fullmatch(r"-?\d{1,18}", word):
+        return int(word)
+    return float(word) if re.fullmatch(r"-?(\d{1,17}|\d{0,17}\.\d{1,20})(e[-+]?\d{1,2})?", word) else word
 
 
 def from_file(path: Path) -> dict[str, Any]:
@@ -232,13 +167,24 @@ def _value(name: str, key: Key, value: object, where: str) -> tuple[list[Problem
         return [], value
     if key.kind is str and isinstance(value, str) and value in key.choices:
         return [], value
-    if key.kind is int and number and (value in map(int, key.choices) if key.choices else 1 <= value <= LARGEST):
+    if key.form and isinstance(value, str) and re.fullmatch(key.form.partition("|")[0], value):
         return [], value
+    if (
+        key.kind is int
+        and number
+        and (value in map(int, key.choices) if key.choices else key.least <= value <= LARGEST)
+    ):
+        return [], value
+    if key.kind is float and (number or isinstance(value, float)) and 0 <= value <= key.most:
+        return [], float(value)
     if key.choices:
         hint = did_you_mean(_bare(value), key.choices) if key.kind is str else ""
-        expected = f"expected {', '.join(key.choices[:-1])} or {key.choices[-1]}" + (f", {hint}" if hint else "")
+        others = [*key.choices, key.form.partition("|")[2]] if key.form else key.choices
+        expected = f"expected {', '.join(others[:-1])} or {others[-1]}" + (f", {hint}" if hint else "")
+    elif key.kind is float:
+        expected = f"expected a number from 0 to {key.most:g}"
     elif number and key.kind is int:
-        expected = f"expected a whole number from 1 to {LARGEST}"
+        expected = f"expected a whole number from {key.least} to {LARGEST}"
     else:
         expected = "expected true or false" if key.kind is bool else "expected a whole number"
     expected += " or *" if key.wildcard else ""
@@ -264,6 +210,7 @@ def _bare(value: object) -> str:
 class Plan:
     """How to split a job. A mesh axis is 0 while it is the wildcard ``*`` (see `fill`)."""
 
+    replica_groups: int = 1
     pp: int = 1
     dp: int = 1
     fsdp: int = 1
@@ -273,6 +220,21 @@ class Plan:
     microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    batch_shares: str = "equal"
+    sync: str = "local"
+    every: int = 1
+    start_local: int = 0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    fragment_delay: int = 0
+    fragment_alpha: float = 0.0
+    staleness: int = 0
+    server_update: str = "clock"
+    quorum: int = 0
+    servers: int = 1
+    compress: str = "none"
+    compress_rank: int = 2
     zero: int = 3
     recompute: str = "none"
     offload: str = "none"
@@ -293,7 +255,7 @@ class Plan:
 
     @cached_property
     def shares(self) -> int:
-        """Between how many devices the samples of a batch are shared out."""
+        """Between how many devices the samples of a batch, or of a replica group's part of it, are shared out."""
         return self.along(OTHER_SAMPLES)
 
     def along(self, axes: tuple[str, ...]) -> int:
@@ -312,7 +274,13 @@ class Plan:
     @property
     def across(self) -> bool:
         """Whether there is more than copies and shards: stages, slices, stretches or experts, so that ranks differ."""
-        return self.devices > self.shares or self.ep > 1
+        return self.along(WITHIN) > self.shares or self.ep > 1
+
+    @property
+    def inner(self) -> "Plan":
+        """The plan of one replica group, on its own."""
+        given = {key: value for key, value in self.changed().items() if KEYS[key].table != "groups"}
+        return Plan(**given | {"replica_groups": 1} if self.replica_groups > 1 else given)
 
     @property
     def waits_in_forward(self) -> bool:
@@ -333,7 +301,7 @@ class Plan:
         """The place of a rank on every axis.
 
         >>> Plan.parse("dp=2 tp=2").at(1)
-        {'pp': 0, 'dp': 0, 'fsdp': 0, 'cp': 0, 'tp': 1}
+        {'replica_groups': 0, 'pp': 0, 'dp': 0, 'fsdp': 0, 'cp': 0, 'tp': 1}
         """
         place = {}
         for axis in reversed(AXES):
@@ -348,7 +316,7 @@ class Plan:
         return rank
 
     def share(self, rank: int) -> int:
-        """Which share of a batch's samples a rank computes on; ranks of one `cp` and `tp` have the same."""
+        """Which share of its group's samples a rank computes on; ranks of one `cp` and `tp` have the same."""
         at = self.at(rank)
         return at["dp"] * self.fsdp + at["fsdp"]
 
@@ -367,12 +335,30 @@ class Plan:
         """P030 for every key that was given and has no effect under this plan."""
         needs = {"zero": ("fsdp", self.fsdp), "schedule": ("pp", self.pp), "stages_per_rank": ("pp", self.pp)}
         needs |= {"sequence_parallel": ("tp", self.tp), "context": ("cp", self.cp)}
+        needs |= dict.fromkeys(("sync", "every", "start_local"), ("replica_groups", self.replica_groups))
         problems = []
         for key, (axis, size) in needs.items():
             if size == 1 and key in self.changed() and not (key == "zero" and self.offload == "all"):
                 what = f"{key}={getattr(self, key)} has no effect: there is no {axis} in the plan"
                 problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
-        return problems
+        return problems + [problem for key, word in self._unused() if (problem := self._without(key, word))]
+
+    def _unused(self) -> Iterator[tuple[str, str]]:
+        """Keys of one way to synchronise or to compress, and what must be in the plan for them."""
+        if self.sync != "diloco":
+            yield from ((key, "sync=diloco") for key in ("outer_lr", "outer_momentum", "fragments"))
+        if self.fragments == 1:
+            yield from ((key, "fragments=2") for key in ("fragment_delay", "fragment_alpha") if self.sync != "diloco")
+        if self.sync != "async":
+            yield from ((key, "sync=async") for key in ("staleness", "server_update", "quorum", "servers"))
+        if self.compress != "powersgd":
+            yield "compress_rank", "compress=powersgd"
+
+    def _without(self, key: str, word: str) -> Problem | None:
+        if key not in self.changed():
+            return None
+        what = f"{key}={as_word(KEYS[key], getattr(self, key))} has no effect: there is no {word} in the plan"
+        return Problem("P030", what, fix=(word, f"leave out {key}"))
 
     def _not(self, nproc: int) -> Problem:
         """P001: the plan does not make `nproc` processes. Proposes another size of the first axis that can have one."""

@@ -79,17 +79,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Which part of every batch is ours: part `rank` of `ranks`, computed in `microbatches` parts."""
+    """Which part of every batch is ours: part `rank` of `ranks`, computed in `microbatches` parts.
+
+    Of several replica groups each has a part of the batch, and ranks have parts of their group's.
+    """
 
     rank: int = 0
     ranks: int = 1
     microbatches: int = 1
+    group: int = 0
+    groups: int = 1
+
+    def of_group(self, size: int) -> tuple[int, int]:
+        """(first, count) of the replica group's samples in a global batch of `size`."""
+        return split(size, self.groups, self.group)
 
     def parts(self, size: int) -> list[tuple[int, int]]:
         """(first, count) of each micro-batch in a global batch of `size`; a count may be 0 in a short batch."""
-        first, count = split(size, self.ranks, self.rank)
+        start, held = self.of_group(size)
+        first, count = split(held, self.ranks, self.rank)
         inside = [split(count, self.microbatches, i) for i in range(self.microbatches)]
-        return [(first + offset, n) for offset, n in inside]
+        return [(start + first + offset, n) for offset, n in inside]
 
 
 class MapStyle(Protocol):

@@ -13,7 +13,8 @@ from plait.checkpoint import optimizer_state
 from plait.checkpoint.fingerprint import structure
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
-from plait.config.plan import AXES, OTHER_SAMPLES, SAME_PARTS, Plan
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS
+from plait.config.plan import Plan
 from plait.data import batch as data_module
 from plait.engine import try_metrics
 from plait.launch.devices import kind_of, of_rank

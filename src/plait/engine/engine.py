@@ -25,7 +25,8 @@ from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.weights import load_weights
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
-from plait.config.plan import SAME_LOSS, Plan
+from plait.config.keys import SAME_LOSS
+from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, opened, weigh
 from plait.data.iterables import Merge, agree, every_nth, known_by
 from plait.data.loading import batches

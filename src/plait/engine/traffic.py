@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.plan import AXES, OTHER_SAMPLES, Plan
+from plait.config.keys import AXES, OTHER_SAMPLES
+from plait.config.plan import Plan
 from plait.losses.global_batch import CURRENT
 from plait.tensors.torch_private import TorchDispatchMode, group_in, tree_leaves
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.config.plan import SAME_SLICES
+from plait.config.keys import SAME_SLICES
 from plait.parallel.built import Built
 from plait.parallel.data.buckets import Reducer
 from plait.parallel.fsdp.runtime import square

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
-from plait.config.plan import AXES, OTHER_SAMPLES, SAME_SLICES, Plan
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_SLICES
+from plait.config.plan import Plan
 from plait.launch import groups
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.plan import SAME_SLICES, Plan
+from plait.config.keys import SAME_SLICES
+from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 
 

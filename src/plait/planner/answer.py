@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from plait.config.plan import AXES, Plan
+from plait.config.keys import AXES
+from plait.config.plan import Plan
 from plait.model.table import aligned, short, size
 from plait.planner.estimate import estimate
 from plait.planner.question import CONTEXT, PlanRequest

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf
 
-from plait.config.plan import SAME_LOSS, Plan
+from plait.config.keys import SAME_LOSS
+from plait.config.plan import Plan
 from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.schedules import Table
 from plait.parallel.pipeline.simulate import makespan

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from plait.config.plan import AXES, Plan
+from plait.config.keys import AXES
+from plait.config.plan import Plan
 from plait.planner import memory
 from plait.planner.estimate import Estimate, estimate, touched
 from plait.planner.space import MOST, SearchSpace, branch_samples, branches, of, orders, shardings

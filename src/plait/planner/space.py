@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from plait.config.plan import AXES, SAME_LOSS, Plan
+from plait.config.keys import AXES, SAME_LOSS
+from plait.config.plan import Plan
 from plait.planner.estimate import Estimate
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from math import ceil, log2
 from typing import Any
 
+from plait.config.keys import SAME_LOSS
 from plait.config.machine import Machine
-from plait.config.plan import SAME_LOSS, Plan
+from plait.config.plan import Plan
 from plait.planner.constants import FITTED, Fitted
 from plait.planner.from_sketch import Block, PlannedProduct, Workload
 

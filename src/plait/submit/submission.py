@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.config.errors import PlaitError, Problem
-from plait.config.plan import AXES, Plan
+from plait.config.keys import AXES
+from plait.config.plan import Plan
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """What every scheduler takes for a name; Kubernetes makes host names of it."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.errors import Problem
-from plait.config.plan import SAME_LOSS, Plan
+from plait.config.keys import SAME_LOSS
+from plait.config.plan import Plan
 
 
 def is_scripted(module: nn.Module) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from plait.config.errors import PlaitError, proof_stopped
 from plait.config.job import Job
-from plait.config.plan import AXES, OTHER_SAMPLES, Plan
+from plait.config.keys import AXES, OTHER_SAMPLES
+from plait.config.plan import Plan
 from plait.data.batch import Batch
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic

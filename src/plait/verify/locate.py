@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config.plan import OTHER_SAMPLES, SAME_LOSS
+from plait.config.keys import OTHER_SAMPLES, SAME_LOSS
 from plait.verify.notes import key
 from plait.verify.probes import TOLERANCE, apart, off, size_of
 from plait.verify.sides import Sides, Wrong

@@ -36,7 +36,8 @@ Paper
 from collections.abc import Iterable
 
 from plait.config.errors import Problem
-from plait.config.plan import SAME_PARTS, Plan
+from plait.config.keys import SAME_PARTS
+from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.data import batch_norm

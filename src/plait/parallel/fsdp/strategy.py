@@ -42,7 +42,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait.config.errors import Problem
-from plait.config.plan import AXES, SAME_SLICES, Plan
+from plait.config.keys import AXES, SAME_SLICES
+from plait.config.plan import Plan
 from plait.launch import groups as groups_of
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built

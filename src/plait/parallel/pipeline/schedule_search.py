@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Literal
 
-from plait.config.plan import SCHEDULES
+from plait.config.keys import SCHEDULES
 from plait.parallel.pipeline.schedules import Action, Table, folded, looped, problems
 from plait.parallel.pipeline.schedules import textbook as textbook_table
 from plait.parallel.pipeline.simulate import Played, hops, simulate

@@ -31,7 +31,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, cast
 
-from plait.config.plan import SCHEDULES
+from plait.config.keys import SCHEDULES
 
 Kind = Literal["F", "B", "I", "W"]
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from plait.config.plan import AXES, OTHER_SAMPLES, Plan
+from plait.config.keys import AXES, OTHER_SAMPLES
+from plait.config.plan import Plan
 from plait.data.batch import BatchShare
 from plait.model.sketch import Sketch
 from plait.parallel.context import strategy as context
