@@ -23,6 +23,7 @@ from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
 from plait.tensors.part import Part, Ranges, whole
 
+
 class RareSync(Protocol):
     """What brings replica groups together now and then (`parallel/replica_groups/synchronise.py`)."""
 
@@ -51,12 +52,32 @@ class RareSync(Protocol):
         """The weights of all groups together in the place of this group's own."""
         ...
 
+    def global_parts(self) -> dict[str, Part]:
+        """This rank's part of them, and of what else groups take the mean of. All ranks call it."""
+        ...
+
+    def base_parts(self) -> dict[str, Part]:
+        """Those of them that are kept, and not computed when they are wanted."""
+        ...
+
     def parts(self) -> dict[str, Part]:
-        """What a checkpoint holds besides the global weights, by name."""
+        """What a checkpoint holds besides, by name."""
         ...
 
     def values(self) -> dict[str, Any]:
-        """The same of what is not a tensor."""
+        """The same of what is not a tensor, and alike on all ranks."""
+        ...
+
+    def own_values(self) -> dict[str, Any]:
+        """What this rank knows of its group alone."""
+        ...
+
+    def expect(self, groups: dict[str, Any]) -> None:
+        """Make room for what a checkpoint holds (`values`), so that `parts` are read in place."""
+        ...
+
+    def resume(self, own: dict[str, Any]) -> None:
+        """Go on as the group that said this (`own_values`)."""
         ...
 
 
