@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job
 from plait.data.batch import Data, example, is_map
+from plait.model.costs import Unit
 from plait.model.sketch import sketch
 from plait.randomness.keyed import Randomness, permutation, seed_host
 from plait.tensors.float64 import Wide
@@ -45,6 +46,7 @@ class OneDevice:
     """Bytes that units keep for backward, for each sample."""
     notes: Notes
     """What its steps gave, unit by unit."""
+    units: tuple[Unit, ...]
     steps: int = 0
     seen: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -63,7 +65,7 @@ class OneDevice:
         kept = sketched.saved_between.each + sum(unit.saved.each for unit in sketched.calls)
         notes, rates = Notes(model, [unit.name for unit in sketched.units]), [g["lr"] for g in optimizer.param_groups]
         notes.tensors("initial", dict(model.named_parameters()))
-        return OneDevice(job, model, optimizer, keyed, rates, dtype, device, kept, notes)
+        return OneDevice(job, model, optimizer, keyed, rates, dtype, device, kept, notes, sketched.units)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -238,6 +240,17 @@ def _is_mean(job: Job, outputs: object, targets: object, n: int) -> bool | None:
     except Exception:  # outputs without a batch dim: nothing can be said
         return None
     return abs(total / weights - whole) <= 1e-9 * max(abs(whole), 1e-9) if weights and np.isfinite(total) else None
+
+
+def floating(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters and buffers that are no whole numbers, by name: the tensors themselves."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+
+
+def ready(one: OneDevice, data: Data, samples: list[Any]) -> Any:
+    """(inputs, targets) of some samples, for the model."""
+    return _ready(_collate(data, samples), one.dtype, one.device)
 
 
 def _collate(data: Data, samples: list[Any]) -> Any:

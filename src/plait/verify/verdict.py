@@ -247,7 +247,7 @@ def judge(
             names,
             moved(expected.initial, expected.weights),
         ),
-        rows("U2", "loss and norm, every step", *steps, ("loss", "norm")),
+        rows("U2", "loss and norm, every step", *steps, tuple(k for k in steps[0][0] if k.startswith(("loss", "norm")))),
         tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), floor_of(expected.buffers)),
         replicas(ranks),
         samples(expected, ranks),
