@@ -10,6 +10,7 @@ TECHNIQUES = {
     **dict.fromkeys(("fsdp", "zero"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel"), "tensor/strategy"),
     **dict.fromkeys(("cp", "context"), "context/strategy"), "ep": "expert/strategy", "microbatches": "accumulate",
     "recompute": "recompute", "offload": "offload", "precision": "precision", "compile": "compiled", "processes": "threads",
+    **dict.fromkeys(("compress", "compress_rank"), "compression/strategy"),
 }  # fmt: skip
 """Which file of `parallel/` explains a key of a plan."""
 
