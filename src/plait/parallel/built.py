@@ -15,6 +15,7 @@ from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
 from plait.model.make import call
 from plait.model.sketch import Sketch
+from plait.parallel.compression.compressor import Compressor
 from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.pipeline.runtime import PipelineRuntime
@@ -145,7 +146,9 @@ class Built:
     shares: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: GradientReducer | None = None
-    """What sums gradients over the ranks: `Reducer`, `FsdpRuntime`, or None."""
+    """What sums gradients over the ranks: `Reducer`, `CompressedReducer`, `FsdpRuntime`, or None."""
+    compressor: Compressor | None = None
+    """What makes the sums of copies under `compress`, and holds the residuals."""
     shards: FsdpRuntime | None = None
     """What runs the parts of a sharded model, if it is one."""
     peers: ProcessGroup | None = None
