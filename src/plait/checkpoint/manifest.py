@@ -20,6 +20,8 @@ from plait.config.files import loads, read_plain
 from plait.data.batch import Position
 
 FORMAT = 2
+KINDS = ("model", "optimizer", "compress")
+"""What tensors are of: their names begin so, and files are named so."""
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 _BEFORE, _AFTER = b'{"digest": "', b'",\n'
@@ -58,7 +60,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest. Tensors are named `model/<name>` and `optimizer/<parameter>/<key>`."""
+    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, and as `checkpoint/state.py` names what
+    compressed sums keep."""
 
     tensors: dict[str, Entry]
     files: dict[str, tuple[int, str]]
@@ -137,7 +140,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     scalars = {name: _scalar(value) for name, value in _get(optimizer, "scalars", dict).items()}
     stored = [name.removeprefix("optimizer/") for name in tensors if name.startswith("optimizer/")]
     lost = [name for name in (*scalars, *stored) if name.rpartition("/")[0] not in known]
-    if lost or any(not name.startswith(("model/", "optimizer/")) for name in tensors):
+    if lost or any(not name.startswith(tuple(f"{kind}/" for kind in KINDS)) for name in tensors):
         raise ValueError(f"tensors of nothing: {', '.join(lost)[:100]}")
     aliases = {k: _is(v, str) for k, v in _get(content, "aliases", dict).items()}
     if any(f"model/{name}" not in tensors for name in aliases.values()):
