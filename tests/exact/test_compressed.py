@@ -4,15 +4,20 @@ A cross-section of the list runs always; `prove` tries all of it.
 """
 
 from itertools import product
+from typing import Any
 
 import jobs
 import jobs_compressed
 import pytest
+import torch
 from rarely import every
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
+from plait.engine.engine import Engine
+from plait.launch import fork
+from plait.launch.place import Place
 from plait.verify import verify as proof
 from plait.verify.algorithms.find import algorithm_of
 from plait.verify.verdict import table
@@ -103,3 +108,21 @@ def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
     with pytest.raises(PlaitError) as error:
         check_plan(jobs_compressed.job("words"), Plan.parse(text))
     assert any(p.code == code and told in f"{p.why} {p.fix}" for p in error.value.problems), str(error.value)
+
+
+def test_a_step_that_is_left_out_leaves_the_residuals() -> None:
+    """A step that is not finite is skipped on all ranks, and is as if it had not been: its sums are not taken over."""
+
+    def rank(place: Place) -> dict[str, Any]:
+        engine = Engine(jobs_compressed.job("pictures"), "dp=2 compress=int8", place=place, device="cpu", on_nan="skip")
+        kept = lambda: {n: t.clone() for n, t in engine.built.compressor.state().items()}  # noqa: E731
+        found, held = [], kept()
+        for step, batch in zip(range(4), engine.batches()):
+            if step == 2 and place.rank == 1:
+                batch.micro[0].inputs[0, 0] = torch.nan
+            skipped, now = engine.step(batch).skipped, kept()
+            found.append([skipped, all(torch.equal(t, held[n]) for n, t in now.items())])
+            held = now
+        return {"steps": found, "finite": all(bool(t.isfinite().all()) for t in held.values())}
+
+    assert fork.run(rank, 2) == [{"steps": [[False, False], [False, False], [True, True], [False, False]], "finite": True}] * 2
