@@ -97,6 +97,7 @@ def values_of(training: Training) -> dict[str, Any]:
         "versions": {"plait": __version__, "torch": str(torch.__version__)},
         "aliases": aliases_of(training.model),
         "scaler": training.built.scaler.state_dict() if training.built.scaler else None,
+        "shares": training.built.balance.state_dict() if training.built.balance else None,
         "job": {**training.fingerprint, "factor": fingerprint.factor(training.job, training.position.samples)},
         "optimizer": {
             "type": type(training.optimizer).__name__,
@@ -214,6 +215,8 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
     optimizer_state.restore(training.optimizer, state, hyper)
     if training.built.scaler and manifest.scaler:
         training.built.scaler.load_state_dict(manifest.scaler)
+    if training.built.balance and manifest.shares:
+        training.built.balance.load_state_dict(manifest.shares)
     training.position = manifest.position
     training.built.refresh()
 

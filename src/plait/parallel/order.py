@@ -23,6 +23,7 @@ from plait.parallel.data import strategy as data_parallel
 from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.pipeline import strategy as pipeline
+from plait.parallel.shares import strategy as shares
 from plait.parallel.tensor import strategy as tensor
 
 
@@ -67,6 +68,7 @@ ORDER: tuple[Strategy, ...] = (
     context,
     precision,
     threads,
+    shares,
     accumulate,
     recompute,
     compiled,
