@@ -35,9 +35,9 @@ from plait.data.padding import LOOSE, Padding, fetching
 from plait.data.shares import ahead
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.evaluate import evaluate
-from plait.engine.meter import Meter, by_share
 from plait.engine.nonfinite import Guard
 from plait.engine.passes import Passes, Spans, Step, tokens
+from plait.engine.speed import SpeedMeter, by_share
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
@@ -75,7 +75,7 @@ class Engine:
         """Where in a step this is, and so whose state the model is in."""
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
         self.passes = Passes(self.built, self._spans)
-        self.meter = Meter(self.built)
+        self.meter = SpeedMeter(self.built)
         self.guard = Guard(self.built, on_nan)
 
     def __enter__(self) -> "Engine":

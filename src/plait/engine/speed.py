@@ -15,7 +15,7 @@ FULL = 0.9
 """Part of a GPU's memory that shares may grow into."""
 
 
-class Meter:
+class SpeedMeter:
     """Reads one rank's clock and memory. `busy`: seconds of forward and backward passes of the last step.
 
     The wall's, since a device that others use too is slow by the wall only. Where speeds are compared, what a rank waited for others
