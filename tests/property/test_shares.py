@@ -44,14 +44,18 @@ def test_a_short_batch_has_no_larger_share_than_a_full_one(parts: list[int], bat
 def test_micro_batches_of_all_shares_are_the_batch(parts: list[int], size: int, micro: int, groups: int) -> None:
     size = max(size, groups)
     shares = [
-        BatchShare(rank, len(parts), micro, group, groups, tuple(parts)) for group in range(groups) for rank in range(len(parts))
+        BatchShare(rank, len(parts), micro, group, groups, tuple(parts))
+        for group in range(groups)
+        for rank in range(len(parts))
     ]
     held = [i for share in shares for first, n in share.parts(size) for i in range(first, first + n)]
     assert held == list(range(size))
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-4, 1)), min_size=1, max_size=6), st.integers(6, 300), st.data())
-def test_balanced_shares_are_the_best_within_their_limits(costs: list[tuple[float, float]], batch: int, data: Any) -> None:
+def test_balanced_shares_are_the_best_within_their_limits(
+    costs: list[tuple[float, float]], batch: int, data: Any
+) -> None:
     found, count = [Cost(*c) for c in costs], len(costs)
     now = sizes(batch, (1,) * count)
     most = [min(batch, data.draw(st.integers(n, 4 * n))) for n in now]
@@ -69,7 +73,9 @@ def read(make: Callable[[], Any], share: BatchShare, steps: int, begin: Position
     return list(islice(batches(make(), 9, 3, share, begin, workers=workers), steps))
 
 
-@pytest.mark.parametrize("make", (lambda: Ids(41), lambda: Stateful(41), lambda: Iterates(41)), ids=("map", "state", "plain"))
+@pytest.mark.parametrize(
+    "make", (lambda: Ids(41), lambda: Stateful(41), lambda: Iterates(41)), ids=("map", "state", "plain")
+)
 @pytest.mark.parametrize("workers", (0, 2))
 def test_parts_change_while_loaders_read_ahead(make: Callable[[], Any], workers: int) -> None:
     """A change in the middle: no sample lost, none doubled, and in the order that one rank has."""

@@ -4,6 +4,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ Takes = Callable[[int, int, int], float]
 """(step, share, samples) -> seconds."""
 
 
-def play(takes: Takes, steps: int = 120, batch: int = 64, ranks: int = 4, balance: Balance | None = None) -> list[tuple[int, ...]]:
+def play(
+    takes: Takes, steps: int = 120, batch: int = 64, ranks: int = 4, balance: Balance | None = None
+) -> list[tuple[int, ...]]:
     """Samples of every step, when shares take so long."""
     balance = balance or Balance(batch, ranks)
     history, spent = list[tuple[int, ...]](), [0.0] * ranks
@@ -36,7 +39,7 @@ def play(takes: Takes, steps: int = 120, batch: int = 64, ranks: int = 4, balanc
 
 
 def changes(history: list[tuple[int, ...]]) -> int:
-    return sum(a != b for a, b in zip(history, history[1:]))
+    return sum(a != b for a, b in pairwise(history))
 
 
 def test_shares_come_to_the_speeds() -> None:
@@ -51,7 +54,9 @@ def test_a_fixed_cost_is_told_apart() -> None:
     history = play(lambda step, share, n: (0.2 + 0.01 * n) * (1 + 2 * (share == 3)), batch=128)
     last = history[-1]
     takes = [(0.2 + 0.01 * n) * (1 + 2 * (share == 3)) for share, n in enumerate(last)]
-    assert max(takes) <= 1.05 * 0.66 and changes(history) <= 4  # 43, 43, 42, 0 would take 0.63 s, and the empty share 0.6
+    assert (
+        max(takes) <= 1.05 * 0.66 and changes(history) <= 4
+    )  # 43, 43, 42, 0 would take 0.63 s, and the empty share 0.6
 
 
 @pytest.mark.parametrize("noise", (0.02, 0.1, 0.3, 1.0))
@@ -120,7 +125,9 @@ def test_what_is_said() -> None:
         notes.append(balance.heard(step + 1, (held, [0.01 * held[0], 0.03 * held[1]], [0, 0]), 2))
     said = [note for note in notes if note]
     assert told((24, 8)) == "3:1" and len(said) == 1
-    assert said[0].startswith("note  shares 3:1 from step 13 on: rank 1 computes a sample in 3.0 × the time of the fastest")
+    assert said[0].startswith(
+        "note  shares 3:1 from step 13 on: rank 1 computes a sample in 3.0 × the time of the fastest"
+    )
 
 
 @pytest.mark.parametrize(
