@@ -88,15 +88,15 @@ def test_speeds_that_are_none(tmp_path: Path, line: str, why: str) -> None:
 
 
 def test_shares_by_speed_are_offered_with_their_gain(asked: PlanRequest) -> None:
-    found = ask(asked, {"precision": "bf16", "fsdp": 1, "tp": 1, "pp": 1, "microbatches": 1})
-    assert found.best is not None and str(found.best.candidate.plan) == "dp=4 batch_shares=auto precision=bf16"
+    found = ask(asked, {"precision": "fp32", "fsdp": 1, "tp": 1, "pp": 1, "microbatches": 1})
+    assert found.best is not None and str(found.best.candidate.plan) == "dp=4 batch_shares=auto"
     question = found.question
     equal, auto = (
-        price(asked.pace, Plan.parse(f"dp=4 precision=bf16 batch_shares={s}"), question, 1 << 14)
+        price(asked.pace, Plan.parse(f"dp=4 precision=fp32 batch_shares={s}"), question, 1 << 14)
         for s in ("equal", "auto")
     )
     assert equal.parts["compute"] / auto.parts["compute"] == pytest.approx(13 / 4, rel=0.1)  # 16384 on the slow one, then 5041 of 65536
-    given = price(asked.pace, Plan.parse("dp=4 precision=bf16 batch_shares=4:4:4:1"), question, 1 << 14)
+    given = price(asked.pace, Plan.parse("dp=4 precision=fp32 batch_shares=4:4:4:1"), question, 1 << 14)
     assert given.seconds == pytest.approx(auto.seconds, rel=1e-6)
     assert "× as fast as the same plan with equal shares" in text(found)
     assert gain(asked.pace, Plan(dp=4), question, 1 << 14) == ""

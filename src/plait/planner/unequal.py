@@ -15,8 +15,6 @@ from plait.planner.estimate import Estimate, estimate
 from plait.planner.space import SearchSpace
 from plait.planner.time import TimeModel
 
-COMPUTING = ("compute", "recompute", "bubble", "optimizer")
-"""Parts of a step that a slower device takes longer for; messages are as fast as the links, and the host is as fast as ever."""
 LONGEST = 64
 """Shares of which parts are written into a plan."""
 
@@ -60,17 +58,12 @@ def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) ->
         each = float(ceil(held / plan.microbatches))
         key = each, min(map(machine.speed, ranks)), min(question.room(rank) for rank in ranks)
         if key not in found:
-            found[key] = _on(estimate(pace, plan, each), key[1], key[2])
+            got = estimate(pace.on(key[1]), plan, each)
+            found[key] = replace(got, spare=key[2] - got.reserved)
     slowest = max(found.values(), key=lambda got: got.seconds)
     fullest = min(found.values(), key=lambda got: got.spare or 0.0)
     flops = 3 * pace.work.flops * batch / plan.devices
     return replace(slowest, memory=fullest.memory, reserved=fullest.reserved, spare=fullest.spare, flops=flops)
-
-
-def _on(got: Estimate, speed: float, room: float) -> Estimate:
-    """What was priced on the machine's device, on one of this speed and this room."""
-    parts = {name: seconds / speed if name in COMPUTING else seconds for name, seconds in got.parts.items()}
-    return replace(got, parts=parts, seconds=sum(parts.values()), spare=room - got.reserved)
 
 
 def gain(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) -> str:
