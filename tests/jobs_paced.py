@@ -33,7 +33,7 @@ class Data(Numbers):
         self.x, self.y = self.x.double(), self.y.double()
 
 
-def job(pause: float = 0.001, slow: float = 3.0, since: int = 0, steps: int = 30, batch: int = 16) -> plait.Job:
+def job(pause: float = 0.003, slow: float = 3.0, since: int = 0, steps: int = 30, batch: int = 16) -> plait.Job:
     return plait.Job(
         model=lambda: Paced(pause, slow, since),
         loss=F.mse_loss,

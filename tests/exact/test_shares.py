@@ -35,7 +35,7 @@ def equal(job: Job, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), every(11, [(n, t) for i, n in enumerate(n for n in jobs.ALL if n != "recomputed") for t in DATA])
+    ("name", "text"), every(13, [(n, t) for i, n in enumerate(n for n in jobs.ALL if n != "recomputed") for t in DATA])
 )
 def test_jobs(name: str, text: str) -> None:
     plan = Plan.parse(text)
@@ -56,7 +56,7 @@ def test_other_axes(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("job", "text"),
     every(
-        4,
+        5,
         [(job, text) for job in (jobs_padded.tagger, jobs_padded.pooled, jobs_moe.gpt)
          for text in ("dp=2 batch_shares=3:1", "dp=2 batch_shares=auto microbatches=2", "dp=3 batch_shares=1:3:1")],
     ),
@@ -72,7 +72,7 @@ def test_experts_elsewhere(text: str) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "text", every(2, ["dp=2 batch_shares=3:1", "dp=2 batch_shares=auto", "fsdp=2 batch_shares=1:3"])
+    "text", every(3, ["dp=2 batch_shares=3:1", "dp=2 batch_shares=auto", "fsdp=2 batch_shares=1:3"])
 )
 def test_all_that_a_proof_does(text: str) -> None:
     """Messages as in a dry run, batches of the job's own size, number formats, held-out metrics."""

@@ -82,6 +82,7 @@ def test_a_resumed_run_has_the_shares_and_the_samples_of_one_that_was_not_stoppe
     assert alike(weights(tmp_path, 30), weights(equal, 30))
 
 
+@pytest.mark.prove
 def test_other_plans_go_on_with_equal_shares(equal: Path, tmp_path: Path) -> None:
     """Shares of two ranks say nothing of three; nor are they asked for by a plan without them."""
     train(tmp_path, "dp=2 batch_shares=auto", "--job.steps", "20", "--save-every", "20")
