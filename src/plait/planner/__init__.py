@@ -7,6 +7,7 @@ memory            bytes of the fullest rank in closed forms, for searching
 estimate          one plan
 constants         what was fitted to measurements
 space             all plans, in branches
+unequal           plans on devices that are unlike
 search            the best of them
 answer            what `plait plan` says
 goals             what fewer and more devices do; the cheapest, fewest, largest

@@ -37,6 +37,8 @@ class Estimate:
     """Of the model's step on one device, without what is computed again."""
     hosted: float = 0.0
     """Bytes that one rank keeps in its host's memory."""
+    spare: float | None = None
+    """Where devices are unlike: bytes that the plan leaves of the one that it leaves least of."""
 
     def share(self, part: str) -> float:
         """A part of the step, of all of it."""
