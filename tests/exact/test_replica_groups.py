@@ -41,14 +41,26 @@ def test_equal_to_the_algorithm(
 ) -> None:
     groups = 2 + (microbatches + ragged) % 2
     clip = {"clip": 1.0} if clipped else {}
-    verdict = proved(model, f"replica_groups={groups} {kind} microbatches={microbatches}", optimized=optimizer, ragged=ragged, **clip)
+    verdict = proved(
+        model, f"replica_groups={groups} {kind} microbatches={microbatches}", optimized=optimizer, ragged=ragged, **clip
+    )
     assert verdict.equal, verdict.cause
     assert verdict.forced["clipped"] == clipped
     assert verdict.algorithm is not None and verdict.algorithm.distance > 1e-6
     assert "EQUAL to the algorithm (one process) · " in table(verdict, model)
 
 
-INSIDE = ("dp=2", "fsdp=2", "tp=2", "pp=2", "pp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 zero=1", "dp=2 recompute=full", "fsdp=2 offload=optimizer")
+INSIDE = (
+    "dp=2",
+    "fsdp=2",
+    "tp=2",
+    "pp=2",
+    "pp=2 microbatches=2",
+    "dp=2 fsdp=2",
+    "fsdp=2 zero=1",
+    "dp=2 recompute=full",
+    "fsdp=2 offload=optimizer",
+)
 
 
 @pytest.mark.parametrize("kind, inside", every(8, [(k, i) for i in INSIDE for k in KINDS if "compress" not in k]))

@@ -42,8 +42,8 @@ How it stays exact
     checkpoint also holds each group's weights and optimizer state, G's momentum, and what is on its way.
 
 Paper
-    Stich 2019, Local SGD Converges Fast and Communicates Little (ICLR); Lin et al. 2020, Don't Use Large Mini-Batches, Use
-    Local SGD (ICLR); Douillard et al. 2023, DiLoCo; Douillard et al. 2025, Streaming DiLoCo with overlapping communication.
+    Stich 2019, Local SGD Converges Fast and Communicates Little (ICLR); Lin et al. 2020 (ICLR) for post-local SGD; Douillard
+    et al. 2023, DiLoCo; Douillard et al. 2025, Streaming DiLoCo with overlapping communication.
 """
 
 from collections.abc import Iterable
