@@ -23,6 +23,7 @@ from plait.parallel.data import strategy as data_parallel
 from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.pipeline import strategy as pipeline
+from plait.parallel.server import strategy as server
 from plait.parallel.tensor import strategy as tensor
 
 
@@ -73,4 +74,5 @@ ORDER: tuple[Strategy, ...] = (
     data_parallel,
     fsdp,
     offload,
+    server,
 )

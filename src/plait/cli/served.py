@@ -1,0 +1,107 @@
+"""`plait train` with sync=async, the launcher's side: groups and servers are forked; a group that dies is started again or left out,
+and after a server's death all start again from the newest checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from plait.checkpoint.checkpoints import Checkpoints
+from plait.cli.request import Request
+from plait.config.errors import PlaitError, Problem
+from plait.config.plan import Plan
+from plait.engine.resume import writing
+from plait.engine.run_directory import RunDirectory
+from plait.engine.server import follower, group, lead
+from plait.engine.server.setting import Doors, Setting
+from plait.launch import fork
+from plait.launch.failures import LOST, Failure
+from plait.launch.place import Place
+from plait.launch.supervise import Spare
+from plait.parallel.server.strategy import wanted
+
+__all__ = ["ranks", "refuse_launchers", "wanted"]
+
+
+def refuse_launchers(plan: Plan, how: str) -> None:
+    """P063: groups and servers find each other on one machine, and plait's launcher starts them."""
+    if wanted(plan):
+        what = f"sync=async runs on one machine, under plait's own launcher; here {how}"
+        why = "groups and servers meet on this machine's loopback, and only plait's launcher starts one of them anew"
+        fix = ("plait train … on one machine", "sync=local or sync=diloco    over machines and launchers")
+        raise PlaitError(Problem("P063", what, why=why, fix=fix))
+
+
+class Losses:
+    """Counts the groups that die, and says what becomes of each."""
+
+    def __init__(self, plan: Plan, restarts: int, note: Callable[[str], None]):
+        self.plan, self.left, self.note = plan, restarts, note
+        self.there = set(range(plan.replica_groups))
+
+    def lost(self, rank: int, failure: Failure) -> str:
+        """What becomes of a group that has died."""
+        told = failure.all_problems()[0]
+        why = f" ({told.why.splitlines()[0]})" if told.why else ""
+        if self.left > 0:
+            self.left -= 1
+            self.note(f"note  {told.what}{why}: it is started again ({self.left} more times)")
+            return "again"
+        self.there.discard(rank)
+        if not self.there:
+            return ""
+        self.note(f"note  {told.what}{why}: the run goes on with {len(self.there)} of {self.plan.replica_groups} groups")
+        return "without"
+
+
+def ranks(request: Request, run: RunDirectory, listener: fork.Listener, begin: Callable[[range], None]) -> list[dict[str, Any]]:
+    """Fork groups and servers, again after the death of a server. What the first server returned."""
+    plan, resume, left = request.plan, request.resume, request.restarts
+    if request.workers:
+        listener.note("note  --workers has no effect under sync=async: a group reads the samples of a piece when it is dealt")
+    begin(range(plan.world))
+    while True:
+        losses = Losses(plan, request.restarts, listener.note)
+        try:
+            results = start(setting_of(request, run, resume), listener, losses, request.patience)
+            return [results[plan.replica_groups]]
+        except PlaitError as error:
+            saved = Checkpoints(run.checkpoints).found()
+            server = listener.guilty >= plan.replica_groups
+            if not (server and left and saved and error.codes[0] in LOST) or listener.asked:
+                raise
+            left, resume, listener.guilty = left - 1, "", -1
+            listener.note(f"note  {error.problems[0].what}: all start again from {saved[0].name}")
+
+
+def setting_of(request: Request, run: RunDirectory, resume: str | None) -> Setting:
+    """What groups and servers of a request know."""
+
+    def described() -> None:
+        with writing(run.path):
+            run.describe(request.name, request.plan, request.arguments)
+
+    return Setting(
+        request.job, request.plan, request.device, on_nan=request.on_nan, folder=run.path, save_every=request.save_every,
+        keep=request.keep, resume=resume, allow_changes=request.allow_changes, weights=request.weights,
+        arguments=request.arguments, described=described,
+    )  # fmt: skip
+
+
+def start(
+    setting: Setting, listener: fork.Listener | None = None, losses: Losses | None = None, patience: float | None = None
+) -> list[dict[str, Any]]:
+    """Fork groups and servers, and wait for the end: what each returned."""
+    plan, doors = setting.plan, Doors.open(setting.plan.servers)
+    groups = plan.replica_groups
+    losses = losses or Losses(plan, 0, lambda text: None)
+
+    def work(place: Place) -> dict[str, Any]:
+        if place.rank < groups:
+            return group.run(setting, replace(place, world=groups), doors)
+        return (lead if place.rank == groups else follower).run(setting, place, doors)
+
+    spare = Spare(lambda rank: rank < groups, losses.lost)
+    try:
+        return fork.run(work, plan.world, listener, patience=patience, alike=False, spare=spare)
+    finally:
+        doors.close()
