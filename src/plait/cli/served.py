@@ -16,6 +16,7 @@ from plait.engine.server.setting import Doors, Setting
 from plait.launch import fork
 from plait.launch.failures import LOST, Failure
 from plait.launch.place import Place
+from plait.launch.stopping import StopRequest
 from plait.launch.supervise import Spare
 from plait.parallel.server.strategy import wanted
 
@@ -59,6 +60,8 @@ def ranks(request: Request, run: RunDirectory, listener: fork.Listener, begin: C
     if request.workers:
         listener.note("note  --workers has no effect under sync=async: a group reads the samples of a piece when it is dealt")
     begin(range(plan.world))
+    stop = StopRequest.of_process()
+    stop.trains = True
     while True:
         losses = Losses(plan, request.restarts, listener.note)
         try:

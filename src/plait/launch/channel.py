@@ -133,6 +133,8 @@ class Hub:
         self.key, self.most, self.listening = key, most, listening
         self.selector = selectors.DefaultSelector()
         self.peers = set[Peer]()
+        self.early: list[tuple[Peer, Message | None]] = []
+        """What others said while a connection was made."""
         if listening is not None:
             listening.setblocking(False)
             self.selector.register(listening, selectors.EVENT_READ, None)
@@ -142,14 +144,18 @@ class Hub:
 
         ConnectionError when nobody is there, or a stranger.
         """
+        early: list[tuple[Peer, Message | None]] = []
         try:
             peer = self._added(socket.create_connection(("127.0.0.1", port), KNOCKING), guest=True)
             while not peer.proven:
                 alive()
-                if any(who is peer for who, _ in self.poll(1.0)):
+                found = self.poll(1.0)
+                if any(who is peer and message is None for who, message in found):
                     raise ConnectionError("the server closed the connection")
+                early += found
         except OSError as error:
             raise ConnectionError(f"the server at port {port} is gone: {error}") from error
+        self.early += early
         return peer
 
     def _added(self, link: socket.socket, guest: bool) -> Peer:
@@ -166,7 +172,7 @@ class Hub:
             if not peer.proven and not peer.guest and time.monotonic() - peer.since > KNOCKING:
                 self.close(peer)
         gone = [peer for peer in [*self.peers] if not self._written(peer)]
-        found: list[tuple[Peer, Message | None]] = [(peer, None) for peer in gone]
+        found, self.early = [*self.early, *((peer, None) for peer in gone)], []
         for key, mask in self.selector.select(0.0 if found else timeout):
             peer = key.data
             if peer is None:
@@ -212,13 +218,15 @@ class Hub:
             self.selector.unregister(peer.link)
             peer.link.close()
 
-    def flush(self, seconds: float) -> None:
-        """Send what is left, for so long at most."""
+    def flush(self, peers: Iterable[Peer], seconds: float = 60.0) -> None:
+        """Send these all that is meant for them, for so long at most."""
         end = time.monotonic() + seconds
-        while any(peer.out for peer in self.peers) and time.monotonic() < end:
-            for peer in [*self.peers]:
-                self._written(peer)
-            time.sleep(0.005)
+        left = [peer for peer in peers if peer in self.peers]
+        while time.monotonic() < end:
+            left = [peer for peer in left if self._written(peer) and peer.out]
+            if not left:
+                break
+            time.sleep(0.001)
 
     def shut(self) -> None:
         """Break all connections."""

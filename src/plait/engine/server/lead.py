@@ -225,6 +225,7 @@ class Lead:
         loss = sum(row.weight * told[ticket][0].loss for ticket, row in zip(numbers, used)) / total
         for peer in self.followers:
             peer.send(say.APPLY, (self.dealer.version, samples), [say.of_takes(loss, takes)])
+        self.server.hub.flush(self.followers)  # they sum with this one
         made = self.server.apply(takes, loss, samples)
         self.server.change([(row.weight, told[ticket][1]) for ticket, row in zip(numbers, used)])
         self.skipped += made.skipped
@@ -254,11 +255,8 @@ class Lead:
         }  # fmt: skip
         for peer in self.followers:
             peer.send(say.SAVE, (at.step, at.epoch, at.start, at.samples, int(wait)))
-        self._flush()
+        self.server.hub.flush(self.followers)
         self.saved = self.server.save(at, facts, wait)
-
-    def _flush(self) -> None:
-        self.server.hub.flush(60.0 if self.followers else 0.0)
 
     def _evaluate_at(self, done: int, since: int | None = None, owed: bool = False) -> None:
         """Have the weights of a step evaluated, when it is one of those that are."""
@@ -286,13 +284,14 @@ class Lead:
         self.record.rows(rows)
 
     def _end(self, stopped: bool) -> dict[str, Any]:
-        """Say to all that the run has ended, and wait until they have heard."""
-        for peer in (*self.groups, *self.followers):
-            peer.send(say.END)
-        while self.server.hub.peers:
-            for peer, _ in self.server.hub.poll(0.5):
-                self.groups.pop(peer, None)
-            self.server.alive("reduce")
+        """Say to all that the run has ended, and wait until they have heard; to the servers when the groups are gone."""
+        hub = self.server.hub
+        for peers in ([*self.groups], self.followers):
+            for peer in peers:
+                peer.send(say.END)
+            while hub.peers.intersection(peers):
+                hub.poll(0.5)
+                self.server.alive("reduce")
         self.server.hub.shut()
         for line in self.record.summary(self.dealer):
             self.note(line)
