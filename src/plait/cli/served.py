@@ -35,13 +35,15 @@ def refuse_launchers(plan: Plan, how: str) -> None:
 class Losses:
     """Counts the groups that die, and says what becomes of each."""
 
-    def __init__(self, plan: Plan, restarts: int, note: Callable[[str], None]):
-        self.plan, self.left, self.note = plan, restarts, note
+    def __init__(self, plan: Plan, restarts: int, note: Callable[[str], None], stop: StopRequest | None = None):
+        self.plan, self.left, self.note, self.stop = plan, restarts, note, stop
         self.there = set(range(plan.replica_groups))
 
     def lost(self, rank: int, failure: Failure) -> str:
         """What becomes of a group that has died."""
         told = failure.all_problems()[0]
+        if self.stop is not None:
+            self.stop.waits = True  # a request to stop waits for the servers, though a group is being built
         why = f" ({told.why.splitlines()[0]})" if told.why else ""
         if self.left > 0:
             self.left -= 1
@@ -63,7 +65,7 @@ def ranks(request: Request, run: RunDirectory, listener: fork.Listener, begin: C
     stop = StopRequest.of_process()
     stop.trains = True
     while True:
-        losses = Losses(plan, request.restarts, listener.note)
+        losses = Losses(plan, request.restarts, listener.note, stop)
         try:
             results = start(setting_of(request, run, resume), listener, losses, request.patience)
             return [results[plan.replica_groups]]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from plait.checkpoint.weights import open_weights
-from plait.cli.console import Console
 from plait.cli import served
+from plait.cli.console import Console
 from plait.cli.rank import train
 from plait.cli.request import Request
 from plait.cli.rounds import Rounds

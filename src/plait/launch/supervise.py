@@ -164,7 +164,7 @@ class Supervisor:
         if not word:
             self.failures[worker.rank] = failure
             return
-        self.board.write(worker.rank, -1, "end" if word == "without" else "start")
+        self.board.write(worker.rank, *((2**62, "end") if word == "without" else (-1, "start")))
         self.results[worker.rank] = {}
         if self.spare is not None and word == "again":
             del self.results[worker.rank]

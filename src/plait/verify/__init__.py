@@ -12,5 +12,7 @@ sides             the notes of both, side by side
 locate            where a difference begins
 sum_faults        a wrong sum of gradients, explained
 verdict           the judgement and its likely cause
+served            groups and a server: the run, and its ledger played again
+algorithms/       what plans that are not one device's training compute, in one process
 job/              whether a job survives being cut, checked before training
 """

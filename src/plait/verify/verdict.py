@@ -293,7 +293,7 @@ def table(verdict: Verdict, job: str) -> str:
         told = f"under {verdict.plan} one process computes what plain PyTorch computes; nothing is split"
         lines.append(f'NOT SPLIT  {told}, so no split is proved. Next: plait verify {job} --plan "dp=2"')
     elif verdict.equal:
-        lines.append("EQUAL  the split run computes what the single-device job computes")
+        lines.append(forced.get("verdict") or "EQUAL  the split run computes what the single-device job computes")
     else:
         wrong = verdict.first_wrong
         assert wrong is not None

@@ -6,11 +6,11 @@ import struct
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.manifest import read_manifest
-from plait.config.errors import FAILED, PlaitError, Problem
+from plait.config.errors import PlaitError, Problem
+from plait.data.batch import is_map
 from plait.engine.server import messages as say
 from plait.engine.server.group import not_dealt
 from plait.engine.server.record import Figures, ServerRecord
@@ -18,7 +18,6 @@ from plait.engine.server.setting import Doors, Setting
 from plait.engine.server.state import Made, Server
 from plait.launch.channel import Message, Peer
 from plait.launch.place import Place
-from plait.data.batch import is_map
 from plait.parallel.server.dealing import Dealer, Ticket, Update
 from plait.parallel.server.layout import Layout
 from plait.parallel.server.pieces import Clocks, as_row, of_row
