@@ -16,7 +16,7 @@ from plait.engine.server.group import Trainer
 from plait.engine.server.state import Server
 from plait.parallel.server import dealing
 from plait.parallel.server.dealing import Dealer, Update
-from plait.parallel.server.ledger import Row
+from plait.parallel.server.ledger import LedgerRow
 from plait.verify.verdict import Verdict, table
 from plait.verify.verify import verify
 
@@ -83,7 +83,7 @@ def stale_reads(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_version(patch: pytest.MonkeyPatch) -> None:
-    def written(self: Dealer, update: Update) -> list[Row]:
+    def written(self: Dealer, update: Update) -> list[LedgerRow]:
         rows = made(self, update)
         return [dataclasses.replace(row, version_read=row.version_made - 1) if not row.dropped else row for row in rows]
 
@@ -124,7 +124,7 @@ def norm_of_one_server(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Server, "_norm", own)
 
 
-def masks_of_the_piece(patch: pytest.MonkeyPatch) -> None:
+def masks_of_the_portion(patch: pytest.MonkeyPatch) -> None:
     def from_zero(self: Trainer, at: Position, size: int, first: int, ids: list[int]) -> object:
         return gradient(self, at, size, 0, ids)
 
@@ -134,9 +134,9 @@ def masks_of_the_piece(patch: pytest.MonkeyPatch) -> None:
 def dropped_is_used(patch: pytest.MonkeyPatch) -> None:
     """A gradient that the ledger names as dropped still moves the weights, and the momentum."""
 
-    def all_of_it(self: Dealer, update: Update) -> list[Row]:
+    def all_of_it(self: Dealer, update: Update) -> list[LedgerRow]:
         rows = made(self, dataclasses.replace(update, takes=update.takes + update.drops, drops=()))
-        late = {ticket.piece for ticket in update.drops}
+        late = {ticket.portion for ticket in update.drops}
         named = [row for row in rows if any((p.clock, p.first) == (row.clock, row.first) for p in late)]
         return [dataclasses.replace(row, dropped="late", version_made=-1) if row in named else row for row in rows]
 
@@ -169,13 +169,15 @@ CLOCK = "replica_groups=3 staleness=1"
             (used_twice, CLOCK, "U"),
             (clip_before_the_sum, CLOCK, "U"),
             (norm_of_one_server, f"{CLOCK} servers=2", "U"),
-            (masks_of_the_piece, CLOCK, "U"),
+            (masks_of_the_portion, CLOCK, "U"),
             (clock_of_steps, CLOCK, "U"),
             (dropped_is_used, "replica_groups=3 quorum=2", "D"),
         ),
     ),
 )
-def test_a_mistake_is_found(mistake: Callable[[pytest.MonkeyPatch], None], plan: str, probe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_found(
+    mistake: Callable[[pytest.MonkeyPatch], None], plan: str, probe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mistake(monkeypatch)
     found = proved(jobs.mlp(), plan)
     assert not found.equal and found.exit_code == 3

@@ -13,8 +13,8 @@ import pytest
 
 from plait.data.batch import Position
 from plait.parallel.server.dealing import Dealer, Rules, Ticket, Update
-from plait.parallel.server.ledger import Death, Row, problems
-from plait.parallel.server.pieces import Clocks, Piece
+from plait.parallel.server.ledger import Death, LedgerRow, problems
+from plait.parallel.server.portions import Clocks, Portion
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Course:
     deaths: float = 0.0
     """How likely a group dies while it computes."""
     slow: dict[int, float] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LedgerRow] = field(default_factory=list)
     shards: tuple[list[int], ...] = field(default_factory=lambda: ([], []))
     now: float = 0.0
     events: list[tuple[float, int, str, int, Ticket | None]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Course:
     def push(self, group: int, ticket: Ticket | None) -> None:
         assert ticket is not None
         if (
-            self.dealer.arrived(ticket.number, group, ticket.fence, 1.0 + ticket.piece.count)
+            self.dealer.arrived(ticket.number, group, ticket.fence, 1.0 + ticket.portion.count)
             or self.dealer.fences.get(group) == ticket.fence
         ):
             self.waiting.add(group)
@@ -107,8 +107,8 @@ def course(seed: int, rules: Rules | None = None, kind: type[Dealer] = Dealer, d
 def expected(dealer: Dealer) -> list[tuple[int, int]]:
     """Every sample of the run."""
     clocks = Clocks(dealer.clocks.length, dealer.clocks.batch, dealer.clocks.seed, dealer.clocks.groups)
-    pieces = [piece for _ in range(dealer.steps) for piece in clocks.take()]
-    return [(piece.clock, piece.first + k) for piece in pieces for k in range(piece.count)]
+    portions = [portion for _ in range(dealer.steps) for portion in clocks.take()]
+    return [(portion.clock, portion.first + k) for portion in portions for k in range(portion.count)]
 
 
 def wrong(course: Course) -> list[str]:
@@ -156,7 +156,7 @@ def test_a_slow_group_holds_up_nobody_within_the_bound() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_run_goes_on_from_anywhere(seed: int) -> None:
-    """What a checkpoint keeps (version, rows, position, pending pieces) is enough: together both halves saw every sample once."""
+    """What a checkpoint keeps (version, rows, position, pending portions) is enough: together both halves saw every sample once."""
     first = course(seed)
     dealer = first.dealer
     stop = first.draw.randint(0, dealer.steps - 1)
@@ -185,7 +185,7 @@ def test_a_run_goes_on_from_anywhere(seed: int) -> None:
 
 
 class Stale(Dealer):
-    """Deals clocks, and pieces, beyond the bound."""
+    """Deals clocks, and portions, beyond the bound."""
 
     def _may_begin(self) -> bool:
         return self.begun <= self.version + self.rules.staleness + 2
@@ -202,11 +202,11 @@ class Twice(Dealer):
 
     again: Ticket | None = None
 
-    def made(self, update: Update) -> list[Row]:
+    def made(self, update: Update) -> list[LedgerRow]:
         before, self.again = self.again, update.takes[0] if update.takes else None
         rows = super().made(update)
         if before is not None and self.seq % 3 == 0:
-            rows.append(self._written(before.piece, (before.group, before.fence, before.read), self.version, 0.1, ""))
+            rows.append(self._written(before.portion, (before.group, before.fence, before.read), self.version, 0.1, ""))
         return rows
 
 
@@ -221,8 +221,8 @@ class Late(Dealer):
 
     def arrived(self, number: int, group: int, fence: int, weight: float = 1.0) -> bool:
         ghost = getattr(self, "ghosts", {}).pop(number, None)
-        if ghost is not None and ghost.piece in self.back:
-            self.back.remove(ghost.piece)
+        if ghost is not None and ghost.portion in self.back:
+            self.back.remove(ghost.portion)
             self.out[number] = ghost
             ghost.arrived, ghost.weight = True, weight
             return True
@@ -230,28 +230,28 @@ class Late(Dealer):
 
 
 class Lost(Dealer):
-    """Forgets the piece of a group that died."""
+    """Forgets the portion of a group that died."""
 
     def lost(self, group: int) -> list[int]:
         gone = super().lost(group)
         if self.back:
-            piece = self.back.pop()
-            self.left[piece.clock] -= 1
-            self.parts[piece.clock] = self.parts.get(piece.clock, 1) - 1
+            portion = self.back.pop()
+            self.left[portion.clock] -= 1
+            self.parts[portion.clock] = self.parts.get(portion.clock, 1) - 1
         return gone
 
 
 class WrongVersion(Dealer):
     """Writes down the version that the server has now in place of the one that was read."""
 
-    def made(self, update: Update) -> list[Row]:
+    def made(self, update: Update) -> list[LedgerRow]:
         return [replace(row, version_made=row.version_made + 1) if row.seq % 2 else row for row in super().made(update)]
 
 
 class Misnumbered(Dealer):
     """Loses count of its rows."""
 
-    def made(self, update: Update) -> list[Row]:
+    def made(self, update: Update) -> list[LedgerRow]:
         rows = super().made(update)
         self.seq += self.version == 2
         return rows
@@ -284,7 +284,7 @@ def test_servers_that_disagree_are_found() -> None:
 
 
 def test_a_row_after_a_death_is_found() -> None:
-    row = Row(0, 1, 4, 0, 0, 0, (3,), 0, 1, 1.0)
+    row = LedgerRow(0, 1, 4, 0, 0, 0, (3,), 0, 1, 1.0)
     assert not problems([row], [Death(1, 1, 4)], 0)
     assert "declared dead" in problems([row], [Death(0, 1, 4)], 0)[0]
     assert not problems([replace(row, fence=5)], [Death(0, 1, 4)], 0)
@@ -295,4 +295,4 @@ def test_pieces_end_with_the_epoch() -> None:
     assert [(p.clock, p.epoch, p.first, p.count) for p in clocks.take()] == [(0, 0, 0, 2), (0, 0, 2, 1), (0, 0, 3, 1)]
     assert [(p.clock, p.epoch, p.start, p.count) for p in clocks.take()] == [(1, 0, 4, 1)] * 3
     assert clocks.after == Position(2, 1, 0, 7)
-    assert clocks.take()[0] == Piece(2, 0, 2, 4, 1, 0)
+    assert clocks.take()[0] == Portion(2, 0, 2, 4, 1, 0)

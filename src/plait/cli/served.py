@@ -12,7 +12,7 @@ from plait.config.plan import Plan
 from plait.engine.resume import writing
 from plait.engine.run_directory import RunDirectory
 from plait.engine.server import follower, group, lead
-from plait.engine.server.setting import Doors, Setting
+from plait.engine.server.setting import Doors, ServerSetting
 from plait.launch import fork
 from plait.launch.failures import LOST, Failure
 from plait.launch.place import Place
@@ -32,7 +32,7 @@ def refuse_launchers(plan: Plan, how: str) -> None:
         raise PlaitError(Problem("P063", what, why=why, fix=fix))
 
 
-class Losses:
+class GroupLosses:
     """Counts the groups that die, and says what becomes of each."""
 
     def __init__(self, plan: Plan, restarts: int, note: Callable[[str], None], stop: StopRequest | None = None):
@@ -52,20 +52,26 @@ class Losses:
         self.there.discard(rank)
         if not self.there:
             return ""
-        self.note(f"note  {told.what}{why}: the run goes on with {len(self.there)} of {self.plan.replica_groups} groups")
+        self.note(
+            f"note  {told.what}{why}: the run goes on with {len(self.there)} of {self.plan.replica_groups} groups"
+        )
         return "without"
 
 
-def ranks(request: Request, run: RunDirectory, listener: fork.Listener, begin: Callable[[range], None]) -> list[dict[str, Any]]:
+def ranks(
+    request: Request, run: RunDirectory, listener: fork.Listener, begin: Callable[[range], None]
+) -> list[dict[str, Any]]:
     """Fork groups and servers, again after the death of a server. What the first server returned."""
     plan, resume, left = request.plan, request.resume, request.restarts
     if request.workers:
-        listener.note("note  --workers has no effect under sync=async: a group reads the samples of a piece when it is dealt")
+        listener.note(
+            "note  --workers has no effect under sync=async: a group reads the samples of a portion when it is dealt"
+        )
     begin(range(plan.world))
     stop = StopRequest.of_process()
     stop.trains = True
     while True:
-        losses = Losses(plan, request.restarts, listener.note, stop)
+        losses = GroupLosses(plan, request.restarts, listener.note, stop)
         try:
             results = start(setting_of(request, run, resume), listener, losses, request.patience)
             return [results[plan.replica_groups]]
@@ -78,14 +84,14 @@ def ranks(request: Request, run: RunDirectory, listener: fork.Listener, begin: C
             listener.note(f"note  {error.problems[0].what}: all start again from {saved[0].name}")
 
 
-def setting_of(request: Request, run: RunDirectory, resume: str | None) -> Setting:
+def setting_of(request: Request, run: RunDirectory, resume: str | None) -> ServerSetting:
     """What groups and servers of a request know."""
 
     def described() -> None:
         with writing(run.path):
             run.describe(request.name, request.plan, request.arguments)
 
-    return Setting(
+    return ServerSetting(
         request.job, request.plan, request.device, on_nan=request.on_nan, folder=run.path, save_every=request.save_every,
         keep=request.keep, resume=resume, allow_changes=request.allow_changes, weights=request.weights,
         arguments=request.arguments, described=described,
@@ -93,12 +99,15 @@ def setting_of(request: Request, run: RunDirectory, resume: str | None) -> Setti
 
 
 def start(
-    setting: Setting, listener: fork.Listener | None = None, losses: Losses | None = None, patience: float | None = None
+    setting: ServerSetting,
+    listener: fork.Listener | None = None,
+    losses: GroupLosses | None = None,
+    patience: float | None = None,
 ) -> list[dict[str, Any]]:
     """Fork groups and servers, and wait for the end: what each returned."""
     plan, doors = setting.plan, Doors.open(setting.plan.servers)
     groups = plan.replica_groups
-    losses = losses or Losses(plan, 0, lambda text: None)
+    losses = losses or GroupLosses(plan, 0, lambda text: None)
 
     def work(place: Place) -> dict[str, Any]:
         if place.rank < groups:

@@ -311,7 +311,7 @@ def headline(request: Request) -> str:
         where = f"{plan.devices} {kind} groups and {plan.servers} server" + ("s" if plan.servers > 1 else "")
     count = plan.devices if served.wanted(plan) else plan.shares
     shares = sorted({split(job.batch, count, i)[1] for i in range(count)}, reverse=True)
-    share = " or ".join(map(str, shares)) + (" per piece" if served.wanted(plan) else " per device")
+    share = " or ".join(map(str, shares)) + (" per portion" if served.wanted(plan) else " per device")
     parts = f", in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
     name = Path(request.name.partition(":")[0])
     title = name.parent.name if name.stem == "job" and name.parent.name else name.stem

@@ -23,12 +23,12 @@ from plait.launch.gate import GREETING, KNOCKING, NONCE, PROOF, Stranger, proof_
 
 HEADER = struct.Struct("!10q")
 NUMBERS = 8
-PIECE = 1 << 20
+CHUNK = 1 << 20
 """Bytes that are read or written at once."""
 
 
 @dataclass(frozen=True)
-class Message:
+class Packet:
     """What one side tells the other."""
 
     kind: int
@@ -62,18 +62,18 @@ class Peer:
         """Send what can be sent now. OSError when the other side is gone."""
         with contextlib.suppress(BlockingIOError):
             while self.out:
-                sent = self.link.send(self.out[0][:PIECE])
+                sent = self.link.send(self.out[0][:CHUNK])
                 self.out[0] = self.out[0][sent:]
                 if not len(self.out[0]):
                     self.out.popleft()
 
-    def read(self) -> list[Message]:
+    def read(self) -> list[Packet]:
         """What has come, whole messages only. OSError, EOFError when the other side is gone; Stranger when it is none of the run's."""
         found = []
         with contextlib.suppress(BlockingIOError):
             while True:
                 if self.got < len(self.room):
-                    count = self.link.recv_into(memoryview(self.room)[self.got : self.got + PIECE])
+                    count = self.link.recv_into(memoryview(self.room)[self.got : self.got + CHUNK])
                     if not count and found:
                         break  # and the next time it is closed
                     if not count:
@@ -90,7 +90,7 @@ class Peer:
     def _expect(self, size: int) -> None:
         self.room, self.got = bytearray(size), 0
 
-    def _filled(self, data: bytearray) -> Message | None:
+    def _filled(self, data: bytearray) -> Packet | None:
         if not self.proven:
             self._prove(bytes(data))
             return None
@@ -105,7 +105,7 @@ class Peer:
         kind, *numbers, _ = self.header
         self.header = None
         self._expect(HEADER.size)
-        return Message(kind, tuple(numbers), data)
+        return Packet(kind, tuple(numbers), data)
 
     def _prove(self, data: bytes) -> None:
         """The next step of showing each other that both know the key."""
@@ -133,7 +133,7 @@ class Hub:
         self.key, self.most, self.listening = key, most, listening
         self.selector = selectors.DefaultSelector()
         self.peers = set[Peer]()
-        self.early: list[tuple[Peer, Message | None]] = []
+        self.early: list[tuple[Peer, Packet | None]] = []
         """What others said while a connection was made."""
         if listening is not None:
             listening.setblocking(False)
@@ -144,7 +144,7 @@ class Hub:
 
         ConnectionError when nobody is there, or a stranger.
         """
-        early: list[tuple[Peer, Message | None]] = []
+        early: list[tuple[Peer, Packet | None]] = []
         try:
             peer = self._added(socket.create_connection(("127.0.0.1", port), KNOCKING), guest=True)
             while not peer.proven:
@@ -166,7 +166,7 @@ class Hub:
         self.selector.register(link, selectors.EVENT_READ, peer)
         return peer
 
-    def poll(self, timeout: float) -> list[tuple[Peer, Message | None]]:
+    def poll(self, timeout: float) -> list[tuple[Peer, Packet | None]]:
         """What has come from whom, after at most so many seconds; None: that peer is gone."""
         for peer in [*self.peers]:
             if not peer.proven and not peer.guest and time.monotonic() - peer.since > KNOCKING:
@@ -190,7 +190,7 @@ class Hub:
             link, _ = self.listening.accept()
             self._added(link, guest=False)
 
-    def _read(self, peer: Peer) -> list[tuple[Peer, Message | None]]:
+    def _read(self, peer: Peer) -> list[tuple[Peer, Packet | None]]:
         try:
             return [(peer, message) for message in peer.read()]
         except (OSError, EOFError, Stranger):

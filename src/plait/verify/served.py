@@ -10,6 +10,7 @@ import dataclasses
 import json
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine.server import follower, group, lead
 from plait.engine.server.record import FILE
-from plait.engine.server.setting import Doors, Setting
+from plait.engine.server.setting import Doors, ServerSetting
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.launch.supervise import Spare
-from plait.parallel.server.ledger import Row, problems
-from plait.parallel.server.pieces import Clocks
+from plait.parallel.server.ledger import LedgerRow, problems
+from plait.parallel.server.portions import Clocks
 from plait.tensors.part import whole
 from plait.verify import reference
 from plait.verify.algorithms.server import Replay
@@ -37,17 +38,17 @@ from plait.verify.probes import TOLERANCE, Probe, floor_of, moved, rows, tensors
 from plait.verify.verdict import Verdict
 
 SLOWEST = 0.03
-"""Seconds of the longest pause before a piece; the last group takes three times as long."""
+"""Seconds of the longest pause before a portion; the last group takes three times as long."""
 CLIP = 0.1
 
 
 def pause(seed: int, groups: int, number: int, ticket: int) -> float:
-    """Seconds that a group waits before a piece."""
+    """Seconds that a group waits before a portion."""
     draw = random.Random(f"{seed} {number} {ticket}").random() * SLOWEST
     return 3.0 * draw if number == groups - 1 else draw
 
 
-def verify(job: Job, plan: Plan, steps: int, harden: Any) -> Verdict:
+def verify(job: Job, plan: Plan, steps: int, harden: Callable[[Job, Plan, int], Job]) -> Verdict:
     """Run it, play it again, and compare. `harden` makes the job's rare paths common (`verify/verify.py`)."""
     inner = dataclasses.replace(plan, dp=plan.replica_groups)
     try:
@@ -80,7 +81,7 @@ def _one_device(job: Job, steps: int, folder: Path) -> dict[str, Any]:
 def _run(job: Job, plan: Plan, folder: Path) -> list[dict[str, Any]]:
     """Groups and servers, with pauses."""
     groups, doors = plan.replica_groups, Doors.open(plan.servers)
-    setting = Setting(
+    setting = ServerSetting(
         job, dataclasses.replace(plan, precision="fp32"), "cpu", torch.float64, "ignore", folder=folder, save_every=10**9,
         pause=lambda number, ticket: pause(job.seed, groups, number, ticket), evaluates=False,
     )  # fmt: skip
@@ -92,7 +93,9 @@ def _run(job: Job, plan: Plan, folder: Path) -> list[dict[str, Any]]:
 
     listener = fork.Listener(note=lambda text: None)
     try:
-        return fork.run(work, plan.world, listener, alike=False, spare=Spare(lambda rank: False, lambda rank, failure: ""))
+        return fork.run(
+            work, plan.world, listener, alike=False, spare=Spare(lambda rank: False, lambda rank, failure: "")
+        )
     finally:
         doors.close()
 
@@ -133,7 +136,9 @@ def _saved(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _judged(plan: Plan, job: Job, folder: Path, told: tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]) -> Verdict:
+def _judged(
+    plan: Plan, job: Job, folder: Path, told: tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]
+) -> Verdict:
     expected, played, results = told
     actual, replayed = _saved(folder), _loaded(folder / "played")
     initial, one = _loaded(folder / "initial"), _loaded(folder / "one")
@@ -144,17 +149,23 @@ def _judged(plan: Plan, job: Job, folder: Path, told: tuple[dict[str, Any], dict
     ledger = _ledger(plan, job, folder, expected["length"], results)
     probes = [
         tensors("U", "weights, as played again", weights, {n: actual[n] for n in weights if n in actual}, names, floor),
-        tensors("B", "buffers, as played again", buffers, {n: actual[n] for n in buffers}, [*buffers], floor_of(buffers)),
+        tensors(
+            "B", "buffers, as played again", buffers, {n: actual[n] for n in buffers}, [*buffers], floor_of(buffers)
+        ),
         _rows(plan, played["told"], steps),
         Probe("D", "ledger", float(len(ledger)), 0, ledger[0] if ledger else "", ledger[0] if ledger else ""),
     ]
     same = plan.staleness == 0 and plan.quorum == 0 and plan.server_update == "clock"
     if same and not buffers:
         ours = {n: actual[n] for n in names}
-        probes.append(tensors("O", "weights of one device", {n: one[n] for n in names}, ours, names, moved(initial, one)))
+        probes.append(
+            tensors("O", "weights of one device", {n: one[n] for n in names}, ours, names, moved(initial, one))
+        )
         probes.append(rows("S", "one device's every step", expected["rows"], steps, ("loss", "norm", "lr", "samples")))
     distance = _distance(initial, one, actual)
-    inexact = ("statistics in buffers are those of a piece of the batch, not of the whole",) if same and buffers else ()
+    inexact = (
+        ("statistics in buffers are those of a portion of the batch, not of the whole",) if same and buffers else ()
+    )
     wrong = next((p for p in probes if not p.equal), None)
     cause = f"{wrong.title}: {wrong.name}, {wrong.detail}" if wrong else ""
     rows_used = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
@@ -167,7 +178,9 @@ def _judged(plan: Plan, job: Job, folder: Path, told: tuple[dict[str, Any], dict
         "then": [f"{len(stale)} gradients, {sum(s > 0 for s in stale)} of them stale, the stalest {max(stale, default=0)} versions"],
     }  # fmt: skip
     if distance >= TOLERANCE:
-        forced["verdict"] = f"EQUAL to the algorithm (one process) · {100 * distance:.2g} % from dp after {len(steps)} steps"
+        forced["verdict"] = (
+            f"EQUAL to the algorithm (one process) · {100 * distance:.2g} % from dp after {len(steps)} steps"
+        )
     return Verdict(str(plan), tuple(probes), "V026" if wrong else "", cause, inexact, plan.world, forced)
 
 
@@ -180,10 +193,10 @@ def _rows(plan: Plan, told: list[dict[str, float]], steps: list[dict[str, float]
 
 def _ledger(plan: Plan, job: Job, folder: Path, length: int, results: list[dict[str, Any]]) -> list[str]:
     lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
-    found = [Row.of_json(line) for line in lines if "seq" in line]
+    found = [LedgerRow.of_json(line) for line in lines if "seq" in line]
     clocks = Clocks(length, job.batch, job.seed, plan.replica_groups)
-    pieces = [piece for _ in range(job.steps) for piece in clocks.take()]
-    expected = [(piece.clock, piece.first + k) for piece in pieces for k in range(piece.count)]
+    portions = [portion for _ in range(job.steps) for portion in clocks.take()]
+    expected = [(portion.clock, portion.first + k) for portion in portions for k in range(portion.count)]
     wrong = problems(found, (), plan.staleness, expected)
     orders = [result["applied"] for result in results[plan.replica_groups :]]
     if any(order != orders[0] for order in orders):

@@ -2,7 +2,7 @@
 
 setting     what all of them know before they are forked
 messages    the kinds of messages, and what their numbers mean
-group       a group: takes a piece and the weights, and returns a gradient
+group       a group: takes a portion and the weights, and returns a gradient
 state       a server: its tensors and their optimizer, what it sends, an update, a save
 follower    a server beside the first, which does what the first says
 lead        the first server: deals, and says what is updated when

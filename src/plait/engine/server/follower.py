@@ -4,16 +4,16 @@ from typing import Any
 
 from plait.data.batch import Position
 from plait.engine.server import messages as say
-from plait.engine.server.setting import Doors, Setting
+from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Server
-from plait.launch.channel import Message, Peer
+from plait.launch.channel import Packet, Peer
 from plait.launch.place import Place
 
 
 class Follower:
     """Server `number`, from 1 on."""
 
-    def __init__(self, setting: Setting, place: Place, doors: Doors):
+    def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
         self.server = Server(setting, place, doors)
         self.server.resume()
         self.groups: dict[tuple[int, int], Peer] = {}
@@ -37,7 +37,7 @@ class Follower:
                     self.heard(peer, message)
             server.alive("reduce")
 
-    def heard(self, peer: Peer, message: Message) -> None:
+    def heard(self, peer: Peer, message: Packet) -> None:
         """A group says something."""
         if message.kind == say.HELLO:
             peer.name = (message.numbers[0], message.numbers[1])
@@ -48,7 +48,7 @@ class Follower:
                 self.server.parts[message.numbers[0]] = self.server.layout.unpack(message.payload)
             peer.send(say.HAVE, message.numbers[:1])
 
-    def told(self, message: Message) -> None:
+    def told(self, message: Packet) -> None:
         """The lead says what to do."""
         server, numbers = self.server, message.numbers
         if message.kind == say.SEND:
@@ -70,6 +70,6 @@ class Follower:
             server.save(Position(step, epoch, start, samples), {}, bool(wait))
 
 
-def run(setting: Setting, place: Place, doors: Doors) -> dict[str, Any]:
+def run(setting: ServerSetting, place: Place, doors: Doors) -> dict[str, Any]:
     """A server beside the first, from its build to the end of the run."""
     return Follower(setting, place, doors).run()

@@ -1,4 +1,4 @@
-"""A group: it asks for a piece of samples and the weights, computes the gradient, sends it, and asks again."""
+"""A group: it asks for a portion of samples and the weights, computes the gradient, sends it, and asks again."""
 
 import json
 import time
@@ -18,8 +18,8 @@ from plait.data.padding import Padding, fetching
 from plait.engine.engine import Engine
 from plait.engine.passes import sort_of, tokens
 from plait.engine.server import messages as say
-from plait.engine.server.setting import Doors, Setting
-from plait.launch.channel import Hub, Message, Peer
+from plait.engine.server.setting import Doors, ServerSetting
+from plait.launch.channel import Hub, Packet, Peer
 from plait.launch.place import Place
 from plait.parallel.server.layout import Layout, shared_out
 from plait.tensors.rows import split
@@ -29,7 +29,7 @@ COMPUTES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a piece: the gradient of its mean loss, by parameter; how its forward passes changed buffers; and figures."""
+    """Of a portion: the gradient of its mean loss, by parameter; how its forward passes changed buffers; and figures."""
 
     tensors: dict[str, Tensor]
     changes: dict[str, Tensor]
@@ -41,9 +41,9 @@ class Gradient:
 
 
 class Trainer:
-    """One device that computes gradients of pieces: the job's model under the plan of a group."""
+    """One device that computes gradients of portions: the job's model under the plan of a group."""
 
-    def __init__(self, setting: Setting, place: Place):
+    def __init__(self, setting: ServerSetting, place: Place):
         job, plan = setting.job, setting.plan.inner
         inside = replace(place, rank=0, world=1, store=None)
         self.engine = Engine(job, plan, device=setting.device, place=inside, cast=setting.cast, on_nan="ignore")
@@ -74,7 +74,9 @@ class Trainer:
         spent = engine._spans.taken()
         waited = sum(took for name, _, took in spent if name == "data")
         computed = sum(took for name, _, took in spent if sort_of(name) in COMPUTES)
-        changes = {n: b - kept[n] for n, b in self.buffers.items() if b.dtype != torch.bool and not torch.equal(b, kept[n])}
+        changes = {
+            n: b - kept[n] for n, b in self.buffers.items() if b.dtype != torch.bool and not torch.equal(b, kept[n])
+        }
         return Gradient(found, changes, total, float(loss), tokens(batch), waited, computed)
 
     def _batch(self, at: Position, size: int, first: int, ids: list[int]) -> Batch:
@@ -98,7 +100,9 @@ def not_dealt(kind: str) -> Problem:
     """P062 of data that has no numbers to deal."""
     what = f"the job's data is a {kind}, of which samples cannot be dealt"
     why = "groups are dealt samples by their number, in an order of their own; an iterable gives them only one after the other"
-    return Problem("P062", what, why=why, fix=("data with __len__ and __getitem__", "sync=local every=8    reads iterables"))
+    return Problem(
+        "P062", what, why=why, fix=("data with __len__ and __getitem__", "sync=local every=8    reads iterables")
+    )
 
 
 def _sum(losses: list[Tensor]) -> Tensor:
@@ -108,7 +112,7 @@ def _sum(losses: list[Tensor]) -> Tensor:
 class Group:
     """A group's side of the connections."""
 
-    def __init__(self, setting: Setting, place: Place, doors: Doors):
+    def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
         self.setting, self.place, self.number = setting, place, place.rank
         self.trainer = Trainer(setting, place)
         own = self.trainer.engine.built.own
@@ -116,7 +120,7 @@ class Group:
         self.layouts = [Layout({n: own[n] for n in names}) for names in shared_out(sizes, setting.plan.servers)]
         self.buffers = Layout(self.trainer.buffers)
         self.hub = Hub(doors.key)
-        self.inbox: dict[Peer, deque[Message]] = {}
+        self.inbox: dict[Peer, deque[Packet]] = {}
         self.alive("reduce")
         self.servers = [self.hub.connect(port, lambda: self.alive("build")) for port in doors.ports]
         self.fence = 0
@@ -138,7 +142,7 @@ class Group:
                 self.join()
             else:
                 with suppress(Fenced):
-                    (self.evaluate if message.kind == say.EVALUATE else self.piece)(message)
+                    (self.evaluate if message.kind == say.EVALUATE else self.portion)(message)
 
     def join(self) -> None:
         """Be known to all servers, under a fence of the lead's."""
@@ -159,8 +163,8 @@ class Group:
                 self.trainer.load(self.buffers.unpack(payload[cut:]))
             self.trainer.load(layout.unpack(payload[:cut]))
 
-    def piece(self, message: Message) -> None:
-        """Compute and send the gradient of a piece. Parts for other servers go first: the lead's comes when all are there."""
+    def portion(self, message: Packet) -> None:
+        """Compute and send the gradient of a portion. Parts for other servers go first: the lead's comes when all are there."""
         ticket, clock, epoch, start, size, first, _, _ = message.numbers
         ids = say.to_ids(message.payload)
         self.place.beat(clock, "reduce")
@@ -183,14 +187,14 @@ class Group:
         numbers = (ticket, self.fence, sum(map(len, head)))
         self.servers[0].send(say.PUSH, numbers, [*head, *own])
 
-    def evaluate(self, message: Message) -> None:
+    def evaluate(self, message: Packet) -> None:
         """The job's metrics over its held-out data, at the weights that come with the errand."""
         errand = message.numbers[0]
         self.weights(-1 - errand)
         values = self.trainer.engine.evaluate()
         self.servers[0].send(say.VALUES, (errand, self.fence), [json.dumps(values).encode()])
 
-    def wait(self, peer: Peer, *kinds: int, about: int | None = None) -> Message:
+    def wait(self, peer: Peer, *kinds: int, about: int | None = None) -> Packet:
         """The next message of these kinds from a server. ConnectionError when the server is gone."""
         box = self.inbox.setdefault(peer, deque())
         while True:
@@ -211,10 +215,12 @@ class Group:
 
 
 class Fenced(Exception):
-    """The lead has declared this group dead, or ended the run, while it waited for what belongs to a piece."""
+    """The lead has declared this group dead, or ended the run, while it waited for what belongs to a portion."""
 
 
-def run(setting: Setting, place: Place, doors: Doors, told: Callable[[Group], None] = lambda group: None) -> dict[str, Any]:
+def run(
+    setting: ServerSetting, place: Place, doors: Doors, told: Callable[[Group], None] = lambda group: None
+) -> dict[str, Any]:
     """A group, from its build to the end of the run."""
     group = Group(setting, place, doors)
     told(group)

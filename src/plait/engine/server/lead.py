@@ -1,4 +1,4 @@
-"""The first server: it deals pieces, hears gradients, says what is updated when, and keeps the run's record."""
+"""The first server: it deals portions, hears gradients, says what is updated when, and keeps the run's record."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from plait.data.batch import is_map
 from plait.engine.server import messages as say
 from plait.engine.server.group import not_dealt
 from plait.engine.server.record import Figures, ServerRecord
-from plait.engine.server.setting import Doors, Setting
+from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Made, Server
-from plait.launch.channel import Message, Peer
+from plait.launch.channel import Packet, Peer
 from plait.launch.place import Place
 from plait.parallel.server.dealing import Dealer, Ticket, Update
 from plait.parallel.server.layout import Layout
-from plait.parallel.server.pieces import Clocks, as_row, of_row
+from plait.parallel.server.portions import Clocks, as_row, of_row
 from plait.tensors.finite import number
 
 
@@ -36,7 +36,7 @@ class Errand:
 class Lead:
     """Server 0."""
 
-    def __init__(self, setting: Setting, place: Place, doors: Doors):
+    def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
         self.setting, self.server = setting, Server(setting, place, doors)
         engine = self.server.engine
         if not is_map(engine.built.data):
@@ -51,7 +51,7 @@ class Lead:
         self.groups: dict[Peer, tuple[int, int]] = {}
         """(group, fence) of those that are there."""
         self.asking: dict[Peer, float] = {}
-        """Who waits for a piece, and since when."""
+        """Who waits for a portion, and since when."""
         self.figures: dict[int, tuple[Figures, dict[str, Any]]] = {}
         """Of gradients that have come: what was told of them, and how they change buffers."""
         self.followers: list[Peer] = []
@@ -77,7 +77,11 @@ class Lead:
             return
         for problem in engine.checkpoints.refused:
             self.note(f"refused {problem.what}: {problem.why}")
-        self.note(f"resumed from {self.resumed} at step {self.dealer.done}" if self.resumed else "nothing saved yet: starting from step 0")
+        self.note(
+            f"resumed from {self.resumed} at step {self.dealer.done}"
+            if self.resumed
+            else "nothing saved yet: starting from step 0"
+        )
         for line in engine.checkpoints.changed:
             self.note(f"changed  {line}")
         self.setting.described()
@@ -116,7 +120,7 @@ class Lead:
                 self._heard(peer, message)
         self.server.place.beat(self.dealer.done, "reduce")
 
-    def _heard(self, peer: Peer, message: Message) -> None:
+    def _heard(self, peer: Peer, message: Packet) -> None:
         kind, numbers = message.kind, message.numbers
         if kind == say.HELLO and numbers[0] < 0:
             self.followers.append(peer)
@@ -154,8 +158,12 @@ class Lead:
             self._forget(back)
             if not self.dealer.finished and not self.server.place.stopping():
                 self.record.lost(group, fence, self.dealer)
-                pieces = f": {len(back)} piece{'s' * (len(back) != 1)} of its samples go{'es' * (len(back) == 1)} back" if back else ""
-                self.note(f"note  group {group} is gone after version {self.dealer.version}{pieces}")
+                portions = (
+                    f": {len(back)} portion{'s' * (len(back) != 1)} of its samples go{'es' * (len(back) == 1)} back"
+                    if back
+                    else ""
+                )
+                self.note(f"note  group {group} is gone after version {self.dealer.version}{portions}")
 
     def _forget(self, tickets: list[int]) -> None:
         for ticket in tickets:
@@ -164,10 +172,10 @@ class Lead:
             for peer in self.followers:
                 peer.send(say.FORGET, (ticket,))
 
-    # pieces and gradients
+    # portions and gradients
 
     def _deal(self) -> None:
-        """Give those that ask an errand, a piece, or nothing yet."""
+        """Give those that ask an errand, a portion, or nothing yet."""
         for peer, since in [*self.asking.items()]:
             group, fence = self.groups[peer]
             errand = next((e for e in self.errands if not e.fence), None)
@@ -183,9 +191,18 @@ class Lead:
             del self.asking[peer]
 
     def _give(self, peer: Peer, ticket: Ticket) -> None:
-        piece = ticket.piece
-        numbers = (ticket.number, piece.clock, piece.epoch, piece.start, piece.size, piece.first, piece.count, ticket.read)
-        peer.send(say.DEAL, numbers, [say.of_ids(self.dealer.clocks.ids(piece))])
+        portion = ticket.portion
+        numbers = (
+            ticket.number,
+            portion.clock,
+            portion.epoch,
+            portion.start,
+            portion.size,
+            portion.first,
+            portion.count,
+            ticket.read,
+        )
+        peer.send(say.DEAL, numbers, [say.of_ids(self.dealer.clocks.ids(portion))])
         self._weights(peer, ticket.number)
 
     def _weights(self, peer: Peer, ticket: int) -> None:
@@ -194,7 +211,7 @@ class Lead:
         for follower in self.followers:
             follower.send(say.SEND, (group, fence, ticket))
 
-    def _pushed(self, peer: Peer, message: Message) -> None:
+    def _pushed(self, peer: Peer, message: Packet) -> None:
         """A gradient: taken, unless its sender was declared dead."""
         (ticket, fence, head), data = message.numbers[:3], memoryview(message.payload)
         size = say.FIGURES.size
@@ -211,7 +228,7 @@ class Lead:
 
     def _make(self, update: Update) -> None:
         """An update, on all servers."""
-        samples = self.dealer.samples
+        samples = self.dealer.samples + sum(t.portion.count for t in update.drops)
         numbers, told = [t.number for t in update.takes], {t.number: self.figures.pop(t.number) for t in update.takes}
         if not sum(t.weight for t in update.takes) > 0:
             why = "Job.weight counts nothing in its samples, so their mean loss is 0 / 0"
@@ -250,7 +267,7 @@ class Lead:
         self.record.flush()
         facts = {
             "version": self.dealer.version, "rows": self.dealer.seq, "fence": self.dealer.fence, "digest": self.record.digest,
-            "pending": [as_row(piece) for piece in self.dealer.pending()],
+            "pending": [as_row(portion) for portion in self.dealer.pending()],
         }  # fmt: skip
         for peer in self.followers:
             peer.send(say.SAVE, (at.step, at.epoch, at.start, at.samples, int(wait)))
@@ -303,8 +320,6 @@ class Lead:
         }  # fmt: skip
 
 
-def run(setting: Setting, place: Place, doors: Doors) -> dict[str, Any]:
+def run(setting: ServerSetting, place: Place, doors: Doors) -> dict[str, Any]:
     """The first server, from its build to the end of the run."""
     return Lead(setting, place, doors).run()
-
-

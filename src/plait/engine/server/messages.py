@@ -1,10 +1,10 @@
 """The kinds of messages between groups and servers, and what their eight numbers mean.
 
-    group → server     HELLO group fence · ASK fence · PUSH ticket fence · PART ticket fence · VALUES errand fence
-    server → group     WELCOME fence · DEAL ticket clock epoch start size first count version · EVALUATE errand fence
-                       WEIGHTS ticket version · HAVE ticket · FENCED fence · END
-    lead → follower    SEND group fence ticket errand · APPLY version samples · FORGET ticket · SNAP errand · DROP errand
-                       SAVE step epoch start samples wait · END
+group → server     HELLO group fence · ASK fence · PUSH ticket fence · PART ticket fence · VALUES errand fence
+server → group     WELCOME fence · DEAL ticket clock epoch start size first count version · EVALUATE errand fence
+                   WEIGHTS ticket version · HAVE ticket · FENCED fence · END
+lead → follower    SEND group fence ticket errand · APPLY version samples · FORGET ticket · SNAP errand · DROP errand
+                   SAVE step epoch start samples wait · END
 """
 
 import struct
@@ -17,7 +17,7 @@ FOLLOWER = -1
 """What a follower says its group is: −1 − its number."""
 
 FIGURES = struct.Struct("!5d")
-"""Of a push: weight of the piece, loss, tokens, seconds of waiting for samples, seconds computing."""
+"""Of a push: weight of the portion, loss, tokens, seconds of waiting for samples, seconds computing."""
 _USED = struct.Struct("!qd")
 _LOSS = struct.Struct("!d")
 

@@ -15,10 +15,10 @@ import psutil
 
 from plait.engine.engine import Engine
 from plait.engine.run_directory import RunDirectory
-from plait.engine.server.setting import Setting
+from plait.engine.server.setting import ServerSetting
 from plait.engine.server.state import Made
 from plait.parallel.server.dealing import Dealer, Rules
-from plait.parallel.server.ledger import Row
+from plait.parallel.server.ledger import LedgerRow
 from plait.tensors.finite import number
 
 FILE = "ledger.jsonl"
@@ -49,18 +49,25 @@ class OfStep:
 class ServerRecord:
     """Written by the lead. `status` is called at most ten times a second."""
 
-    def __init__(self, setting: Setting, status: Callable[[dict[str, Any]], None], note: Callable[[str], None], engine: Engine):
+    def __init__(
+        self,
+        setting: ServerSetting,
+        status: Callable[[dict[str, Any]], None],
+        note: Callable[[str], None],
+        engine: Engine,
+    ):
         self.setting, self.status, self.note = setting, status, note
         self.run = RunDirectory(setting.folder) if setting.folder is not None else None
         self.path = setting.folder / FILE if setting.folder is not None else Path(os.devnull)
         self.ledger = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         self.metrics = open(self.run.metrics if self.run else os.devnull, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        self.hash, self.kept = hashlib.sha256(), list[Row]()
-        self.step, self.loss, self.last, self.told = engine.position.step, None, time.perf_counter(), 0.0
+        self.hash, self.kept = hashlib.sha256(), list[LedgerRow]()
+        self.step, self.last, self.told = engine.position.step, time.perf_counter(), 0.0
+        self.loss: float | None = None
         self.now = OfStep()
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=50)
         self.paces: dict[int, deque[float]] = {}
-        """Seconds for each sample, of each group's last pieces."""
+        """Seconds for each sample, of each group's last portions."""
         self.waits: dict[int, float] = {}
         self.busy: dict[int, float] = {}
         self.counts = [0] * setting.plan.replica_groups
@@ -71,7 +78,7 @@ class ServerRecord:
         """Of all rows of the ledger so far."""
         return self.hash.hexdigest()
 
-    def rows(self, rows: Iterable[Row]) -> None:
+    def rows(self, rows: Iterable[LedgerRow]) -> None:
         """Write rows of the ledger."""
         for row in rows:
             line = json.dumps(row.to_json()) + "\n"
@@ -82,9 +89,11 @@ class ServerRecord:
 
     def lost(self, group: int, fence: int, dealer: Dealer) -> None:
         """A group was declared dead: a line beside the rows, which the digest leaves out."""
-        self.ledger.write(json.dumps({"lost": group, "fence": fence, "rows": dealer.seq, "version": dealer.version}) + "\n")
+        self.ledger.write(
+            json.dumps({"lost": group, "fence": fence, "rows": dealer.seq, "version": dealer.version}) + "\n"
+        )
 
-    def update(self, dealer: Dealer, rows: list[Row], figures: list[Figures], made: Made, loss: float) -> None:
+    def update(self, dealer: Dealer, rows: list[LedgerRow], figures: list[Figures], made: Made, loss: float) -> None:
         """Record an update, and the step that ends with it."""
         self.rows(rows)
         used = [row for row in rows if not row.dropped]
@@ -136,13 +145,15 @@ class ServerRecord:
         self.metrics.write(json.dumps(plain, allow_nan=False) + "\n")
 
     def waited(self, group: int, seconds: float) -> None:
-        """A group has waited so long for a piece."""
+        """A group has waited so long for a portion."""
         self.waits[group] = self.waits.get(group, 0.0) + seconds
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Record an evaluation."""
         if values:
-            self.metrics.write(json.dumps({"step": step, "evaluation": {k: number(v) for k, v in values.items()}}) + "\n")
+            self.metrics.write(
+                json.dumps({"step": step, "evaluation": {k: number(v) for k, v in values.items()}}) + "\n"
+            )
             self.status({"evaluation": values, "step": step})
 
     def evaluated(self, step: int) -> bool:
@@ -175,7 +186,9 @@ class ServerRecord:
             if "lost" not in json.loads(line):
                 self.hash.update(line.encode())
         if digest and self.digest != digest:
-            self.note(f"note  {self.path} is not the ledger of this checkpoint, which had {dealer.seq} rows: it goes on all the same")
+            self.note(
+                f"note  {self.path} is not the ledger of this checkpoint, which had {dealer.seq} rows: it goes on all the same"
+            )
         beside = self.path.with_name(f"{FILE}.tmp")
         beside.write_text("".join(lines), encoding="utf-8")
         os.replace(beside, self.path)
@@ -194,7 +207,7 @@ class ServerRecord:
 
 
 def needed(seconds: list[float], rules: Rules) -> int:
-    """The smallest bound at which groups that take so long for a piece never wait: while the slowest computes one, the others
+    """The smallest bound at which groups that take so long for a portion never wait: while the slowest computes one, the others
     make so many.
 
     >>> needed([1, 1, 1, 3], Rules(4, each=True)), needed([1, 1, 1, 3], Rules(4))

@@ -42,7 +42,7 @@ class Doors:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ServerSetting:
     """One run of groups and servers."""
 
     job: Job
@@ -59,7 +59,7 @@ class Setting:
     weights: str | None = None
     arguments: dict[str, str] = field(default_factory=dict)
     pause: Callable[[int, int], float] = field(default=lambda group, ticket: 0.0)
-    """Seconds that a group waits before a piece: for proofs and tests."""
+    """Seconds that a group waits before a portion: for proofs and tests."""
     evaluates: bool = True
     described: Callable[[], Any] = field(default=lambda: None)
     """Called by the lead once a checkpoint was resumed: writes down what the run is now."""

@@ -21,7 +21,7 @@ from plait.config.errors import FAILED, PlaitError, Problem
 from plait.data.batch import Position
 from plait.engine.engine import Engine
 from plait.engine.server import messages as say
-from plait.engine.server.setting import Doors, Setting
+from plait.engine.server.setting import Doors, ServerSetting
 from plait.launch.channel import Hub, Peer
 from plait.launch.place import Place, among
 from plait.parallel.server.layout import Layout, shared_out, weighted
@@ -44,7 +44,7 @@ class Made:
 class Server:
     """Server `number` of `plan.servers`."""
 
-    def __init__(self, setting: Setting, place: Place, doors: Doors):
+    def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
         self.setting, self.number = setting, place.rank - setting.plan.replica_groups
         plan, servers = setting.plan, setting.plan.servers
         place = replace(place, local_rank=0)
@@ -143,7 +143,12 @@ class Server:
     def _not_finite(self, loss: float, norm: float) -> Problem:
         what = f"update {self.version + 1} of the server is not finite: loss {loss}, gradient norm {norm}"
         why = "a gradient that a group computed is not finite, and nothing was updated with it; its row would be the ledger's next"
-        return Problem("N001", what, why=why, fix=("--on-nan skip    leaves it out", "a lower learning rate, or  clip=1.0  in the job"))
+        return Problem(
+            "N001",
+            what,
+            why=why,
+            fix=("--on-nan skip    leaves it out", "a lower learning rate, or  clip=1.0  in the job"),
+        )
 
     def change(self, changes: Sequence[tuple[float, dict[str, Tensor]]]) -> None:
         """Buffers as groups' forward passes changed them: by the weighted mean of the changes, whole numbers by the largest."""

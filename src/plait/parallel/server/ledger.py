@@ -12,14 +12,14 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Row:
+class LedgerRow:
     """One gradient, used or dropped."""
 
     seq: int
     """Number of the row."""
     group: int
     fence: int
-    """Of the group when the piece was dealt: who is declared dead and comes back has a higher one."""
+    """Of the group when the portion was dealt: who is declared dead and comes back has a higher one."""
     clock: int
     epoch: int
     first: int
@@ -43,9 +43,9 @@ class Row:
         return row if self.dropped else {k: v for k, v in row.items() if k != "dropped"}
 
     @staticmethod
-    def of_json(row: dict[str, Any]) -> "Row":
+    def of_json(row: dict[str, Any]) -> "LedgerRow":
         """The row of such values."""
-        return Row(**row | {"ids": tuple(row["ids"])})
+        return LedgerRow(**row | {"ids": tuple(row["ids"])})
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Death:
 
 
 def problems(
-    rows: Sequence[Row], deaths: Iterable[Death], staleness: int, expected: Iterable[tuple[int, int]] | None = None,
+    rows: Sequence[LedgerRow], deaths: Iterable[Death], staleness: int, expected: Iterable[tuple[int, int]] | None = None,
     shards: Sequence[Sequence[int]] = (),
 ) -> list[str]:  # fmt: skip
     """What does not hold of a ledger, a sentence each.
@@ -82,12 +82,12 @@ def problems(
     return found
 
 
-def _numbers(rows: Sequence[Row]) -> list[str]:
+def _numbers(rows: Sequence[LedgerRow]) -> list[str]:
     wrong = next((i for i, row in enumerate(rows) if row.seq != rows[0].seq + i), None)
     return [] if wrong is None else [f"row {rows[wrong].seq} stands where row {rows[0].seq + wrong} belongs"]
 
 
-def _versions(rows: Sequence[Row], staleness: int) -> list[str]:
+def _versions(rows: Sequence[LedgerRow], staleness: int) -> list[str]:
     found, last = list[str](), None
     for row in rows:
         if row.dropped:
@@ -103,7 +103,7 @@ def _versions(rows: Sequence[Row], staleness: int) -> list[str]:
     return found
 
 
-def _fenced(rows: Sequence[Row], deaths: Iterable[Death]) -> list[str]:
+def _fenced(rows: Sequence[LedgerRow], deaths: Iterable[Death]) -> list[str]:
     return [
         f"row {row.seq} is of group {row.group} under fence {row.fence}, declared dead after {death.seq} rows"
         for death in deaths

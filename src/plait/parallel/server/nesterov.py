@@ -3,12 +3,12 @@
     each push           Δ ← Δ + a g ;  θ ← θ − ε (c β m + a g)
     every N-th instead  Δ ← Δ + a g ;  m ← β m + Δ ;  θ ← θ − ε ((1 − c N + c) β m + a g) ;  Δ ← 0
 
-a is the gradient's share of its clock's samples, 1 / N where pieces are equal. Here c = 0: momentum is used when it moves, and N
+a is the gradient's share of its clock's samples, 1 / N where portions are equal. Here c = 0: momentum is used when it moves, and N
 pushes at the same weights are one step of SGD with Nesterov momentum on their mean. Momentum at every push would count each
 direction N times over. Weight decay is added to each gradient, as torch's SGD does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class DelayedNesterov(Optimizer):
         return DelayedNesterov([{k: g[k] for k in kept if k in g} for g in given.param_groups], each)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
         """One push: gradients count by `share`."""
         for group in self.param_groups:
             for parameter in group["params"]:

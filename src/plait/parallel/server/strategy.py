@@ -1,8 +1,8 @@
 """A server and groups that do not wait for each other (sync=async): gradients come when they come, and the bound says how late.
 
 What it does
-    A server holds the weights and the optimizer. Each group is dealt a piece of the next samples together with the weights,
-    computes the gradient of that piece, sends it, and asks for more. `server_update=clock`: when the gradients of a clock, that is of
+    A server holds the weights and the optimizer. Each group is dealt a portion of the next samples together with the weights,
+    computes the gradient of that portion, sends it, and asks for more. `server_update=clock`: when the gradients of a clock, that is of
     `Job.batch` samples, are there, the server takes one step of the job's own optimizer on their weighted sum, clipped as a
     whole. `server_update=nesterov`: it steps at every gradient, by delayed Nesterov with the momentum of the job's SGD; each
     gradient is clipped by itself. A gradient may be computed at weights that are up to `staleness` versions old. A group that dies is
@@ -10,12 +10,12 @@ What it does
 
 Picture
     server   v0 ───────────► v1 ────► v2 ──────────────► v3        a version per clock
-    group 0  ▓▓▓ ▓▓▓ ▓▓▓     ▓▓▓ ▓▓▓ ▓▓▓ ▓▓▓                       fast: takes more pieces
+    group 0  ▓▓▓ ▓▓▓ ▓▓▓     ▓▓▓ ▓▓▓ ▓▓▓ ▓▓▓                       fast: takes more portions
     group 1  ▓▓▓▓▓▓▓▓▓▓ ▓▓▓▓▓▓▓▓▓▓▓ ▓▓▓▓▓▓▓▓▓▓▓                    slow: takes fewer, holds up nobody within the bound
 
 Costs
     Memory: each group a model, its gradients and activations, no optimizer state; the servers (`servers=P`, in host memory)
-    the weights and the optimizer state, a P-th each. Traffic: each gradient out and the weights in, once per piece, for
+    the weights and the optimizer state, a P-th each. Traffic: each gradient out and the weights in, once per portion, for
     every group, at the server: 2 N times the parameters' bytes per clock on its link, over P servers.
     Samples to a loss: stale gradients teach less. One device's training is what staleness=0 gives.
 
@@ -29,9 +29,9 @@ Avoid when
 How it stays exact
     Every gradient that is used has a row in the ledger: which samples, computed at which version, used in which. Training is
     a function of the job and its ledger, which one process can play again (`plait verify` does). The bound is
-    kept before something is computed. Pieces come from one queue in the order of one device, dropout is
+    kept before something is computed. Portions come from one queue in the order of one device, dropout is
     keyed by a sample's place in its clock, so with `server_update=clock`, no quorum and staleness=0 the ledger *is* one device's
-    training. Batch normalisation sees a piece; its running statistics are the server's: each piece's change of them
+    training. Batch normalisation sees a portion; its running statistics are the server's: each portion's change of them
     counts by its weight. Evaluation and checkpoints are of the server's weights.
 
 Paper
@@ -69,19 +69,21 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         )
         yield Problem("P060", what, why=why, fix=fix)
     if plan.replica_groups > batch:
-        why = f"{plan.replica_groups} groups, {batch} samples: a clock has no piece for {plan.replica_groups - batch} of them"
+        why = f"{plan.replica_groups} groups, {batch} samples: a clock has no portion for {plan.replica_groups - batch} of them"
         fix = (f"replica_groups={batch}", f"--batch {plan.replica_groups}")
         yield Problem(
             "P060", f"global batch {batch} does not split over replica_groups={plan.replica_groups}", why=why, fix=fix
         )
-    piece = batch // max(1, plan.replica_groups)
-    if plan.microbatches > max(1, piece):
-        why = f"{batch} samples in {plan.replica_groups} pieces: {piece} each, for {plan.microbatches} micro-batches"
+    portion = batch // max(1, plan.replica_groups)
+    if plan.microbatches > max(1, portion):
+        why = (
+            f"{batch} samples in {plan.replica_groups} portions: {portion} each, for {plan.microbatches} micro-batches"
+        )
         yield Problem(
             "P014",
-            "a piece does not split into that many micro-batches",
+            "a portion does not split into that many micro-batches",
             why=why,
-            fix=(f"microbatches={max(1, piece)}",),
+            fix=(f"microbatches={max(1, portion)}",),
         )
     yield from _keys(plan)
 
@@ -89,7 +91,7 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
 def _keys(plan: Plan) -> Iterable[Problem]:
     """Keys that have no meaning beside a server, or none yet."""
     if plan.quorum > plan.replica_groups:
-        why = f"a clock has {plan.replica_groups} pieces, one for each group"
+        why = f"a clock has {plan.replica_groups} portions, one for each group"
         yield Problem(
             "P060",
             f"quorum={plan.quorum} gradients never come in one clock",
@@ -103,7 +105,7 @@ def _keys(plan: Plan) -> Iterable[Problem]:
         ("precision", "fp16", "its loss scale follows overflows of whole steps, and here gradients come one by one", "precision=bf16"),
         ("offload", plan.offload, "groups keep no optimizer state, and the server's is in host memory", "leave out offload"),
         ("compress", plan.compress, "gradients to a server are sent whole in this version", "sync=local compress=int8"),
-        ("batch_shares", plan.batch_shares, "pieces come from one queue, so a fast group takes more of them already", "leave out batch_shares"),
+        ("batch_shares", plan.batch_shares, "portions come from one queue, so a fast group takes more of them already", "leave out batch_shares"),
     ):  # fmt: skip
         if getattr(plan, key) == value and value not in ("none", "equal"):
             yield Problem("P060", f"{key}={value} does not go with sync=async", why=why, fix=(instead,))
@@ -112,7 +114,7 @@ def _keys(plan: Plan) -> Iterable[Problem]:
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     if plan.server_update == "clock" and plan.staleness == 0 and plan.quorum == 0:
         for name in (*sketch.batch_norms, *sketch.batch_coupled):
-            yield f"batch statistics in {name} are those of a piece of the batch: groups do not wait for each other"
+            yield f"batch statistics in {name} are those of a portion of the batch: groups do not wait for each other"
 
 
 def apply(built: Built) -> None:

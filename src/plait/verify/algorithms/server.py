@@ -34,7 +34,9 @@ class Replay:
 
     def run(self, rows: list[Row]) -> None:
         """All rows, in order; those of one update stand together."""
-        for _, update in groupby(rows, key=lambda row: row["version_made"] if not row.get("dropped") else -row["seq"] - 2):
+        for _, update in groupby(
+            rows, key=lambda row: row["version_made"] if not row.get("dropped") else -row["seq"] - 2
+        ):
             used = [row for row in update if not row.get("dropped") or self.count(row)]
             if used:
                 self.update(used, [self.gradient(row) for row in used])
@@ -54,7 +56,9 @@ class Replay:
             loss = self.job.loss(call(self.model, inputs), targets)
         with self.keyed.replay():
             loss.backward()
-        weight = float(torch.as_tensor(self.job.weight(targets)).double().sum()) if self.job.weight else float(len(samples))
+        weight = (
+            float(torch.as_tensor(self.job.weight(targets)).double().sum()) if self.job.weight else float(len(samples))
+        )
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None and weight}
         moved = {n: b - before[n] for n, b in self.model.named_buffers() if b.dtype != torch.bool}
         return {"g": gradients, "weight": weight, "loss": loss.item() if weight else 0.0, "moved": moved}
@@ -65,9 +69,13 @@ class Replay:
         shares = [row["weight"] for row in rows] if self.nesterov else [each["weight"] / total for each in found]
         self.put(self.versions[-1])
         for name, p in self.model.named_parameters():
-            parts = [(1.0 if self.nesterov else a) * each["g"][name] for a, each in zip(shares, found) if name in each["g"]]
+            parts = [
+                (1.0 if self.nesterov else a) * each["g"][name] for a, each in zip(shares, found) if name in each["g"]
+            ]
             p.grad = torch.stack(parts).sum(0) if parts else None
-        norm = torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], self.job.clip or torch.inf)
+        norm = torch.nn.utils.clip_grad_norm_(
+            [p for p in self.model.parameters() if p.requires_grad], self.job.clip or torch.inf
+        )
         for group, rate in zip(self.optimizer.param_groups, self.rates):
             group["lr"] = rate * (self.job.schedule(self.samples) if self.job.schedule else 1.0)
         self.delayed(shares[0]) if self.nesterov else self.optimizer.step()

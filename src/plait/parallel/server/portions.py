@@ -1,7 +1,7 @@
-"""Clocks cut into pieces: the samples that a group is dealt at once.
+"""Clocks cut into portions: the samples that a group is dealt at once.
 
 A clock is what a step is elsewhere: the next `Job.batch` samples of the epoch's order (`data/batch.py`), fewer at the end of an
-epoch. It is cut into as many contiguous pieces as there are groups, and fewer where it has fewer samples.
+epoch. It is cut into as many contiguous portions as there are groups, and fewer where it has fewer samples.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from plait.tensors.rows import split
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class Portion:
     """Samples first … first + count − 1 of a clock's batch."""
 
     clock: int
@@ -42,29 +42,29 @@ class Clocks:
         """Where the clock after the last one given begins."""
         self._order: tuple[int, np.ndarray] | None = None
 
-    def take(self) -> list[Piece]:
-        """The pieces of the next clock."""
+    def take(self) -> list[Portion]:
+        """The portions of the next clock."""
         at = self.after
         size = min(self.batch, self.length - at.start)
         parts = min(self.groups, size)
         cuts = [split(size, parts, i) for i in range(parts)]
         ends = at.start + size == self.length
         self.after = Position(at.step + 1, at.epoch + ends, 0 if ends else at.start + size, at.samples + size)
-        return [Piece(at.step, first, count, size, at.epoch, at.start) for first, count in cuts]
+        return [Portion(at.step, first, count, size, at.epoch, at.start) for first, count in cuts]
 
-    def ids(self, piece: Piece) -> list[int]:
+    def ids(self, portion: Portion) -> list[int]:
         """The ids of its samples."""
-        if self._order is None or self._order[0] != piece.epoch:
-            self._order = piece.epoch, permutation(self.seed, piece.epoch, self.length)
-        begin = piece.start + piece.first
-        return self._order[1][begin : begin + piece.count].tolist()
+        if self._order is None or self._order[0] != portion.epoch:
+            self._order = portion.epoch, permutation(self.seed, portion.epoch, self.length)
+        begin = portion.start + portion.first
+        return self._order[1][begin : begin + portion.count].tolist()
 
 
-def as_row(piece: Piece) -> dict[str, int]:
-    """A piece as JSON values."""
-    return asdict(piece)
+def as_row(portion: Portion) -> dict[str, int]:
+    """A portion as JSON values."""
+    return asdict(portion)
 
 
-def of_row(row: dict[str, int]) -> Piece:
-    """The piece of such values."""
-    return Piece(**row)
+def of_row(row: dict[str, int]) -> Portion:
+    """The portion of such values."""
+    return Portion(**row)
