@@ -2,7 +2,6 @@
 and after a server's death all start again from the newest checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from plait.checkpoint.checkpoints import Checkpoints
@@ -11,11 +10,10 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.engine.resume import writing
 from plait.engine.run_directory import RunDirectory
-from plait.engine.server import follower, group, lead
-from plait.engine.server.setting import Doors, ServerSetting
+from plait.engine.server.processes import start
+from plait.engine.server.setting import ServerSetting
 from plait.launch import fork
 from plait.launch.failures import LOST, Failure
-from plait.launch.place import Place
 from plait.launch.stopping import StopRequest
 from plait.launch.supervise import Spare
 from plait.parallel.server.strategy import wanted
@@ -73,7 +71,8 @@ def ranks(
     while True:
         losses = GroupLosses(plan, request.restarts, listener.note, stop)
         try:
-            results = start(setting_of(request, run, resume), listener, losses, request.patience)
+            spare = Spare(lambda rank: rank < plan.replica_groups, losses.lost)
+            results = start(setting_of(request, run, resume), spare, listener, request.patience)
             return [results[plan.replica_groups]]
         except PlaitError as error:
             saved = Checkpoints(run.checkpoints).found()
@@ -96,26 +95,3 @@ def setting_of(request: Request, run: RunDirectory, resume: str | None) -> Serve
         keep=request.keep, resume=resume, allow_changes=request.allow_changes, weights=request.weights,
         arguments=request.arguments, described=described,
     )  # fmt: skip
-
-
-def start(
-    setting: ServerSetting,
-    listener: fork.Listener | None = None,
-    losses: GroupLosses | None = None,
-    patience: float | None = None,
-) -> list[dict[str, Any]]:
-    """Fork groups and servers, and wait for the end: what each returned."""
-    plan, doors = setting.plan, Doors.open(setting.plan.servers)
-    groups = plan.replica_groups
-    losses = losses or GroupLosses(plan, 0, lambda text: None)
-
-    def work(place: Place) -> dict[str, Any]:
-        if place.rank < groups:
-            return group.run(setting, replace(place, world=groups), doors)
-        return (lead if place.rank == groups else follower).run(setting, place, doors)
-
-    spare = Spare(lambda rank: rank < groups, losses.lost)
-    try:
-        return fork.run(work, plan.world, listener, patience=patience, alike=False, spare=spare)
-    finally:
-        doors.close()

@@ -9,8 +9,10 @@ With staleness=0, a step per clock and no quorum it is also held against one dev
 import dataclasses
 import json
 import random
+import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,11 @@ from plait.checkpoint.reading import Reader
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.engine.server import follower, group, lead
+from plait.engine.server.processes import start
 from plait.engine.server.record import FILE
-from plait.engine.server.setting import Doors, ServerSetting
+from plait.engine.server.setting import ServerSetting
 from plait.launch import fork
-from plait.launch.place import Place
-from plait.launch.supervise import Spare
+from plait.launch.supervise import Listener, Spare
 from plait.parallel.server.ledger import LedgerRow, problems
 from plait.parallel.server.portions import Clocks
 from plait.tensors.part import whole
@@ -37,14 +38,15 @@ from plait.verify.algorithms.server import Replay
 from plait.verify.probes import TOLERANCE, Probe, floor_of, moved, rows, tensors
 from plait.verify.verdict import Verdict
 
-SLOWEST = 0.03
-"""Seconds of the longest pause before a portion; the last group takes three times as long."""
+PAUSES = (0.03, 0.3, 1.0)
+"""Seconds of the longest pause before a portion; the last group takes three times as long. The longer ones are for a machine that
+has so much else to do that nothing was stale."""
 CLIP = 0.1
 
 
-def pause(seed: int, groups: int, number: int, ticket: int) -> float:
+def pause(seed: int, groups: int, longest: float, number: int, ticket: int) -> float:
     """Seconds that a group waits before a portion."""
-    draw = random.Random(f"{seed} {number} {ticket}").random() * SLOWEST
+    draw = random.Random(f"{seed} {number} {ticket}").random() * longest
     return 3.0 * draw if number == groups - 1 else draw
 
 
@@ -79,25 +81,20 @@ def _one_device(job: Job, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def _run(job: Job, plan: Plan, folder: Path) -> list[dict[str, Any]]:
-    """Groups and servers, with pauses."""
-    groups, doors = plan.replica_groups, Doors.open(plan.servers)
-    setting = ServerSetting(
-        job, dataclasses.replace(plan, precision="fp32"), "cpu", torch.float64, "ignore", folder=folder, save_every=10**9,
-        pause=lambda number, ticket: pause(job.seed, groups, number, ticket), evaluates=False,
-    )  # fmt: skip
-
-    def work(place: Place) -> dict[str, Any]:
-        if place.rank < groups:
-            return group.run(setting, dataclasses.replace(place, world=groups), doors)
-        return (lead if place.rank == groups else follower).run(setting, place, doors)
-
-    listener = fork.Listener(note=lambda text: None)
-    try:
-        return fork.run(
-            work, plan.world, listener, alike=False, spare=Spare(lambda rank: False, lambda rank, failure: "")
-        )
-    finally:
-        doors.close()
+    """Groups and servers, with pauses: longer ones when nothing came late."""
+    groups, results = plan.replica_groups, list[dict[str, Any]]()
+    for longest in PAUSES:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for name in (FILE, "metrics.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+        setting = ServerSetting(
+            job, dataclasses.replace(plan, precision="fp32"), "cpu", torch.float64, "ignore", folder=folder, save_every=10**9,
+            pause=partial(pause, job.seed, groups, longest), evaluates=False,
+        )  # fmt: skip
+        results = start(setting, Spare(lambda rank: False, lambda rank, failure: ""), Listener(note=lambda text: None))
+        if not plan.staleness or results[groups]["stalest"]:
+            break
+    return results
 
 
 def _play(job: Job, plan: Plan, folder: Path) -> dict[str, Any]:

@@ -6,5 +6,6 @@ group       a group: takes a portion and the weights, and returns a gradient
 state       a server: its tensors and their optimizer, what it sends, an update, a save
 follower    a server beside the first, which does what the first says
 lead        the first server: deals, and says what is updated when
+processes   all of them forked, and what each returned
 record      metrics, ledger and status
 """
