@@ -165,7 +165,7 @@ CLOCK = "replica_groups=3 staleness=1"
         (share_forgotten, CLOCK, "U"),
         (wrong_version, CLOCK, "U"),
         *rarely(
-            (stale_reads, CLOCK, "D"),
+            (stale_reads, "replica_groups=3", "D"),
             (used_twice, CLOCK, "U"),
             (clip_before_the_sum, CLOCK, "U"),
             (norm_of_one_server, f"{CLOCK} servers=2", "U"),

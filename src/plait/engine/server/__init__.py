@@ -7,5 +7,6 @@ state       a server: its tensors and their optimizer, what it sends, an update,
 follower    a server beside the first, which does what the first says
 lead        the first server: deals, and says what is updated when
 processes   all of them forked, and what each returned
+facts       what a checkpoint says of the server
 record      metrics, ledger and status
 """

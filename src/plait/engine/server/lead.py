@@ -8,10 +8,10 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.checkpoint.manifest import read_manifest
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import is_map
 from plait.engine.server import messages as say
+from plait.engine.server.facts import ServerFacts
 from plait.engine.server.group import not_dealt
 from plait.engine.server.record import Figures, ServerRecord
 from plait.engine.server.setting import Doors, ServerSetting
@@ -20,7 +20,7 @@ from plait.launch.channel import Packet, Peer
 from plait.launch.place import Place
 from plait.parallel.server.dealing import Dealer, Ticket, Update
 from plait.parallel.server.layout import Layout
-from plait.parallel.server.portions import Clocks, as_row, of_row
+from plait.parallel.server.portions import Clocks
 from plait.tensors.finite import number
 
 
@@ -63,13 +63,18 @@ class Lead:
         """Who deals, from where the run is; and the digest of the ledger up to there."""
         setting, at = self.setting, self.server.engine.position
         job, data = setting.job, self.server.engine.built.data
-        facts = read_manifest(self.resumed).job.get("server", {}) if self.resumed is not None else {}
+        facts = ServerFacts.of(self.resumed, at.step)
         clocks = Clocks(len(data), job.batch, job.seed, setting.plan.replica_groups, at)
         dealer = Dealer(
-            clocks, setting.rules, job.steps, version=facts.get("version", at.step), seq=facts.get("rows", 0),
-            fence=facts.get("fence", 0), back=tuple(of_row(row) for row in facts.get("pending", ())),
-        )  # fmt: skip
-        return dealer, facts.get("digest", "")
+            clocks,
+            setting.rules,
+            job.steps,
+            version=facts.version,
+            seq=facts.rows,
+            fence=facts.fence,
+            back=facts.pending,
+        )
+        return dealer, facts.digest
 
     def _resumed(self, digest: str) -> None:
         engine = self.server.engine
@@ -265,14 +270,12 @@ class Lead:
             return
         at = self.dealer.position
         self.record.flush()
-        facts = {
-            "version": self.dealer.version, "rows": self.dealer.seq, "fence": self.dealer.fence, "digest": self.record.digest,
-            "pending": [as_row(portion) for portion in self.dealer.pending()],
-        }  # fmt: skip
+        dealer = self.dealer
+        facts = ServerFacts(dealer.version, dealer.seq, dealer.fence, self.record.digest, tuple(dealer.pending()))
         for peer in self.followers:
             peer.send(say.SAVE, (at.step, at.epoch, at.start, at.samples, int(wait)))
         self.server.hub.flush(self.followers)
-        self.saved = self.server.save(at, facts, wait)
+        self.saved = self.server.save(at, facts.to_json(), wait)
 
     def _evaluate_at(self, done: int, since: int | None = None, owed: bool = False) -> None:
         """Have the weights of a step evaluated, when it is one of those that are."""

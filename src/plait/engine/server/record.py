@@ -168,10 +168,14 @@ class ServerRecord:
         waited = sum(self.waits.values())
         part = waited / max(waited + sum(self.busy.values()), 1e-9)
         need, slower = needed(means, dealer.rules), max(means) / max(min(means), 1e-9)
-        least = f"staleness={need} would let nobody wait" if need > dealer.rules.staleness else "nobody has to wait"
+        least = (
+            f"staleness={need} would let none wait for another"
+            if need > dealer.rules.staleness
+            else "none has to wait for another"
+        )
         return [
-            f"note  groups differ by {slower:.1f}× in speed: {least}; at staleness={dealer.rules.staleness} they waited "
-            f"{part:.0%} of their time, and the stalest gradient was {dealer.stalest} versions old".replace("%", " %")
+            f"note  groups differ by {slower:.1f}× in speed: {least}; at staleness={dealer.rules.staleness} they waited {100 * part:.0f} % "
+            f"of their time for the server, and the stalest gradient was {dealer.stalest} versions old"
         ]
 
     def cut(self, dealer: Dealer, digest: str) -> None:
