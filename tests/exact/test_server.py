@@ -14,7 +14,6 @@ from plait.config.plan import Plan
 from plait.data.batch import Position
 from plait.engine.server.group import Trainer
 from plait.engine.server.state import Server
-from plait.parallel.server import dealing
 from plait.parallel.server.dealing import Dealer, Update
 from plait.parallel.server.ledger import LedgerRow
 from plait.verify.verdict import Verdict, table
@@ -80,6 +79,7 @@ made, apply, gradient, norm, rate = Dealer.made, Server.apply, Trainer.gradient,
 
 def stale_reads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dealer, "_may_begin", lambda self: self.begun <= self.version + self.rules.staleness + 2)
+    patch.setattr(Dealer, "update", _with_late(Dealer.update))  # which would drop them
 
 
 def wrong_version(patch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def dropped_is_used(patch: pytest.MonkeyPatch) -> None:
         return [dataclasses.replace(row, dropped="late", version_made=-1) if row in named else row for row in rows]
 
     patch.setattr(Dealer, "made", all_of_it)
-    patch.setattr(dealing.Dealer, "update", _with_late(dealing.Dealer.update))
+    patch.setattr(Dealer, "update", _with_late(Dealer.update))
 
 
 def _with_late(update: Callable[[Dealer], Update | None]) -> Callable[[Dealer], Update | None]:
