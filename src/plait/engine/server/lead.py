@@ -21,6 +21,7 @@ from plait.launch.place import Place
 from plait.parallel.server.dealing import Dealer, Ticket, Update
 from plait.parallel.server.layout import Layout
 from plait.parallel.server.portions import Clocks
+from plait.parallel.server.strategy import inexact
 from plait.tensors.finite import number
 
 
@@ -43,6 +44,8 @@ class Lead:
             raise PlaitError(not_dealt(type(engine.built.data).__name__))
         report = place.report or (lambda message: None)
         self.note = lambda text: report({"kind": "note", "text": text})
+        for line in (*inexact(setting.plan, engine.built.whole), *_padded(engine.built.data)):
+            self.note(f"note  not exact: {line}")
         self.resumed = self.saved = self.server.resume()
         self.dealer, rows = self._dealer()
         self.record = ServerRecord(setting, lambda value: report({"kind": "status", "value": value}), self.note, engine)
@@ -321,6 +324,11 @@ class Lead:
             "made": step - self.began, "stopped": stopped, "checkpoint": str(self.saved) if self.saved else None,
             "device_bytes": [], "applied": self.server.applied, "stalest": self.dealer.stalest,
         }  # fmt: skip
+
+
+def _padded(data: object) -> list[str]:
+    """A line on data that pads samples together."""
+    return ["samples are padded to the longest of their portion, not of the batch"] if hasattr(data, "collate") else []
 
 
 def run(setting: ServerSetting, place: Place, doors: Doors) -> dict[str, Any]:

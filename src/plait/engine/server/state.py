@@ -52,6 +52,7 @@ class Server:
         alone = replace(self.place, rank=0, world=1, store=None)
         engine = Engine(setting.job, plan.inner, device="cpu", place=alone, cast=setting.cast, on_nan="ignore")
         self.engine, built = engine, engine.built
+        most = 2 * sum(t.nbytes for t in (*built.own.values(), *engine.model.buffers())) + (1 << 24)
         self._share(built.own)
         engine.place, engine.plan = self.place, replace(plan, compile=False) if plan.compile else plan
         built.group = self.place.connect(CPU)
@@ -72,7 +73,7 @@ class Server:
         """Tickets, in the order in which they were used."""
         self.version = 0
         listening = doors.listening[self.number]
-        self.hub = Hub(doors.key, listening)
+        self.hub = Hub(doors.key, listening, most)
         self.alive("reduce")
 
     def _share(self, own: dict[str, torch.nn.Parameter]) -> None:
