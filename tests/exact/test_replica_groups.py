@@ -120,8 +120,8 @@ def test_what_should_not_be_dp_is_not(optimizer: str, clip: float | None) -> Non
     [
         ("replica_groups=64", "P012", "never have a sample"),
         ("replica_groups=2 processes=one", "P019", "process of its own"),
-        ("replica_groups=2 sync=diloco every=2 fragments=3", "P060", "after a step"),
-        ("replica_groups=2 sync=diloco every=2 fragment_delay=2", "P060", "sent again"),
+        ("replica_groups=2 sync=diloco every=2 fragments=3", "P064", "after a step"),
+        ("replica_groups=2 sync=diloco every=2 fragment_delay=2", "P064", "sent again"),
         ("replica_groups=2 tp=2 compress=int8", "P080", "part of a tensor"),
         ("every=4", "P030", "replica_groups"),
         ("replica_groups=2 fragments=2 every=4", "P030", "sync=diloco"),
@@ -135,7 +135,7 @@ def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
 
 
 def test_too_many_fragments_are_refused() -> None:
-    with pytest.raises(PlaitError, match="P060") as error:
+    with pytest.raises(PlaitError, match="P064") as error:
         proved("words", "replica_groups=2 sync=diloco every=40 fragments=30")
     assert "units" in str(error.value)
 

@@ -78,11 +78,11 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.fragments > plan.every:
         what = f"{plan.fragments} fragments cannot be synchronised in turn every {plan.every} steps"
         why = "one fragment at most is sent after a step"
-        yield Problem("P060", what, why=why, fix=(f"every={plan.fragments}", f"fragments={plan.every}"))
+        yield Problem("P064", what, why=why, fix=(f"every={plan.fragments}", f"fragments={plan.every}"))
     if plan.fragment_delay >= plan.every > 0 and plan.fragment_delay:
         what = f"fragment_delay={plan.fragment_delay} is not less than every={plan.every}"
         why = "a fragment would be sent again before it was applied"
-        yield Problem("P060", what, why=why, fix=(f"fragment_delay={plan.every - 1}",))
+        yield Problem("P064", what, why=why, fix=(f"fragment_delay={plan.every - 1}",))
     yield from _cut(plan)
 
 
