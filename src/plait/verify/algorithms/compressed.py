@@ -13,6 +13,7 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.data.shares import sizes
 from plait.randomness.distributions import bits, key
 from plait.verify import reference
 
@@ -32,7 +33,7 @@ def train(
     stream = reference.samples(job, data)
     for step in range(steps):
         read = next(stream)
-        given, loss = reference.shares(one, data, read, plan.dp, plan.microbatches, moves)
+        given, loss = reference.shares(one, data, read, _counts(plan, len(read[1])), plan.microbatches, moves)
         for name, p in named.items():
             p.grad = None
             if any(name in g for g in given):
@@ -45,6 +46,11 @@ def train(
         out["rows"].append(one.update(read, loss, clip))
         out["ids"].append([read[0], read[1]])
     return out | reference.end(one) | {"metrics": reference.evaluate(one)}
+
+
+def _counts(plan: Plan, size: int) -> list[int]:
+    """Samples of each share: as equal as can be, the first larger, or as `batch_shares` says."""
+    return list(sizes(size, plan.parts or (1,) * plan.dp, plan.microbatches))
 
 
 def compressed(xs: list[Tensor], plan: Plan, thin: dict[str, Tensor], name: str, seed: int) -> Sent:
