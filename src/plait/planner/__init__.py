@@ -3,6 +3,7 @@
 question          from job and machine to what is searched
 from_sketch       the model as products and bytes: the workload
 time              seconds of a workload on devices, and on cores
+late              what copies and replica groups send each other, and when
 memory            bytes of the fullest rank in closed forms, for searching
 estimate          one plan
 constants         what was fitted to measurements

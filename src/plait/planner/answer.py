@@ -19,7 +19,7 @@ CLASSICAL = ("dp", "fsdp", "tp", "pp")
 WORDS = {
     "bubble": "pipeline bubble", "tensor": "messages inside layers", "gradients": "messages of gradients and weights",
     "recompute": "computes activations again", "compute": "smaller matmuls", "optimizer": "the optimizer's step",
-    "data": "waits for data", "host": "waits for weights from the host", "fixed": "",
+    "data": "waits for data", "sync": "synchronising replica groups", "host": "waits for weights from the host", "fixed": "",
 }  # fmt: skip
 """What a loser spends its time on."""
 
