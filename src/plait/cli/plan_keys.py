@@ -9,6 +9,9 @@ TECHNIQUES = {
     **dict.fromkeys(("pp", "schedule", "stages_per_rank"), "pipeline/strategy"), "dp": "data/strategy",
     **dict.fromkeys(("fsdp", "zero"), "fsdp/strategy"), **dict.fromkeys(("tp", "sequence_parallel"), "tensor/strategy"),
     **dict.fromkeys(("cp", "context"), "context/strategy"), "ep": "expert/strategy", "microbatches": "accumulate",
+    **dict.fromkeys(
+        ("replica_groups", "sync", "every", "start_local", "outer_lr", "outer_momentum", "fragments", "fragment_delay",
+         "fragment_alpha"), "replica_groups/strategy"),
     "recompute": "recompute", "offload": "offload", "precision": "precision", "compile": "compiled", "processes": "threads",
 }  # fmt: skip
 """Which file of `parallel/` explains a key of a plan."""

@@ -273,8 +273,8 @@ class Plan:
 
     @property
     def across(self) -> bool:
-        """Whether there is more than copies and shards: stages, slices, stretches or experts, so that ranks differ."""
-        return self.along(WITHIN) > self.shares or self.ep > 1
+        """Whether there is more than copies and shards: groups, stages, slices, stretches or experts, so that ranks differ."""
+        return self.devices > self.shares or self.ep > 1
 
     @property
     def inner(self) -> "Plan":
@@ -314,6 +314,11 @@ class Plan:
         for axis in AXES:
             rank = rank * getattr(self, axis) + at[axis]
         return rank
+
+    @property
+    def rarely(self) -> bool:
+        """Whether there are replica groups that train by themselves and synchronise now and then."""
+        return self.replica_groups > 1 and self.sync != "async"
 
     def share(self, rank: int) -> int:
         """Which share of its group's samples a rank computes on; ranks of one `cp` and `tp` have the same."""

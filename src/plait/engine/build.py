@@ -13,7 +13,7 @@ from plait.checkpoint import optimizer_state
 from plait.checkpoint.fingerprint import structure
 from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
-from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS
+from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, WITHIN
 from plait.config.plan import Plan
 from plait.data import batch as data_module
 from plait.engine import try_metrics
@@ -169,7 +169,9 @@ def _analyse(built: Built, made: BuiltModel, seen: Sketch | None) -> Sketch:
 def _meet(built: Built) -> None:
     """The groups of ranks that this one has to do with. All ranks make all groups, in the same order."""
     plan, rank = built.plan, built.place.rank
-    built.at, built.peers = plan.at(rank), built.group
+    built.at, built.peers, built.inside = plan.at(rank), built.group, built.group
+    if plan.rarely:
+        built.inside = group_of(plan, WITHIN)
     if plan.across:
         built.groups = {axis: group_of(plan, (axis,)) for axis in AXES if getattr(plan, axis) > 1}
         built.peers = group_of(plan, OTHER_SAMPLES)

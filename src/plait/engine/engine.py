@@ -12,6 +12,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.keys import SAME_LOSS
 from plait.config.plan import Plan
-from plait.data.batch import Batch, BatchShare, Position, opened, weigh
+from plait.data.batch import Batch, BatchShare, Position, opened, weigh, whole
 from plait.data.iterables import Merge, agree, every_nth, known_by
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
@@ -38,6 +39,7 @@ from plait.engine.passes import Passes, Spans, Step, sort_of, tokens
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
+from plait.parallel.gradient_sums import CrossGroupSums
 from plait.tensors.finite import Rule
 from plait.tensors.torch_private import leaves, scale_
 
@@ -68,6 +70,8 @@ class Engine:
         self.arguments: dict[str, str] = {}
         """What the job was called with on the command line: kept in checkpoints."""
         self._stop = False
+        self._saved = 0
+        """The step of the last save."""
         self._within: Literal["", "passes", "update"] = ""
         """Where in a step this is, and so whose state the model is in."""
         self._busy = 0.0
@@ -83,6 +87,8 @@ class Engine:
 
     def close(self) -> None:
         """Leave the process group, if this engine joined one for itself."""
+        if self.built.rare is not None:
+            self.built.rare.end()
         if self.place.joined and not self.place.guest and dist.is_initialized():
             self.built.reducer = self.built.shards = None
             gc.collect()
@@ -119,19 +125,23 @@ class Engine:
 
     @property
     def share(self) -> BatchShare:
-        return BatchShare(self.plan.share(self.place.rank), self.plan.ranks, self.plan.microbatches)
+        plan, rank = self.plan, self.place.rank
+        group = self.built.at["replica_groups"]
+        return BatchShare(plan.share(rank), plan.ranks, plan.microbatches, group, plan.replica_groups)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
         job = self.job
         reads = self.place.reads
         data, workers = self.built.data, self.workers
+        if self.plan.rarely:
+            data = whole(data)
         source = batches(data, job.batch, job.seed, self.share, self.position, workers=workers, reads=reads)
         if known_by(data, self.share.ranks):
             source = self._merged(source)
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
-            padding = Padding(data, self.built.group, self.built.device)
+            padding = Padding(data, self.built.inside, self.built.device)
         while self.position.step < job.steps and not self._stop:
             self._spans.begin("data")
             batch = next(source)
@@ -158,7 +168,7 @@ class Engine:
         """What ranks read of an iterable is the same; what only some of it is has a name."""
         if not batch.seen or self.place.world == 1:
             return
-        if not agree(batch.size, batch.seen, self.built.group, "Job(data=…)"):
+        if not agree(batch.size, batch.seen, self.built.inside, "Job(data=…)"):
             self.built.unlike = ("noise in the iterable's samples is another on every rank: its generator has no seed",)
 
     def step(self, batch: Batch) -> Step:
@@ -172,11 +182,16 @@ class Engine:
         total = self._total_weight(batch, weights)
         self.guard.before.keep()
         self._within = "passes"
-        pieces = self.passes.pieces(batch, {i: weights[i] / total for i in self.runs(batch, weights)})
+        rare, reducer = built.rare, built.reducer
+        if rare is not None and isinstance(reducer, CrossGroupSums):
+            reducer.everywhere = built.groups["replica_groups"] if rare.sums(batch.after.step) else None
+        pieces = self.passes.pieces(batch, {i: weights[i] / (total or 1.0) for i in self.runs(batch, weights)})
         step_row = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
         self._spans.begin("reduce")
         if built.reducer is not None:
             step_row = built.reducer.finish()
+        if rare is not None:
+            rare.given(total > 0)
         self._spans.end("reduce")
         built.begun = True
         return step_row
@@ -189,7 +204,7 @@ class Engine:
 
     def runs(self, batch: Batch, weights: list[float]) -> list[int]:
         """Numbers of the micro-batches that this rank runs: those that weigh something, or that every rank must run."""
-        ranks, size = (1, batch.most) if batch.most else (self.plan.ranks, batch.size)
+        ranks, size = (1, batch.most) if batch.most else (self.plan.ranks, self.share.of_group(batch.size)[1])
         most = BatchShare(0, ranks, self.plan.microbatches).parts(size)  # rank 0's parts are the largest
         return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
 
@@ -203,13 +218,23 @@ class Engine:
         return [(n, str([shape(t) for t in leaves((m.inputs, m.targets))])) for n, m in zip(counts, found)]
 
     def _total_weight(self, batch: Batch, weights: list[float]) -> float:
-        """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask."""
+        """Weight of the global batch. Without `Job.weight` it is its number of samples: nothing to ask.
+
+        For a replica group on its own: what makes the mean of the groups' losses that of the batch, when all samples weigh
+        the same, without asking the others: its own weight × size / (groups × its samples). It is 0 without a sample.
+        """
+        rare, size = self.built.rare, self.share.of_group(batch.size)[1]
+        apart = rare is not None and not rare.sums(batch.after.step)
         if self.job.weight is None:
-            return float(batch.size)
+            return batch.size / (self.plan.replica_groups if apart else 1) if size else 0.0
         total = torch.tensor(sum(weights), dtype=torch.float64)
         if self.plan.ranks > 1:
             total = total.to(self.built.device)
             dist.all_reduce(total, group=self.built.peers)
+        if apart:
+            return float(total) * batch.size / (self.plan.replica_groups * size) if size else 0.0
+        if rare is not None:
+            rare.total(total)
         if not 0 < float(total) < math.inf:
             raise PlaitError(Problem("J009", f"the weights of step {batch.position.step + 1} sum to {float(total)}",
                                      why="Job.weight counts nothing in the whole batch, so its mean loss is 0 / 0"))  # fmt: skip
@@ -293,20 +318,29 @@ class Engine:
     def _told(self, batch: Batch, row: list[float], norm: float, lr: float) -> Step:
         ranks = self.plan.ranks
         loss, stop, *rows, saved, kept = row
+        if self.built.rare is None:
+            self._heard(stop, saved, kept)
+        else:
+            for sent, word in self.built.rare.after(batch.after.step, [stop, saved, kept]):
+                if sent > self._saved:  # else it tells of a save that is over
+                    self._heard(*word)
+        spans = self._spans.taken()
+        computing = ("forward", "backward", "loss", "replicate")
+        self._busy = sum(took for name, _, took in spans if sort_of(name) in computing)
+        return Step(
+            batch.after.step, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
+            spans, [(int(n), seconds) for n, seconds in zip(rows[:ranks], rows[ranks:])], rows[2 * ranks :],
+        )  # fmt: skip
+
+    def _heard(self, stop: float, saved: float, kept: float) -> None:
+        """What all ranks said together: the wish to stop, and how far they are with what they save."""
+        self._stop = stop > 0
         self.checkpoints.heard(self, saved)
         if self.memory is not None:
             try:
                 self.memory.heard(self, kept)
             except PlaitError:  # on all ranks: there is no room, and training goes on without snapshots
                 self.memory = None
-        spans = self._spans.taken()
-        computing = ("forward", "backward", "loss", "replicate")
-        self._busy = sum(took for name, _, took in spans if sort_of(name) in computing)
-        self._stop = stop > 0
-        return Step(
-            batch.after.step, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
-            spans, [(int(n), seconds) for n, seconds in zip(rows[:ranks], rows[ranks:])], rows[2 * ranks :],
-        )  # fmt: skip
 
     def whole(self) -> bool:
         """Whether this rank holds the state of a step, and not half of an update."""
@@ -323,12 +357,14 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`)."""
         self.place.beat(self.position.step, "evaluate")
-        return evaluate(self.built)
+        with nullcontext() if self.built.rare is None else self.built.rare.global_weights():
+            return evaluate(self.built)
 
     def save(self, keep: int = 3, wait: bool = True) -> Path:
         """Write a checkpoint of this step, beside training unless `wait`; keep the newest `keep`. All ranks call it."""
         self.place.beat(self.position.step, "checkpoint")
         check_copies(self.built, self.position.step)
+        self._saved = self.position.step
         path = self.checkpoints.save(self, keep, wait)
         self.place.beat(self.position.step, "checkpoint")
         return path

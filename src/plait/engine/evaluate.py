@@ -54,8 +54,9 @@ def evaluate(built: Built) -> dict[str, float]:
     if job.evaluate is None:
         return {}
     sums: dict[str, Tensor] = {}
-    rank, ranks = built.plan.share(place.rank), built.plan.ranks
-    size = largest(job.batch, built.plan.shares, built.plan.microbatches)
+    groups = built.plan.replica_groups
+    rank, ranks = built.at["replica_groups"] * built.plan.ranks + built.plan.share(place.rank), groups * built.plan.ranks
+    size = largest(job.batch, ranks if groups > 1 else built.plan.shares, built.plan.microbatches)
     together = built.shards is not None or built.plan.ep > 1
     with _forward_only(built):
         data = opened(job.evaluate.data, try_metrics.WHERE)

@@ -276,4 +276,4 @@ def _some(ids: list[int]) -> str:
 
 
 def _exchange(engine: Repeatable, value: object) -> Iterable[bytes]:
-    return exchange(json.dumps(value).encode(), engine.built.group, engine.built.device)
+    return exchange(json.dumps(value).encode(), engine.built.inside, engine.built.device)

@@ -1,6 +1,7 @@
 """What a plan makes of a job on one rank: its part of the model, its groups of ranks, what runs a step. Strategies fill it in."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,43 @@ from plait.parallel.replicas import Replicas
 from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
 from plait.tensors.part import Part, Ranges, whole
+
+class RareSync(Protocol):
+    """What brings replica groups together now and then (`parallel/replica_groups/synchronise.py`)."""
+
+    def sums(self, step: int) -> bool:
+        """Whether gradients of this step (counted from 1) are summed over all groups, as copies do."""
+        ...
+
+    def total(self, weight: Tensor) -> None:
+        """Add up a number over the groups, in place."""
+        ...
+
+    def after(self, step: int, word: list[float]) -> list[tuple[int, list[float]]]:
+        """After the update of a step: send and apply what is due. `word`: numbers to add up over the groups, which come back
+        with the step that they were sent in."""
+        ...
+
+    def given(self, samples: bool) -> None:
+        """Gradients of a step are there; `samples`: the group had any. If not, they are zeros for what it used before."""
+        ...
+
+    def end(self) -> None:
+        """No step follows: wait for what is on its way."""
+        ...
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """The weights of all groups together in the place of this group's own."""
+        ...
+
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint holds besides the global weights, by name."""
+        ...
+
+    def values(self) -> dict[str, Any]:
+        """The same of what is not a tensor."""
+        ...
+
 
 Call = Callable[[nn.Module, Any], Any]
 """(model, inputs) -> outputs."""
@@ -99,6 +137,10 @@ class Built:
     """The group of ranks that hold copies of this rank's parts."""
     at: dict[str, int] = field(default_factory=dict)
     """This rank's place on every axis of the mesh."""
+    inside: ProcessGroup | None = None
+    """The ranks of this one's replica group: all ranks, where there is only one."""
+    rare: "RareSync | None" = None
+    """What this rank synchronises with its replica group's like in other groups."""
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     """The ranks that differ from this one on an axis alone, for each axis on which there are any."""
     cuts: dict[str, tuple[tuple[int, ...], tuple[Ranges, ...]]] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class CrossGroupSums:
     """
 
     def __init__(self, names: list[str], built: Built):
-        self.names, self.own, self.peers, self.everybody = names, built.own, built.peers, built.group
+        self.names, self.own, self.peers, self.everybody = names, built.own, built.peers, built.inside
         self.inner, self.shards = built.reducer, built.shards
         self.copies = built.reducer if isinstance(built.reducer, Reducer) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
@@ -36,6 +36,10 @@ class CrossGroupSums:
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.step_row = self.row = torch.empty(0)
         self.work: dist.Work | None = None
+        self.everywhere: ProcessGroup | None = None
+        """Ranks of other replica groups that hold the same parts, in a step in which all groups sum their gradients."""
+        self.elsewhere = set[str]()
+        """Of those flagged, the ones that other replica groups used in such a step."""
         self.told: Callable[[Tensor], list[float]] = Tensor.tolist
         """How often each of some parameters got a gradient, from what all ranks of a group said together."""
 
@@ -75,7 +79,10 @@ class CrossGroupSums:
         elif self.copies is not None:
             (self.copies.settle if self.pipelined else self.copies.finish)()
         for names, group in self.partial:
-            self._add_up([n for n in names if n in self.own and self.own[n].requires_grad], group)
+            self._add_up(self._trained(names), group)
+        if self.everywhere is not None:
+            self._add_up(self._trained(self.names), self.everywhere)
+            self._used_elsewhere(self.everywhere)
         used = [float(self._used(n)) for n in self.flagged]
         row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.step_row.device)
         self.row = torch.cat([self.step_row, row])
@@ -85,6 +92,7 @@ class CrossGroupSums:
                 if not times and name in self.own:
                     self.own[name].grad = None
             self.shards.used.clear()
+            self.elsewhere.clear()
         return self.row[: len(self.step_row)]
 
     def _rest(self) -> list[float]:
@@ -112,7 +120,7 @@ class CrossGroupSums:
 
     def _used(self, name: str) -> bool:
         if self.shards is not None and name in self.shards.sharded:
-            return name in self.shards.used
+            return name in self.shards.used or name in self.elsewhere
         return name in self.own and self.own[name].grad is not None
 
     def _add_up(self, names: list[str], group: ProcessGroup) -> None:
@@ -132,6 +140,15 @@ class CrossGroupSums:
             for name, part, times in zip(mine, flat.split([*sizes, len(mine)]), there):
                 parameter = self.own[name]
                 parameter.grad = part[: parameter.numel()].view_as(parameter) if times else None
+
+    def _trained(self, names: Iterable[str]) -> list[str]:
+        return [n for n in names if n in self.own and self.own[n].requires_grad]
+
+    def _used_elsewhere(self, group: ProcessGroup) -> None:
+        used = torch.tensor([float(self._used(n)) for n in self.flagged], dtype=torch.float64, device=self.step_row.device)
+        if self.flagged:
+            dist.all_reduce(used, group=group)
+            self.elsewhere = {n for n, times in zip(self.flagged, used.tolist()) if times}
 
     def _size(self, name: str) -> int:
         """Elements of a parameter in a message: shards of unequal ranks are padded to the largest."""

@@ -4,7 +4,8 @@ The pipeline first, because everything after it belongs to a stage. Then whose e
 slices of layers and which stretches of sequences; then precision, because it decides in which format
 everything after it computes; what splits the samples inside one process (threads, micro-batches); what is recomputed,
 inside of which compile works; then the copies and shards between processes, because their hooks must see the parameters
-as they finally are; and last where the optimizer's tensors live, because only now it is known which they are.
+as they finally are; then where the optimizer's tensors live, because only now it is known which they are; and last what
+replica groups send each other, which is all that a rank holds by then.
 
 A strategy is a module with the names of `Strategy`: no base class, no registry, no state. Its docstring explains the
 technique to a newcomer under fixed headings (What it does, Costs, Choose when, Avoid when, Paper).
@@ -23,6 +24,7 @@ from plait.parallel.data import strategy as data_parallel
 from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.pipeline import strategy as pipeline
+from plait.parallel.replica_groups import strategy as replica_groups
 from plait.parallel.tensor import strategy as tensor
 
 
@@ -73,4 +75,5 @@ ORDER: tuple[Strategy, ...] = (
     data_parallel,
     fsdp,
     offload,
+    replica_groups,
 )

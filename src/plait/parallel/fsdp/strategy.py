@@ -130,7 +130,7 @@ def apply(built: Built) -> None:
         materialise(model, device)
     usual = ShardGroup(mesh["fsdp"].get_group(), built.copies)
     shards = FsdpRuntime(model, plan, mine, scatter, usual=usual, apart=where, cuts=built.cuts)
-    shards.everybody = built.group
+    shards.everybody = built.inside
     built.reducer = built.shards = shards
     built.own = shards.own | {n: p for n, p in built.own.items() if n not in mine}
     for name, part in ((n, p) for n, p in built.shares.items() if n in built.own):

@@ -1,0 +1,208 @@
+"""What a rank sends its like in other replica groups, when, and what it makes of what comes back (see `strategy.py`).
+
+A rank and its like hold the same part of the model at the same place inside their groups. A message is a mean over them:
+of the weights (`sync=local`), or of how far each has moved from the global weights, G − θ (`sync=diloco`), on which an outer
+optimizer steps: G ← SGD(G, mean(G − θ)), then θ ← α θ + (1 − α) G. The optimizer state of a group is its own, always.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.config.plan import Plan
+from plait.parallel.built import Built
+from plait.parallel.replica_groups.fragments import due, fragments_of
+from plait.tensors.part import Part
+
+STATE = "groups/"
+"""How the names of what checkpoints hold of replica groups begin."""
+
+
+@dataclass
+class Message:
+    """A mean over the groups, on its way."""
+
+    fragment: int
+    sent: int
+    """After which step."""
+    names: list[str]
+    flats: list[Tensor]
+    """The numbers to add up, a row for each number format; then the numbers of the step."""
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        """Until the sums are there."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+class RareSynchroniser:
+    """This rank's part of the synchronisation of replica groups."""
+
+    def __init__(self, built: Built):
+        self.built, self.plan = built, built.plan
+        self.group, self.count = built.groups["replica_groups"], built.plan.replica_groups
+        self.outer = built.plan.sync == "diloco"
+        parts = built.parts()
+        trained = {n for n, p in built.own.items() if p.requires_grad}
+        self.own = {n: part for n, part in parts.items() if n in trained}
+        """This rank's parts of the trained parameters."""
+        self.changing = {n: part for n, part in parts.items() if n not in trained and _changes(built, n, part)}
+        """Its parts of what forward passes change: statistics and moving averages, of which groups take the mean."""
+        order = list(self.own)
+        self.fragments = [[n for n in order if n in names] for names in fragments_of(built.plan, built.whole)]
+        self.base: dict[str, Tensor] = {}
+        """The global weights, where they are not the mean of the groups'."""
+        self.sgd: torch.optim.SGD | None = None
+        self.pending: list[Message] = []
+        self.met = set[str]()
+        """Parameters that had a gradient in some step."""
+        self._writing = False
+        built.reloaded.append(self._reloaded)
+
+    def sums(self, step: int) -> bool:
+        """Whether gradients of this step (counted from 1) are summed over all groups, as copies do."""
+        return step <= self.plan.start_local
+
+    def total(self, weight: Tensor) -> None:
+        """Add up a number over the groups, in place."""
+        dist.all_reduce(weight, group=self.group)
+
+    def given(self, samples: bool) -> None:
+        """Gradients of a step are there; `samples`: the group had any. If not, they are zeros for what it used before."""
+        own = self.built.own
+        if samples:
+            self.met.update(n for n, p in own.items() if p.grad is not None)
+            return
+        for name in self.met & own.keys():
+            own[name].grad = torch.zeros_like(own[name])
+
+    def begin(self) -> None:
+        """Before the first update: the weights are the global ones."""
+        if not self.outer or self.base:
+            return
+        self.base = {n: part.tensor.clone() for n, part in self.own.items()}
+        momentum = self.plan.outer_momentum
+        self.sgd = torch.optim.SGD(self.base.values(), self.plan.outer_lr, momentum, nesterov=momentum > 0)
+
+    def after(self, step: int, word: list[float]) -> list[tuple[int, list[float]]]:
+        """After the update of a step: send and apply what is due. `word`: numbers to add up over the groups, which come back
+        with the step that they were sent in."""
+        if self.sums(step):
+            row = torch.tensor(word, dtype=torch.float64, device=self.built.device)
+            dist.all_reduce(row, group=self.group)
+            if step == self.plan.start_local:
+                self._rebase()
+            return [(step, row.tolist())]
+        for fragment in due(self.plan, step):
+            self.pending.append(self._send(fragment, step, word))
+        heard = [self._apply(m) for m in self.pending if step - m.sent >= self.plan.fragment_delay]
+        self.pending = [m for m in self.pending if step - m.sent < self.plan.fragment_delay]
+        return heard
+
+    def _send(self, fragment: int, step: int, word: list[float]) -> Message:
+        names = [*self.fragments[fragment], *(self.changing if fragment == self.plan.fragments - 1 else ())]
+        by_format: dict[torch.dtype, list[Tensor]] = {}
+        for name in names:
+            tensor = self._part(name).tensor.detach()
+            moved = self.base[name] - tensor if name in self.base else tensor
+            by_format.setdefault(tensor.dtype, []).append(moved.reshape(-1))
+        flats = [torch.cat(rows) for rows in by_format.values()]
+        flats.append(torch.tensor(word, dtype=torch.float64, device=self.built.device))
+        works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in flats]
+        return Message(fragment, step, names, flats, [work for work in works if work is not None])
+
+    def _apply(self, message: Message) -> tuple[int, list[float]]:
+        """Take over a mean. Returns the step in which it was sent, and the sums of its numbers."""
+        message.wait()
+        alpha = self.plan.fragment_alpha
+        with torch.no_grad():
+            for name, mean in self._means(message):
+                here = self._part(name).tensor
+                if name in self.base:
+                    self.base[name].grad = mean
+                else:
+                    here.copy_(mean if alpha == 0 else alpha * here + (1 - alpha) * mean)
+            if self.sgd is not None:
+                self.sgd.step()
+                self.sgd.zero_grad(set_to_none=True)
+                for name in message.names:
+                    if name in self.base:
+                        here, there = self._part(name).tensor, self.base[name]
+                        here.copy_(there if alpha == 0 else alpha * here + (1 - alpha) * there)
+        self._written()
+        return message.sent, message.flats[-1].tolist()
+
+    def _means(self, message: Message) -> Iterator[tuple[str, Tensor]]:
+        """(name, mean over the groups) of what a message brought."""
+        at: dict[torch.dtype, int] = {}
+        flats = {flat.dtype: flat for flat in message.flats[-2::-1]}
+        for name in message.names:
+            like = self._part(name).tensor
+            first = at.get(like.dtype, 0)
+            at[like.dtype] = first + like.numel()
+            yield name, (flats[like.dtype][first : first + like.numel()] / self.count).view(like.shape)
+
+    def _part(self, name: str) -> Part:
+        return self.own[name] if name in self.own else self.changing[name]
+
+    def _written(self) -> None:
+        """Weights were written: whatever holds copies of them takes the new ones."""
+        self._writing = True
+        self.built.refresh()
+        self._writing = False
+
+    def _reloaded(self) -> None:
+        """Weights were written from outside, as those of a checkpoint: they are the global ones."""
+        if not self._writing:
+            self._rebase()
+
+    def _rebase(self) -> None:
+        for name, tensor in self.base.items():
+            tensor.copy_(self.own[name].tensor)
+
+    def global_parts(self) -> dict[str, Part]:
+        """This rank's part of the global weights, and of what else groups take the mean of. All ranks call it."""
+        found = {n: replace(self.own[n], tensor=tensor) for n, tensor in self.base.items()}
+        for name, part in (*self.own.items(), *self.changing.items()):
+            if name not in found:
+                mean = part.tensor.detach().clone()
+                dist.all_reduce(mean, group=self.group)
+                found[name] = replace(part, tensor=mean.div_(self.count))
+        return found
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """The weights of all groups together in the place of this group's own."""
+        own = {name: self._part(name).tensor.clone() for name in (*self.own, *self.changing)}
+        self._take({name: part.tensor for name, part in self.global_parts().items()}.items())
+        try:
+            yield
+        finally:
+            self._take(own.items())
+
+    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for name, tensor in weights:
+                self._part(name).tensor.copy_(tensor)
+        self._written()
+
+    def end(self) -> None:
+        """No step follows: wait for what is on its way."""
+        for message in self.pending:
+            message.wait()
+
+
+def _changes(built: Built, name: str, part: Part) -> bool:
+    """Whether forward passes change a tensor, and groups take the mean of it: not of counters."""
+    whole, module = built.whole, name.rpartition(".")[0]
+    changing = module in whole.batch_norms or name in whole.counting or name in whole.rewritten
+    return changing and part.tensor.is_floating_point()
+
+
