@@ -10,6 +10,9 @@ constants         what was fitted to measurements
 space             all plans, in branches
 search            the best of them
 answer            what `plait plan` says
+exactness         what rare synchronisation costs in exactness, and the link speed below which it pays
+late_map          which way to synchronise is fastest, by link and spread of speeds
+inexact           the best plans that are another training
 goals             what fewer and more devices do; the cheapest, fewest, largest
 uncertainty       how sure a prediction is
 trial             a few real steps of plans

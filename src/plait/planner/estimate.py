@@ -37,6 +37,8 @@ class Estimate:
     """Bytes that one rank keeps in its host's memory."""
     sent: dict[str, float] = field(default_factory=dict)
     """Bytes of gradients and weights that a rank sends in a step, by axis."""
+    states: float = 0.0
+    """Trained weights that a rank updates."""
 
     def share(self, part: str) -> float:
         """A part of the step, of all of it."""
@@ -59,7 +61,8 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     software = pace.software
     away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
     flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
-    found = Estimate(plan, inf, {}, memory, reserved, flops, states * away, late.bill(pace, plan, trained))
+    found = Estimate(plan, inf, {}, memory, reserved, flops, states * away,
+                     late.bill(pace, plan, trained), states)  # fmt: skip
     if reserved > within:
         return found
     own = [part for s in fullest for part in cut[s]]
@@ -230,5 +233,6 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
         gather = pieces * machine.all_gather(elements * software.weights / pieces, f, inner)
         return {"gradients": max(0.0, scatter + apart - free * backward) + max(0.0, gather - free * forward)}
     whole, pieces = late.seconds_sent(pace, plan, elements, "dp")
-    own_time = late.compressing(pace, plan, elements, "dp")
-    return {"gradients": max(whole / pieces, whole - free * backward) + own_time}
+    if late.format_of(plan, "dp") != "none":
+        return {"gradients": whole + late.compressing(pace, plan, elements, "dp")}
+    return {"gradients": max(whole / pieces, whole - free * backward)}

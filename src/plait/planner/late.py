@@ -1,8 +1,8 @@
 """What copies and replica groups send each other: bytes, memory and seconds of every way to synchronise and to compress.
 
 Bytes are those that one rank sends in a step, in the mean. Of n ranks that add up, each passes 2 (n − 1) / n of its bytes on.
-Numbers of 8 bits do not add up inside a sum, so they are gathered: n − 1 times their bytes, more the more ranks there are.
-Numbers of 16 bits, and the two factors of PowerSGD, do add up.
+Rounded numbers do not add up inside a sum, so they are gathered: n − 1 times their bytes, more the more ranks there are. The two
+factors of PowerSGD do add up. Compressed gradients are sent when backward has ended, and nothing hides them.
 
 Replica groups that synchronise every H steps send at the end of H steps what `dp` would in each. A fragment that is streamed is
 on its way while `fragment_delay` steps are computed; what is left of it then is waited for. Under `async` a group sends its
@@ -36,6 +36,10 @@ def format_of(plan: Plan, axis: str) -> str:
     return plan.compress if (axis == "replica_groups") == (plan.replica_groups > 1) else "none"
 
 
+GATHERED = ("bf16", "int8")
+"""Formats whose numbers do not add up on their way."""
+
+
 def each(pace: TimeModel, plan: Plan, how: str, item: float) -> float:
     """Bytes for each number that is sent, of numbers with `item` bytes."""
     if how == "powersgd":
@@ -47,7 +51,7 @@ def bytes_sent(pace: TimeModel, plan: Plan, numbers: float, ranks: int, axis: st
     """Bytes that one of so many ranks sends while they add up `numbers` weights or gradients along an axis."""
     how = format_of(plan, axis)
     size = numbers * each(pace, plan, how, pace.software.sent)
-    return (ranks - 1) * size if how == "int8" else 2 * (ranks - 1) / ranks * size
+    return (ranks - 1) * size if how in GATHERED else 2 * (ranks - 1) / ranks * size
 
 
 def seconds_sent(pace: TimeModel, plan: Plan, numbers: float, axis: str, pieces: int = 0) -> tuple[float, int]:
@@ -55,7 +59,7 @@ def seconds_sent(pace: TimeModel, plan: Plan, numbers: float, axis: str, pieces:
     how, ranks, stride = format_of(plan, axis), getattr(plan, axis), apart(plan, axis)
     size = numbers * each(pace, plan, how, pace.software.sent)
     pieces = pieces or max(1, ceil(numbers * pace.software.sent / BUCKET))
-    if how == "int8":
+    if how in GATHERED:
         return pieces * pace.machine.all_gather(ranks * size / pieces, ranks, stride), pieces
     rounds = 2 if how == "powersgd" else 1  # one factor after the other
     return rounds * pieces * pace.machine.all_reduce(size / pieces / rounds, ranks, stride), pieces
@@ -124,8 +128,7 @@ def held(pace: TimeModel, plan: Plan, numbers: float, weights: float) -> dict[st
         size = weights * item
         if plan.sync == "diloco":
             found["outer"] = size * (2 if plan.outer_momentum else 1)
-            found["outer"] += size / plan.fragments if plan.fragment_delay else 0.0
-        found["messages"] = size if plan.sync == "async" else min(float(BUCKET), size / plan.fragments)
+        found["messages"] = size if plan.sync == "async" else size / plan.fragments
     if plan.compress != "none" and plan.replica_groups * plan.dp > 1:
         found["residuals"] = (weights if plan.replica_groups > 1 else numbers) * pace.software.gradients
     return found
@@ -162,8 +165,11 @@ def is_exact(plan: Plan) -> bool:
     return plan.compress == "none" and plan.replica_groups == 1
 
 
-def linked(machine: Machine, bits: float) -> Machine:
-    """The machine with so many bit/s on its slowest link: between its nodes, each way, or where there is one node, its devices."""
+def linked(machine: Machine, bits: float, latency: float | None = None) -> Machine:
+    """The machine with so many bit/s on its slowest link: between its nodes, each way, or where there is one node, its devices.
+
+    `latency`: seconds of a hop there, where it is not to stay what it is.
+    """
     found = [x for x in machine.links if x.between_nodes] if machine.nodes > 1 else list(machine.links[-1:])
     rate, most = bits / 8, machine.devices_per_node if machine.nodes > 1 else 0
     known = tuple(c for c in machine.collectives if c.ranks <= most)
@@ -171,12 +177,13 @@ def linked(machine: Machine, bits: float) -> Machine:
         rate /= machine.devices_per_node
     link = found[-1] if found else Link("network", None, rate, HOPS["network"][0], "network", reached=FITTED["network"])
     others = tuple(x for x in machine.links if x not in found)
-    return replace(machine, links=(*others, replace(link, bandwidth=rate)), collectives=known)
+    changed = replace(link, bandwidth=rate, latency=link.latency if latency is None else latency)
+    return replace(machine, links=(*others, changed), collectives=known)
 
 
-def at_speed(pace: TimeModel, bits: float) -> TimeModel:
+def at_speed(pace: TimeModel, bits: float, latency: float | None = None) -> TimeModel:
     """The same times on a machine whose slowest link has so many bit/s."""
-    return replace(pace, machine=linked(pace.machine, bits), known={})
+    return replace(pace, machine=linked(pace.machine, bits, latency), known={})
 
 
 def break_even(exact: Callable[[float], float], late: Callable[[float], float]) -> float:
