@@ -19,7 +19,7 @@ from typing import Any
 
 from plait.config.errors import PlaitError, Problem, did_you_mean
 from plait.config.files import as_json, loads, open_plain
-from plait.config.keys import AXES, KEYS, OTHER_SAMPLES, SAME_LOSS, TABLES, WITHIN, Key
+from plait.config.keys import AXES, KEYS, OTHER_SAMPLES, SAME_LOSS, TABLES, Key
 
 FILE_BYTES, LINE_LENGTH = 8192, 1000
 """The largest plan that is read, as a file and as a line: parsers take minutes over what no person wrote."""

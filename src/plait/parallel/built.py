@@ -23,6 +23,7 @@ from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
 from plait.tensors.part import Part, Ranges, whole
 
+
 class RareSync(Protocol):
     """What brings replica groups together now and then (`parallel/replica_groups/synchronise.py`)."""
 

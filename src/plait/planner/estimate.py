@@ -220,8 +220,7 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
     free = pace.free
     elements = sum(room.weights(b, plan) * n for b, _, n in own)
     forward, backward = hidden / 3, hidden * 2 / 3
-    if f > 1:
-        apart = machine.all_reduce(late.BUCKET, plan.dp, inner * f) * elements * software.sent / f / late.BUCKET
+    apart = machine.all_reduce(late.BUCKET, plan.dp, inner * f) * elements * software.sent / f / late.BUCKET if f > 1 else 0.0
     if f > 1 and plan.zero == 3:
         gather = sum(machine.all_gather(room.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
         scatter = sum(machine.reduce_scatter(room.weights(b, plan) * software.sent, f, inner) * n for b, _, n in own)

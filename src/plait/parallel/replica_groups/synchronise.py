@@ -8,13 +8,11 @@ optimizer steps: G ← SGD(G, mean(G − θ)), then θ ← α θ + (1 − α) G.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.config.plan import Plan
 from plait.parallel.built import Built
 from plait.parallel.replica_groups.fragments import due, fragments_of
 from plait.tensors.part import Part
