@@ -9,6 +9,7 @@ chunks            who writes which rectangle of a tensor
 manifest          the file that makes a directory a checkpoint
 safetensors_file  one file, written and read by ranges
 reading           parts of tensors out of a directory
+replica_groups    what it holds of replica groups, and of each of them alone
 saving            a save beside training
 weights           others' weights in and out
 """

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint import replica_groups
 from plait.checkpoint.optimizer_state import SIMPLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
@@ -246,6 +247,8 @@ def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
     if manifest.seed != job.seed:
         why = "the order of the samples, dropout and augmentation are drawn from it"
         result.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
+    if other := replica_groups.refused(training, manifest):
+        result.refused.append(_refusal(manifest, *other))
     _data(result, manifest, old.get("data"), now["data"])
     if old.get("python") == now["python"]:
         functions = _table(old.get("functions"))

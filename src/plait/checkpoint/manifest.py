@@ -56,6 +56,10 @@ class Entry:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+OWN = re.compile(r"groups/\d+/")
+"""How names begin of what belongs to one replica group."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A checked manifest. Tensors are named `model/<name>` and `optimizer/<parameter>/<key>`."""
@@ -81,6 +85,8 @@ class Manifest:
     """Weights and optimizer state that hold NaN or infinity: the training had gone wrong when this was saved."""
     job: dict[str, Any] = field(default_factory=dict)
     """What the job was (`checkpoint/fingerprint.py`); empty in old checkpoints. Its parts may be anything."""
+    groups_of: dict[str, Any] = field(default_factory=dict)
+    """Of replica groups: how many, what was sent and not applied yet, and of each its own; empty without any."""
 
 
 def seal(content: dict[str, Any]) -> bytes:
@@ -136,8 +142,11 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     known = {name for group in groups for name in _get(_is(group, dict), "params", list) if _is(name, str)}
     scalars = {name: _scalar(value) for name, value in _get(optimizer, "scalars", dict).items()}
     stored = [name.removeprefix("optimizer/") for name in tensors if name.startswith("optimizer/")]
-    lost = [name for name in (*scalars, *stored) if name.rpartition("/")[0] not in known]
-    if lost or any(not name.startswith(("model/", "optimizer/")) for name in tensors):
+    groups_of = _groups_of(content.get("groups", {}))
+    named = (OWN.sub("", name, 1) if groups_of else name for name in (*scalars, *stored))
+    lost = [name for name in named if name.rpartition("/")[0] not in known]
+    kinds = ("model/", "optimizer/", "groups/") if groups_of else ("model/", "optimizer/")
+    if lost or any(not name.startswith(kinds) for name in tensors):
         raise ValueError(f"tensors of nothing: {', '.join(lost)[:100]}")
     aliases = {k: _is(v, str) for k, v in _get(content, "aliases", dict).items()}
     if any(f"model/{name}" not in tensors for name in aliases.values()):
@@ -149,8 +158,26 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         _number(content, "batch"), None if parent is None else _line(parent),
         {_line(k): _line(v) for k, v in versions.items()}, aliases, _line(_get(optimizer, "type", str)),
         groups, scalars, _scaler(content.get("scaler")), tuple(_line(name) for name in _is(content.get("nonfinite", []), list)),
-        _shallow(_is(content.get("job", {}), dict), 8),
+        _shallow(_is(content.get("job", {}), dict), 8), groups_of,
     )  # fmt: skip
+
+
+def _groups_of(value: object) -> dict[str, Any]:
+    """What it says of replica groups (`checkpoint/replica_groups.py`)."""
+    groups = _is(value, dict)
+    if not groups:
+        return {}
+    count, own = _number(groups, "count"), _get(groups, "own", dict)
+    if set(own) != {str(i) for i in range(count)}:
+        raise ValueError(f"{count} replica groups are not {len(own)}")
+    sent = [
+        [_is(n, int) for n in _is(row, list)[:2]] + [list(map(float, row[2]))] for row in _get(groups, "sent", list)
+    ]
+    kept = {
+        i: {"met": list(map(_line, _get(_is(v, dict), "met", list))), "scaler": _scaler(v.get("scaler"))}
+        for i, v in own.items()
+    }
+    return {"count": count, "own": kept, "sent": sent}
 
 
 def _entry(name: str, value: dict[str, Any], files: dict[str, Any]) -> Entry:

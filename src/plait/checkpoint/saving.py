@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.checkpoint import replica_groups
 from plait.checkpoint.chunks import HeldChunk, Rect, overlap
 from plait.checkpoint.manifest import FORMAT, MANIFEST, parse, seal, unseal
 from plait.checkpoint.reading import rectangle
@@ -128,7 +129,7 @@ def write_part(
     """
     building.mkdir(parents=True, exist_ok=True)
     files, entries = {}, {}
-    for kind in ("model", "optimizer"):
+    for kind in ("model", "optimizer", "groups"):
         keys = {_key(held): held for held in tensors if held.name.startswith(f"{kind}/")}
         if not keys:
             continue
@@ -148,7 +149,7 @@ def write_part(
 
 def _key(held: HeldChunk) -> str:
     """`0.weight` of a whole tensor, `0.weight@8,0` of a piece that begins there."""
-    name = held.name.partition("/")[2]
+    name = held.name if held.name.startswith("groups/") else held.name.partition("/")[2]
     return name if held.size == held.shape else f"{name}@{','.join(map(str, held.start))}"
 
 
@@ -189,6 +190,7 @@ def merge(parts: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
         result[key] = {name: value for part in parts for name, value in part[key].items()}
     result["nonfinite"] = sorted({name for part in parts for name in part["nonfinite"]})
     result["aliases"] = {k: v for k, v in result["aliases"].items() if f"model/{v}" in tensors}
+    result["groups"] = replica_groups.merged([part["groups"] for part in parts])
     groups = [dict(group) for group in parts[0]["optimizer"]["groups"]]
     for i, group in enumerate(groups):
         names = (name for part in parts for name in part["optimizer"]["groups"][i]["params"])

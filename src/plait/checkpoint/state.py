@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint import fingerprint, optimizer_state
+from plait.checkpoint import fingerprint, optimizer_state, replica_groups
 from plait.checkpoint.chunks import HeldChunk
-from plait.checkpoint.manifest import Entry, Manifest
+from plait.checkpoint.manifest import OWN, Entry, Manifest
 from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, NAMES
@@ -27,13 +27,13 @@ from plait.tensors.part import Part, whole
 
 def parts_of(training: Training) -> dict[str, Part]:
     """This rank's part of every tensor to save: `model/<name>` and `optimizer/<parameter>/<key>`."""
-    model = model_parts(training)
-    parts = {f"model/{name}": part for name, part in model.items()}
+    model, own = model_parts(training), replica_groups.prefix(training)
+    parts = replica_groups.parts_of(training, model)
     for name, key, value in _state(training):
         if isinstance(value, Tensor) and value.dim():
             updates_whole = name in training.built.updated_whole
             part = whole(value) if updates_whole else _state_part(name, key, value, model[name])
-            parts[f"optimizer/{name}/{key}"] = part
+            parts[f"{own}optimizer/{name}/{key}"] = part
     return parts
 
 
@@ -45,8 +45,8 @@ def _state(training: Training) -> Iterator[tuple[str, str, object]]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """(parameter, key) of `optimizer/<parameter>/<key>`."""
-    parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+    """(parameter, key) of `optimizer/<parameter>/<key>`, of a group's own too."""
+    parameter, _, key = OWN.sub("", name, 1).removeprefix("optimizer/").rpartition("/")
     return parameter, key
 
 
@@ -97,6 +97,7 @@ def values_of(training: Training) -> dict[str, Any]:
         "versions": {"plait": __version__, "torch": str(torch.__version__)},
         "aliases": aliases_of(training.model),
         "scaler": training.built.scaler.state_dict() if training.built.scaler else None,
+        "groups": replica_groups.values_of(training),
         "job": {**training.fingerprint, "factor": fingerprint.factor(training.job, training.position.samples)},
         "optimizer": {
             "type": type(training.optimizer).__name__,
@@ -121,7 +122,7 @@ def _groups(training: Training) -> list[tuple[dict[str, Any], list[str]]]:
 def _scalars(training: Training) -> dict[str, Any]:
     scalars: dict[str, Any] = {}
     for parameter, key, value in _state(training):
-        name = f"{parameter}/{key}"
+        name = f"{replica_groups.prefix(training)}{parameter}/{key}"
         if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES and not value.is_complex():
             scalars[name] = {"dtype": NAMES[value.dtype], "value": value.item()}
         elif isinstance(value, SIMPLE):
@@ -170,12 +171,12 @@ def _alike(a: object, b: object) -> bool:
 def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
     """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
     model = model_parts(training)
-    parts = {f"model/{name}": part for name, part in model.items()}
+    parts, own = replica_groups.wanted(training, manifest, model), _own(training, manifest)
     elsewhere = training.built.updated_elsewhere
     mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
         parameter, _ = _split(name)
-        if name.startswith("optimizer/") and parameter in mine:
+        if name.startswith(f"{own}optimizer/") and parameter in mine:
             if parameter in training.built.updated_whole:
                 parts[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
             else:
@@ -202,12 +203,13 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
     """
     index = {name: i for i, name in enumerate(name for _, names in _groups(training) for name in names)}
     state: dict[int, dict[str, Any]] = {}
+    own = _own(training, manifest)
     for name, part in parts.items():
-        if name.startswith("optimizer/"):
+        if name.startswith(f"{own}optimizer/"):
             parameter, key = _split(name)
             state.setdefault(index[parameter], {})[key] = part.tensor
     for name, value in manifest.scalars.items():
-        parameter, _, key = name.rpartition("/")
+        parameter, _, key = name.removeprefix(own).rpartition("/")
         here = parameter in training.built.own and parameter not in training.built.updated_elsewhere
         if parameter in index and here:  # another rank's would stay as it is here
             state.setdefault(index[parameter], {})[key] = _number(value)
@@ -216,6 +218,12 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
         training.built.scaler.load_state_dict(manifest.scaler)
     training.position = manifest.position
     training.built.refresh()
+    replica_groups.give(training, manifest)
+
+
+def _own(training: Training, manifest: Manifest) -> str:
+    """How the names begin of the optimizer's state that this rank goes on with."""
+    return replica_groups.prefix(training) if replica_groups.same(training, manifest) else ""
 
 
 def implausible(training: Training, manifest: Manifest, hyper: list[dict[str, Any]]) -> str | None:

@@ -13,6 +13,7 @@ TECHNIQUES = {
         ("replica_groups", "sync", "every", "start_local", "outer_lr", "outer_momentum", "fragments", "fragment_delay",
          "fragment_alpha"), "replica_groups/strategy"),
     "recompute": "recompute", "offload": "offload", "precision": "precision", "compile": "compiled", "processes": "threads",
+    **dict.fromkeys(("compress", "compress_rank"), "compression/strategy"),
 }  # fmt: skip
 """Which file of `parallel/` explains a key of a plan."""
 

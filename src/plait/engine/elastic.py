@@ -160,9 +160,11 @@ class Keeper:
     def stepped(self) -> None:
         """A step was made. Takes a snapshot when it is time for one; all ranks agree when the next one is."""
         engine, self.steps = self.engine, self.steps + 1
+        if engine.memory is None:
+            return
         if not self.listed:
             self._list()
-        if engine.position.step < self.next or engine.memory is None:
+        if engine.position.step < self.next:
             return
         began = time.monotonic()
         each = max((began - self.began - self.cost) / self.steps, 1e-6)

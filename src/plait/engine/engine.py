@@ -318,6 +318,8 @@ class Engine:
     def _told(self, batch: Batch, row: list[float], norm: float, lr: float) -> Step:
         ranks = self.plan.ranks
         loss, stop, *rows, saved, kept = row
+        if self.built.rare is not None and self.built.rare.sums(batch.after.step):
+            loss *= self.plan.replica_groups  # a group's part of the batch's mean, as in steps of its own
         if self.built.rare is None:
             self._heard(stop, saved, kept)
         else:

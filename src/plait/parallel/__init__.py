@@ -6,6 +6,7 @@ mesh              the groups of ranks of a plan
 gradient_sums     sums between ranks that are not alike; the norm
 whole_tensors     optimizers that look at whole tensors, where ranks hold parts
 mutations         what a plan would lose of what a forward pass writes
+compression/      compressed sums with error feedback (compress)
 data/             data parallelism (dp)
 fsdp/             sharded data parallelism (fsdp, ZeRO)
 expert/           expert parallelism (ep)

@@ -15,6 +15,7 @@ from plait.launch.place import Place
 from plait.losses.global_batch import BatchPeers
 from plait.model.make import call
 from plait.model.sketch import Sketch
+from plait.parallel.compression.compressor import Compressor
 from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.pipeline.runtime import PipelineRuntime
@@ -52,12 +53,32 @@ class RareSync(Protocol):
         """The weights of all groups together in the place of this group's own."""
         ...
 
+    def global_parts(self) -> dict[str, Part]:
+        """This rank's part of them, and of what else groups take the mean of. All ranks call it."""
+        ...
+
+    def base_parts(self) -> dict[str, Part]:
+        """Those of them that are kept, and not computed when they are wanted."""
+        ...
+
     def parts(self) -> dict[str, Part]:
-        """What a checkpoint holds besides the global weights, by name."""
+        """What a checkpoint holds besides, by name."""
         ...
 
     def values(self) -> dict[str, Any]:
-        """The same of what is not a tensor."""
+        """The same of what is not a tensor, and alike on all ranks."""
+        ...
+
+    def own_values(self) -> dict[str, Any]:
+        """What this rank knows of its group alone."""
+        ...
+
+    def expect(self, groups: dict[str, Any]) -> None:
+        """Make room for what a checkpoint holds (`values`), so that `parts` are read in place."""
+        ...
+
+    def resume(self, own: dict[str, Any]) -> None:
+        """Go on as the group that said this (`own_values`)."""
         ...
 
 
@@ -125,7 +146,9 @@ class Built:
     shares: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: GradientReducer | None = None
-    """What sums gradients over the ranks: `Reducer`, `FsdpRuntime`, or None."""
+    """What sums gradients over the ranks: `Reducer`, `CompressedReducer`, `FsdpRuntime`, or None."""
+    compressor: Compressor | None = None
+    """What makes the sums of copies under `compress`, and holds the residuals."""
     shards: FsdpRuntime | None = None
     """What runs the parts of a sharded model, if it is one."""
     peers: ProcessGroup | None = None

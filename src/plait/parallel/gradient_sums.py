@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from plait.config.keys import SAME_SLICES
 from plait.parallel.built import Built
 from plait.parallel.data.buckets import Reducer
+from plait.parallel.data.compressed import CompressedReducer
 from plait.parallel.fsdp.runtime import square
 
 
@@ -29,7 +30,7 @@ class CrossGroupSums:
     def __init__(self, names: list[str], built: Built):
         self.names, self.own, self.peers, self.everybody = names, built.own, built.peers, built.inside
         self.inner, self.shards = built.reducer, built.shards
-        self.copies = built.reducer if isinstance(built.reducer, Reducer) else None
+        self.copies = built.reducer if isinstance(built.reducer, (Reducer, CompressedReducer)) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
         self.partial, self.holders, self.experts = built.partial, built.holders, built.experts
         self.flagged: list[str] = [] if self.shards is None else names
@@ -74,12 +75,12 @@ class CrossGroupSums:
     def finish(self) -> Tensor:
         """Sum gradients over copies, shards and whoever has a part of the sum; the summed row of the step, whose numbers are
         there once `norm` was asked for."""
-        if self.shards is not None:
-            self.shards.settle(self.peers)
-        elif self.copies is not None:
-            (self.copies.settle if self.pipelined else self.copies.finish)()
-        for names, group in self.partial:
-            self._add_up(self._trained(names), group)
+        if isinstance(self.copies, CompressedReducer):  # what a copy sends is rounded once, when it has all of it
+            self._partial()
+            self.copies.settle()
+        else:
+            self._inner()
+            self._partial()
         if self.everywhere is not None:
             self._add_up(self._trained(self.names), self.everywhere)
             self._used_elsewhere(self.everywhere)
@@ -94,6 +95,16 @@ class CrossGroupSums:
             self.shards.used.clear()
             self.elsewhere.clear()
         return self.row[: len(self.step_row)]
+
+    def _inner(self) -> None:
+        if self.shards is not None:
+            self.shards.settle(self.peers)
+        elif self.copies is not None:
+            (self.copies.settle if self.pipelined else self.copies.finish)()
+
+    def _partial(self) -> None:
+        for names, group in self.partial:
+            self._add_up(self._trained(names), group)
 
     def _rest(self) -> list[float]:
         """What was summed behind the row of the step: the squared norm, and how many ranks used each parameter."""

@@ -3,9 +3,9 @@
 The pipeline first, because everything after it belongs to a stage. Then whose experts are where, which
 slices of layers and which stretches of sequences; then precision, because it decides in which format
 everything after it computes; what splits the samples inside one process (threads, micro-batches); what is recomputed,
-inside of which compile works; then the copies and shards between processes, because their hooks must see the parameters
-as they finally are; then where the optimizer's tensors live, because only now it is known which they are; and last what
-replica groups send each other, which is all that a rank holds by then.
+inside of which compile works; what copies send each other; then the copies and shards between processes, because their
+hooks must see the parameters as they finally are; then where the optimizer's tensors live, because only now it is known
+which they are; and last what replica groups send each other, which is all that a rank holds by then.
 
 A strategy is a module with the names of `Strategy`: no base class, no registry, no state. Its docstring explains the
 technique to a newcomer under fixed headings (What it does, Costs, Choose when, Avoid when, Paper).
@@ -19,6 +19,7 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel import accumulate, compiled, offload, precision, recompute, threads
 from plait.parallel.built import Built
+from plait.parallel.compression import strategy as compression
 from plait.parallel.context import strategy as context
 from plait.parallel.data import strategy as data_parallel
 from plait.parallel.expert import strategy as expert
@@ -72,6 +73,7 @@ ORDER: tuple[Strategy, ...] = (
     accumulate,
     recompute,
     compiled,
+    compression,
     data_parallel,
     fsdp,
     offload,

@@ -51,13 +51,15 @@ class StepNotes:
     def update(self, batch: Batch, step_row: Tensor) -> None:
         """Take the optimizer's step, with what is held before and after it noted."""
         engine, parts = self.engine, self.engine.built.parts()
-        self.held.append(["gradient", _held(gradients := self.gradients(), parts)])
+        self.held.append(["gradient", _held(gradients := self.gradients(), parts, _group(engine.built))])
         self.notes.tensors("sum", gradients, parts)
         with self.watching():
             told = engine.update(batch, step_row)
-        self.held.append(["weight", _held(weights := _weights(engine), parts)])
+        weights = _weights(engine)
+        self.held.append(["weight", _held(weights, parts, _group(engine.built)) | _held_by_all(engine)])
         self.notes.tensors("weight", weights, parts)
-        self.rows.append({"loss": told.loss, "norm": told.norm, "lr": told.lr, "samples": told.samples})
+        of = f" of group {i}" if (i := engine.built.at["replica_groups"]) else ""
+        self.rows.append({f"loss{of}": told.loss, f"norm{of}": told.norm, "lr": told.lr, "samples": told.samples})
         self.ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -101,6 +103,9 @@ def run(
     tensors |= made
     step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
     tensors |= made
+    parts, names = _ranges(built), [n for n, _ in engine.model.named_parameters()]
+    if built.rare is not None:
+        names = _by_group(built, engine, tensors, parts, names)
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
@@ -108,13 +113,38 @@ def run(
         "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": engine.inexact,
         "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
         "notes": opened_units(built.whole),
-        "names": [n for n, _ in engine.model.named_parameters()],
+        "names": names,
         "stage": built.at["pp"], "reads": not any(_on_other_axes(built)),
         **_messages(engine, run, noted.traffic),
         "varies": built.sketch.host_random and plan.tp > 1, "random": list(built.whole.places), "places": len(built.sketch.places), **told,
         "batch_norms": list(built.sketch.batch_norms),
-        "parts": _ranges(built),
+        "parts": parts,
     }  # fmt: skip
+
+
+def _group(built: Built) -> str:
+    """How the names begin of what belongs to this rank's replica group; nothing where there is only one."""
+    return f"group {built.at['replica_groups']}: " if built.rare is not None else ""
+
+
+def _by_group(
+    built: Built, engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict[str, list[Any]], names: list[str]
+) -> list[str]:
+    """What a replica group has of its own gets its name; the global weights get the plain ones. Returns all names in order."""
+    assert built.rare is not None
+    own, common = _group(built), {n: p.tensor for n, p in built.rare.global_parts().items()}
+    weights = tensors["weights"]
+    for kind in ("gradients", "weights", "buffers"):
+        tensors[kind] = {own + n: t for n, t in tensors[kind].items()}
+    tensors["weights"] |= {n: common.get(n, t) for n, t in weights.items()}
+    parts |= {own + n: part for n, part in list(parts.items())}
+    return [*names, *(f"group {i}: {n}" for i in range(engine.plan.replica_groups) for n in names)]
+
+
+def _held_by_all(engine: Engine) -> dict[str, int]:
+    """Digests of what all replica groups hold alike."""
+    common = engine.built.rare.base_parts() if engine.built.rare is not None else {}
+    return _held({f"{n} (global)": part.tensor for n, part in common.items()}, common)
 
 
 def _of_own_size(
@@ -184,7 +214,7 @@ def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) ->
 
 def _on_other_axes(built: Built) -> list[int]:
     """A rank's place among those with the same samples: the first of them is the one whose samples are counted."""
-    return [built.at[axis] for axis in AXES if axis not in OTHER_SAMPLES]
+    return [built.at[axis] for axis in AXES if axis not in ("replica_groups", *OTHER_SAMPLES)]
 
 
 def _ranges(built: Built) -> dict[str, list[Any]]:
@@ -208,11 +238,11 @@ def _weights(engine: Engine) -> dict[str, Tensor]:
     return found
 
 
-def _held(tensors: dict[str, Tensor], parts: dict[str, Part]) -> dict[str, int]:
-    """A digest of each tensor, by its name and where its part begins and ends."""
+def _held(tensors: dict[str, Tensor], parts: dict[str, Part], owner: str = "") -> dict[str, int]:
+    """A digest of each tensor, by its name, after its owner's, and where its part begins and ends."""
     rows = digests(list(tensors.items())).tolist()
     keys = {n: parts[n.partition(" (")[0]] for n in tensors}
-    return {f"{n} @{keys[n].ranges}{tuple(t.shape)}": row for (n, t), row in zip(tensors.items(), rows)}
+    return {f"{owner}{n} @{keys[n].ranges}{tuple(t.shape)}": row for (n, t), row in zip(tensors.items(), rows)}
 
 
 def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
@@ -239,4 +269,5 @@ def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
                 for piece in Part(tensor, tuple(shape), tuple(ranges)).pieces():
                     piece.inside(group[key]).copy_(piece.tensor)
     named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage names its own layers
-    return Trace(facts={**ranks[0], "inexact": list(named)}, **groups)
+    rows = [{k: v for row in step for k, v in row.items()} for step in zip(*(r["rows"] for r in reversed(ranks)))]
+    return Trace(facts={**ranks[0], "rows": rows, "inexact": list(named)}, **groups)

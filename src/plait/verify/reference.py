@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.config.job import Job
 from plait.data.batch import Data, example, is_map
+from plait.model.costs import Unit
 from plait.model.sketch import sketch
 from plait.randomness.keyed import Randomness, permutation, seed_host
 from plait.tensors.float64 import Wide
@@ -45,6 +46,7 @@ class OneDevice:
     """Bytes that units keep for backward, for each sample."""
     notes: Notes
     """What its steps gave, unit by unit."""
+    units: tuple[Unit, ...]
     steps: int = 0
     seen: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -63,7 +65,7 @@ class OneDevice:
         kept = sketched.saved_between.each + sum(unit.saved.each for unit in sketched.calls)
         notes, rates = Notes(model, [unit.name for unit in sketched.units]), [g["lr"] for g in optimizer.param_groups]
         notes.tensors("initial", dict(model.named_parameters()))
-        return OneDevice(job, model, optimizer, keyed, rates, dtype, device, kept, notes)
+        return OneDevice(job, model, optimizer, keyed, rates, dtype, device, kept, notes, sketched.units)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -114,7 +116,7 @@ def train(
     data = job.data()
     one = OneDevice.of(job, data, dtype, device)
     model = one.model
-    out: dict[str, Any] = {"initial": _copy(model.named_parameters()), "rows": [], "ids": []}
+    out: dict[str, Any] = {"initial": copied(model.named_parameters()), "rows": [], "ids": []}
     stream = samples(job, data)
     for step in range(steps):
         moves()
@@ -128,13 +130,52 @@ def train(
                 out["mean"] = _is_mean(job, outputs, targets, len(read[1]))
         out["rows"].append(one.update(read, loss, out["clip"]))
         out["ids"].append([read[0], read[1]])
-    out |= {"weights": _copy(model.named_parameters()), "buffers": _copy(model.named_buffers())}
-    return out | then(one)
+    return out | end(one) | then(one)
+
+
+def end(one: OneDevice) -> dict[str, dict[str, torch.Tensor]]:
+    """The `weights` and `buffers` as they are after the steps."""
+    return {"weights": copied(one.model.named_parameters()), "buffers": copied(one.model.named_buffers())}
+
+
+def shares(
+    one: OneDevice, data: Data, read: Samples, count: int, microbatches: int, moves: Callable[[], None] = lambda: None
+) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+    """The gradients of each of so many shares of a step's samples, computed in micro-batches, by name: those that the share used.
+    And the loss of all. A loss enters with its weight over that of the batch. Shares are contiguous, the first are larger."""
+    job, batch = one.job, _ready(_collate(data, read[2]), one.dtype, one.device)
+    cut = lambda first, n: tree_map_only(torch.Tensor, lambda t: t[first : first + n], batch)  # noqa: E731
+    weigh = lambda n, y: 0.0 if n == 0 else float(n if job.weight is None else torch.as_tensor(job.weight(y)).sum())  # noqa: E731
+    buffers = list(one.model.buffers())
+    whole, before, found = weigh(len(read[1]), batch[1]), [b.clone() for b in buffers], []
+    loss = torch.zeros((), dtype=one.dtype, device=one.device)
+    for start, held in _split(0, len(read[1]), count):
+        for buffer, value in zip(buffers, before):  # each share is computed on a copy of the model
+            buffer.copy_(value)
+        for first, n in _split(start, held, microbatches):
+            inputs, targets = cut(first, n)
+            if not (weight := weigh(n, targets)):
+                continue
+            with Wide(), one.keyed.at(one.steps, first, n):
+                part = job.loss(call(one.model, inputs), targets) * (weight / whole)
+            moves()
+            with one.keyed.replay():
+                part.backward()
+            loss += part.detach()
+        found.append(gradients(one.model))
+        one.model.zero_grad(set_to_none=True)
+    return found, loss
+
+
+def _split(first: int, size: int, parts: int) -> list[tuple[int, int]]:
+    """(first, count) of each part."""
+    counts = [size // parts + (i < size % parts) for i in range(parts)]
+    return [(first + sum(counts[:i]), n) for i, n in enumerate(counts)]
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The gradients that are there, by name."""
-    return _copy((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+    return copied((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
 
 
 def evaluate(one: OneDevice) -> dict[str, float]:
@@ -240,6 +281,17 @@ def _is_mean(job: Job, outputs: object, targets: object, n: int) -> bool | None:
     return abs(total / weights - whole) <= 1e-9 * max(abs(whole), 1e-9) if weights and np.isfinite(total) else None
 
 
+def floating(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters and buffers that are no whole numbers, by name: the tensors themselves."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+
+
+def ready(one: OneDevice, data: Data, samples: list[Any]) -> Any:
+    """(inputs, targets) of some samples, for the model."""
+    return _ready(_collate(data, samples), one.dtype, one.device)
+
+
 def _collate(data: Data, samples: list[Any]) -> Any:
     return data.collate(samples) if hasattr(data, "collate") else default_collate(samples)
 
@@ -255,5 +307,6 @@ def call(model: nn.Module, inputs: object) -> Any:
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def _copy(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def copied(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors as they are now, by name."""
     return {name: tensor.detach().clone() for name, tensor in named}

@@ -3,9 +3,11 @@
 The likely cause of a difference: where it begins (`verify/locate.py`), and the pattern of the probes, the signatures of known bugs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
@@ -33,6 +35,8 @@ CODES = {
     "recompute": "V017", "loss": "V014", "accumulation": "V014", "backward": "V018", "weights": "V018", "reduction": "V019",
     "clip": "V007", "optimizer": "V009",
 }  # fmt: skip
+OF_SUMS = ("V002", "V003", "V009", "V014", "V019")
+"""What is said of sums of gradients and of updates that are not one device's."""
 USUAL = {
     "forward": "a message lost, late or in another order; a mask, a mean or statistics of a rank's own part",
     "between": "a value made of a rank's own part where one of the whole is meant",
@@ -153,6 +157,16 @@ def place(where: Finding, plan: Plan) -> str:
     return ", ".join(told)
 
 
+def _algorithm_cause(probes: tuple[Probe, ...], algorithm: "AlgorithmTold", cause: str) -> tuple[str, str]:
+    """V026, with when the split run leaves its algorithm: at once, or with what is kept from step to step."""
+    p = {probe.code: probe for probe in probes}
+    if not p["G"].equal:
+        return "V026", f"the first sum of {algorithm.name} is not the algorithm's: {cause}"
+    first = f", first in {p['U2'].name}" if not p["U2"].equal else ""
+    kept = "what is kept from step to step (a residual, a factor), the clipping or the optimizer"
+    return "V026", f"the first sum of {algorithm.name} is the algorithm's, and later steps are not{first}: {kept}"
+
+
 def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: Plan) -> tuple[str, str]:
     both = {n: (t, actual.gradients[n]) for n, t in expected.gradients.items() if n in actual.gradients}
     floor = floor_of(expected.gradients)
@@ -173,6 +187,36 @@ def _gradient_cause(p: dict[str, Probe], expected: Trace, actual: Trace, plan: P
 
 
 @dataclass(frozen=True)
+class AlgorithmTold:
+    """The algorithm that a plan is held to instead of one device, and how far that takes training from one device's."""
+
+    name: str
+    distance: float
+    """How far the weights of both are apart after the steps, over how far one device's moved: norms over all weights."""
+    steps: int
+    left_out: tuple[str, ...] = ("batches of the job's own size", "a step in the plan's own formats")
+    """What is compared with one device only, and so was not here."""
+
+    @property
+    def told(self) -> str:
+        """The distance in words."""
+        after = f"after {self.steps} steps"
+        if self.distance <= TOLERANCE:
+            return f"equal to dp here ({self.distance:.0e} apart {after})"
+        return f"{100 * self.distance:.2g} % from dp {after}"
+
+
+def told_of(name: str, one: Trace, algorithm: Trace) -> AlgorithmTold:
+    """The distance of what an algorithm trained from what one device did."""
+    far = _norm(algorithm.weights, one.weights)
+    return AlgorithmTold(name, far / max(_norm(one.weights, one.initial), 1e-300), len(one.facts["rows"]))
+
+
+def _norm(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return sum(float((a[n].double() - b[n].double()).square().sum()) for n in a) ** 0.5
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Equal to one device or not, and if not, where first and why probably."""
 
@@ -187,6 +231,8 @@ class Verdict:
     """Where the difference begins, as far as it was found."""
     notes: tuple[str, ...] = ()
     """What the split run does that costs more than its plan says by itself."""
+    algorithm: AlgorithmTold | None = None
+    """What the plan is held to, where that is not one device."""
     split: bool = True
     """Whether anything is split: a plan of one process and one micro-batch proves nothing of a split."""
 
@@ -220,6 +266,7 @@ class Verdict:
             "worst": {"probe": worst.code, "name": worst.name, "relative": worst.worst},
             "first_wrong": {"probe": wrong.code, "name": wrong.name, "parameter": self.parameter, "detail": wrong.detail} if wrong else None,
             "cause": {"code": self.code, "text": self.cause} if self.cause else None, "inexact": list(self.inexact),
+            "algorithm": {**asdict(self.algorithm), "equal_to_one_device": self.algorithm.distance <= TOLERANCE} if self.algorithm else None,
             "where": self.where.to_dict() if self.where else None, "notes": list(self.notes), "forced": self.forced,
             "probes": {p.code: {"title": p.title, "worst": p.worst, "tolerance": p.tolerance, "equal": p.equal, "name": p.name,
                                 "detail": p.detail} for p in self.probes},
@@ -228,12 +275,12 @@ class Verdict:
 
 def judge(
     expected: Trace, actual: Trace, ranks: list[dict[str, Any]], plan: Plan, dry: list[dict[str, Any]] | str,
-    folder: Path | None = None,
+    folder: Path | None = None, *, algorithm: AlgorithmTold | None = None,
 ) -> Verdict:  # fmt: skip
     """Compare the reference with the candidate's rank 0, and the candidate's ranks with each other.
 
     `dry`: what every rank sends in a dry run, or why there is none. `folder`: where both sides left what they noted of their
-    units, to say where a difference begins.
+    units, to say where a difference begins. `algorithm`: the reference is that, of which no unit is noted.
     """
     names, steps = actual.facts["names"], (expected.facts["rows"], actual.facts["rows"])
     probes = (
@@ -247,7 +294,7 @@ def judge(
             names,
             moved(expected.initial, expected.weights),
         ),
-        rows("U2", "loss and norm, every step", *steps, ("loss", "norm")),
+        rows("U2", "loss and norm, every step", *steps, tuple(k for k in steps[0][0] if k.startswith(("loss", "norm")))),
         tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), floor_of(expected.buffers)),
         replicas(ranks),
         samples(expected, ranks),
@@ -255,30 +302,35 @@ def judge(
         collectives(ranks, dry),
     )
     where = None
-    if folder is not None and not all(probe.equal for probe in probes if probe.code != "C"):
+    if algorithm is None and folder is not None and not all(probe.equal for probe in probes if probe.code != "C"):
         where = beginning(Sides.load(folder, ranks, expected.facts, plan))
         if where is not None and where.kind in ("clip", "optimizer") and where.step == 0 and not probes[1].equal:
             where = None  # gradients differ before that, where nothing was noted
     code, cause = likely_cause(probes, expected, actual, plan, where)
+    if algorithm is not None and code in OF_SUMS:
+        code, cause = _algorithm_cause(probes, algorithm, cause)
     first = actual.facts["rows"][0]
     forced = {
         "clip": expected.facts["clip"], "clipped": all(r["norm"] > expected.facts["clip"] for r in expected.facts["rows"]),
         "batch": first["samples"], "sizes": [len(ids) for _, ids in expected.facts["ids"]], "steps": len(expected.facts["rows"]),
     }  # fmt: skip
     split = plan.world * plan.shares * plan.microbatches > 1
-    return Verdict(str(plan), probes, code, cause, world=plan.world, forced=forced, where=where, split=split)
+    return Verdict(
+        str(plan), probes, code, cause, world=plan.world, forced=forced, where=where, algorithm=algorithm, split=split
+    )
 
 
 def table(verdict: Verdict, job: str) -> str:
     """What `plait verify` prints."""
-    forced = verdict.forced
+    forced, algorithm = verdict.forced, verdict.algorithm
     processes = f"{verdict.world} process" + ("es" if verdict.world > 1 else "")
     lines = [
         f"job         {job}",
-        "reference   1 process, plain PyTorch, float64",
+        f"reference   1 process, {f'the algorithm ({algorithm.name}) in ' if algorithm else ''}plain PyTorch, float64",
         f"candidate   {processes}, {verdict.plan}, float64 · clipping {'active in every step' if forced['clipped'] else 'NOT active in every step'}"
         f" · batches of {', '.join(map(str, forced['sizes']))} · warm-up running",
         *(f"            {line}" for line in forced.get("then", [])),
+        *([f"            not compared: {', '.join(algorithm.left_out)}"] if algorithm else []),
         f"{'':32}{'worst relative':>16}   tolerance",
     ]
     for p in verdict.probes:
@@ -292,6 +344,8 @@ def table(verdict: Verdict, job: str) -> str:
     if verdict.equal and not verdict.split:
         told = f"under {verdict.plan} one process computes what plain PyTorch computes; nothing is split"
         lines.append(f'NOT SPLIT  {told}, so no split is proved. Next: plait verify {job} --plan "dp=2"')
+    elif verdict.equal and algorithm:
+        lines.append(f"EQUAL to the algorithm (one process) · {algorithm.told}")
     elif verdict.equal:
         lines.append("EQUAL  the split run computes what the single-device job computes")
     else:

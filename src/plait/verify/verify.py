@@ -15,6 +15,9 @@ compare what they did:
 What differs is traced to where it begins: both sides note what every unit is given and returns (`verify/notes.py`), and the first
 place in the order of a step where that is not the same is named (`verify/locate.py`).
 
+A plan that is another training than one device's (compressed sums) is held to its own algorithm instead, which
+`verify/algorithms/` trains in one process; how far that is from one device, the verdict says beside it.
+
 Float64 tells logic from rounding: a correct split differs by 1e-15 to 1e-11, a wrong one by far more than the
 tolerance of 1e-9, which is never loosened.
 """
@@ -43,10 +46,11 @@ from plait.planner.dryrun.dry_run import first_step
 from plait.tensors.collectives import DIRECT
 from plait.tensors.torch_private import tree_leaves
 from plait.verify import candidate, formats, own_batch, reference
+from plait.verify.algorithms.find import OwnTraining, by_algorithm, found
 from plait.verify.candidate import GROUPS
 from plait.verify.noted_data import ChosenSamples, FirstSamples, first_of
 from plait.verify.probes import Trace
-from plait.verify.verdict import Verdict, judge
+from plait.verify.verdict import AlgorithmTold, Verdict, judge, told_of
 
 CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
@@ -72,22 +76,59 @@ def verify(
     check_plan(job, plan, kind)
     job = dataclasses.replace(job, data=opened_once(job.data))
     logic = dataclasses.replace(plan, precision="fp32")
+    own = found(logic)
+    seconds = 0.0 if own is not None else seconds
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
         hard, expected = _reference(job, (plan, logic), (steps, seconds), kind, Path(folder))
         hard = dataclasses.replace(hard, clip=expected.facts["clip"])
+        told = None
+        if own is not None:
+            expected, told = _algorithm(own, expected, (hard, logic), kind, Path(folder))
         facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
         facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
         results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
         actual = candidate.whole(Path(folder), results)
-        verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder))
+        named = actual.facts["inexact"]
+        if told is not None:
+            actual = _held_to_algorithm(actual, results, expected, logic)
+        verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder), algorithm=told)
     if verdict.code == "V005" and not quiet:
         silent = verify(_silent(job), plan, 3, device, True, 0.0)
         if not silent.equal:
             verdict = dataclasses.replace(verdict, code=silent.code, cause=silent.cause, where=silent.where)
     verdict = _with_own_batch(verdict, expected, actual, results, dry["formats"])
-    named = precision.inexact(plan) if precision.wanted(plan) else ()
-    inexact, notes = (*actual.facts["inexact"], *named), tuple(results[0]["notes"])
+    rounded = precision.inexact(plan) if precision.wanted(plan) else ()
+    inexact, notes = (*named, *rounded), tuple(results[0]["notes"])
     return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
+
+
+def _algorithm(
+    own: OwnTraining, one: Trace, jobs: tuple[Job, Plan], device: str, folder: Path
+) -> tuple[Trace, AlgorithmTold]:
+    """What the plan's own algorithm does in one process, clipped as `one` device was, and how far that is from it."""
+    (job, plan), steps = jobs, len(one.facts["rows"])
+
+    def alone(place: Place) -> dict[str, Any]:
+        data, holder = _noted(job)
+        noting, moves = dataclasses.replace(job, data=data), lambda: place.within("forward")
+        out = own.train(noting, plan, steps, one.facts["clip"], torch.float64, device, moves=moves)
+        _save(folder / "algorithm", {k: out.pop(k, {}) for k in GROUPS})
+        return {"metrics": {}, **out, "seen": holder[0].seen, "names": [], "own": None, "mean": one.facts["mean"]}
+
+    (result,) = fork.run(alone, 1)
+    trace = _trace(folder / "algorithm", result)
+    return trace, told_of(own.named(plan), one, trace)
+
+
+def _held_to_algorithm(actual: Trace, ranks: list[dict[str, Any]], expected: Trace, plan: Plan) -> Trace:
+    """The candidate with what is inexact beside its algorithm: what its technique names is what it is compared with."""
+    lines = [line for line in actual.facts["inexact"] if line not in by_algorithm(plan)]
+    alone = "which the algorithm in one process computes share by share"
+    if norms := sorted({name for r in ranks for name in r["batch_norms"]}):
+        lines.append(f"batch statistics in {norms[0]} are those of all copies, {alone}")
+    elif expected.facts["mean"] is False:
+        lines.append(f"the loss couples samples of several copies, {alone}")
+    return dataclasses.replace(actual, facts={**actual.facts, "inexact": lines})
 
 
 def _candidate(
@@ -262,13 +303,8 @@ def _one_device(
 ) -> dict[str, Any]:
     """`jobs`: the hard one, and the user's."""
     job, (steps, seconds, plan) = jobs[0], how
-    holder, models = list[Any](), list[reference.OneDevice]()
-
-    def data() -> Any:
-        holder.append(checked(job.data(), "Job(data=…)"))
-        if len(holder) == 1 and is_map(holder[0]):
-            first_samples(holder[0], 1)  # raises when samples are not pairs
-        return holder[-1]
+    models = list[reference.OneDevice]()
+    data, holder = _noted(job)
 
     def then(one: reference.OneDevice) -> dict[str, Any]:
         one.notes.save(folder / "noted.safetensors")
@@ -286,6 +322,19 @@ def _one_device(
     out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}
     _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
     return {**out, "seen": holder[0].seen, "names": []}
+
+
+def _noted(job: Job) -> tuple[Callable[[], Any], list[Any]]:
+    """The job's data, checked, and where what it gives is held."""
+    holder = list[Any]()
+
+    def data() -> Any:
+        holder.append(checked(job.data(), "Job(data=…)"))
+        if len(holder) == 1 and is_map(holder[0]):
+            first_samples(holder[0], 1)  # raises when samples are not pairs
+        return holder[-1]
+
+    return data, holder
 
 
 def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float) -> dict[str, Any]:

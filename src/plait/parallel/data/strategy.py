@@ -42,6 +42,7 @@ from plait.model.sketch import Sketch
 from plait.parallel.built import Built
 from plait.parallel.data import batch_norm
 from plait.parallel.data.buckets import Reducer
+from plait.parallel.data.compressed import CompressedReducer
 from plait.parallel.mutations import apart
 
 AXIS = "dp"
@@ -70,6 +71,9 @@ def apply(built: Built) -> None:
     built.lockstep = "empty" if built.sketch.batch_norms or built.sketch.counting or built.sketch.rewritten else ""
     step_row = 0 if built.plan.across else numbers_of_step_row(built.plan)
     own = {n: p for n, p in built.own.items() if p.requires_grad and n not in built.experts}
+    if built.compressor is not None:
+        built.reducer = CompressedReducer(own, built.copies, built.compressor)
+        return
     built.reducer = Reducer(list(own.values()), built.copies, step_row, _apart(own, built.sketch))
 
 

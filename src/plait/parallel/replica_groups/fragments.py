@@ -40,4 +40,6 @@ def due(plan: Plan, step: int) -> Iterable[int]:
     since = step - plan.start_local
     if since <= 0:
         return []
-    return [p for p in range(plan.fragments) if since % plan.every == (p + 1) * plan.every // plan.fragments % plan.every]
+    return [
+        p for p in range(plan.fragments) if since % plan.every == (p + 1) * plan.every // plan.fragments % plan.every
+    ]

@@ -69,7 +69,10 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         why = f"replica_groups={k} × {plan.shares} = {ranks}: {ranks - batch} would never have a sample"
         yield Problem("P012", what, why=why, fix=(f"--batch {ranks}",))
     if plan.processes == "one":
-        what, why = f"replica_groups={k} does not work with processes=one", "each group is a process of its own, at least"
+        what, why = (
+            f"replica_groups={k} does not work with processes=one",
+            "each group is a process of its own, at least",
+        )
         yield Problem("P019", what, why=why, fix=("leave out processes",))
     if plan.fragments > plan.every:
         what = f"{plan.fragments} fragments cannot be synchronised in turn every {plan.every} steps"

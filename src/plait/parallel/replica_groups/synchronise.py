@@ -7,7 +7,8 @@ optimizer steps: G ← SGD(G, mean(G − θ)), then θ ← α θ + (1 − α) G.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ class Message:
     names: list[str]
     flats: list[Tensor]
     """The numbers to add up, a row for each number format; then the numbers of the step."""
-    works: list[dist.Work]
+    works: list[dist.Work] = field(default_factory=list)
 
     def wait(self) -> None:
         """Until the sums are there."""
@@ -61,7 +62,8 @@ class RareSynchroniser:
         self.pending: list[Message] = []
         self.met = set[str]()
         """Parameters that had a gradient in some step."""
-        self._writing = False
+        self._writing = self._read = False
+        """Weights are being written from here; the global ones are read from a checkpoint themselves."""
         built.reloaded.append(self._reloaded)
 
     def sums(self, step: int) -> bool:
@@ -99,12 +101,14 @@ class RareSynchroniser:
                 self._rebase()
             return [(step, row.tolist())]
         for fragment in due(self.plan, step):
-            self.pending.append(self._send(fragment, step, word))
+            message = self._message(fragment, step, word)
+            message.works = [w for f in message.flats if (w := dist.all_reduce(f, group=self.group, async_op=True))]
+            self.pending.append(message)
         heard = [self._apply(m) for m in self.pending if step - m.sent >= self.plan.fragment_delay]
         self.pending = [m for m in self.pending if step - m.sent < self.plan.fragment_delay]
         return heard
 
-    def _send(self, fragment: int, step: int, word: list[float]) -> Message:
+    def _message(self, fragment: int, step: int, word: list[float]) -> Message:
         names = [*self.fragments[fragment], *(self.changing if fragment == self.plan.fragments - 1 else ())]
         by_format: dict[torch.dtype, list[Tensor]] = {}
         for name in names:
@@ -113,16 +117,15 @@ class RareSynchroniser:
             by_format.setdefault(tensor.dtype, []).append(moved.reshape(-1))
         flats = [torch.cat(rows) for rows in by_format.values()]
         flats.append(torch.tensor(word, dtype=torch.float64, device=self.built.device))
-        works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in flats]
-        return Message(fragment, step, names, flats, [work for work in works if work is not None])
+        return Message(fragment, step, names, flats)
 
     def _apply(self, message: Message) -> tuple[int, list[float]]:
         """Take over a mean. Returns the step in which it was sent, and the sums of its numbers."""
         message.wait()
         alpha = self.plan.fragment_alpha
         with torch.no_grad():
-            for name, mean in self._means(message):
-                here = self._part(name).tensor
+            for name, total in self._rows(message):
+                here, mean = self._part(name).tensor, total / self.count
                 if name in self.base:
                     self.base[name].grad = mean
                 else:
@@ -137,15 +140,15 @@ class RareSynchroniser:
         self._written()
         return message.sent, message.flats[-1].tolist()
 
-    def _means(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """(name, mean over the groups) of what a message brought."""
+    def _rows(self, message: Message) -> Iterator[tuple[str, Tensor]]:
+        """(name, sum over the groups) of what a message brought: views."""
         at: dict[torch.dtype, int] = {}
         flats = {flat.dtype: flat for flat in message.flats[-2::-1]}
         for name in message.names:
             like = self._part(name).tensor
             first = at.get(like.dtype, 0)
             at[like.dtype] = first + like.numel()
-            yield name, (flats[like.dtype][first : first + like.numel()] / self.count).view(like.shape)
+            yield name, flats[like.dtype][first : first + like.numel()].view(like.shape)
 
     def _part(self, name: str) -> Part:
         return self.own[name] if name in self.own else self.changing[name]
@@ -158,8 +161,9 @@ class RareSynchroniser:
 
     def _reloaded(self) -> None:
         """Weights were written from outside, as those of a checkpoint: they are the global ones."""
-        if not self._writing:
+        if not self._writing and not self._read:
             self._rebase()
+        self._read = False
 
     def _rebase(self) -> None:
         for name, tensor in self.base.items():
@@ -167,7 +171,7 @@ class RareSynchroniser:
 
     def global_parts(self) -> dict[str, Part]:
         """This rank's part of the global weights, and of what else groups take the mean of. All ranks call it."""
-        found = {n: replace(self.own[n], tensor=tensor) for n, tensor in self.base.items()}
+        found = self.base_parts()
         for name, part in (*self.own.items(), *self.changing.items()):
             if name not in found:
                 mean = part.tensor.detach().clone()
@@ -191,6 +195,43 @@ class RareSynchroniser:
                 self._part(name).tensor.copy_(tensor)
         self._written()
 
+    def base_parts(self) -> dict[str, Part]:
+        """This rank's part of the global weights where they are kept."""
+        return {n: replace(self.own[n], tensor=tensor) for n, tensor in self.base.items()}
+
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint holds of the outer optimizer, and of what is on its way."""
+        found: dict[str, Part] = {}
+        for name, tensor in self.base.items() if self.sgd is not None else ():
+            momentum = self.sgd.state[tensor].get("momentum_buffer") if self.sgd is not None else None
+            if momentum is not None:
+                found[f"outer/{name}"] = replace(self.own[name], tensor=momentum)
+        for message in self.pending:
+            message.wait()
+            for name, row in self._rows(message):
+                found[f"sent/{message.fragment}/{name}"] = replace(self._part(name), tensor=row)
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """The same of what is not a tensor: fragments on their way, the step in which each was sent, the sums of its numbers."""
+        return {"sent": [[m.fragment, m.sent, m.flats[-1].tolist()] for m in self.pending]}
+
+    def own_values(self) -> dict[str, Any]:
+        """What this rank knows of its group alone."""
+        return {"met": sorted(self.met)}
+
+    def expect(self, groups: dict[str, Any]) -> None:
+        """Make room for what a checkpoint holds of the outer optimizer and of messages, so that it is read in place."""
+        self.begin()
+        self._read = True
+        for tensor in self.base.values() if self.sgd is not None and self.plan.outer_momentum else ():
+            self.sgd.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)  # type: ignore[union-attr]
+        self.pending = [self._message(fragment, sent, word) for fragment, sent, word in groups["sent"]]
+
+    def resume(self, own: dict[str, Any]) -> None:
+        """Go on as the group that a checkpoint tells of."""
+        self.met = set(own["met"])
+
     def end(self) -> None:
         """No step follows: wait for what is on its way."""
         for message in self.pending:
@@ -202,5 +243,3 @@ def _changes(built: Built, name: str, part: Part) -> bool:
     whole, module = built.whole, name.rpartition(".")[0]
     changing = module in whole.batch_norms or name in whole.counting or name in whole.rewritten
     return changing and part.tensor.is_floating_point()
-
-

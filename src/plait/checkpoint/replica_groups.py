@@ -1,0 +1,102 @@
+"""What a checkpoint holds of replica groups: their global weights as any model's, and what each of them has of its own.
+
+    model/<name>                             the global weights: what other plans, exports and `--weights` read
+    groups/<i>/model/<name>                  the weights and buffers of group i
+    groups/<i>/optimizer/<parameter>/<key>   the state of its optimizer, which is never averaged
+    groups/outer/<name>                      the momentum of the outer optimizer
+    groups/sent/<fragment>/<name>            the sum over the groups of a fragment that was sent and not applied yet
+
+With the same number of groups a run goes on exactly. With another number, or under a plan without groups, there is no
+optimizer state to go on with: that is refused, unless changes are allowed; then every group starts from the global weights.
+"""
+
+from typing import Any
+
+from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.training import Training
+from plait.tensors.part import Part
+
+
+def prefix(training: Training) -> str:
+    """How the names of what belongs to this rank's group begin; nothing without groups."""
+    built = training.built
+    return "" if built.rare is None else f"groups/{built.at['replica_groups']}/"
+
+
+def same(training: Training, manifest: Manifest) -> bool:
+    """Whether the checkpoint has as many groups as this training."""
+    return training.built.rare is not None and manifest.groups_of.get("count") == training.plan.replica_groups
+
+
+def parts_of(training: Training, model: dict[str, Part]) -> dict[str, Part]:
+    """Parts of the model for a checkpoint: the global weights, and this group's own. `model`: what this rank holds."""
+    rare = training.built.rare
+    if rare is None:
+        return {f"model/{name}": part for name, part in model.items()}
+    common = rare.global_parts()
+    found = {f"model/{name}": common.get(name, part) for name, part in model.items()}
+    own = {f"{prefix(training)}model/{name}": part for name, part in model.items() if _own(training, name)}
+    return found | own | {f"groups/{name}": part for name, part in rare.parts().items()}
+
+
+def _own(training: Training, name: str) -> bool:
+    """Whether groups may hold another one: all but frozen parameters."""
+    parameter = training.built.own.get(name)
+    return parameter is None or parameter.requires_grad
+
+
+def values_of(training: Training) -> dict[str, Any]:
+    """What a manifest says of the groups; {} without any."""
+    built = training.built
+    if built.rare is None:
+        return {}
+    own = {"scaler": built.scaler.state_dict() if built.scaler else None, **built.rare.own_values()}
+    return {"count": training.plan.replica_groups, "own": {str(built.at["replica_groups"]): own}, **built.rare.values()}
+
+
+def merged(said: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks say of the groups, in one. What ranks of a group met is put together."""
+    own: dict[str, dict[str, Any]] = {}
+    for word in said:
+        for group, values in word.get("own", {}).items():
+            known = own.setdefault(group, {**values, "met": []})
+            known["met"] = sorted({*known["met"], *values["met"]})
+    return {**said[0], "own": own} if said[0] else {}
+
+
+def wanted(training: Training, manifest: Manifest, model: dict[str, Part]) -> dict[str, Part]:
+    """The parts to read of the model: the global weights where they belong, and this group's own."""
+    rare = training.built.rare
+    if rare is None or not same(training, manifest):
+        return {f"model/{name}": part for name, part in model.items()}
+    rare.expect(manifest.groups_of)
+    base = rare.base_parts()
+    found = {
+        f"model/{name}": base.get(name, part)
+        for name, part in model.items()
+        if name in base or not _own(training, name)
+    }
+    own = {f"{prefix(training)}model/{name}": part for name, part in model.items() if _own(training, name)}
+    outer = {f"groups/{name}": part for name, part in rare.parts().items()}
+    return found | own | {name: part for name, part in outer.items() if name in manifest.tensors}
+
+
+def give(training: Training, manifest: Manifest) -> None:
+    """Take over what the manifest says of the groups; the parts were read in place."""
+    built = training.built
+    if built.rare is None or not same(training, manifest):
+        return
+    own = manifest.groups_of["own"][str(built.at["replica_groups"])]
+    built.rare.resume(own)
+    if built.scaler and own.get("scaler"):
+        built.scaler.load_state_dict(own["scaler"])
+
+
+def refused(training: Training, manifest: Manifest) -> tuple[str, str] | None:
+    """(what, why) the checkpoint cannot be continued exactly under this plan, where its groups are the reason."""
+    count = manifest.groups_of.get("count")
+    if count is None or same(training, manifest):
+        return None
+    now = training.plan.replica_groups
+    why = f"each of its {count} groups has weights and an optimizer state of its own; here they would begin with none"
+    return f"replica_groups {count} → {now}", why

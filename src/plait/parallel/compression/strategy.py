@@ -1,0 +1,117 @@
+"""Compressed sums (compress): copies send their gradients in fewer bytes, and keep what they could not send for the next step.
+
+What it does
+    Each rank adds its residual e to its gradient g, sends a compressed C(g + e), and keeps e = g + e − C(g + e). The
+    optimizer, and the clipping before it, see the sum of what was sent. `bf16` rounds to 16 bits. `int8` rounds to whole
+    numbers from −127 to 127 with one scale for each parameter and rank. `powersgd` sends two thin matrices of
+    `compress_rank` columns instead of a matrix; tensors of one dim, and those that thin matrices would not make
+    smaller, go as they are. Beside `replica_groups` it is what the groups send each other that is compressed.
+
+Picture
+    rank 0   g + e ──► C(g + e) ──┐                      ┌─► sum ─► clip ─► step
+               ▲          │       ├─► gathered, added ───┤
+               └── e ◄────┘       │   up by every rank   │
+    rank 1   g + e ──► C(g + e) ──┘                      └─► sum ─► clip ─► step
+
+Costs
+    Bytes that a rank sends in a step, of n numbers among N ranks, beside 8 n (N − 1) / N of the sum in fp32: `bf16`
+    2 n (N − 1) and `int8` n (N − 1), because rounded numbers are gathered and do not add up on the way: they are no
+    fewer from N = 4 and N = 8 on. `powersgd` 8 r (rows + columns) (N − 1) / N for each matrix
+    (`parallel/compression/price.py`). Memory: a residual as large as the gradients, once more from the sum to the
+    step, and a message of every rank, of 8 MiB or the largest tensor. Sums begin when backward has ended.
+
+Choose when
+    The link between copies is slow beside the model: a few nodes over Ethernet. First `int8`, which costs next to no
+    loss; `powersgd` where matrices are large and the link is very slow.
+
+Avoid when
+    The links are fast, N is large (`bf16`, `int8`), or the training must be that of one device.
+
+How it stays exact
+    Against itself: it is another training than one device's, and the same wherever it runs. `plait verify` holds it
+    against the algorithm in one process, and says how far that is from one device. The rounding is of each number, or of a whole
+    parameter's scale; sums are made in the order of the ranks, in the wide format. The first factors of `powersgd` are keyed by
+    seed and parameter. What could make it depend on the layout is refused. Residuals and factors are in checkpoints.
+
+Paper
+    Seide et al. 2014, 1-Bit Stochastic Gradient Descent; Karimireddy et al. 2019, Error Feedback Fixes SignSGD;
+    Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
+"""
+
+from collections.abc import Iterable
+
+from plait.config.errors import Problem
+from plait.config.keys import SAME_PARTS
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.parallel.built import Built
+from plait.parallel.compression.compressor import Compressor
+
+AXIS = None
+EXACT = False
+CANNOT = {
+    "fsdp": "a rank of fsdp has the sum of a shard alone, and no gradient of its own to keep a residual of",
+    "cp": "ranks of cp have parts of the gradient of the same samples, which the same message adds up",
+    "ep": "experts are on some of the ranks with other samples, and their gradients are summed on the way",
+}
+CUT = {
+    "int8": "a rank of tp has a part of a parameter, and the largest number of that part would set the scale",
+    "powersgd": "a rank of tp has a part of a matrix, and its directions are not those of the whole",
+}
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.compress != "none"
+
+
+def of_copies(plan: Plan) -> bool:
+    """Whether it is the gradients of copies that are compressed, and not what replica groups send each other."""
+    return wanted(plan) and plan.replica_groups == 1
+
+
+def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
+    if not of_copies(plan):
+        return
+    if plan.processes == "one":
+        yield _refusal(plan, "processes=one", "threads of one process send no messages", "leave out processes")
+    elif plan.along((*SAME_PARTS, "fsdp")) == 1:
+        what = f"compress={plan.compress} has no effect: there are no copies in the plan"
+        fix = ("dp=2", "replica_groups=2", "leave out compress")
+        yield Problem("P030", what, why="dp=1 and replica_groups=1", fix=fix)
+    for axis, why in CANNOT.items():
+        if (size := getattr(plan, axis)) > 1:
+            yield _refusal(
+                plan, f"{axis}={size}", why, f"dp={size * plan.dp}    copies alone" if axis != "ep" else "leave out ep"
+            )
+    if plan.tp > 1 and plan.compress in CUT:
+        yield _refusal(plan, f"tp={plan.tp}", CUT[plan.compress], "compress=bf16    rounds each number by itself")
+    if plan.precision == "fp16":
+        why = "the loss scale changes between steps, and a residual would be of another scale than the gradient"
+        yield _refusal(plan, "precision=fp16", why, "precision=bf16")
+
+
+def _refusal(plan: Plan, word: str, why: str, fix: str) -> Problem:
+    what = f"compress={plan.compress} does not work with {word}"
+    return Problem("P080", what, why=why, fix=(fix, "leave out compress"))
+
+
+def named(plan: Plan) -> str:
+    """What is compressed and how, in a few words: of two plans with the same words the residuals mean the same."""
+    if not of_copies(plan):
+        return ""
+    rank = f" of rank {plan.compress_rank}" if plan.compress == "powersgd" else ""
+    return f"{plan.compress}{rank} between {plan.dp} copies"
+
+
+def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    if of_copies(plan):
+        yield f"gradients are summed as {named(plan)}, with error feedback: another training than one device's"
+
+
+def apply(built: Built) -> None:
+    if not of_copies(built.plan):
+        return
+    trained = {name: parameter for name, parameter in built.own.items() if parameter.requires_grad}
+    made = Compressor(built.plan.compress, trained, built.job.seed, built.plan.compress_rank)
+    built.compressor = made
+    built.prepared.append(lambda optimizer: optimizer.register_step_post_hook(lambda *_: made.commit()))

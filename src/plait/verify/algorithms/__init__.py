@@ -1,0 +1,5 @@
+"""Plans that are another training than one device's: each one's algorithm in one process, in plain PyTorch, to be equal to.
+
+find              which plan has an algorithm of its own
+compressed        compressed sums with error feedback (compress)
+"""

@@ -1,0 +1,54 @@
+"""Which plan has an algorithm of its own, to which `verify` holds the split run instead of to one device.
+
+An algorithm is a function that trains the job as the plan means it, in one process:
+
+    train(job, plan, steps, clip, dtype, device, moves=…) -> what `train` of `verify/reference.py` returns
+
+`clip` is the norm itself. It shares nothing with the engine but `Job` and the keyed random numbers, and may use what
+`verify/reference.py` has of one device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from plait.config.plan import Plan
+from plait.model.sketch import Sketch
+from plait.parallel.compression import strategy as compression
+from plait.parallel.order import Strategy
+from plait.verify.algorithms import compressed
+
+Train = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OwnTraining:
+    """A technique that is another training than one device's."""
+
+    wanted: Callable[[Plan], bool]
+    train: Train
+    named: Callable[[Plan], str]
+    """The algorithm in a few words."""
+    strategies: tuple[Strategy, ...]
+    """Those whose `inexact` says that it is another training: no reason to differ from the algorithm."""
+
+
+OWN = (OwnTraining(compression.of_copies, compressed.train, compression.named, (compression,)),)
+"""The first that is wanted counts: a combination of two comes before each of them."""
+
+
+def found(plan: Plan) -> OwnTraining | None:
+    """The technique whose algorithm the plan runs, if it has one."""
+    return next((own for own in OWN if own.wanted(plan)), None)
+
+
+def algorithm_of(plan: Plan) -> Train | None:
+    """What trains as the plan means it, in one process; None: that is one device's training."""
+    own = found(plan)
+    return own.train if own is not None else None
+
+
+def by_algorithm(plan: Plan) -> set[str]:
+    """What is named inexact of a plan because it has an algorithm of its own."""
+    own = found(plan)
+    return {line for s in own.strategies for line in s.inexact(plan, Sketch(()))} if own is not None else set()
