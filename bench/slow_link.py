@@ -55,6 +55,8 @@ TARGET = 0.4
 HELD_OUT = 256
 """Windows of text that no arm trains on."""
 SLOW = 3.0
+SAME = 2e-3
+"""Held-out losses of two exact plans in fp32 differ by less."""
 WITHIN = 0.10
 """A predicted winner that takes at most so much longer than the measured one is right."""
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "stdlib_gpt" / "job.py"
@@ -72,7 +74,7 @@ class Arm:
     """The plan where one rank is slow, if it is another one."""
 
 
-def arms(steps: int, every: int = 8, outer: tuple[float, float] = (0.7, 0.9)) -> tuple[Arm, ...]:
+def arms(steps: int, every: int = 4, outer: tuple[float, float] = (0.7, 0.9)) -> tuple[Arm, ...]:
     """All of them, for runs of so many steps."""
     lr, momentum = outer
     diloco = f"replica_groups=4 sync=diloco every={every} outer_lr={lr} outer_momentum={momentum}"
@@ -87,7 +89,7 @@ def arms(steps: int, every: int = 8, outer: tuple[float, float] = (0.7, 0.9)) ->
         Arm("local", f"replica_groups=4 every={every}"),
         Arm("diloco", diloco),
         Arm("streaming", f"{diloco} fragments=3 fragment_delay=2"),
-        Arm("async", "replica_groups=4 sync=async server_update=nesterov staleness=9", recorded=False),
+        Arm("async", "replica_groups=4 sync=async staleness=2", recorded=False),
     )
 
 
@@ -258,3 +260,173 @@ def predictions(job: Job, setting: Setting, arms: Sequence[Arm], computing: floa
     sent = {way.name: late.sent(way.plan) for way in ways}
     found = {way.name: (cell.seconds[way.name], sent[way.name], progress(way.plan)) for way in ways}
     return found | {"one": (computing, 0.0, 1 / RANKS)}
+
+
+def measured(arm: Arm, found: Course, setting: Setting, seconds: float, target: float, steps: int) -> dict[str, Any]:
+    """An arm of one seed in a setting: what it did in so many seconds, and when it was at the target."""
+    played = replay(found.run, setting.wire, setting.slower if not arm.alone else (1.0,))
+    done, loss = found.after(seconds, played)
+    each = played.ends[-1] / len(played.ends)
+    return {
+        "step": each, "updates": done, "sent": played.sent, "loss": loss, "target": found.reached(target, played),
+        "ended": done == steps, "final": found.losses[-1][1],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long a bench is."""
+
+    steps: int
+    seeds: tuple[int, ...]
+    every: int
+    """Steps between two synchronisations of groups."""
+    evaluate: int
+    grid: tuple[tuple[float, float], ...]
+    """Outer rates and momenta that are tried on a seed of their own."""
+    only: tuple[str, ...] = ()
+
+
+FULL = Size(400, (0, 1), 4, 20, ((0.4, 0.9), (0.7, 0.5), (0.7, 0.9), (1.0, 0.5)))
+QUICK = Size(16, (0,), 4, 8, (), ("one", "dp", "int8", "local"))
+
+
+def tuned(size: Size, say: Callable[[str], None]) -> tuple[float, float]:
+    """The outer rate and momentum with the lowest loss after half of the steps, on a seed that is not measured."""
+    found = {}
+    for outer in size.grid:
+        arm = next(arm for arm in arms(size.steps, size.every, outer) if arm.name == "diloco")
+        found[outer] = course(arm, arm.plan, 100, size.steps // 2, size.steps // 4).losses[-1][1]
+        say(f"tune     outer_lr={outer[0]} outer_momentum={outer[1]}: {found[outer]:.4f}")
+    return min(found, key=lambda outer: found[outer], default=(0.7, 0.9))
+
+
+def courses(size: Size, wanted: Sequence[Arm], say: Callable[[str], None]) -> tuple[dict[tuple[str, int, bool], Course], dict[str, str]]:
+    """By arm, seed and whether the plan is that for a slow rank: what was trained; and why arms are not there."""
+    found: dict[tuple[str, int, bool], Course] = {}
+    missing: dict[str, str] = {}
+    for seed, arm in product(size.seeds, wanted):
+        start = time.monotonic()
+        try:
+            if arm.slow:
+                found |= shared(arm, found["dp", seed, False], seed, size)
+            elif not arm.recorded:
+                raise LookupError("its course depends on when messages arrive, and it cannot be recorded")
+            else:
+                found[arm.name, seed, False] = course(arm, arm.plan, seed, size.steps, size.evaluate)
+        except LookupError as error:
+            missing[arm.name] = str(error)
+            continue
+        say(f"trained  {arm.name:<11} seed {seed}: loss {found[arm.name, seed, False].losses[-1][1]:.4f}, {time.monotonic() - start:.0f} s")
+    sticks = [statistics.median(y) for c in found.values() for y in c.run.yardsticks]
+    unit = statistics.median(sticks)
+    return {key: replace(c, run=c.run.in_yardsticks(unit)) for key, c in found.items()}, missing
+
+
+def shared(arm: Arm, dp: Course, seed: int, size: Size) -> dict[tuple[str, int, bool], Course]:
+    """Shares by speed: dp itself where all are equal; else a few steps are recorded, and their losses must be those of dp."""
+    few = min(size.steps, 2 * size.evaluate)
+    got = course(arm, arm.slow, seed, few, size.evaluate)
+    known = dict(dp.losses)
+    if any(abs(loss - known[step]) > SAME for step, loss in got.losses):
+        raise RuntimeError(f"{arm.slow} is another training than {arm.plan}: {got.losses} and {dp.losses[:3]}")
+    return {(arm.name, seed, False): dp, (arm.name, seed, True): Course(dp.losses, got.run.repeated(size.steps))}
+
+
+def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """All of it."""
+    rate = fork.run(loopback, RANKS)[0]["rate"]
+    say(f"loopback {rate / 1e6:.0f} MB/s a rank")
+    outer = tuned(size, say)
+    wanted = [arm for arm in arms(size.steps, size.every, outer) if not size.only or arm.name in size.only]
+    found, missing = courses(size, wanted, say)
+    there = [arm for arm in wanted if any(name == arm.name for name, _, _ in found)]
+    target = {seed: goal(found, seed, size) for seed in size.seeds}
+    computing = statistics.median(found["one", seed, False].run.computing for seed in size.seeds)
+    rows = [setting_row(s, there, found, (size, target, computing)) for s in settings(rate, quick)]
+    return {
+        "ranks": RANKS, "batch": BATCH, "steps": size.steps, "seeds": size.seeds, "every": size.every, "outer": outer,
+        "loopback": rate, "computing": computing, "target": target, "missing": missing, "plans": {a.name: a.plan for a in there},
+        "losses": {a.name: [found[a.name, s, False].losses[-1][1] for s in size.seeds if (a.name, s, False) in found] for a in there},
+        "settings": rows, "curves": {f"{a.name} {s}": found[a.name, s, False].losses for a in there for s in size.seeds if (a.name, s, False) in found},
+    }  # fmt: skip
+
+
+def goal(found: dict[tuple[str, int, bool], Course], seed: int, size: Size) -> float:
+    """The target: halfway between what `one` and `dp` have after a part of the steps."""
+    at = max(size.evaluate, round(TARGET * size.steps / size.evaluate) * size.evaluate)
+    return statistics.mean(dict(found[name, seed, False].smooth())[at] for name in ("one", "dp"))
+
+
+def setting_row(setting: Setting, there: Sequence[Arm], found: dict[tuple[str, int, bool], Course], how: tuple[Size, dict[int, float], float]) -> dict[str, Any]:  # fmt: skip
+    """One setting: every arm measured and predicted, and the winners."""
+    size, target, computing = how
+    told = predictions(made(0, size.steps), setting, there, computing)
+    pick = lambda arm, seed: found[arm.name, seed, setting.slow > 1 and bool(arm.slow)]  # noqa: E731
+    plays = {(a.name, s): replay(pick(a, s).run, setting.wire, (1.0,) if a.alone else setting.slower) for a in there for s in size.seeds}
+    until = min(played.ends[-1] for played in plays.values())
+    arms_ = {}
+    for arm in there:
+        each = []
+        for seed in size.seeds:
+            played, trained = plays[arm.name, seed], pick(arm, seed)
+            done, loss = trained.after(until, played)
+            each.append((played.ends[-1] / size.steps, done, loss, trained.reached(target[seed], played), played.sent))
+        step, done, loss, reached, sent = (statistics.mean(column) for column in zip(*each))
+        seconds, bytes_, worth = told[arm.name]
+        arms_[arm.name] = {"step": step, "updates": done, "loss": loss, "to_target": reached, "sent": sent,
+                           "predicted_step": seconds, "predicted_sent": bytes_, "predicted_progress": worth}  # fmt: skip
+    judged = {}
+    for what, real, guess in (("samples", "step", lambda a: a["predicted_step"]), ("loss", "to_target", lambda a: a["predicted_step"] / a["predicted_progress"])):  # fmt: skip
+        among = {name: a for name, a in arms_.items() if what == "loss" or name != "one"}
+        best, guessed = min(among, key=lambda n: among[n][real]), min(among, key=lambda n: guess(among[n]))
+        over = among[guessed][real] / among[best][real] if among[best][real] < inf else 1.0
+        judged[what] = {"measured": best, "predicted": guessed, "over": over, "right": over <= 1 + WITHIN}
+    return {"setting": setting.name, "rate": setting.wire.rate, "latency": setting.latency, "slow": setting.slow, "seconds": until,
+            "arms": arms_, "winners": judged}  # fmt: skip
+
+
+# — what is said —
+
+
+def table(result: dict[str, Any]) -> str:
+    """As Markdown."""
+    lines = [f"{result['steps']} steps of {result['ranks']} ranks, seeds {', '.join(map(str, result['seeds']))}; loopback "
+             f"{result['loopback'] / 1e6:.0f} MB/s a rank; one rank alone computes {1e3 * result['computing']:.1f} ms in a step", ""]  # fmt: skip
+    lines += ["| setting | arm | step, ms | predicted | bytes a step | predicted | updates | loss then | to the target, s |",
+              "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in result["settings"]:
+        for name, a in row["arms"].items():
+            reached = f"{a['to_target']:.1f}" if a["to_target"] < inf else "not reached"
+            lines.append(
+                f"| {row['setting']}, {row['seconds']:.1f} s | {name} | {1e3 * a['step']:.1f} | {1e3 * a['predicted_step']:.1f} | "
+                f"{a['sent'] / 1e3:.1f} kB | {a['predicted_sent'] / 1e3:.1f} kB | {a['updates']:.0f} | {a['loss']:.4f} | {reached} |"
+            )
+    for what, words in (("samples", "for the same samples"), ("loss", "to the target loss")):
+        right = [row["winners"][what]["right"] for row in result["settings"]]
+        lines += ["", f"Fastest {words}: the predicted arm is the measured one, or takes at most {100 * WITHIN:.0f} % longer, in "
+                  f"{sum(right)} of {len(right)} settings.", "", "| setting | measured | predicted | takes longer by |", "|---|---|---|---|"]  # fmt: skip
+        for row in result["settings"]:
+            w = row["winners"][what]
+            lines.append(f"| {row['setting']} | {w['measured']} | {w['predicted']} | {100 * (w['over'] - 1):.1f} % |")
+    lines += [f"\nnot there: {name}: {why}" for name, why in result["missing"].items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="also draw it there")
+    parser.add_argument("--shaped", action="store_true", help="only compare the clock with real links between namespaces")
+    asked = parser.parse_args()
+    fork.stay_forkable()
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    result = run(QUICK if asked.quick else FULL, asked.quick, say)
+    print(json.dumps(result) if asked.json else table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -180,6 +180,18 @@ class Recorded:
             steps.append(rows)
         return Recorded(steps, self.yardsticks)
 
+    def repeated(self, steps: int) -> "Recorded":
+        """The same steps again and again, until there are so many."""
+        found = []
+        for own in self.steps:
+            most = 1 + max((e[1] for row in own for e in row if isinstance(e, list)), default=0)
+            rows = []
+            for i in range(steps):
+                again = i // len(own) * most
+                rows.append([[e[0], e[1] + again, *e[2:]] if isinstance(e, list) else e for e in own[i % len(own)]])
+            found.append(rows)
+        return Recorded(found, [y * -(-steps // len(y)) for y in self.yardsticks])
+
     @property
     def computing(self) -> float:
         """Seconds that a rank computes in a step: the median over the steps, of the slowest rank."""

@@ -6,7 +6,7 @@ worth a try, not what they will do for another model.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, log
 from statistics import mean
 
@@ -26,8 +26,7 @@ LOSSES = {
     "local 16": (2.556, 2.578),
     "diloco 16": (2.499, 2.527),
     "post-local 16": (2.496, 2.520),
-    "async clock": (2.520,),
-    "async nesterov": (2.430, 2.444),
+    "async": (2.520,),
 }
 """Held-out loss by way to synchronise and H, a figure for each seed: a GPT of 120,576 parameters on the standard library's source,
 4 groups × 8 sequences × 64 bytes, 160 steps of AdamW at 3e-3. `one` is one group alone, with a quarter of the samples. PowerSGD had
@@ -51,7 +50,7 @@ def progress(plan: Plan) -> float:
     if plan.start_local:
         return found * part("post-local 16")
     if plan.sync == "async":
-        return found * part(f"async {plan.server_update}")
+        return found * part("async")
     if plan.sync == "diloco":
         together = _together({16: part("diloco 16")}, plan.every)
     else:
@@ -132,8 +131,3 @@ def speed(bits: float) -> str:
         if bits >= size:
             return f"{bits / size:.3g} {unit}"
     return f"{bits:.3g} bit/s"
-
-
-def without_limits(plan: Plan) -> Plan:
-    """The plan with the staleness that lets no group wait: that of groups of equal speed."""
-    return replace(plan, staleness=max(plan.staleness, plan.replica_groups - 1)) if plan.sync == "async" else plan

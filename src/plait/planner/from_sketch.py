@@ -98,6 +98,8 @@ class Workload:
     frozen: float = 0.0
     matrices: tuple[tuple[int, int], ...] = ()
     """Rows and columns of what is trained and has two dims or more: all but the first are columns."""
+    tensors: int = 0
+    """How many are trained."""
 
     def low_rank(self, rank: int) -> float:
         """Part of the trained weights that two factors of so many columns for every matrix are, the others being whole."""
@@ -177,7 +179,7 @@ def workload_of(sketch: Sketch, name: str = "", cuts: Cuts | None = None) -> Wor
     trained = sum(prod(shape) for _, shape, _ in sketch.parameters)
     frozen = 1 - trained / max(1, sum(sizes.values()))
     matrices = tuple((shape[0], prod(shape[1:])) for _, shape, _ in sketch.parameters if len(shape) > 1)
-    return Workload(name, tuple(_runs(blocks)), frozen, matrices)
+    return Workload(name, tuple(_runs(blocks)), frozen, matrices, len(sketch.parameters))
 
 
 def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], int, set[str]]) -> Block:

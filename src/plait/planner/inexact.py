@@ -103,6 +103,5 @@ def rarely(inner: Plan, pins: dict[str, Any], formats: list[str]) -> Iterator[Pl
         for every in [given["every"]] if "every" in given else EVERY if sync != "async" else [1]:
             for how in formats:
                 more: dict[str, Any] = {"sync": sync, "every": every, "compress": how}
-                if sync == "async":
-                    more |= {"server_update": "nesterov", "staleness": inner.replica_groups - 1}
+                more |= {"staleness": 1} if sync == "async" else {}
                 yield replace(inner, **more | given)

@@ -6,7 +6,7 @@ factors of PowerSGD do add up. Compressed gradients are sent when backward has e
 
 Replica groups that synchronise every H steps send at the end of H steps what `dp` would in each. A fragment that is streamed is
 on its way while `fragment_delay` steps are computed; what is left of it then is waited for. Under `async` a group sends its
-gradients to the servers and gets weights back in every step, and all groups share the servers' links.
+gradients to the servers and gets weights back for every piece of the batch, and all groups share the servers' links.
 
 With `start_local` the first steps synchronise every time; what is priced here is the training after them.
 """
@@ -25,6 +25,8 @@ BUCKET = 32 << 20
 TOUCHED = {"none": 0.0, "bf16": 5.0, "int8": 10.0, "powersgd": 9.0}
 """Times that compressing with error feedback reads or writes a number: adding the residual, the format there and back, the new
 residual; of PowerSGD three products with the matrix."""
+CALLS = {"none": 0.0, "bf16": 15.0, "int8": 27.0, "powersgd": 18.0}
+"""Small operators for each tensor: on a core that is what compressing takes. Fitted to four ranks of `bench/slow_link.py`."""
 OUTER = 8.0
 """Times that a step of DiLoCo's outer optimizer does: what was global, what is there now, the difference, the momentum, and back."""
 SLOWEST, FASTEST = 1e4, 1e14
@@ -73,7 +75,9 @@ def apart(plan: Plan, axis: str) -> int:
 
 def compressing(pace: TimeModel, plan: Plan, numbers: float, axis: str) -> float:
     """Seconds of computing that compressing takes."""
-    return TOUCHED[format_of(plan, axis)] * numbers * pace.software.sent / pace.stream
+    how, cores = format_of(plan, axis), pace.software.cores
+    calls = CALLS[how] * pace.work.tensors * cores.operator if cores else 0.0
+    return TOUCHED[how] * numbers * pace.software.sent / pace.stream + calls
 
 
 def rarely(pace: TimeModel, plan: Plan, numbers: float, step: float) -> float:
@@ -94,30 +98,30 @@ def rarely(pace: TimeModel, plan: Plan, numbers: float, step: float) -> float:
 def served(pace: TimeModel, plan: Plan, numbers: float, steps: tuple[float, ...]) -> float:
     """Seconds until the servers of `async` have as many gradients as there are groups. `steps`: seconds of each group's.
 
-    A group that sends and receives does not compute. Where a clock wants a gradient of every group, or the allowed staleness is
-    less than the spread of their speeds needs, the fast ones wait for the slowest.
+    A group that sends and receives does not compute. Pieces are dealt from one queue, so the fast take more of them; where the
+    staleness that is allowed is less than their spread needs, they wait for the slowest.
     """
     push, pull = pushed(pace, plan, numbers)
     stride, groups = apart(plan, "replica_groups"), len(steps)
-    there = [pace.machine.send(size / plan.servers, stride) * plan.servers for size in (push, pull)]
-    busy = [pace.machine.send(size * groups / plan.servers, stride) for size in (push, pull)]
-    own = compressing(pace, plan, numbers, "replica_groups")
-    if plan.staleness == 0 and plan.server_update == "clock":
-        return max(steps) + own + sum(busy)
-    turns = [step + own + sum(there) for step in steps]
-    each_clock = plan.server_update == "clock" and plan.quorum in (0, groups)
-    free = not each_clock and plan.staleness >= needed(tuple(max(steps) / s for s in steps))
-    return max(groups / sum(1 / turn for turn in turns) if free else max(turns), *busy)
+    there = sum(pace.machine.send(size / plan.servers, stride) * plan.servers for size in (push, pull))
+    busy = max(pace.machine.send(size * groups / plan.servers, stride) for size in (push, pull))
+    turns = [step + there for step in steps]
+    ahead = (plan.staleness + 1) * (groups if plan.server_update == "clock" else 1)
+    stalled = max(turns) * groups / ahead
+    if plan.staleness == 0 and plan.server_update == "clock":  # all send at once, and get the new weights at once
+        return max(steps) + 2 * busy
+    return max(groups / sum(1 / turn for turn in turns), stalled, busy)
 
 
-def needed(slower: tuple[float, ...]) -> int:
+def needed(plan: Plan, slower: tuple[float, ...]) -> int:
     """The staleness with which no group waits for another. `slower`: how many times as long the slowest takes as each."""
-    return sum(ceil(n - 1e-9) for n in slower) - 1
+    dealt = sum(ceil(n - 1e-9) for n in slower)
+    return ceil(dealt / len(slower)) - 1 if plan.server_update == "clock" else dealt - 1
 
 
 def pushed(pace: TimeModel, plan: Plan, numbers: float) -> tuple[float, float]:
     """Bytes of gradients that a group of `async` sends, and of weights that it gets."""
-    return numbers * each(pace, plan, plan.compress, pace.software.sent), numbers * pace.software.weights
+    return numbers * pace.software.sent, numbers * pace.software.weights
 
 
 def held(pace: TimeModel, plan: Plan, numbers: float, weights: float) -> dict[str, float]:
@@ -182,8 +186,11 @@ def linked(machine: Machine, bits: float, latency: float | None = None) -> Machi
 
 
 def at_speed(pace: TimeModel, bits: float, latency: float | None = None) -> TimeModel:
-    """The same times on a machine whose slowest link has so many bit/s."""
-    return replace(pace, machine=linked(pace.machine, bits, latency), known={})
+    """The same times on a machine whose slowest link has so many bit/s. Processes on both of its ends have a core each."""
+    software = pace.software
+    if software.cores is not None:
+        software = replace(software, cores=replace(software.cores, crowd=1.0))
+    return replace(pace, machine=linked(pace.machine, bits, latency), software=software, known={})
 
 
 def break_even(exact: Callable[[float], float], late: Callable[[float], float]) -> float:

@@ -47,7 +47,7 @@ class StepParts(NamedTuple):
 class LateJob:
     """What is trained, and on what. `steps` matter to a plan that changes in the middle of them.
 
-    `computing`: seconds of a step of one rank or group over links that cost nothing, where they were measured.
+    `computing`: seconds of a step of one rank alone with its share of the batch, where they were measured, of groups of one.
     """
 
     pace: TimeModel
@@ -60,12 +60,20 @@ class LateJob:
         """Over links that cost nothing."""
         return late.at_speed(self.pace, FREE, 0.0)
 
+    def sent(self, plan: Plan) -> float:
+        """Bytes that a rank sends in a step, in the mean of the job."""
+        if plan.start_local and self.steps:
+            first = min(1.0, plan.start_local / self.steps)
+            return first * self.sent(late.exact_twin(plan)) + (1 - first) * self.sent(replace(plan, start_local=0))
+        return sum(estimate(self.pace, plan, 1.0).sent.values())
+
     def parts(self, plan: Plan, link: TimeModel) -> StepParts:
         """Of a step under a plan, over the links of `link`."""
         samples = ceil(self.batch / (plan.shares * plan.replica_groups) / plan.microbatches)
         found, ideal = (estimate(pace, plan, samples) for pace in (link, self.free))
         inside, free = (e.seconds - e.parts.get("sync", 0.0) for e in (found, ideal))
-        return StepParts(self.computing or free, max(0.0, inside - free), found.states)
+        known = self.computing - estimate(self.free, Plan(), samples).seconds if self.computing else 0.0
+        return StepParts(free + known, max(0.0, inside - free), found.states)
 
     def seconds(self, plan: Plan, link: TimeModel, slower: Sequence[float], parts: StepParts | None = None) -> float:
         """Seconds for a batch, in the mean of the job. `slower`: how many times as long each group, or copy, takes as the fastest."""
@@ -158,7 +166,7 @@ def ways(inner: Plan, groups: int, steps: int = 0) -> Iterable[SyncWay]:
     for every in (16, 64):
         yield SyncWay(f"diloco {every}", replace(rare, sync="diloco", every=every))
     yield SyncWay("streaming 16", replace(rare, sync="diloco", every=16, fragments=2, fragment_delay=4))
-    yield SyncWay("async", replace(rare, sync="async", server_update="nesterov"))
+    yield SyncWay("async", replace(rare, sync="async", staleness=1))
 
 
 def late_map(
@@ -179,7 +187,7 @@ def late_map(
                 groups = plan.replica_groups if plan.replica_groups > 1 else plan.dp
                 spread = (1.0,) * (groups - 1) + (slow,)
                 if plan.sync == "async":
-                    plan = replace(plan, staleness=late.needed(tuple(slow / s for s in spread)))
+                    plan = replace(plan, staleness=late.needed(plan, tuple(slow / s for s in spread)))
                 times[name] = job.seconds(plan, link, spread, known[name])
             equal = {name: times[name] / progress(plan) for name, plan in ways}
             row.append(LateCell(bits, slow, times, equal))
