@@ -7,12 +7,12 @@ when messages arrive are trained once for each seed, recorded, and played on the
     links     1/20 and 1/100 of what loopback reaches here, with 0.1 and 10 ms a hop
     ranks     all equal, and one that takes three times as long to compute
 
-Time is therefore that of a model of the links, with computing that was measured; `--shaped` runs two arms over real links between
-network namespaces, shaped by the kernel, and compares. All arms have the same constant learning rate, so that a loss does not depend
+Time is therefore that of a model of the links, with computing that was measured; `bench/shaped_link.py` holds the clock against
+real links that the kernel shapes. All arms have the same constant learning rate, so that a loss does not depend
 on how long a run would have gone on. `one` is one rank alone with a quarter of the samples of each step. The target is the loss
 halfway between those of `one` and `dp` after `TARGET` of the steps.
 
-    python bench/slow_link.py [--quick] [--json] [--out FILE.svg] [--shaped]
+    python bench/slow_link.py [--quick] [--json] [--out FILE.svg] [--keep FOLDER]
 """
 
 import argparse
@@ -191,8 +191,21 @@ def train(place: Place, job: Job, plan: str, every: int, folder: Path) -> dict[s
     return {"losses": losses}
 
 
-def course(arm: Arm, plan: str, seed: int, steps: int, every: int) -> Course:
-    """Train an arm. It is not there when the product refuses its plan."""
+def course(arm: Arm, plan: str, seed: int, steps: int, every: int, keep: Path | None = None) -> Course:
+    """Train an arm. It is not there when the product refuses its plan. `keep`: where courses are kept, and taken from again."""
+    file = keep / f"{arm.name}-{plan.replace(' ', '_').replace('/', '')}-{seed}-{steps}.json" if keep else None
+    if file is not None and file.exists():
+        kept = json.loads(file.read_text())
+        return Course([(s, x) for s, x in kept["losses"]], Recorded(kept["steps"], kept["yardsticks"]))
+    trained = _trained(arm, plan, seed, steps, every)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        run = trained.run
+        file.write_text(json.dumps({"losses": trained.losses, "steps": run.steps, "yardsticks": run.yardsticks}))
+    return trained
+
+
+def _trained(arm: Arm, plan: str, seed: int, steps: int, every: int) -> Course:
     job = made(seed, steps, BATCH // RANKS if arm.alone else BATCH)
     if why := not_there(job, Plan.parse(plan)):
         raise LookupError(why)
@@ -234,8 +247,8 @@ def settings(loopback: float, quick: bool) -> Iterator[Setting]:
         yield Setting(fraction, latency, slow, Wire(loopback / fraction, latency))
 
 
-def loopback(place: Place, size: int = 4 << 20, times: int = 8) -> dict[str, Any]:
-    """Bytes a second that a rank passes on in an all-reduce here, with nothing else to do."""
+def loopback(place: Place, size: int = 4 << 20, times: int = 30) -> dict[str, Any]:
+    """Bytes a second that a rank passes on in an all-reduce here, in the fastest of some: others that use the machine only slow it."""
     torch.set_num_threads(1)
     place.connect(torch.device("cpu"))
     x, took = torch.ones(size // 4), []
@@ -245,16 +258,13 @@ def loopback(place: Place, size: int = 4 << 20, times: int = 8) -> dict[str, Any
         dist.all_reduce(x)
         took.append(time.perf_counter() - start)
     dist.destroy_process_group()
-    return {"rate": Wire.passed("all_reduce", size, RANKS) / statistics.median(took)}
+    return {"rate": Wire.passed("all_reduce", size, RANKS) / min(took)}
 
 
-def predictions(job: Job, setting: Setting, arms: Sequence[Arm], computing: float) -> dict[str, tuple[float, float, float]]:
+def predictions(asked: PlanRequest, setting: Setting, arms: Sequence[Arm], computing: float) -> dict[str, tuple[float, float, float]]:
     """Of each arm: predicted seconds of a step, bytes that a rank sends in one, and what a sample is worth."""
-    link = Link("link", None, setting.wire.rate, setting.wire.latency, "loopback")
-    machine = replace(sized(read_machine("here"), RANKS), links=(link,), collectives=(), loaders=())
-    asked = PlanRequest.of(job, "stdlib_gpt", machine, split=False)
     ways = [SyncWay(arm.name, Plan.parse(arm.plan if setting.slow == 1 or not arm.slow else arm.slow)) for arm in arms if not arm.alone]
-    late = LateJob(asked.pace, BATCH, job.steps, computing)
+    late = LateJob(asked.pace, BATCH, asked.job.steps, computing)
     bits = 8 * setting.wire.rate
     cell = late_map(late, ways, (bits,), (setting.slow,), setting.wire.latency)[0][0]
     sent = {way.name: late.sent(way.plan) for way in ways}
@@ -285,10 +295,11 @@ class Size:
     grid: tuple[tuple[float, float], ...]
     """Outer rates and momenta that are tried on a seed of their own."""
     only: tuple[str, ...] = ()
+    keep: Path | None = None
 
 
 FULL = Size(400, (0, 1), 4, 20, ((0.4, 0.9), (0.7, 0.5), (0.7, 0.9), (1.0, 0.5)))
-QUICK = Size(16, (0,), 4, 8, (), ("one", "dp", "int8", "local"))
+QUICK = Size(8, (0,), 4, 4, (), ("one", "dp", "int8", "local"))
 
 
 def tuned(size: Size, say: Callable[[str], None]) -> tuple[float, float]:
@@ -296,7 +307,7 @@ def tuned(size: Size, say: Callable[[str], None]) -> tuple[float, float]:
     found = {}
     for outer in size.grid:
         arm = next(arm for arm in arms(size.steps, size.every, outer) if arm.name == "diloco")
-        found[outer] = course(arm, arm.plan, 100, size.steps // 2, size.steps // 4).losses[-1][1]
+        found[outer] = course(arm, arm.plan, 100, size.steps // 2, size.steps // 4, size.keep).losses[-1][1]
         say(f"tune     outer_lr={outer[0]} outer_momentum={outer[1]}: {found[outer]:.4f}")
     return min(found, key=lambda outer: found[outer], default=(0.7, 0.9))
 
@@ -313,7 +324,7 @@ def courses(size: Size, wanted: Sequence[Arm], say: Callable[[str], None]) -> tu
             elif not arm.recorded:
                 raise LookupError("its course depends on when messages arrive, and it cannot be recorded")
             else:
-                found[arm.name, seed, False] = course(arm, arm.plan, seed, size.steps, size.evaluate)
+                found[arm.name, seed, False] = course(arm, arm.plan, seed, size.steps, size.evaluate, size.keep)
         except LookupError as error:
             missing[arm.name] = str(error)
             continue
@@ -326,7 +337,7 @@ def courses(size: Size, wanted: Sequence[Arm], say: Callable[[str], None]) -> tu
 def shared(arm: Arm, dp: Course, seed: int, size: Size) -> dict[tuple[str, int, bool], Course]:
     """Shares by speed: dp itself where all are equal; else a few steps are recorded, and their losses must be those of dp."""
     few = min(size.steps, 2 * size.evaluate)
-    got = course(arm, arm.slow, seed, few, size.evaluate)
+    got = course(arm, arm.slow, seed, few, size.evaluate, size.keep)
     known = dict(dp.losses)
     if any(abs(loss - known[step]) > SAME for step, loss in got.losses):
         raise RuntimeError(f"{arm.slow} is another training than {arm.plan}: {got.losses} and {dp.losses[:3]}")
@@ -343,7 +354,9 @@ def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     there = [arm for arm in wanted if any(name == arm.name for name, _, _ in found)]
     target = {seed: goal(found, seed, size) for seed in size.seeds}
     computing = statistics.median(found["one", seed, False].run.computing for seed in size.seeds)
-    rows = [setting_row(s, there, found, (size, target, computing)) for s in settings(rate, quick)]
+    machine = replace(sized(read_machine("here"), RANKS), links=(Link("link", None, rate, 1e-4, "loopback"),), collectives=(), loaders=())
+    asked = PlanRequest.of(made(0, size.steps), "stdlib_gpt", machine, split=False)
+    rows = [setting_row(s, there, found, (size, target, computing, asked)) for s in settings(rate, quick)]
     return {
         "ranks": RANKS, "batch": BATCH, "steps": size.steps, "seeds": size.seeds, "every": size.every, "outer": outer,
         "loopback": rate, "computing": computing, "target": target, "missing": missing, "plans": {a.name: a.plan for a in there},
@@ -358,10 +371,10 @@ def goal(found: dict[tuple[str, int, bool], Course], seed: int, size: Size) -> f
     return statistics.mean(dict(found[name, seed, False].smooth())[at] for name in ("one", "dp"))
 
 
-def setting_row(setting: Setting, there: Sequence[Arm], found: dict[tuple[str, int, bool], Course], how: tuple[Size, dict[int, float], float]) -> dict[str, Any]:  # fmt: skip
+def setting_row(setting: Setting, there: Sequence[Arm], found: dict[tuple[str, int, bool], Course], how: tuple[Size, dict[int, float], float, PlanRequest]) -> dict[str, Any]:  # fmt: skip
     """One setting: every arm measured and predicted, and the winners."""
-    size, target, computing = how
-    told = predictions(made(0, size.steps), setting, there, computing)
+    size, target, computing, asked = how
+    told = predictions(asked, setting, there, computing)
     pick = lambda arm, seed: found[arm.name, seed, setting.slow > 1 and bool(arm.slow)]  # noqa: E731
     plays = {(a.name, s): replay(pick(a, s).run, setting.wire, (1.0,) if a.alone else setting.slower) for a in there for s in size.seeds}
     until = min(played.ends[-1] for played in plays.values())
@@ -419,11 +432,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="also draw it there")
-    parser.add_argument("--shaped", action="store_true", help="only compare the clock with real links between namespaces")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what was trained, and take it from there again")
     asked = parser.parse_args()
     fork.stay_forkable()
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    result = run(QUICK if asked.quick else FULL, asked.quick, say)
+    result = run(replace(QUICK if asked.quick else FULL, keep=asked.keep), asked.quick, say)
     print(json.dumps(result) if asked.json else table(result))
     return 0
 
