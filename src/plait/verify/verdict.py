@@ -213,7 +213,7 @@ def told_of(name: str, one: Trace, algorithm: Trace) -> AlgorithmTold:
 
 
 def _norm(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    return sum(float((a[n].double() - b[n].double()).square().sum()) for n in a) ** 0.5
+    return sum(float((a[n].double() - b[n].double()).square().sum()) for n in b) ** 0.5
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ from plait.verify.verdict import AlgorithmTold, Verdict, judge, told_of
 
 CLIP = 0.1
 """Clipping at this share of the first gradient norm."""
+NEVER = 1e30
+"""The same where a job that does not clip is held to an algorithm that clips by another norm than one device."""
 
 
 def verify(
@@ -76,10 +78,12 @@ def verify(
     check_plan(job, plan, kind)
     job = dataclasses.replace(job, data=opened_once(job.data))
     logic = dataclasses.replace(plan, precision="fp32")
-    own = found(logic)
-    seconds = 0.0 if own is not None else seconds
+    own, limit = found(logic), CLIP
+    if own is not None:
+        (logic, steps), seconds = own.shortened(logic, steps), 0.0
+        limit = CLIP if job.clip is not None else NEVER
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
-        hard, expected = _reference(job, (plan, logic), (steps, seconds), kind, Path(folder))
+        hard, expected = _reference(job, (plan, logic), (steps, seconds, limit), kind, Path(folder))
         hard = dataclasses.replace(hard, clip=expected.facts["clip"])
         told = None
         if own is not None:
@@ -90,7 +94,7 @@ def verify(
         actual = candidate.whole(Path(folder), results)
         named = actual.facts["inexact"]
         if told is not None:
-            actual = _held_to_algorithm(actual, results, expected, logic)
+            actual = _held_to_algorithm(actual, results, expected, logic, own is not None and own.by_share)
         verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder), algorithm=told)
     if verdict.code == "V005" and not quiet:
         silent = verify(_silent(job), plan, 3, device, True, 0.0)
@@ -120,10 +124,14 @@ def _algorithm(
     return trace, told_of(own.named(plan), one, trace)
 
 
-def _held_to_algorithm(actual: Trace, ranks: list[dict[str, Any]], expected: Trace, plan: Plan) -> Trace:
+def _held_to_algorithm(
+    actual: Trace, ranks: list[dict[str, Any]], expected: Trace, plan: Plan, by_share: bool
+) -> Trace:
     """The candidate with what is inexact beside its algorithm: what its technique names is what it is compared with."""
     lines = [line for line in actual.facts["inexact"] if line not in by_algorithm(plan)]
     alone = "which the algorithm in one process computes share by share"
+    if not by_share:
+        return dataclasses.replace(actual, facts={**actual.facts, "inexact": lines})
     if norms := sorted({name for r in ranks for name in r["batch_norms"]}):
         lines.append(f"batch statistics in {norms[0]} are those of all copies, {alone}")
     elif expected.facts["mean"] is False:
@@ -193,12 +201,12 @@ def _with_own_batch(
 
 
 def _reference(
-    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float], device: str, folder: Path
+    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float, float], device: str, folder: Path
 ) -> tuple[Job, Trace]:
     """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
-    and seconds for batches of the job's own size. `plans`: as it was given, and in fp32."""
+    seconds for batches of the job's own size, and where to clip. `plans`: as it was given, and in fp32."""
     plan = plans[1]
-    parts = plan.shares * plan.microbatches
+    parts = plan.replica_groups * plan.shares * plan.microbatches
     hards = [harden(job, plan, short) for short in (1, 2 * parts)]
     if job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
         hards.append(harden(job, plan, 0, job.batch))
@@ -246,7 +254,7 @@ def _silent(job: Job) -> Job:
 
 def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
     """The job with the rare paths forced: see the module's text. `batch`, unless it is 0: instead of a small one."""
-    parts = plan.shares * plan.microbatches
+    parts = plan.replica_groups * plan.shares * plan.microbatches
     batch = batch or 2 * parts + max(1, parts // 2)
     warm, given = 10 * batch, job.schedule
 
@@ -299,10 +307,10 @@ def sample_digest(sample: object) -> float:
 
 
 def _one_device(
-    jobs: tuple[Job, Job], how: tuple[int, float, Plan], device: str, folder: Path, place: Place
+    jobs: tuple[Job, Job], how: tuple[int, float, float, Plan], device: str, folder: Path, place: Place
 ) -> dict[str, Any]:
     """`jobs`: the hard one, and the user's."""
-    job, (steps, seconds, plan) = jobs[0], how
+    job, (steps, seconds, limit, plan) = jobs[0], how
     models = list[reference.OneDevice]()
     data, holder = _noted(job)
 
@@ -316,7 +324,7 @@ def _one_device(
         job, dict(make_model(job).named_parameters())
     )  # raises when the job cannot be trained by plait at all
     out = reference.train(
-        dataclasses.replace(job, data=data), steps, CLIP, torch.float64, device, moves=lambda: place.within("forward"),
+        dataclasses.replace(job, data=data), steps, limit, torch.float64, device, moves=lambda: place.within("forward"),
         then=then,
     )  # fmt: skip
     out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}

@@ -84,6 +84,18 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         yield Problem("P060", what, why=why, fix=(f"fragment_delay={plan.every - 1}",))
 
 
+def named(plan: Plan) -> str:
+    """The technique and its numbers, in a few words."""
+    words = [f"{plan.replica_groups} groups", f"every={plan.every}"]
+    if plan.start_local:
+        words.append(f"start_local={plan.start_local}")
+    if plan.sync == "diloco":
+        words.append(f"outer {plan.outer_lr:g}, {plan.outer_momentum:g}")
+    if plan.fragments > 1 or plan.fragment_delay:
+        words.append(f"{plan.fragments} fragments, delay {plan.fragment_delay}, alpha {plan.fragment_alpha:g}")
+    return f"{plan.sync}: {', '.join(words)}"
+
+
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
     k, every = plan.replica_groups, f"every {plan.every} steps" if plan.every > 1 else "after every step"
     how = {

@@ -1,5 +1,6 @@
 """Plans that are another training than one device's: each one's algorithm in one process, in plain PyTorch, to be equal to.
 
 find              which plan has an algorithm of its own
+replicas          replica groups: local and post-local SGD, DiLoCo, streaming DiLoCo
 compressed        compressed sums with error feedback (compress)
 """

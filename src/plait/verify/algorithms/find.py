@@ -16,7 +16,8 @@ from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.compression import strategy as compression
 from plait.parallel.order import Strategy
-from plait.verify.algorithms import compressed
+from plait.parallel.replica_groups import strategy as replica_groups
+from plait.verify.algorithms import compressed, replicas
 
 Train = Callable[..., dict[str, Any]]
 
@@ -31,9 +32,16 @@ class OwnTraining:
     """The algorithm in a few words."""
     strategies: tuple[Strategy, ...]
     """Those whose `inexact` says that it is another training: no reason to differ from the algorithm."""
+    by_share: bool = False
+    """It computes the batch share by share, with what is made of the batch as a whole (its statistics) of each share."""
+    shortened: Callable[[Plan, int], tuple[Plan, int]] = lambda plan, steps: (plan, steps)
+    """(plan, steps) that come to everything that it does, of a plan that would want many more steps."""
 
 
-OWN = (OwnTraining(compression.of_copies, compressed.train, compression.named, (compression,)),)
+OWN = (
+    OwnTraining(compression.of_copies, compressed.train, compression.named, (compression,), by_share=True),
+    OwnTraining(replica_groups.wanted, replicas.train, replica_groups.named, (replica_groups,), shortened=replicas.shortened),
+)
 """The first that is wanted counts: a combination of two comes before each of them."""
 
 

@@ -9,6 +9,7 @@ touched. In the steps of `start_local` all models take the sum of the gradients.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ from plait.verify import reference
 Named = dict[str, Tensor]
 
 
+def shortened(plan: Plan, steps: int) -> tuple[Plan, int]:
+    """A plan and steps in which every fragment is synchronised twice: with fewer steps between, where it wants many."""
+    wanted = plan.start_local + 2 * plan.every + plan.fragment_delay
+    if wanted <= steps:
+        return plan, steps
+    least = max(3, plan.fragments, plan.fragment_delay + 1)
+    plan = replace(plan, every=min(plan.every, least), start_local=min(plan.start_local, 2))
+    return plan, max(steps, plan.start_local + 2 * plan.every + plan.fragment_delay)
+
+
 def train(
     job: Job, plan: Plan, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu", *, moves: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:  # fmt: skip
@@ -31,7 +42,12 @@ def train(
     states = [reference.floating(one.model) for one in ones]
     table, met, at = _fragments(ones[0], plan.fragments), [set[str]() for _ in ones], 0
     base, bases, sent = {n: states[0][n].detach().clone() for p in table for n in p}, Named(), list[tuple[int, Named]]()
-    out: dict[str, Any] = {"initial": reference.copied(ones[0].model.named_parameters()), "rows": [], "ids": [], "clip": clip}
+    out: dict[str, Any] = {
+        "initial": reference.copied(ones[0].model.named_parameters()),
+        "rows": [],
+        "ids": [],
+        "clip": clip,
+    }
     for step, read in zip(range(1, steps + 1), reference.samples(job, data)):
         alike, losses = step <= plan.start_local, _passes(ones, data, read, step <= plan.start_local, moves)
         _gradients(ones, met, [loss is not None for loss in losses], alike)
@@ -63,7 +79,10 @@ def _passes(ones: list[reference.OneDevice], data: Any, read: Any, alike: bool, 
     counts = [size // k + (i < size % k) for i in range(k)]
     firsts = [sum(counts[:i]) for i in range(k)]
     pairs = [reference.ready(o, data, read[2][f : f + n]) if n else None for o, f, n in zip(ones, firsts, counts)]
-    weights = [0.0 if p is None else float(torch.as_tensor(job.weight(p[1])).sum()) if job.weight else n for p, n in zip(pairs, counts)]
+    weights = [
+        0.0 if p is None else float(torch.as_tensor(job.weight(p[1])).sum()) if job.weight else n
+        for p, n in zip(pairs, counts)
+    ]
     losses: list[Tensor | None] = []
     for one, pair, first, n, weight in zip(ones, pairs, firsts, counts, weights):
         moves()
@@ -81,8 +100,8 @@ def _gradients(ones: list[reference.OneDevice], met: list[set[str]], any_of: lis
     """The sum on all in a step alike; zeros, of what it used before, on a group without a sample."""
     given = [reference.gradients(one.model) for one in ones]
     for own, seen, there in zip(given, met, any_of):
-        seen |= {n for g in given for n in g} if alike else own.keys()
-        own |= {} if there or alike else {n: torch.zeros(()) for n in seen}
+        seen.update(n for g in (given if alike else [own]) for n in g)
+        own.update({} if there or alike else {n: torch.zeros(()) for n in seen})
     for one, own in zip(ones, given):
         for n, p in one.model.named_parameters():
             parts = [g[n] for g in given if n in g] if alike else [own[n]] if n in own else []
