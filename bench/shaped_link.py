@@ -91,7 +91,10 @@ def launched(mbit: float, steps: int) -> list[tuple[float, Recorded]]:
     """Of each plan: seconds of a step, in the mean of the slowest rank's, and the trace."""
     with tempfile.TemporaryDirectory() as root, namespaces(mbit) as names:
         words = [sys.executable, __file__, "--steps", str(steps), "--folder", root]
-        ranks = [subprocess.Popen(["ip", "netns", "exec", name, *words, "--rank", str(i)], stdout=subprocess.DEVNULL) for i, name in enumerate(names)]
+        ranks = [
+            subprocess.Popen(["ip", "netns", "exec", name, *words, "--rank", str(i)], stdout=subprocess.DEVNULL)
+            for i, name in enumerate(names)
+        ]
         if any(each.wait() for each in ranks):
             raise SystemExit("a rank failed")
         found = []
@@ -99,7 +102,9 @@ def launched(mbit: float, steps: int) -> list[tuple[float, Recorded]]:
             took = [json.loads((Path(root) / f"{i}-{r}.took").read_text()) for r in range(RANKS)]
             every = [max(column) for column in zip(*took)]
             periods = [statistics.mean(every[k : k + 4]) for k in range(0, len(every), 4)]
-            found.append((statistics.median(periods), Recorded.load([Path(root) / f"{i}-{r}.json" for r in range(RANKS)])))
+            found.append(
+                (statistics.median(periods), Recorded.load([Path(root) / f"{i}-{r}.json" for r in range(RANKS)]))
+            )
         return found
 
 
@@ -115,11 +120,15 @@ def main() -> int:
         rank(asked.rank, asked.steps, asked.folder)
         return 0
     plain, shaped = launched(0, asked.steps), launched(asked.mbit, asked.steps)
-    print(f"links of {asked.mbit:g} Mbit/s each way; seconds that they add to a step, in the mean of {asked.steps} steps")
+    print(
+        f"links of {asked.mbit:g} Mbit/s each way; seconds that they add to a step, in the mean of {asked.steps} steps"
+    )
     for plan, (before, _), (after, run) in zip(PLANS, plain, shaped):
         wire, none = Wire(asked.mbit * 1e6 / 8, 0.0), Wire(1e15, 0.0)
         said = (replay(run, wire, (1.0,) * RANKS).ends[-1] - replay(run, none, (1.0,) * RANKS).ends[-1]) / asked.steps
-        print(f"{plan:<28} real {after - before:.4f}   clock {said:.4f}   real over clock {(after - before) / said:.2f}")
+        print(
+            f"{plan:<28} real {after - before:.4f}   clock {said:.4f}   real over clock {(after - before) / said:.2f}"
+        )
     return 0
 
 

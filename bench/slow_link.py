@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from slow_link_table import picture, table
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from virtual_clock import Played, Recorded, Trace, Wire, replay
@@ -212,7 +213,9 @@ def _trained(arm: Arm, plan: str, seed: int, steps: int, every: int) -> Course:
     world = Plan.parse(plan).world
     with tempfile.TemporaryDirectory() as root:
         target = partial(train, job=job, plan=plan, every=every, folder=Path(root))
-        listener = fork.Listener(lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" and "corpus" not in m["text"] else None)
+        listener = fork.Listener(
+            lambda _, m: print(m["text"], file=sys.stderr) if m["kind"] == "log" and "corpus" not in m["text"] else None
+        )
         found = fork.run(target, world, listener)
         recorded = Recorded.load([Path(root) / f"{rank}.json" for rank in range(world)])
     return Course([(s, x) for s, x in found[0]["losses"]], recorded)
@@ -261,9 +264,15 @@ def loopback(place: Place, size: int = 4 << 20, times: int = 30) -> dict[str, An
     return {"rate": Wire.passed("all_reduce", size, RANKS) / min(took)}
 
 
-def predictions(asked: PlanRequest, setting: Setting, arms: Sequence[Arm], computing: float) -> dict[str, tuple[float, float, float]]:
+def predictions(
+    asked: PlanRequest, setting: Setting, arms: Sequence[Arm], computing: float
+) -> dict[str, tuple[float, float, float]]:
     """Of each arm: predicted seconds of a step, bytes that a rank sends in one, and what a sample is worth."""
-    ways = [SyncWay(arm.name, Plan.parse(arm.plan if setting.slow == 1 or not arm.slow else arm.slow)) for arm in arms if not arm.alone]
+    ways = [
+        SyncWay(arm.name, Plan.parse(arm.plan if setting.slow == 1 or not arm.slow else arm.slow))
+        for arm in arms
+        if not arm.alone
+    ]
     late = LateJob(asked.pace, BATCH, asked.job.steps, computing)
     bits = 8 * setting.wire.rate
     cell = late_map(late, ways, (bits,), (setting.slow,), setting.wire.latency)[0][0]
@@ -312,7 +321,9 @@ def tuned(size: Size, say: Callable[[str], None]) -> tuple[float, float]:
     return min(found, key=lambda outer: found[outer], default=(0.7, 0.9))
 
 
-def courses(size: Size, wanted: Sequence[Arm], say: Callable[[str], None]) -> tuple[dict[tuple[str, int, bool], Course], dict[str, str]]:
+def courses(
+    size: Size, wanted: Sequence[Arm], say: Callable[[str], None]
+) -> tuple[dict[tuple[str, int, bool], Course], dict[str, str]]:
     """By arm, seed and whether the plan is that for a slow rank: what was trained; and why arms are not there."""
     found: dict[tuple[str, int, bool], Course] = {}
     missing: dict[str, str] = {}
@@ -328,7 +339,9 @@ def courses(size: Size, wanted: Sequence[Arm], say: Callable[[str], None]) -> tu
         except LookupError as error:
             missing[arm.name] = str(error)
             continue
-        say(f"trained  {arm.name:<11} seed {seed}: loss {found[arm.name, seed, False].losses[-1][1]:.4f}, {time.monotonic() - start:.0f} s")
+        say(
+            f"trained  {arm.name:<11} seed {seed}: loss {found[arm.name, seed, False].losses[-1][1]:.4f}, {time.monotonic() - start:.0f} s"
+        )
     sticks = [statistics.median(y) for c in found.values() for y in c.run.yardsticks]
     unit = statistics.median(sticks)
     return {key: replace(c, run=c.run.in_yardsticks(unit)) for key, c in found.items()}, missing
@@ -354,15 +367,30 @@ def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     there = [arm for arm in wanted if any(name == arm.name for name, _, _ in found)]
     target = {seed: goal(found, seed, size) for seed in size.seeds}
     computing = statistics.median(found["one", seed, False].run.computing for seed in size.seeds)
-    machine = replace(sized(read_machine("here"), RANKS), links=(Link("link", None, rate, 1e-4, "loopback"),), collectives=(), loaders=())
+    machine = replace(
+        sized(read_machine("here"), RANKS),
+        links=(Link("link", None, rate, 1e-4, "loopback"),),
+        collectives=(),
+        loaders=(),
+    )
     asked = PlanRequest.of(made(0, size.steps), "stdlib_gpt", machine, split=False)
     rows = [setting_row(s, there, found, (size, target, computing, asked)) for s in settings(rate, quick)]
     return {
         "ranks": RANKS, "batch": BATCH, "steps": size.steps, "seeds": size.seeds, "every": size.every, "outer": outer,
         "loopback": rate, "computing": computing, "target": target, "missing": missing, "plans": {a.name: a.plan for a in there},
-        "losses": {a.name: [found[a.name, s, False].losses[-1][1] for s in size.seeds if (a.name, s, False) in found] for a in there},
-        "settings": rows, "curves": {f"{a.name} {s}": found[a.name, s, False].losses for a in there for s in size.seeds if (a.name, s, False) in found},
+        "losses": {a.name: [found[a.name, s, False].losses[-1][1] for s in size.seeds] for a in there},
+        "progress": {a.name: worth(a, found, size) for a in there}, "settings": rows,
     }  # fmt: skip
+
+
+def worth(arm: Arm, found: dict[tuple[str, int, bool], Course], size: Size) -> float:
+    """Progress of a sample as measured: steps that dp needs for the loss that the arm ends with, over those of the arm."""
+    parts = []
+    for seed in size.seeds:
+        every = Played([float(i + 1) for i in range(size.steps)], 0.0)  # a clock of steps
+        end = found[arm.name, seed, False].smooth()[-1][1]
+        parts.append(min(1.0, found["dp", seed, False].reached(end, every) / size.steps))
+    return statistics.mean(parts)
 
 
 def goal(found: dict[tuple[str, int, bool], Course], seed: int, size: Size) -> float:
@@ -371,12 +399,21 @@ def goal(found: dict[tuple[str, int, bool], Course], seed: int, size: Size) -> f
     return statistics.mean(dict(found[name, seed, False].smooth())[at] for name in ("one", "dp"))
 
 
-def setting_row(setting: Setting, there: Sequence[Arm], found: dict[tuple[str, int, bool], Course], how: tuple[Size, dict[int, float], float, PlanRequest]) -> dict[str, Any]:  # fmt: skip
+def setting_row(
+    setting: Setting,
+    there: Sequence[Arm],
+    found: dict[tuple[str, int, bool], Course],
+    how: tuple[Size, dict[int, float], float, PlanRequest],
+) -> dict[str, Any]:
     """One setting: every arm measured and predicted, and the winners."""
     size, target, computing, asked = how
     told = predictions(asked, setting, there, computing)
     pick = lambda arm, seed: found[arm.name, seed, setting.slow > 1 and bool(arm.slow)]  # noqa: E731
-    plays = {(a.name, s): replay(pick(a, s).run, setting.wire, (1.0,) if a.alone else setting.slower) for a in there for s in size.seeds}
+    plays = {
+        (a.name, s): replay(pick(a, s).run, setting.wire, (1.0,) if a.alone else setting.slower)
+        for a in there
+        for s in size.seeds
+    }
     until = min(played.ends[-1] for played in plays.values())
     arms_ = {}
     for arm in there:
@@ -387,10 +424,21 @@ def setting_row(setting: Setting, there: Sequence[Arm], found: dict[tuple[str, i
             each.append((played.ends[-1] / size.steps, done, loss, trained.reached(target[seed], played), played.sent))
         step, done, loss, reached, sent = (statistics.mean(column) for column in zip(*each))
         seconds, bytes_, worth = told[arm.name]
-        arms_[arm.name] = {"step": step, "updates": done, "loss": loss, "to_target": reached, "sent": sent,
-                           "predicted_step": seconds, "predicted_sent": bytes_, "predicted_progress": worth}  # fmt: skip
+        arms_[arm.name] = {
+            "step": step,
+            "updates": done,
+            "loss": loss,
+            "to_target": reached,
+            "sent": sent,
+            "predicted_step": seconds,
+            "predicted_sent": bytes_,
+            "predicted_progress": worth,
+        }
     judged = {}
-    for what, real, guess in (("samples", "step", lambda a: a["predicted_step"]), ("loss", "to_target", lambda a: a["predicted_step"] / a["predicted_progress"])):  # fmt: skip
+    for what, real, guess in (
+        ("samples", "step", lambda a: a["predicted_step"]),
+        ("loss", "to_target", lambda a: a["predicted_step"] / a["predicted_progress"]),
+    ):
         among = {name: a for name, a in arms_.items() if what == "loss" or name != "one"}
         best, guessed = min(among, key=lambda n: among[n][real]), min(among, key=lambda n: guess(among[n]))
         over = among[guessed][real] / among[best][real] if among[best][real] < inf else 1.0
@@ -399,44 +447,21 @@ def setting_row(setting: Setting, there: Sequence[Arm], found: dict[tuple[str, i
             "arms": arms_, "winners": judged}  # fmt: skip
 
 
-# — what is said —
-
-
-def table(result: dict[str, Any]) -> str:
-    """As Markdown."""
-    lines = [f"{result['steps']} steps of {result['ranks']} ranks, seeds {', '.join(map(str, result['seeds']))}; loopback "
-             f"{result['loopback'] / 1e6:.0f} MB/s a rank; one rank alone computes {1e3 * result['computing']:.1f} ms in a step", ""]  # fmt: skip
-    lines += ["| setting | arm | step, ms | predicted | bytes a step | predicted | updates | loss then | to the target, s |",
-              "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for row in result["settings"]:
-        for name, a in row["arms"].items():
-            reached = f"{a['to_target']:.1f}" if a["to_target"] < inf else "not reached"
-            lines.append(
-                f"| {row['setting']}, {row['seconds']:.1f} s | {name} | {1e3 * a['step']:.1f} | {1e3 * a['predicted_step']:.1f} | "
-                f"{a['sent'] / 1e3:.1f} kB | {a['predicted_sent'] / 1e3:.1f} kB | {a['updates']:.0f} | {a['loss']:.4f} | {reached} |"
-            )
-    for what, words in (("samples", "for the same samples"), ("loss", "to the target loss")):
-        right = [row["winners"][what]["right"] for row in result["settings"]]
-        lines += ["", f"Fastest {words}: the predicted arm is the measured one, or takes at most {100 * WITHIN:.0f} % longer, in "
-                  f"{sum(right)} of {len(right)} settings.", "", "| setting | measured | predicted | takes longer by |", "|---|---|---|---|"]  # fmt: skip
-        for row in result["settings"]:
-            w = row["winners"][what]
-            lines.append(f"| {row['setting']} | {w['measured']} | {w['predicted']} | {100 * (w['over'] - 1):.1f} % |")
-    lines += [f"\nnot there: {name}: {why}" for name, why in result["missing"].items()]
-    return "\n".join(lines)
-
-
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="also draw it there")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what was trained, and take it from there again")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep what was trained, and take it from there again"
+    )
     asked = parser.parse_args()
     fork.stay_forkable()
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     result = run(replace(QUICK if asked.quick else FULL, keep=asked.keep), asked.quick, say)
+    if asked.out:
+        asked.out.write_text(picture(result))
     print(json.dumps(result) if asked.json else table(result))
     return 0
 

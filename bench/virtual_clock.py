@@ -25,7 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single", "barrier")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "all_to_all_single",
+    "barrier",
+)
 """What is written down. A rank that sends by other means in a step is not measured right: `Trace` cannot see it."""
 WINDOW = 15
 """Steps over which the yardstick is taken."""
@@ -59,7 +67,11 @@ def own_size(kind: str, args: tuple[Any, ...]) -> int:
     """Bytes that a rank gives to a collective, from its arguments."""
     if kind == "barrier":
         return 0
-    given = args[1] if kind in ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single") else args[0]
+    given = (
+        args[1]
+        if kind in ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+        else args[0]
+    )
     return given.nbytes if isinstance(given, Tensor) else sum(t.nbytes for t in given)
 
 

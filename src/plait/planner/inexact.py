@@ -22,6 +22,8 @@ GROUPS = 64
 """The most replica groups that are tried."""
 EVERY = (4, 16, 64, 256)
 FORMATS = ("none", "bf16", "int8", "powersgd")
+UNCUT = {"bf16": ("fsdp", "cp", "ep"), "int8": ("fsdp", "cp", "ep", "tp"), "powersgd": ("fsdp", "cp", "ep", "tp")}
+"""Axes beside which copies cannot compress in a format: what it refuses need not be searched."""
 KEPT = 2
 """Plans of the inside of a group that are priced with every way to synchronise."""
 SHOWN = 3
@@ -68,7 +70,8 @@ def offered(asked: PlanRequest, question: SearchSpace, exact: float) -> Iterator
     formats = [pins["compress"]] if "compress" in pins else list(FORMATS)
     for how in formats if pins.get("replica_groups", 1) == 1 else ():
         if how != "none":
-            copies = replace(question, pins=pins | {"compress": how, "replica_groups": 1})
+            alone = dict.fromkeys(UNCUT[how], 1)
+            copies = replace(question, pins=alone | pins | {"compress": how, "replica_groups": 1})
             for candidate in search(asked.pace, copies, refused, exact).best[:KEPT]:
                 if candidate.plan.dp > 1:
                     yield LateOffer(candidate, candidate.seconds / progress(candidate.plan))

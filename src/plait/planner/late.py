@@ -102,7 +102,8 @@ def served(pace: TimeModel, plan: Plan, numbers: float, steps: tuple[float, ...]
     staleness that is allowed is less than their spread needs, they wait for the slowest.
     """
     push, pull = pushed(pace, plan, numbers)
-    stride, groups = apart(plan, "replica_groups"), len(steps)
+    groups = len(steps)
+    stride = apart(plan, "replica_groups") * (groups - 1)  # the servers are as far away as any group
     there = sum(pace.machine.send(size / plan.servers, stride) * plan.servers for size in (push, pull))
     busy = max(pace.machine.send(size * groups / plan.servers, stride) for size in (push, pull))
     turns = [step + there for step in steps]
