@@ -281,17 +281,6 @@ def predictions(
     return found | {"one": (computing, 0.0, 1 / RANKS)}
 
 
-def measured(arm: Arm, found: Course, setting: Setting, seconds: float, target: float, steps: int) -> dict[str, Any]:
-    """An arm of one seed in a setting: what it did in so many seconds, and when it was at the target."""
-    played = replay(found.run, setting.wire, setting.slower if not arm.alone else (1.0,))
-    done, loss = found.after(seconds, played)
-    each = played.ends[-1] / len(played.ends)
-    return {
-        "step": each, "updates": done, "sent": played.sent, "loss": loss, "target": found.reached(target, played),
-        "ended": done == steps, "final": found.losses[-1][1],
-    }  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Size:
     """How long a bench is."""
@@ -305,6 +294,8 @@ class Size:
     """Outer rates and momenta that are tried on a seed of their own."""
     only: tuple[str, ...] = ()
     keep: Path | None = None
+    loopback: float = 0.0
+    """MB/s that loopback is taken to reach; 0: measured."""
 
 
 FULL = Size(400, (0, 1), 4, 20, ((0.4, 0.9), (0.7, 0.5), (0.7, 0.9), (1.0, 0.5)))
@@ -333,7 +324,9 @@ def courses(
             if arm.slow:
                 found |= shared(arm, found["dp", seed, False], seed, size)
             elif not arm.recorded:
-                raise LookupError("its course depends on when messages arrive, and it cannot be recorded")
+                if why := not_there(made(seed, size.steps), Plan.parse(arm.plan)):
+                    raise LookupError(why)
+                continue
             else:
                 found[arm.name, seed, False] = course(arm, arm.plan, seed, size.steps, size.evaluate, size.keep)
         except LookupError as error:
@@ -357,94 +350,134 @@ def shared(arm: Arm, dp: Course, seed: int, size: Size) -> dict[tuple[str, int, 
     return {(arm.name, seed, False): dp, (arm.name, seed, True): Course(dp.losses, got.run.repeated(size.steps))}
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What was trained, and what it is measured by."""
+
+    size: Size
+    found: dict[tuple[str, int, bool], Course]
+    served: dict[tuple[str, int, str], tuple[Course, Played]]
+    """Of arms whose course depends on the setting: by arm, seed and setting."""
+    there: tuple[Arm, ...]
+    target: dict[int, float]
+    computing: float
+    asked: PlanRequest
+
+    def of(self, arm: Arm, seed: int, setting: Setting) -> tuple[Course, Played] | None:
+        """An arm in a setting."""
+        if not arm.recorded:
+            return self.served.get((arm.name, seed, setting.name))
+        trained = self.found[arm.name, seed, setting.slow > 1 and bool(arm.slow)]
+        return trained, replay(trained.run, setting.wire, (1.0,) if arm.alone else setting.slower)
+
+    def row(self, setting: Setting) -> dict[str, Any]:
+        """One setting: every arm measured and predicted, and the winners."""
+        told = predictions(self.asked, setting, self.there, self.computing)
+        every = {(arm.name, seed): self.of(arm, seed, setting) for arm in self.there for seed in self.size.seeds}
+        until = min(got[1].ends[-1] for (name, _), got in every.items() if got is not None and name not in self.late)
+        found = {}
+        for arm in self.there:
+            each = []
+            for seed in self.size.seeds:
+                if (got := every[arm.name, seed]) is not None:
+                    (trained, played), target = got, self.target[seed]
+                    step = played.ends[-1] / len(played.ends)
+                    each.append((step, *trained.after(until, played), trained.reached(target, played), played.sent))
+            columns = [statistics.mean(column) for column in zip(*each)]
+            values = (*columns, *told[arm.name])
+            found[arm.name] = dict(zip(NAMES, values, strict=True))
+        return {
+            "setting": setting.name, "rate": setting.wire.rate, "latency": setting.latency, "slow": setting.slow, "seconds": until,
+            "arms": found, "winners": {"samples": judged(found, "step"), "loss": judged(found, "to_target")},
+        }  # fmt: skip
+
+    @property
+    def late(self) -> set[str]:
+        """Names of arms that are not recorded."""
+        return {arm.name for arm in self.there if not arm.recorded}
+
+    def worth(self, arm: Arm) -> float | None:
+        """Progress of a sample as measured: steps that dp needs for the loss that the arm ends with, over those of the arm."""
+        if not arm.recorded:
+            return None
+        parts, steps = [], self.size.steps
+        for seed in self.size.seeds:
+            clock = Played([float(i + 1) for i in range(steps)], 0.0)
+            end = self.found[arm.name, seed, False].smooth()[-1][1]
+            parts.append(min(1.0, self.found["dp", seed, False].reached(end, clock) / steps))
+        return statistics.mean(parts)
+
+
+NAMES = ("step", "updates", "loss", "to_target", "sent", "predicted_step", "predicted_sent", "predicted_progress")
+
+
+def judged(arms: dict[str, dict[str, float]], what: str) -> dict[str, Any]:
+    """Whether the arm that was predicted to be the fastest is, or nearly. For the same samples `one` does not count: it has fewer."""
+    among = {name: a for name, a in arms.items() if what == "to_target" or name != "one"}
+    worth = {name: a["predicted_progress"] if what == "to_target" else 1.0 for name, a in among.items()}
+    best = min(among, key=lambda name: among[name][what])
+    guess = min(among, key=lambda name: among[name]["predicted_step"] / worth[name])
+    over = among[guess][what] / among[best][what] if among[best][what] < inf else 1.0
+    return {"measured": best, "predicted": guess, "over": over, "right": over <= 1 + WITHIN}
+
+
 def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """All of it."""
-    rate = fork.run(loopback, RANKS)[0]["rate"]
+    rate = 1e6 * size.loopback or fork.run(loopback, RANKS)[0]["rate"]
     say(f"loopback {rate / 1e6:.0f} MB/s a rank")
     outer = tuned(size, say)
     wanted = [arm for arm in arms(size.steps, size.every, outer) if not size.only or arm.name in size.only]
     found, missing = courses(size, wanted, say)
-    there = [arm for arm in wanted if any(name == arm.name for name, _, _ in found)]
     target = {seed: goal(found, seed, size) for seed in size.seeds}
     computing = statistics.median(found["one", seed, False].run.computing for seed in size.seeds)
-    machine = replace(
-        sized(read_machine("here"), RANKS),
-        links=(Link("link", None, rate, 1e-4, "loopback"),),
-        collectives=(),
-        loaders=(),
-    )
+    links = (Link("link", None, rate, 1e-4, "loopback"),)
+    machine = replace(sized(read_machine("here"), RANKS), links=links, collectives=(), loaders=())
     asked = PlanRequest.of(made(0, size.steps), "stdlib_gpt", machine, split=False)
-    rows = [setting_row(s, there, found, (size, target, computing, asked)) for s in settings(rate, quick)]
+    every = list(settings(rate, quick))
+    served = {}
+    for arm in wanted:
+        if arm.name not in missing and not arm.recorded:
+            start = time.monotonic()
+            served |= async_courses(arm, every, (size, target, computing))
+            say(f"trained  {arm.name:<11} in {len(every)} settings, {time.monotonic() - start:.0f} s")
+    there = tuple(arm for arm in wanted if arm.name not in missing)
+    bench = Bench(size, found, served, there, target, computing, asked)
     return {
         "ranks": RANKS, "batch": BATCH, "steps": size.steps, "seeds": size.seeds, "every": size.every, "outer": outer,
         "loopback": rate, "computing": computing, "target": target, "missing": missing, "plans": {a.name: a.plan for a in there},
-        "losses": {a.name: [found[a.name, s, False].losses[-1][1] for s in size.seeds] for a in there},
-        "progress": {a.name: worth(a, found, size) for a in there}, "settings": rows,
+        "losses": {a.name: [found[a.name, s, False].losses[-1][1] for s in size.seeds] for a in there if a.recorded},
+        "progress": {a.name: bench.worth(a) for a in there}, "settings": [bench.row(setting) for setting in every],
     }  # fmt: skip
 
 
-def worth(arm: Arm, found: dict[tuple[str, int, bool], Course], size: Size) -> float:
-    """Progress of a sample as measured: steps that dp needs for the loss that the arm ends with, over those of the arm."""
-    parts = []
-    for seed in size.seeds:
-        every = Played([float(i + 1) for i in range(size.steps)], 0.0)  # a clock of steps
-        end = found[arm.name, seed, False].smooth()[-1][1]
-        parts.append(min(1.0, found["dp", seed, False].reached(end, every) / size.steps))
-    return statistics.mean(parts)
+def async_courses(
+    arm: Arm, settings: Sequence[Setting], how: tuple[Size, dict[int, float], float]
+) -> dict[tuple[str, int, str], tuple[Course, Played]]:
+    """An arm whose course depends on when messages arrive, in every setting, with the first seed."""
+    from async_course import play
+
+    size, target, computing = how
+    seed, plan = size.seeds[0], Plan.parse(arm.plan)
+
+    def part(place: Place) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        mine = [s for i, s in enumerate(settings) if i % place.world == place.rank]
+        return {
+            s.name: play(made(seed, size.steps), plan, (s.wire, s.slower, computing), (target[seed], size.evaluate))
+            for s in mine
+        }
+
+    found = {}
+    for got in fork.run(part, 2, alike=False):
+        for name, (losses, ends, sent) in got.items():
+            found[arm.name, seed, name] = (Course([(s, x) for s, x in losses], Recorded([], [])), Played(ends, sent))
+    return found
 
 
 def goal(found: dict[tuple[str, int, bool], Course], seed: int, size: Size) -> float:
     """The target: halfway between what `one` and `dp` have after a part of the steps."""
     at = max(size.evaluate, round(TARGET * size.steps / size.evaluate) * size.evaluate)
     return statistics.mean(dict(found[name, seed, False].smooth())[at] for name in ("one", "dp"))
-
-
-def setting_row(
-    setting: Setting,
-    there: Sequence[Arm],
-    found: dict[tuple[str, int, bool], Course],
-    how: tuple[Size, dict[int, float], float, PlanRequest],
-) -> dict[str, Any]:
-    """One setting: every arm measured and predicted, and the winners."""
-    size, target, computing, asked = how
-    told = predictions(asked, setting, there, computing)
-    pick = lambda arm, seed: found[arm.name, seed, setting.slow > 1 and bool(arm.slow)]  # noqa: E731
-    plays = {
-        (a.name, s): replay(pick(a, s).run, setting.wire, (1.0,) if a.alone else setting.slower)
-        for a in there
-        for s in size.seeds
-    }
-    until = min(played.ends[-1] for played in plays.values())
-    arms_ = {}
-    for arm in there:
-        each = []
-        for seed in size.seeds:
-            played, trained = plays[arm.name, seed], pick(arm, seed)
-            done, loss = trained.after(until, played)
-            each.append((played.ends[-1] / size.steps, done, loss, trained.reached(target[seed], played), played.sent))
-        step, done, loss, reached, sent = (statistics.mean(column) for column in zip(*each))
-        seconds, bytes_, worth = told[arm.name]
-        arms_[arm.name] = {
-            "step": step,
-            "updates": done,
-            "loss": loss,
-            "to_target": reached,
-            "sent": sent,
-            "predicted_step": seconds,
-            "predicted_sent": bytes_,
-            "predicted_progress": worth,
-        }
-    judged = {}
-    for what, real, guess in (
-        ("samples", "step", lambda a: a["predicted_step"]),
-        ("loss", "to_target", lambda a: a["predicted_step"] / a["predicted_progress"]),
-    ):
-        among = {name: a for name, a in arms_.items() if what == "loss" or name != "one"}
-        best, guessed = min(among, key=lambda n: among[n][real]), min(among, key=lambda n: guess(among[n]))
-        over = among[guessed][real] / among[best][real] if among[best][real] < inf else 1.0
-        judged[what] = {"measured": best, "predicted": guessed, "over": over, "right": over <= 1 + WITHIN}
-    return {"setting": setting.name, "rate": setting.wire.rate, "latency": setting.latency, "slow": setting.slow, "seconds": until,
-            "arms": arms_, "winners": judged}  # fmt: skip
 
 
 def main() -> int:
@@ -456,10 +489,11 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep what was trained, and take it from there again"
     )
+    parser.add_argument("--loopback", type=float, default=0.0, metavar="MB/S", help="taken for measured")
     asked = parser.parse_args()
     fork.stay_forkable()
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    result = run(replace(QUICK if asked.quick else FULL, keep=asked.keep), asked.quick, say)
+    result = run(replace(QUICK if asked.quick else FULL, keep=asked.keep, loopback=asked.loopback), asked.quick, say)
     if asked.out:
         asked.out.write_text(picture(result))
     print(json.dumps(result) if asked.json else table(result))

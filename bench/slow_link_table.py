@@ -57,10 +57,10 @@ def _arms(result: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for name, plan in result["plans"].items():
-        a, losses = first[name], " · ".join(f"{x:.4f}" for x in result["losses"][name])
+        a, losses = first[name], " · ".join(f"{x:.4f}" for x in result["losses"].get(name, ()))
         lines.append(
             f"| {name} | `{plan}` | {a['sent'] / 1e3:.1f} kB | {a['predicted_sent'] / 1e3:.1f} kB | {losses} | "
-            f"{result['progress'][name]:.2f} | {a['predicted_progress']:.2f} |"
+            f"{shown[name]} | {a['predicted_progress']:.2f} |"
         )
     return lines
 
