@@ -298,7 +298,7 @@ class Size:
     """MB/s that loopback is taken to reach; 0: measured."""
 
 
-FULL = Size(400, (0, 1), 4, 20, ((0.4, 0.9), (0.7, 0.5), (0.7, 0.9), (1.0, 0.5)))
+FULL = Size(400, (0, 1), 4, 20, ((0.7, 0.9), (0.7, 0.5), (0.4, 0.5), (0.7, 0.2), (1.0, 0.2)))
 QUICK = Size(8, (0,), 4, 4, (), ("one", "dp", "int8", "local"))
 
 

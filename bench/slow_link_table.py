@@ -52,6 +52,7 @@ def table(result: dict[str, Any]) -> str:
 def _arms(result: dict[str, Any]) -> list[str]:
     """What does not depend on a setting."""
     first = result["settings"][0]["arms"]
+    shown = {name: "" if part is None else f"{part:.2f}" for name, part in result["progress"].items()}
     lines = [
         "| arm | plan | bytes a step | predicted | loss at the end | progress of a sample | predicted |",
         "|---|---|---|---|---|---|---|",
