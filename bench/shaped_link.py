@@ -6,7 +6,7 @@ that such a link adds to the same recorded steps: on a machine that has other th
 
 Needs to be root on Linux, with `ip` and `tc`.
 
-    python bench/shaped_link.py [--mbit 40] [--steps 16]
+    python bench/shaped_link.py [--mbit 8] [--steps 16]
 """
 
 import argparse
@@ -88,7 +88,7 @@ def rank(number: int, steps: int, folder: Path) -> None:
 
 
 def launched(mbit: float, steps: int) -> list[tuple[float, Recorded]]:
-    """Of each plan: seconds of a step, in the mean of the slowest rank's, and the trace."""
+    """Of each plan: seconds of a step, the slowest rank's in the mean of four steps, the fastest four; and the trace."""
     with tempfile.TemporaryDirectory() as root, namespaces(mbit) as names:
         words = [sys.executable, __file__, "--steps", str(steps), "--folder", root]
         ranks = [
@@ -111,7 +111,7 @@ def launched(mbit: float, steps: int) -> list[tuple[float, Recorded]]:
 def main() -> int:
     """The command; with --rank one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", type=float, default=40.0)
+    parser.add_argument("--mbit", type=float, default=8.0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--folder", type=Path)

@@ -299,7 +299,7 @@ class Size:
 
 
 FULL = Size(400, (0, 1), 4, 20, ((0.7, 0.9), (0.7, 0.5), (0.4, 0.5), (0.7, 0.2), (1.0, 0.2)))
-QUICK = Size(8, (0,), 4, 4, (), ("one", "dp", "int8", "local"))
+QUICK = Size(8, (0,), 4, 4, (), ("one", "dp", "local"))
 
 
 def tuned(size: Size, say: Callable[[str], None]) -> tuple[float, float]:
