@@ -9,8 +9,8 @@ when messages arrive are trained once for each seed, recorded, and played on the
 
 Time is therefore that of a model of the links, with computing that was measured; `bench/shaped_link.py` holds the clock against
 real links that the kernel shapes. All arms have the same constant learning rate, so that a loss does not depend
-on how long a run would have gone on. `one` is one rank alone with a quarter of the samples of each step. The target is the loss
-halfway between those of `one` and `dp` after `TARGET` of the steps.
+on how long a run would have gone on. `one` is one rank alone with a quarter of the samples of each step, for four times the steps. The
+target is the loss halfway between those of `one` and `dp` after as many steps.
 
     python bench/slow_link.py [--quick] [--json] [--out FILE.svg] [--keep FOLDER]
 """
@@ -46,13 +46,12 @@ from plait.launch import fork
 from plait.launch.detect import read_machine
 from plait.launch.place import Place
 from plait.parallel.order import ORDER
-from plait.planner.exactness import progress
+from plait.planner.exactness import MEASURED, progress
 from plait.planner.late_map import LateJob, SyncWay, late_map
 from plait.planner.question import PlanRequest, sized
 
 RANKS, BATCH, LENGTH, WIDTH, DEPTH = 4, 32, 64, 64, 2
 RATE = 3e-3
-TARGET = 0.4
 HELD_OUT = 256
 """Windows of text that no arm trains on."""
 SLOW = 3.0
@@ -278,7 +277,7 @@ def predictions(
     cell = late_map(late, ways, (bits,), (setting.slow,), setting.wire.latency)[0][0]
     sent = {way.name: late.sent(way.plan) for way in ways}
     found = {way.name: (cell.seconds[way.name], sent[way.name], progress(way.plan)) for way in ways}
-    return found | {"one": (computing, 0.0, 1 / RANKS)}
+    return found | {"one": (computing, 0.0, MEASURED["one"])}
 
 
 @dataclass(frozen=True)
@@ -328,7 +327,8 @@ def courses(
                     raise LookupError(why)
                 continue
             else:
-                found[arm.name, seed, False] = course(arm, arm.plan, seed, size.steps, size.evaluate, size.keep)
+                steps = size.steps * (RANKS if arm.alone else 1)
+                found[arm.name, seed, False] = course(arm, arm.plan, seed, steps, size.evaluate, size.keep)
         except LookupError as error:
             missing[arm.name] = str(error)
             continue
@@ -374,7 +374,8 @@ class Bench:
         """One setting: every arm measured and predicted, and the winners."""
         told = predictions(self.asked, setting, self.there, self.computing)
         every = {(arm.name, seed): self.of(arm, seed, setting) for arm in self.there for seed in self.size.seeds}
-        until = min(got[1].ends[-1] for (name, _), got in every.items() if got is not None and name not in self.late)
+        ended = (got[1].ends[-1] for (name, _), got in every.items() if got is not None and name not in self.late)
+        until = min(ended)
         found = {}
         for arm in self.there:
             each = []
@@ -403,7 +404,7 @@ class Bench:
         parts, steps = [], self.size.steps
         for seed in self.size.seeds:
             clock = Played([float(i + 1) for i in range(steps)], 0.0)
-            end = self.found[arm.name, seed, False].smooth()[-1][1]
+            end = dict(self.found[arm.name, seed, False].smooth())[steps]
             parts.append(min(1.0, self.found["dp", seed, False].reached(end, clock) / steps))
         return statistics.mean(parts)
 
@@ -445,7 +446,7 @@ def run(size: Size, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     return {
         "ranks": RANKS, "batch": BATCH, "steps": size.steps, "seeds": size.seeds, "every": size.every, "outer": outer,
         "loopback": rate, "computing": computing, "target": target, "missing": missing, "plans": {a.name: a.plan for a in there},
-        "losses": {a.name: [found[a.name, s, False].losses[-1][1] for s in size.seeds] for a in there if a.recorded},
+        "losses": {a.name: [dict(found[a.name, s, False].losses)[size.steps] for s in size.seeds] for a in there if a.recorded},
         "progress": {a.name: bench.worth(a) for a in there}, "settings": [bench.row(setting) for setting in every],
     }  # fmt: skip
 
@@ -475,9 +476,8 @@ def async_courses(
 
 
 def goal(found: dict[tuple[str, int, bool], Course], seed: int, size: Size) -> float:
-    """The target: halfway between what `one` and `dp` have after a part of the steps."""
-    at = max(size.evaluate, round(TARGET * size.steps / size.evaluate) * size.evaluate)
-    return statistics.mean(dict(found[name, seed, False].smooth())[at] for name in ("one", "dp"))
+    """The target: halfway between what `one` and `dp` have after the steps of the bench."""
+    return statistics.mean(dict(found[name, seed, False].smooth())[size.steps] for name in ("one", "dp"))
 
 
 def main() -> int:

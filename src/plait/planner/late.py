@@ -22,6 +22,8 @@ from plait.planner.time import TimeModel
 
 BUCKET = 32 << 20
 """Bytes of gradients that are sent together."""
+ROW = 128
+"""Bytes of the row of numbers of a step."""
 TOUCHED = {"none": 0.0, "bf16": 5.0, "int8": 10.0, "powersgd": 9.0}
 """Times that compressing with error feedback reads or writes a number: adding the residual, the format there and back, the new
 residual; of PowerSGD three products with the matrix."""
@@ -61,10 +63,18 @@ def seconds_sent(pace: TimeModel, plan: Plan, numbers: float, axis: str, pieces:
     how, ranks, stride = format_of(plan, axis), getattr(plan, axis), apart(plan, axis)
     size = numbers * each(pace, plan, how, pace.software.sent)
     pieces = pieces or max(1, ceil(numbers * pace.software.sent / BUCKET))
+    beside = 0.0 if axis == "dp" and how == "none" else row(pace, plan, axis)
+    if how == "int8":
+        beside += pace.machine.all_gather(ranks * 8 * pace.work.tensors, ranks, stride)  # the scales
     if how in GATHERED:
-        return pieces * pace.machine.all_gather(ranks * size / pieces, ranks, stride), pieces
+        return beside + pieces * pace.machine.all_gather(ranks * size / pieces, ranks, stride), pieces
     rounds = 2 if how == "powersgd" else 1  # one factor after the other
-    return rounds * pieces * pace.machine.all_reduce(size / pieces / rounds, ranks, stride), pieces
+    return rounds * pieces * pace.machine.all_reduce(size / pieces / rounds, ranks, stride) + beside, pieces
+
+
+def row(pace: TimeModel, plan: Plan, axis: str) -> float:
+    """Seconds of the few numbers that ranks tell each other beside a message that they cannot travel in."""
+    return pace.machine.all_reduce(ROW, getattr(plan, axis), apart(plan, axis))
 
 
 def apart(plan: Plan, axis: str) -> int:

@@ -80,7 +80,7 @@ class LateJob:
         parts = parts or self.parts(plan, link)
         if plan.start_local and self.steps:
             first = min(1.0, plan.start_local / self.steps)
-            before = self.seconds(late.exact_twin(plan), link, slower)
+            before = self.seconds(late.exact_twin(plan), link, slower) + late.row(link, plan, "replica_groups")
             return first * before + (1 - first) * self.seconds(replace(plan, start_local=0), link, slower, parts)
         if plan.sync == "async" and plan.replica_groups > 1:
             steps = tuple(parts.computing * s + parts.messages for s in slower)
