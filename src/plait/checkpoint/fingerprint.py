@@ -24,6 +24,7 @@ from plait.checkpoint.optimizer_state import SIMPLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
 from plait.data.batch import is_map, seeded_sample
+from plait.parallel.compression import strategy as compression
 from plait.randomness.keyed import host_kept
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def of(training: "Training") -> Facts:
         "steps": job.steps,
         "clip": job.clip,
         "precision": training.plan.precision,
+        "compress": compression.named(training.plan),
         "arguments": training.arguments,
         "python": ".".join(map(str, sys.version_info[:2])),
         "data": samples(training.built.data, job.seed) if training.place.rank == 0 else {},
@@ -249,6 +251,7 @@ def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
         result.refused.append(_refusal(manifest, f"seed {manifest.seed} → {job.seed}", why))
     if other := replica_groups.refused(training, manifest):
         result.refused.append(_refusal(manifest, *other))
+    _compress(result, manifest, old.get("compress", ""), now["compress"])
     _data(result, manifest, old.get("data"), now["data"])
     if old.get("python") == now["python"]:
         functions = _table(old.get("functions"))
@@ -294,6 +297,18 @@ def _arguments(told: list[str], old: object, new: dict[str, str]) -> None:
         return
     for name in sorted({*old, *new}):
         _line(told, f"--job.{_shown(name)}", old.get(name, "(the job's own)"), new.get(name, "(the job's own)"))
+
+
+def _compress(result: Changes, manifest: "Manifest", old: object, new: str) -> None:
+    if old == new:
+        return
+    words = f"compress: {_shown(old) if old else 'none'} → {new or 'none'}"
+    if not old:
+        result.told.append(words)
+        return
+    words += ", without the residuals"
+    why = "a copy's residual is the part of its gradients that it has not sent yet; of other copies, or of another format, it would be lost"
+    result.refused.append(_refusal(manifest, words, why))
 
 
 def _data(result: Changes, manifest: "Manifest", old: object, new: Facts) -> None:

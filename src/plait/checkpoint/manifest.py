@@ -20,6 +20,8 @@ from plait.config.files import loads, read_plain
 from plait.data.batch import Position
 
 FORMAT = 2
+KINDS = ("model", "optimizer", "groups", "compress")
+"""What tensors are of: their names begin so, and files are named so."""
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 _BEFORE, _AFTER = b'{"digest": "', b'",\n'
@@ -62,7 +64,8 @@ OWN = re.compile(r"groups/\d+/")
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest. Tensors are named `model/<name>` and `optimizer/<parameter>/<key>`."""
+    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, and as `checkpoint/state.py` names what
+    compressed sums keep."""
 
     tensors: dict[str, Entry]
     files: dict[str, tuple[int, str]]
@@ -145,8 +148,8 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     groups_of = _groups_of(content.get("groups", {}))
     named = (OWN.sub("", name, 1) if groups_of else name for name in (*scalars, *stored))
     lost = [name for name in named if name.rpartition("/")[0] not in known]
-    kinds = ("model/", "optimizer/", "groups/") if groups_of else ("model/", "optimizer/")
-    if lost or any(not name.startswith(kinds) for name in tensors):
+    kinds = [kind for kind in KINDS if groups_of or kind != "groups"]
+    if lost or any(not name.startswith(tuple(f"{kind}/" for kind in kinds)) for name in tensors):
         raise ValueError(f"tensors of nothing: {', '.join(lost)[:100]}")
     aliases = {k: _is(v, str) for k, v in _get(content, "aliases", dict).items()}
     if any(f"model/{name}" not in tensors for name in aliases.values()):

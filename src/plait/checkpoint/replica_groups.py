@@ -12,7 +12,8 @@ optimizer state to go on with: that is refused, unless changes are allowed; then
 
 from typing import Any
 
-from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.manifest import MANIFEST, Manifest
+from plait.checkpoint.safetensors_file import Damaged
 from plait.checkpoint.training import Training
 from plait.tensors.part import Part
 
@@ -77,8 +78,12 @@ def wanted(training: Training, manifest: Manifest, model: dict[str, Part]) -> di
         if name in base or not _own(training, name)
     }
     own = {f"{prefix(training)}model/{name}": part for name, part in model.items() if _own(training, name)}
-    outer = {f"groups/{name}": part for name, part in rare.parts().items()}
-    return found | own | {name: part for name, part in outer.items() if name in manifest.tensors}
+    beside = {f"groups/{name}": part for name, part in rare.parts().items()}
+    made = {n: part for n, part in beside.items() if n in manifest.tensors or not n.startswith("groups/outer/")}
+    parts = found | own | made  # a fragment without an outer step yet has no momentum
+    if lost := sorted(parts.keys() - manifest.tensors.keys()):
+        raise Damaged(MANIFEST, f"{lost[0]} is missing in it")
+    return parts
 
 
 def give(training: Training, manifest: Manifest) -> None:

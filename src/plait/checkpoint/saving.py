@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plait.checkpoint import replica_groups
 from plait.checkpoint.chunks import HeldChunk, Rect, overlap
-from plait.checkpoint.manifest import FORMAT, MANIFEST, parse, seal, unseal
+from plait.checkpoint.manifest import FORMAT, KINDS, MANIFEST, parse, seal, unseal
 from plait.checkpoint.reading import rectangle
 from plait.checkpoint.safetensors_file import Damaged, write
 from plait.tensors.finite import Rule, wrong_scalars
@@ -129,7 +129,7 @@ def write_part(
     """
     building.mkdir(parents=True, exist_ok=True)
     files, entries = {}, {}
-    for kind in ("model", "optimizer", "groups"):
+    for kind in KINDS:
         keys = {_key(held): held for held in tensors if held.name.startswith(f"{kind}/")}
         if not keys:
             continue

@@ -1,7 +1,8 @@
 """The state of a training as named parts of tensors and JSON values, and back: what a checkpoint holds.
 
 A rank knows its own parts only (`Built.parts`). Optimizer state of a parameter's shape is split as the parameter is;
-tensors without dims are numbers; a tensor of another shape belongs to a whole parameter.
+tensors without dims are numbers; a tensor of another shape belongs to a whole parameter. Of compressed sums every copy has
+residuals of its own, which other copies cannot use; the factors of powersgd are the same on all.
 """
 
 import json
@@ -15,18 +16,21 @@ from torch import Tensor
 
 from plait.checkpoint import fingerprint, optimizer_state, replica_groups
 from plait.checkpoint.chunks import HeldChunk
-from plait.checkpoint.manifest import OWN, Entry, Manifest
+from plait.checkpoint.manifest import MANIFEST, OWN, Entry, Manifest
 from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
 from plait.checkpoint.reading import room_for
-from plait.checkpoint.safetensors_file import DTYPES, NAMES
+from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged
 from plait.checkpoint.training import Training
 from plait.config.errors import PlaitError, Problem
 from plait.config.version import __version__
+from plait.parallel.compression.compressor import RESIDUAL
 from plait.tensors.part import Part, whole
 
 
 def parts_of(training: Training) -> dict[str, Part]:
-    """This rank's part of every tensor to save: `model/<name>` and `optimizer/<parameter>/<key>`."""
+    """This rank's part of every tensor to save: `model/<name>`, `optimizer/<parameter>/<key>`, of replica groups what
+    `checkpoint/replica_groups.py` names, and of compressed sums `compress/residual/<copy or group>/<parameter>` and
+    `compress/factor/<parameter>`."""
     model, own = model_parts(training), replica_groups.prefix(training)
     parts = replica_groups.parts_of(training, model)
     for name, key, value in _state(training):
@@ -34,7 +38,20 @@ def parts_of(training: Training) -> dict[str, Part]:
             updates_whole = name in training.built.updated_whole
             part = whole(value) if updates_whole else _state_part(name, key, value, model[name])
             parts[f"{own}optimizer/{name}/{key}"] = part
-    return parts
+    return parts | {name: part for name, _, part in _compressed(training, model)}
+
+
+def _compressed(training: Training, model: dict[str, Part]) -> Iterator[tuple[str, str, Part]]:
+    """(name in a checkpoint, name in `Compressor.state`, part) of what compressed sums keep on this rank."""
+    built = training.built
+    place = built.at["dp" if built.rare is None else "replica_groups"]
+    for key, tensor in (built.compressor.state() if built.compressor is not None else {}).items():
+        kind, _, parameter = key.partition("/")
+        if kind == RESIDUAL:
+            own = replace(model[parameter], tensor=tensor)
+            yield f"compress/{kind}/{place}/{parameter}", key, own
+        else:
+            yield f"compress/{key}", key, whole(tensor)
 
 
 def _state(training: Training) -> Iterator[tuple[str, str, object]]:
@@ -181,7 +198,18 @@ def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
                 parts[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
             else:
                 parts[name] = _new_state(name, entry, model[parameter])
+    if manifest.job.get("compress") == training.fingerprint["compress"]:  # else it is dropped
+        parts |= dict(_new_compressed(training, manifest, model))
     return parts
+
+
+def _new_compressed(training: Training, manifest: Manifest, model: dict[str, Part]) -> Iterator[tuple[str, Part]]:
+    for name, _, part in _compressed(training, model):
+        entry = manifest.tensors.get(name)
+        if entry is None or entry.shape != part.shape:
+            raise Damaged(MANIFEST, f"it has {name} not at all, or in another shape")
+        kind, shape = DTYPES[entry.dtype], tuple(part.tensor.shape)
+        yield name, replace(part, tensor=room_for(name, entry, shape, kind, training.built.device))
 
 
 def _new_state(name: str, entry: Entry, part: Part) -> Part:
@@ -216,6 +244,9 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
     optimizer_state.restore(training.optimizer, state, hyper)
     if training.built.scaler and manifest.scaler:
         training.built.scaler.load_state_dict(manifest.scaler)
+    if training.built.compressor is not None:
+        kept = {key: name for name, key, _ in _compressed(training, model_parts(training)) if name in parts}
+        training.built.compressor.load_state({key: parts[name].tensor for key, name in kept.items()})
     training.position = manifest.position
     training.built.refresh()
     replica_groups.give(training, manifest)

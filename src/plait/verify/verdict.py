@@ -307,7 +307,8 @@ def judge(
         if where is not None and where.kind in ("clip", "optimizer") and where.step == 0 and not probes[1].equal:
             where = None  # gradients differ before that, where nothing was noted
     code, cause = likely_cause(probes, expected, actual, plan, where)
-    if algorithm is not None and code in OF_SUMS:
+    first = next(p.name for p in probes if p.code == "U2").endswith("step 1")
+    if algorithm is not None and (code in OF_SUMS or (code == "V007" and not first)):
         code, cause = _algorithm_cause(probes, algorithm, cause)
     first = actual.facts["rows"][0]
     forced = {

@@ -81,7 +81,7 @@ class Compressor:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state; what is not in it is as before the first sum."""
         for name, t in self.residuals.items():
-            self.residuals[name] = state.get(f"{RESIDUAL}/{name}", torch.zeros_like(t))
+            self.residuals[name] = state.get(f"{RESIDUAL}/{name}", torch.zeros_like(t)).to(t.dtype)
         for name, t in self.first.items():
-            self.factors[name] = state.get(f"{FACTOR}/{name}", t)
+            self.factors[name] = state.get(f"{FACTOR}/{name}", t).to(t.dtype)
         self._next = {}, {}

@@ -97,10 +97,11 @@ def _refusal(plan: Plan, word: str, why: str, fix: str) -> Problem:
 
 def named(plan: Plan) -> str:
     """What is compressed and how, in a few words: of two plans with the same words the residuals mean the same."""
-    if not of_copies(plan):
+    if not wanted(plan):
         return ""
     rank = f" of rank {plan.compress_rank}" if plan.compress == "powersgd" else ""
-    return f"{plan.compress}{rank} between {plan.dp} copies"
+    between = f"{plan.dp} copies" if of_copies(plan) else f"{plan.replica_groups} replica groups"
+    return f"{plan.compress}{rank} between {between}"
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

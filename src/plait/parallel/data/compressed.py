@@ -41,7 +41,8 @@ class CompressedReducer:
     def settle(self) -> None:
         """Sum what the gradients are now, without a row of the step."""
         self.step_row = None
-        self.finish()
+        if self.parameters:  # a stage may have none to train
+            self.finish()
 
     def finish(self) -> Tensor:
         """Give every parameter used anywhere its compressed sum; the summed row of the step."""

@@ -52,6 +52,7 @@ from plait.config.errors import Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
+from plait.parallel.compression import strategy as compression
 from plait.parallel.replica_groups.synchronise import RareSynchroniser
 
 AXIS = "replica_groups"
@@ -82,6 +83,18 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
         what = f"fragment_delay={plan.fragment_delay} is not less than every={plan.every}"
         why = "a fragment would be sent again before it was applied"
         yield Problem("P060", what, why=why, fix=(f"fragment_delay={plan.every - 1}",))
+    yield from _cut(plan)
+
+
+def _cut(plan: Plan) -> Iterable[Problem]:
+    """What compressed messages cannot be of: parts of tensors, where the whole says how they are compressed."""
+    for axis in ("fsdp", "tp", "ep"):
+        if plan.compress in ("int8", "powersgd") and getattr(plan, axis) > 1:
+            what = f"compress={plan.compress} does not work with {axis}={getattr(plan, axis)} inside replica groups"
+            why = "a rank holds a part of a tensor; the scale of int8 and the directions of powersgd are those of the whole"
+            yield Problem(
+                "P080", what, why=why, fix=("compress=bf16    rounds each number by itself", "leave out compress")
+            )
 
 
 def named(plan: Plan) -> str:
@@ -93,7 +106,7 @@ def named(plan: Plan) -> str:
         words.append(f"outer {plan.outer_lr:g}, {plan.outer_momentum:g}")
     if plan.fragments > 1 or plan.fragment_delay:
         words.append(f"{plan.fragments} fragments, delay {plan.fragment_delay}, alpha {plan.fragment_alpha:g}")
-    return f"{plan.sync}: {', '.join(words)}"
+    return f"{plan.sync}: {', '.join(words)}" + (f", {compression.named(plan)}" if plan.compress != "none" else "")
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.parallel.built import Built
+from plait.parallel.compression.compressor import Compressor
 from plait.parallel.replica_groups.fragments import due, fragments_of
 from plait.tensors.part import Part
 
@@ -59,6 +60,10 @@ class RareSynchroniser:
         self.base: dict[str, Tensor] = {}
         """The global weights, where they are not the mean of the groups'."""
         self.sgd: torch.optim.SGD | None = None
+        self.compressor: Compressor | None = None
+        if built.plan.compress != "none":
+            plan, like = built.plan, {n: built.own[n] for n in self.own}
+            built.compressor = self.compressor = Compressor(plan.compress, like, built.job.seed, plan.compress_rank)
         self.pending: list[Message] = []
         self.met = set[str]()
         """Parameters that had a gradient in some step."""
@@ -85,9 +90,11 @@ class RareSynchroniser:
 
     def begin(self) -> None:
         """Before the first update: the weights are the global ones."""
-        if not self.outer or self.base:
+        if self.base or not (self.outer or self.compressor):
             return
         self.base = {n: part.tensor.clone() for n, part in self.own.items()}
+        if not self.outer:
+            return
         momentum = self.plan.outer_momentum
         self.sgd = torch.optim.SGD(self.base.values(), self.plan.outer_lr, momentum, nesterov=momentum > 0)
 
@@ -102,7 +109,8 @@ class RareSynchroniser:
             return [(step, row.tolist())]
         for fragment in due(self.plan, step):
             message = self._message(fragment, step, word)
-            message.works = [w for f in message.flats if (w := dist.all_reduce(f, group=self.group, async_op=True))]
+            rows = message.flats if self.compressor is None else self._compressed(message)
+            message.works = [w for f in rows if (w := dist.all_reduce(f, group=self.group, async_op=True))]
             self.pending.append(message)
         heard = [self._apply(m) for m in self.pending if step - m.sent >= self.plan.fragment_delay]
         self.pending = [m for m in self.pending if step - m.sent < self.plan.fragment_delay]
@@ -122,23 +130,40 @@ class RareSynchroniser:
     def _apply(self, message: Message) -> tuple[int, list[float]]:
         """Take over a mean. Returns the step in which it was sent, and the sums of its numbers."""
         message.wait()
-        alpha = self.plan.fragment_alpha
         with torch.no_grad():
             for name, total in self._rows(message):
                 here, mean = self._part(name).tensor, total / self.count
-                if name in self.base:
-                    self.base[name].grad = mean
+                if name not in self.base:
+                    self._mixed(here, mean)
+                elif self.sgd is None:
+                    here.copy_(self.base[name].sub_(mean))
                 else:
-                    here.copy_(mean if alpha == 0 else alpha * here + (1 - alpha) * mean)
+                    self.base[name].grad = mean
             if self.sgd is not None:
                 self.sgd.step()
                 self.sgd.zero_grad(set_to_none=True)
                 for name in message.names:
                     if name in self.base:
-                        here, there = self._part(name).tensor, self.base[name]
-                        here.copy_(there if alpha == 0 else alpha * here + (1 - alpha) * there)
+                        self._mixed(self._part(name).tensor, self.base[name])
         self._written()
         return message.sent, message.flats[-1].tolist()
+
+    def _mixed(self, here: Tensor, there: Tensor) -> None:
+        """Take over what came back, mixed with what a group has by now."""
+        alpha = self.plan.fragment_alpha
+        here.copy_(there if alpha == 0 else alpha * here + (1 - alpha) * there)
+
+    def _compressed(self, message: Message) -> list[Tensor]:
+        """Sum what can be compressed, at once. Returns what is left to add up: the numbers of the step."""
+        assert self.compressor is not None
+        rows = dict(self._rows(message))
+        given = {n: row for n, row in rows.items() if n in self.base}
+        for name, total in self.compressor.sum(given, self.group).items():
+            rows[name].copy_(total)
+        self.compressor.commit()
+        for name in rows.keys() - given.keys():
+            dist.all_reduce(rows[name], group=self.group)
+        return message.flats[-1:]
 
     def _rows(self, message: Message) -> Iterator[tuple[str, Tensor]]:
         """(name, sum over the groups) of what a message brought: views."""

@@ -81,6 +81,8 @@ def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
     meter.hold("optimizer", _tensors([list(state.values()) for state in engine.optimizer.state.values()]))
     micros = batch.micro if batch is not None else ()
     meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in micros]))
+    if built.compressor is not None:
+        meter.hold("residuals", built.compressor.state().values())
     if isinstance(built.reducer, Reducer):
         meter.hold("gradients", [bucket.flat for bucket in built.reducer.buckets])
 

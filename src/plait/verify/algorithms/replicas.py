@@ -19,6 +19,7 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.tensors.float64 import Wide
 from plait.verify import reference
+from plait.verify.algorithms import compressed
 
 Named = dict[str, Tensor]
 
@@ -42,6 +43,7 @@ def train(
     states = [reference.floating(one.model) for one in ones]
     table, met, at = _fragments(ones[0], plan.fragments), [set[str]() for _ in ones], 0
     base, bases, sent = {n: states[0][n].detach().clone() for p in table for n in p}, Named(), list[tuple[int, Named]]()
+    left = [Named() for _ in range(k + 1)]
     out: dict[str, Any] = {
         "initial": reference.copied(ones[0].model.named_parameters()),
         "rows": [],
@@ -59,10 +61,11 @@ def train(
             at = step - plan.start_local
             if at > 0 and at % plan.every == (p + 1) * plan.every // len(table) % plan.every:
                 still = [n for n in states[0] if n not in base] if p + 1 == len(table) else []
-                sent.append((step + plan.fragment_delay, _mean(states, [*names, *still])))
+                mean = _mean(states, [*names, *still]) | _compressed(plan, job.seed, names, base, states, left)
+                sent.append((step + plan.fragment_delay, mean))
         for _, mean in [message for message in sent if message[0] == step]:
             _apply(plan, mean, base, bases, states)
-        if at <= 0 or plan.sync == "local":
+        if at <= 0 or (plan.sync == "local" and plan.compress == "none"):
             base = _mean(states, list(base))
     everything = _mean(states, list(states[0])) | base
     out["weights"] = {n: everything[n] for n, _ in ones[0].model.named_parameters()}
@@ -113,9 +116,24 @@ def _apply(plan: Plan, mean: Named, base: Named, momentum: Named, states: list[N
         if plan.sync == "diloco" and n in base:
             delta, mu = base[n] - value, plan.outer_momentum
             momentum[n] = mu * momentum[n] + delta if n in momentum else delta
-            value = base[n] = base[n] - plan.outer_lr * (delta + mu * momentum[n])
+            value = base[n] - plan.outer_lr * (delta + mu * momentum[n])
+        base |= {n: value} if n in base else {}
         for state in states:
             state[n].data.copy_(plan.fragment_alpha * state[n].data + (1 - plan.fragment_alpha) * value)
+
+
+def _compressed(
+    plan: Plan, seed: int, names: list[str], base: Named, states: list[Named], left: list[Named]
+) -> Named:
+    """With `compress`, of each parameter G − Σ C(G − θ_i + e_i) / k; e_i is what C left out. `left`: those, and factors."""
+    mean, (*residuals, thin) = Named(), left
+    for n in names if plan.compress != "none" else ():
+        xs = [base[n] - state[n].detach() + e.get(n, 0.0) for state, e in zip(states, residuals)]
+        total, own = compressed.compressed(xs, plan, thin, n, seed)
+        for e, x, mine in zip(residuals, xs, own):
+            e[n] = x - mine
+        mean[n] = base[n] - total / len(states)
+    return mean
 
 
 def _mean(states: list[Named], names: list[str]) -> Named:

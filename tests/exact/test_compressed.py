@@ -1,0 +1,128 @@
+"""Compressed sums of copies, in several processes, equal their algorithm in one: for each format, optimizer, loss and layout.
+
+A cross-section of the list runs always; `prove` tries all of it.
+"""
+
+from itertools import product
+from typing import Any
+
+import jobs
+import jobs_compressed
+import pytest
+import torch
+from rarely import every
+
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.build import check_plan
+from plait.engine.engine import Engine
+from plait.launch import fork
+from plait.launch.place import Place
+from plait.verify import verify as proof
+from plait.verify.algorithms.find import algorithm_of
+from plait.verify.verdict import table
+from plait.verify.verify import verify
+
+KINDS = ("compress=bf16", "compress=int8", "compress=powersgd compress_rank=1", "compress=powersgd")
+LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, False), (True, False), (1, 2)))
+
+
+@pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", every(17, LIST))
+def test_equal_to_the_algorithm(
+    monkeypatch: pytest.MonkeyPatch, model: str, kind: str, optimizer: str, clipped: bool, ragged: bool, microbatches: int
+) -> None:  # fmt: skip
+    if not clipped:
+        monkeypatch.setattr(proof, "CLIP", 1e6)
+    copies = 2 + (microbatches + ragged) % 2
+    verdict = verify(
+        jobs_compressed.job(model, optimizer, ragged), Plan.parse(f"dp={copies} {kind} microbatches={microbatches}")
+    )
+    assert verdict.equal, verdict.cause
+    assert verdict.forced["clipped"] == clipped
+    assert verdict.algorithm is not None and verdict.algorithm.distance > 1e-6
+    assert verdict.inexact[0].startswith("gradients are summed as")
+    assert "EQUAL to the algorithm (one process) · " in table(verdict, model)
+
+
+@pytest.mark.parametrize(
+    "name, text", every(2, [("mlp", "dp=4 compress=int8"), ("ragged", "dp=2 compress=powersgd"), ("vae", "dp=3 compress=bf16"),
+                            ("attention", "dp=2 compress=int8 microbatches=2"), ("branches", "dp=3 compress=powersgd")])
+)  # fmt: skip
+def test_other_jobs(name: str, text: str) -> None:
+    verdict = verify(jobs.ALL[name](), Plan.parse(text), steps=6)
+    assert verdict.equal and verdict.algorithm is not None, verdict.cause
+
+
+@pytest.mark.parametrize(
+    "name, text", every(3, [("ragged", "pp=2 dp=2 compress=int8"), ("mlp", "pp=2 dp=2 compress=powersgd compress_rank=1 microbatches=2"),
+                            ("ragged", "dp=2 tp=2 compress=bf16")])
+)  # fmt: skip
+def test_copies_of_parts(name: str, text: str) -> None:
+    """Beside stages, of which two share a weight whose gradient is summed over them before it is compressed; beside slices."""
+    verdict = verify(jobs.ALL[name](), Plan.parse(text))
+    assert verdict.equal and verdict.algorithm is not None, verdict.cause
+
+
+@pytest.mark.messages
+@pytest.mark.parametrize("kind", every(2, KINDS[1:]))
+def test_a_dry_run_sends_the_same(kind: str) -> None:
+    """Also where it depends on the samples which parameters a rank uses."""
+    verdict = verify(jobs_compressed.job("courses"), Plan.parse(f"dp=2 {kind}"))
+    assert verdict.equal, verdict.cause
+
+
+def test_a_rank_as_large_as_the_matrices_is_dp() -> None:
+    verdict = verify(jobs_compressed.job("words"), Plan.parse("dp=2 compress=powersgd compress_rank=7"))
+    assert verdict.equal and verdict.algorithm is not None
+    assert verdict.algorithm.distance < 1e-13
+    assert "equal to dp here" in table(verdict, "words")
+    assert verdict.to_dict()["algorithm"]["equal_to_one_device"] is True
+
+
+def test_without_compression_there_is_no_algorithm_of_its_own() -> None:
+    assert algorithm_of(Plan.parse("dp=2")) is None
+    assert verify(jobs_compressed.job("words"), Plan.parse("dp=2")).algorithm is None
+
+
+def test_batch_statistics_are_named() -> None:
+    """Copies share them in every forward pass; the algorithm in one process computes share by share."""
+    verdict = verify(jobs.batch_norm(), Plan.parse("dp=2 compress=int8"))
+    assert verdict.code == "V010" and "batch statistics" in verdict.cause
+
+
+@pytest.mark.parametrize(
+    "text, code, told",
+    [
+        ("compress=int8", "P030", "dp=2"),
+        ("fsdp=2 compress=bf16", "P080", "residual"),
+        ("dp=2 fsdp=2 compress=bf16", "P080", "residual"),
+        ("dp=2 cp=2 compress=int8", "P080", "same samples"),
+        ("dp=2 ep=2 compress=int8", "P080", "experts"),
+        ("dp=2 tp=2 compress=int8", "P080", "scale"),
+        ("dp=2 tp=2 compress=powersgd", "P080", "directions"),
+        ("dp=2 compress=int8 precision=fp16", "P080", "loss scale"),
+        ("dp=2 compress=int8 processes=one", "P080", "no messages"),
+    ],
+)
+def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
+    with pytest.raises(PlaitError) as error:
+        check_plan(jobs_compressed.job("words"), Plan.parse(text))
+    assert any(p.code == code and told in f"{p.why} {p.fix}" for p in error.value.problems), str(error.value)
+
+
+def test_a_step_that_is_left_out_leaves_the_residuals() -> None:
+    """A step that is not finite is skipped on all ranks, and is as if it had not been: its sums are not taken over."""
+
+    def rank(place: Place) -> dict[str, Any]:
+        engine = Engine(jobs_compressed.job("pictures"), "dp=2 compress=int8", place=place, device="cpu", on_nan="skip")
+        kept = lambda: {n: t.clone() for n, t in engine.built.compressor.state().items()}  # noqa: E731
+        found, held = [], kept()
+        for step, batch in zip(range(4), engine.batches()):
+            if step == 2 and place.rank == 1:
+                batch.micro[0].inputs[0, 0] = torch.nan
+            skipped, now = engine.step(batch).skipped, kept()
+            found.append([skipped, all(torch.equal(t, held[n]) for n, t in now.items())])
+            held = now
+        return {"steps": found, "finite": all(bool(t.isfinite().all()) for t in held.values())}
+
+    assert fork.run(rank, 2) == [{"steps": [[False, False], [False, False], [True, True], [False, False]], "finite": True}] * 2

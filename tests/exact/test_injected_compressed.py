@@ -1,0 +1,161 @@
+"""Bugs of compressed sums, each injected into the ranks: verify, which has an algorithm of its own, must see every one.
+
+None of these stops a training, and error feedback hides most of them from a loss curve.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jobs_compressed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.config.errors import DIFFERENT
+from plait.config.plan import Plan
+from plait.parallel.compression import compressor, powersgd, rounded
+from plait.parallel.compression.compressor import Compressor
+from plait.parallel.data.compressed import CompressedReducer
+from plait.verify.verify import verify
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def committed(change: Callable[[Compressor], None]) -> Patch:
+    """`change` is called after every step."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Compressor.commit
+
+        def commit(self: Compressor) -> None:
+            real(self)
+            change(self)
+
+        monkeypatch.setattr(Compressor, "commit", commit)
+
+    return patch
+
+
+def lost(self: Compressor) -> None:
+    for residual in self.residuals.values():
+        residual.zero_()
+
+
+def swapped(self: Compressor) -> None:
+    for residual in self.residuals.values():
+        both = [torch.empty_like(residual) for _ in range(2)]
+        dist.all_gather(both, residual)
+        residual.copy_(both[1 - dist.get_rank()])
+
+
+def cold(self: Compressor) -> None:
+    self.factors = dict(self.first)
+
+
+def twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Compressor._ready
+
+    def ready(self: Compressor, name: str, tensor: Tensor | None) -> Tensor:
+        found = real(self, name, tensor)
+        return found + self.residuals[name] if name in self.residuals else found
+
+    monkeypatch.setattr(Compressor, "_ready", ready)
+
+
+def clipped_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = CompressedReducer.finish
+
+    def finish(self: CompressedReducer) -> Tensor:
+        given = [p for p in self.parameters.values() if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(given, 0.1)
+        return real(self)
+
+    monkeypatch.setattr(CompressedReducer, "finish", finish)
+
+
+def unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes all others' whole numbers times its own scale."""
+    real = rounded.gathered
+
+    def gathered(tensors: Mapping[str, Tensor], group: Any) -> Any:
+        for name, rows in real(tensors, group):
+            yield name, [tensors[name]] * len(rows) if rows[0].dtype == torch.float64 else rows
+
+    monkeypatch.setattr(rounded, "gathered", gathered)
+
+
+def averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Compressor.sum
+    monkeypatch.setattr(
+        Compressor, "sum", lambda self, given, group: {n: t / group.size() for n, t in real(self, given, group).items()}
+    )
+
+
+def of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank keeps what its gradient lacks of the sum, and not of what it sent itself."""
+    real = compressor.sum_int8
+
+    def sum_int8(given: Mapping[str, Tensor], group: Any) -> Any:
+        sums, _ = real(given, group)
+        return sums, {name: x - sums[name] for name, x in given.items()}
+
+    monkeypatch.setattr(compressor, "sum_int8", sum_int8)
+
+
+def unorthogonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def normed(thin: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+        return thin / torch.linalg.vector_norm(thin, dim=0).clamp(min=1e-30), torch.ones(
+            thin.shape[1], dtype=torch.bool
+        )
+
+    monkeypatch.setattr(powersgd, "orthonormal", normed)
+
+
+def unforgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no rank used in a step is taken for sent."""
+    monkeypatch.setattr(Compressor, "forget", lambda self, names: None)
+
+
+def own_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank draws the first factor from a generator of its own."""
+    real = compressor.first_factor
+    monkeypatch.setattr(
+        compressor, "first_factor", lambda name, like, seed, rank: real(name, like, seed + dist.get_rank(), rank)
+    )
+
+
+def never_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compressor, "commit", lambda self: None)
+
+
+FIRST, LATER = "the first sum", "later steps are not"
+BUGS: dict[str, tuple[Patch, str, str, str]] = {
+    "the residual is lost": (committed(lost), "int8", "V026", LATER),
+    "bf16 without error feedback": (never_taken_over, "bf16", "V026", LATER),
+    "the residual of the other rank": (committed(swapped), "int8", "V026", LATER),
+    "clipped before the sum": (clipped_first, "int8", "V026", FIRST),
+    "another rank's scale is forgotten": (unscaled, "int8", "V004", "ranks"),
+    "a mean instead of the sum": (averaged, "bf16", "V026", "0.5 times"),
+    "the factor begins anew in every step": (committed(cold), "powersgd compress_rank=1", "V026", LATER),
+    "the residual counts twice": (twice, "int8", "V026", LATER),
+    "the residual is that of the sum": (of_the_sum, "int8", "V026", LATER),
+    "columns that are not orthogonal": (unorthogonal, "powersgd", "V026", FIRST),
+    "a factor of each rank's own": (own_factor, "powersgd", "V026", FIRST),
+    "what no rank used is taken for sent": (unforgotten, "int8", "V026", LATER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    patch, kind, code, told = BUGS[bug]
+    patch(monkeypatch)
+    verdict = verify(jobs_compressed.job("courses"), Plan.parse(f"dp=2 compress={kind}"))
+    assert verdict.exit_code == DIFFERENT, "not found"
+    assert verdict.code == code and told in verdict.cause, (verdict.code, verdict.cause)
+
+
+def test_what_changes_nothing_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residuals that were swapped twice are back where they were."""
+    committed(lambda self: (swapped(self), swapped(self), None)[2])(monkeypatch)
+    assert verify(jobs_compressed.job("courses"), Plan.parse("dp=2 compress=int8")).equal

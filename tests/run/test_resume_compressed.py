@@ -1,0 +1,144 @@
+"""Runs with compressed sums go on from a checkpoint bit for bit: residuals of every copy, and factors, are in it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jobs_compressed
+import pytest
+import torch
+from launched import TEST_JOB, Command, rows
+from rarely import every
+from saved import manifest, tensors
+
+from plait.checkpoint import state
+from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork
+from plait.launch.place import Place
+from plait.tensors.part import Part
+
+SAVED, LAST = 4, 8
+
+
+def train(
+    folder: Path, text: str, *, resume: bool = False, allow: bool = False, last: int = LAST
+) -> list[dict[str, Any]]:
+    """Each rank's weights and what the checkpoint's job differs in, after the last step; a checkpoint is made on the way."""
+
+    def rank(place: Place) -> dict[str, Any]:
+        job = replace(jobs_compressed.job("courses"), steps=100, seed=3)
+        engine = Engine(job, text, place=place, directory=folder, device="cpu")
+        if resume:
+            engine.resume(allow_changes=allow)
+        for batch in engine.batches():
+            engine.step(batch)
+            if engine.position.step == SAVED and not resume:
+                engine.save()
+            if engine.position.step == last:
+                break
+        weights = {name: p.tolist() for name, p in engine.built.own.items()}
+        return {"changed": engine.checkpoints.changed, "weights": weights}
+
+    return fork.run(rank, Plan.parse(text).world)
+
+
+PLANS = ("dp=2 compress=int8", "dp=3 compress=powersgd compress_rank=1", "dp=2 compress=bf16 microbatches=2", "pp=2 dp=2 compress=int8")  # fmt: skip
+
+
+@pytest.mark.parametrize("text", every(2, (PLANS[1], PLANS[0], PLANS[3], PLANS[2])))
+def test_resumed_is_uninterrupted(tmp_path: Path, text: str) -> None:
+    assert train(tmp_path, text) == train(tmp_path, text, resume=True)
+    names = manifest(tmp_path / f"step-{SAVED:06d}").tensors
+    copies = Plan.parse(text).dp
+    assert {n.split("/")[2] for n in names if n.startswith("compress/residual/")} == set(map(str, range(copies)))
+    assert any(n.startswith("compress/factor/") for n in names) == ("powersgd" in text)
+
+
+def unsaved(kind: str) -> Any:
+    """What is kept is not given to checkpoints, or only that of one kind is."""
+    real = state._compressed
+    return lambda *given: (row for row in real(*given) if not row[1].startswith(kind))
+
+
+def of_copy_0(training: Any, model: Any) -> Iterator[tuple[str, str, Part]]:
+    """All copies' residuals are saved as if they were the same."""
+    for name, key, part in REAL(training, model):
+        yield name.replace("/residual/1/", "/residual/0/"), key, part
+
+
+REAL = state._compressed
+LOST = {"residuals are not saved": (PLANS[0], unsaved("residual")), "factors are not saved": (PLANS[1], unsaved("factor")),
+        "one copy's residual is saved for all": (PLANS[0], of_copy_0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", LOST)
+def test_what_is_not_saved_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bug: str) -> None:
+    text, patch = LOST[bug]
+    monkeypatch.setattr(state, "_compressed", patch)
+    assert train(tmp_path, text) != train(tmp_path, text, resume=True)
+
+
+@pytest.mark.parametrize("text", ("dp=3 compress=int8", "dp=2 compress=bf16", "dp=2"))
+def test_what_has_no_residuals_of_these_is_refused_unless_allowed(tmp_path: Path, text: str) -> None:
+    train(tmp_path, "dp=2 compress=int8", last=SAVED)
+    with pytest.raises(PlaitError, match="K010") as error:
+        train(tmp_path, text, resume=True)
+    assert "int8 between 2 copies →" in str(error.value) and "--allow-changes" in str(error.value)
+    (told,) = train(tmp_path, text, resume=True, allow=True)[0]["changed"]
+    assert told.startswith("compress: int8 between 2 copies →") and told.endswith("without the residuals")
+
+
+def test_residuals_begin_where_compression_does(tmp_path: Path) -> None:
+    train(tmp_path, "dp=2", last=SAVED)
+    assert train(tmp_path, "dp=2 compress=int8", resume=True)[0]["changed"] == [
+        "compress: none → int8 between 2 copies"
+    ]
+
+
+@pytest.mark.parametrize("wrong", ("missing", "shape"))
+def test_a_checkpoint_without_its_residuals_is_damaged(tmp_path: Path, wrong: str) -> None:
+    train(tmp_path, "dp=2 compress=int8", last=SAVED)
+    path = tmp_path / f"step-{SAVED:06d}" / MANIFEST
+    content = unseal(path.read_bytes())
+    name = "compress/residual/1/first.weight"
+    entry = content["tensors"].pop(name)
+    if wrong == "shape":
+        (piece,) = entry["pieces"]
+        content["tensors"][name] = {**entry, "shape": [6, 8], "pieces": [{**piece, "size": [6, 8]}]}
+    path.write_bytes(seal(content))
+    with pytest.raises(PlaitError, match="K002"):
+        train(tmp_path, "dp=2 compress=int8", resume=True)
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    """The command itself, killed between two checkpoints."""
+    argv = (
+        "train",
+        TEST_JOB,
+        "--plan",
+        "dp=2 compress=int8",
+        "--save-every",
+        "4",
+        "--job.steps",
+        "24",
+        "--job.pause",
+        "0.01",
+    )
+    ends = []
+    for folder, killed in ((tmp_path / "whole", False), (tmp_path / "killed", True)):
+        folder.mkdir()
+        command = Command(*argv, folder=folder)
+        if killed:
+            command.until(lambda folder=folder: len(rows(folder)) >= 10)
+            command.kill()
+            command.wait()
+            command = Command(*argv, "--resume", folder=folder)
+        assert command.wait() == 0, command.output
+        assert "not exact: gradients are summed as int8 between 2 copies" in command.output
+        ends.append(tensors(folder / "runs/latest/checkpoints/step-000024"))
+    assert ends[0].keys() == ends[1].keys() and all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
+    assert any(n.startswith("compress/residual/1/") for n in ends[0])
