@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from plait.engine.server.group import Trainer
-from plait.engine.server.setting import Doors, Setting
+from plait.engine.server.setting import Doors, ServerSetting
 from plait.engine.server.state import Server
 from plait.parallel.server.dealing import Dealer, Ticket
-from plait.parallel.server.pieces import Clocks
+from plait.parallel.server.portions import Clocks
 from torch import Tensor
 from virtual_clock import Wire
 
@@ -31,7 +31,7 @@ class Play:
 
     def __init__(self, job: Job, plan: Plan, how: tuple[Wire, tuple[float, ...], float]):
         self.wire, self.slower, self.computing = how
-        self.job, setting = job, Setting(job, plan, device="cpu", on_nan="ignore")
+        self.job, setting = job, ServerSetting(job, plan, device="cpu", on_nan="ignore")
         groups = plan.replica_groups
         self.doors = Doors.open(1)
         self.server, self.trainer = (
@@ -63,16 +63,16 @@ class Play:
         there = (
             self.out
             + self.wire.latency
-            + self.computing * self.slower[group] * ticket.piece.count * len(self.slower) / self.job.batch
+            + self.computing * self.slower[group] * ticket.portion.count * len(self.slower) / self.job.batch
         )
         heapq.heappush(self.events, (there, ticket.number, group, ticket, self.weights()))
 
     def computed(self, ticket: Ticket, weights: dict[str, Tensor]) -> None:
         """The gradient of a piece at the weights that went with it."""
-        piece, trainer = ticket.piece, self.trainer
+        portion, trainer = ticket.portion, self.trainer
         trainer.load(weights)
-        at = Position(piece.clock, piece.epoch, piece.start, 0)
-        got = trainer.gradient(at, piece.size, piece.first, self.dealer.clocks.ids(piece))
+        at = Position(portion.clock, portion.epoch, portion.start, 0)
+        got = trainer.gradient(at, portion.size, portion.first, self.dealer.clocks.ids(portion))
         self.server.parts[ticket.number] = {name: t.clone() for name, t in got.tensors.items()}
         self.found[ticket.number] = got
 
