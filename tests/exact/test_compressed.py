@@ -18,7 +18,6 @@ from plait.engine.build import check_plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.verify import verify as proof
 from plait.verify.algorithms.find import algorithm_of
 from plait.verify.verdict import table
 from plait.verify.verify import verify
@@ -29,13 +28,13 @@ LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, Fals
 
 @pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", every(17, LIST))
 def test_equal_to_the_algorithm(
-    monkeypatch: pytest.MonkeyPatch, model: str, kind: str, optimizer: str, clipped: bool, ragged: bool, microbatches: int
-) -> None:  # fmt: skip
-    if not clipped:
-        monkeypatch.setattr(proof, "CLIP", 1e6)
+    model: str, kind: str, optimizer: str, clipped: bool, ragged: bool, microbatches: int
+) -> None:
+    """A job that clips is clipped in every step, on the norm of the sums."""
     copies = 2 + (microbatches + ragged) % 2
     verdict = verify(
-        jobs_compressed.job(model, optimizer, ragged), Plan.parse(f"dp={copies} {kind} microbatches={microbatches}")
+        jobs_compressed.job(model, optimizer, ragged, clip=1.0 if clipped else None),
+        Plan.parse(f"dp={copies} {kind} microbatches={microbatches}"),
     )
     assert verdict.equal, verdict.cause
     assert verdict.forced["clipped"] == clipped
@@ -125,4 +124,7 @@ def test_a_step_that_is_left_out_leaves_the_residuals() -> None:
             held = now
         return {"steps": found, "finite": all(bool(t.isfinite().all()) for t in held.values())}
 
-    assert fork.run(rank, 2) == [{"steps": [[False, False], [False, False], [True, True], [False, False]], "finite": True}] * 2
+    assert (
+        fork.run(rank, 2)
+        == [{"steps": [[False, False], [False, False], [True, True], [False, False]], "finite": True}] * 2
+    )

@@ -104,12 +104,12 @@ def test_ledger_of_samples(tmp_path: Path) -> None:
     assert sorted(used[0]) == list(range(41)) and sorted(used[1]) == list(range(41))
 
 
-def ledger(run: Path) -> dict[int, list[int]]:
+def ledger(run: Path, length: int = 41) -> dict[int, list[int]]:
     """Sample ids used per epoch, from a run's events."""
     used: dict[int, list[int]] = {}
     for line in (run / "events/rank0.jsonl").read_text().splitlines():
         row = json.loads(line)
-        order = permutation(5, row["epoch"], 41)
+        order = permutation(5, row["epoch"], length)
         used.setdefault(row["epoch"], []).extend(order[row["start"] : row["start"] + row["size"]].tolist())
     return used
 

@@ -41,7 +41,7 @@ def evaluated(
     plan = ranks if isinstance(ranks, Plan) else Plan(dp=ranks)
     job = Job(*[int] * 4, batch=batch, steps=1, evaluate=Evaluate(lambda: data, metrics))
     mean = evaluate(
-        SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), reducer=None, shards=None,
+        SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), reducer=None, shards=None, balance=None,
                         pipe=None, group=None, device=torch.device("cpu"), precision=None, cast=None)
     )  # fmt: skip
     assert mean == ({"ids": sum(i for i, _ in seen) / len(seen)} if seen else {})

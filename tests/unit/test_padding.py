@@ -52,7 +52,7 @@ def micros(how: str, parts: int = 3) -> tuple[Padding, list[Any], Any]:
     share = BatchShare(0, 1, parts)
     source = batches(data, len(data), 0, share, Position())
     batch = next(source)
-    pinned = padding.batch(batch, fetching(data, 0, batch, 1))
+    pinned = padding.batch(batch, fetching(data, 0, batch, BatchShare()))
     whole = collate(data, [data[i] for micro in batch.micro for i in micro.ids])
     return padding, list(pinned.micro), whole
 
@@ -85,7 +85,7 @@ def test_samples_of_one_shape_are_not_touched() -> None:
     data = Alike("pads")
     batch = next(batches(data, 12, 0, BatchShare(0, 1, 3), Position()))
     padding = Padding(data, None, CPU)
-    found = padding.batch(batch, fetching(data, 0, batch, 1))
+    found = padding.batch(batch, fetching(data, 0, batch, BatchShare()))
     assert all(a.inputs["x"] is b.inputs["x"] for a, b in zip(found.micro, batch.micro)) and not padding.loose
 
 

@@ -48,7 +48,7 @@ def sent(line: str) -> list[dict[str, tuple[int, int]]]:
     plan = Plan.parse(line)
     found = [dict(rank.totals) for rank in first_step(job(), plan)]
     flags = TENSORS if plan.fsdp > 1 else 0
-    row = 8 * (1 + 4 + 2 * plan.ranks + plan.world + flags)  # loss, norm, stop, two saves; samples, times; which were used
+    row = 8 * (1 + 4 + plan.ranks + 2 * plan.world + flags)  # loss, norm, stop, two saves; samples, times; which were used
     for rank in found if plan.fsdp * plan.tp * plan.cp * plan.pp > 1 else ():
         calls, size = rank.pop("allreduce_")
         if calls > 1:

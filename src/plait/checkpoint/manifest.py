@@ -90,6 +90,8 @@ class Manifest:
     """What the job was (`checkpoint/fingerprint.py`); empty in old checkpoints. Its parts may be anything."""
     groups_of: dict[str, Any] = field(default_factory=dict)
     """Of replica groups: how many, what was sent and not applied yet, and of each its own; empty without any."""
+    shares: dict[str, Any] | None = None
+    """Parts of the batch that follow speeds, and what they are judged by (`parallel/shares/balance.py`)."""
 
 
 def seal(content: dict[str, Any]) -> bytes:
@@ -161,7 +163,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         _number(content, "batch"), None if parent is None else _line(parent),
         {_line(k): _line(v) for k, v in versions.items()}, aliases, _line(_get(optimizer, "type", str)),
         groups, scalars, _scaler(content.get("scaler")), tuple(_line(name) for name in _is(content.get("nonfinite", []), list)),
-        _shallow(_is(content.get("job", {}), dict), 8), groups_of,
+        _shallow(_is(content.get("job", {}), dict), 8), groups_of, _shares(content.get("shares")),
     )  # fmt: skip
 
 
@@ -243,6 +245,28 @@ def _scaler(value: object) -> dict[str, Any] | None:
     if type(state.get("value")) not in (int, float) or not 0 < state["value"] < math.inf:
         raise ValueError("the loss scale is no positive number")
     return {"value": state["value"], "good_steps": _number(state, "good_steps")}
+
+
+def _shares(value: object) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    state = _is(value, dict)
+    parts = [_counts(row) for row in _get(state, "parts", list)]
+    count = len(parts[0]) - 1 if len(parts) == 2 else 0
+    rows = [tuple(_is(row, list)) for row in _get(state, "rows", list)]
+    known = all(len(row) == 2 and len(_counts(row[0])) == count == len(_is(row[1], list)) for row in rows)
+    if count < 1 or len(parts[1]) != count + 1 or not all(min(row[1:]) > 0 for row in parts) or not known:
+        raise ValueError("the shares of the batch are not of one number of ranks")
+    if not all(type(t) in (int, float) and 0 <= t < math.inf for _, times in rows for t in times):
+        raise ValueError("what a share took is no number of seconds")
+    return {"batch": _number(state, "batch"), "parts": parts, "rows": rows}
+
+
+def _counts(value: object) -> list[int]:
+    numbers = _is(value, list)
+    if not all(type(n) is int and 0 <= n < 1 << 40 for n in numbers):
+        raise ValueError("a share of the batch is no number of samples")
+    return numbers
 
 
 def _position(value: dict[str, Any]) -> Position:

@@ -115,6 +115,7 @@ def values_of(training: Training) -> dict[str, Any]:
         "aliases": aliases_of(training.model),
         "scaler": training.built.scaler.state_dict() if training.built.scaler else None,
         "groups": replica_groups.values_of(training),
+        "shares": training.built.balance.state_dict() if training.built.balance else None,
         "job": {**training.fingerprint, "factor": fingerprint.factor(training.job, training.position.samples)},
         "optimizer": {
             "type": type(training.optimizer).__name__,
@@ -247,6 +248,8 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
     if training.built.compressor is not None:
         kept = {key: name for name, key, _ in _compressed(training, model_parts(training)) if name in parts}
         training.built.compressor.load_state({key: parts[name].tensor for key, name in kept.items()})
+    if training.built.balance and manifest.shares:
+        training.built.balance.load_state_dict(manifest.shares)
     training.position = manifest.position
     training.built.refresh()
     replica_groups.give(training, manifest)

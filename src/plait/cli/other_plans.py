@@ -116,10 +116,15 @@ def _best(request: Request, ranks: int) -> Plan:
     refused: PlaitError | None = None
     for row in [row for row in found.rows if row.fits][:TRIED]:
         try:
-            return _checked(request, row.candidate.plan)
+            return _checked(request, _shared(request.plan, row.candidate.plan))
         except PlaitError as error:
             refused = refused or error
     raise refused or PlaitError(Problem("M001", f"no plan fits on {ranks} devices"))
+
+
+def _shared(given: Plan, plan: Plan) -> Plan:
+    """The plan with shares of the batch by speed, where the request's has them: its parts are of other ranks."""
+    return replace(plan, batch_shares="auto") if given.batch_shares != "equal" and plan.ranks > 1 else plan
 
 
 def _checked(request: Request, plan: Plan) -> Plan:

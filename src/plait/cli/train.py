@@ -15,7 +15,7 @@ from plait.config.errors import RESUMABLE, PlaitError
 from plait.config.keys import SAME_PARTS
 from plait.config.plan import Plan
 from plait.config.version import __version__
-from plait.data.batch import BatchShare
+from plait.data.shares import sizes
 from plait.engine import joined_ranks
 from plait.engine.build import pick_device
 from plait.engine.elastic import Memory
@@ -30,6 +30,7 @@ from plait.launch.place import Place, current, joined, joining, on_nodes, unused
 from plait.launch.round import Round
 from plait.launch.stopping import StopRequest, command, told
 from plait.planner.refusals import foresee
+from plait.tensors.rows import split
 from plait.verify.job import check as jobcheck
 
 HANDING = 10.0
@@ -300,9 +301,13 @@ def headline(request: Request) -> str:
     kind = kind_of(request.device).upper()
     backend = f" ({'nccl' if kind == 'CUDA' else 'gloo'})" if plan.world > 1 else ""
     where = f"{plan.world} {kind} process" + ("es" if plan.world > 1 else "") + backend
-    cuts = [BatchShare(i, plan.shares, 1, g, plan.replica_groups) for g in range(plan.replica_groups) for i in range(plan.shares)]
-    shares = sorted({cut.parts(job.batch)[0][1] for cut in cuts}, reverse=True)
-    share = " or ".join(map(str, shares)) + " per device"
+    held = [split(job.batch, plan.replica_groups, group)[1] for group in range(plan.replica_groups)]
+    shares = [n for size in held for n in sizes(size, plan.parts or (1,) * plan.shares, plan.microbatches)]
+    share = " or ".join(map(str, sorted(set(shares), reverse=True))) + " per device"
+    if plan.parts:
+        share = ", ".join(map(str, shares)) + " for the ranks with samples of their own"
+    elif plan.batch_shares == "auto":
+        share += " until speeds are known"
     parts = f", in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
     name = Path(request.name.partition(":")[0])
     title = name.parent.name if name.stem == "job" and name.parent.name else name.stem

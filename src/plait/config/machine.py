@@ -47,6 +47,10 @@ class Machine:
     matmuls: tuple[Matmuls, ...] = ()
     collectives: tuple[Collectives, ...] = ()
     loaders: tuple[Loader, ...] = ()
+    speeds: tuple[float, ...] = ()
+    """Where devices of a node are unlike: of each how fast it is, as a part of what `device` says; empty: all alike."""
+    memories: tuple[int, ...] = ()
+    """And how many bytes it has."""
 
     @staticmethod
     def load(path: str | Path) -> "Machine":
@@ -99,12 +103,31 @@ class Machine:
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
         inside = f", {self.links[0].name}" if self.links and self.devices_per_node > 1 else ""
-        return f"{nodes}{self.devices_per_node} × {self.device.name}{inside}"
+        unlike = f" (speeds {', '.join(f'{s:g}' for s in self.speeds)})" if len(set(self.speeds)) > 1 else ""
+        return f"{nodes}{self.devices_per_node} × {self.device.name}{unlike}{inside}"
 
     @property
     def devices(self) -> int:
         """Devices on all nodes."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def unlike(self) -> bool:
+        """Whether devices of a node differ."""
+        return len(set(self.speeds)) > 1 or len(set(self.memories)) > 1
+
+    def speed(self, rank: int) -> float:
+        """Of a rank's device, as a part of what `device` says."""
+        return self.speeds[rank % self.devices_per_node] if self.speeds else 1.0
+
+    def memory(self, rank: int) -> int:
+        """Bytes of a rank's device."""
+        return self.memories[rank % self.devices_per_node] if self.memories else self.device.memory
+
+    def cut(self, devices: int) -> "Machine":
+        """One node with the first devices of this one."""
+        parts = {"speeds": self.speeds[:devices], "memories": self.memories[:devices]}
+        return replace(self, devices_per_node=devices, nodes=1, **parts)
 
     @property
     def on_cores(self) -> bool:
@@ -204,6 +227,8 @@ def _machine(said: dict[str, Any]) -> Machine:
             for r in said.get("collectives", ())
         ),
         tuple(Loader(r["job"], r["samples_per_s"]) for r in said.get("loaders", ())),
+        tuple(map(float, said.get("speeds", ()))),
+        tuple(round(n * GIB) for n in said.get("memories_gib", ())),
     )
 
 
@@ -234,6 +259,7 @@ def _to_toml(machine: Machine) -> str:
         "devices_per_node": machine.devices_per_node, "nodes": machine.nodes, "cores": machine.cores,
         "host_memory_gib": _scaled(machine.host_memory, GIB), "price_per_hour": machine.price_per_hour,
         "operator_us": machine.operator and round(machine.operator * 1e6, 6),
+        "speeds": list(machine.speeds) or None, "memories_gib": [n / GIB for n in machine.memories] or None,
     }  # fmt: skip
     about = {"name": device.name, "memory_gib": device.memory / GIB}
     about |= {"memory_gb_per_s": _scaled(device.memory_bandwidth, GB)}

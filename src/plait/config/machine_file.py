@@ -49,16 +49,20 @@ def _numbers(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_positive, value))
 
 
+def _parts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_part, value))
+
+
 EXPECTED: dict[Check, str] = {
     _text: "a text", _positive: "a number above 0 (1e-12 to 1e18)", _part: "a number from 0 to 1", _count: "a whole number from 1 to 1048576",
-    _texts: "a list of texts", _numbers: "a list of numbers above 0 (1e-12 to 1e18)",
+    _parts: "a list of numbers from 0 to 1", _texts: "a list of texts", _numbers: "a list of numbers above 0 (1e-12 to 1e18)",
 }  # fmt: skip
 RATES: dict[str, Check] = {f.name: _positive for f in fields(Rates)}
 KEYS: dict[str, dict[str, Check]] = {
     "": {
         "name": _text, "aliases": _texts, "reported": _texts, "node": _text, "source": _text, "caution": _text,
         "notes": _text, "devices_per_node": _count, "nodes": _count, "cores": _count, "host_memory_gib": _positive,
-        "price_per_hour": _positive, "operator_us": _positive,
+        "price_per_hour": _positive, "operator_us": _positive, "speeds": _parts, "memories_gib": _numbers,
     },
     "device": {"name": _text, "memory_gib": _positive, "memory_gb_per_s": _positive, "source": _text},
     "device.peak_tflops": RATES,
@@ -147,6 +151,10 @@ def _disagreements(table: str, row: dict[str, Any]) -> list[str]:
         lacks += [f"kind = {kind}        {did_you_mean(kind, tuple(HOPS))}"] if kind not in HOPS else []
         one = ("gb_per_s" in row) + ("gbit_per_s_per_node" in row)
         return lacks + (["give one of gb_per_s (per device) and gbit_per_s_per_node"] if one != 1 else [])
+    if not table:
+        per = row.get("devices_per_node", 1)
+        lists = [(key, len(row[key])) for key in ("speeds", "memories_gib") if key in row]
+        return [f"{key} has {n} numbers for devices_per_node = {per}" for key, n in lists if n != per]
     pairs = {"matmuls": ("precision", "flops", "fraction_of_peak"), "collectives": ("collective", "bytes", "seconds")}
     if table not in pairs:
         return []

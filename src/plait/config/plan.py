@@ -297,6 +297,15 @@ class Plan:
         """Data-parallel processes: between how many the samples of a batch are shared out."""
         return 1 if self.processes == "one" else self.shares
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The parts that `batch_shares` gives each share of a batch; empty: it gives none.
+
+        >>> Plan.parse("dp=3 batch_shares=4:2:1").parts
+        (4, 2, 1)
+        """
+        return tuple(map(int, self.batch_shares.split(":"))) if ":" in self.batch_shares else ()
+
     def at(self, rank: int) -> dict[str, int]:
         """The place of a rank on every axis.
 

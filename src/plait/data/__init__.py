@@ -2,6 +2,7 @@
 
 batch       positions, shares of the global batch, micro-batches, collating
 batch_rows  which dim of a batch's tensors counts samples
+shares      how many samples of a batch each share has
 padding     padding to the longest sample of the global batch
 loading     reading samples, here or in loader processes
 iterables   every rank reads all and keeps its share, or reads its own (`shard(num_shards, index)`)

@@ -12,14 +12,16 @@ travels in checkpoints, otherwise a resumed run reads up to where it was.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from plait.config.errors import PlaitError, Problem, in_a_line
+from plait.config.plan import Plan
 from plait.data.batch_rows import SampleRows
+from plait.data.shares import Course, Parts, sizes
 from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.float64 import Widest
 from plait.tensors.rows import split
@@ -70,7 +72,7 @@ class Batch:
     around: tuple[Any, ...] = ()
     """Of an iterable with a `collate` of its own: all samples of the batch."""
     most: int = 0
-    """Samples of the rank that has most of them, where a rank's share is not its part of the batch by number."""
+    """Samples of the share that has most of them, of those that run in lockstep; 0: shares are as equal as can be."""
 
     @property
     def count(self) -> int:
@@ -81,7 +83,8 @@ class Batch:
 class BatchShare:
     """Which part of every batch is ours: part `rank` of `ranks`, computed in `microbatches` parts.
 
-    Of several replica groups each has a part of the batch, and ranks have parts of their group's.
+    Of several replica groups each has a part of the batch, and ranks have parts of their group's. `parted`: how large shares are to
+    each other; empty: all alike. With a `course` they are as it says for a step (see `at`).
     """
 
     rank: int = 0
@@ -89,6 +92,26 @@ class BatchShare:
     microbatches: int = 1
     group: int = 0
     groups: int = 1
+    parted: Parts = ()
+    course: Course | None = field(default=None, compare=False)
+
+    @staticmethod
+    def of(plan: Plan, share: int, group: int = 0) -> "BatchShare":
+        """Share number `share` of a replica group of a plan; with `batch_shares=auto`, as training begins."""
+        return BatchShare(share, plan.ranks, plan.microbatches, group, plan.replica_groups, plan.parts)
+
+    def at(self, step: int) -> "BatchShare":
+        """This share in step number `step`."""
+        return self if self.course is None else replace(self, parted=self.course.at(step))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether shares may be unlike by more than a sample."""
+        return self.course is not None or len(set(self.parted)) > 1
+
+    def sizes(self, size: int) -> tuple[int, ...]:
+        """Samples of each share of the group in a global batch of `size`."""
+        return sizes(self.of_group(size)[1], self.parted or (1,) * self.ranks, self.microbatches)
 
     def of_group(self, size: int) -> tuple[int, int]:
         """(first, count) of the replica group's samples in a global batch of `size`."""
@@ -96,8 +119,8 @@ class BatchShare:
 
     def parts(self, size: int) -> list[tuple[int, int]]:
         """(first, count) of each micro-batch in a global batch of `size`; a count may be 0 in a short batch."""
-        start, held = self.of_group(size)
-        first, count = split(held, self.ranks, self.rank)
+        start, held = self.of_group(size)[0], self.sizes(size)
+        first, count = sum(held[: self.rank]), held[self.rank]
         inside = [split(count, self.microbatches, i) for i in range(self.microbatches)]
         return [(start + first + offset, n) for offset, n in inside]
 

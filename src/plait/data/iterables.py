@@ -115,6 +115,12 @@ def known_by(data: object, ranks: int) -> TypeGuard[Shardable]:
     return ranks > 1 and can and not (isinstance(most, int) and most < ranks)
 
 
+def read_apart(data: object, share: BatchShare) -> TypeGuard[Shardable]:
+    """Whether each rank reads its part of an iterable only. Not where shares are uneven: the parts that an iterable can give are
+    equal, and a rank that takes more of its own would come to its end first."""
+    return known_by(data, share.ranks) and not share.uneven
+
+
 def due(start: int, batch: int, ranks: int, rank: int) -> int:
     """How many of the samples start … start + batch − 1 a share has that is every `ranks`th from `rank` on.
 

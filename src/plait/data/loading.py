@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from plait.config.errors import PlaitError, Problem, problem_of
 from plait.data.batch import Batch, BatchShare, Data, MapStyle, Position, empty, is_map, part
-from plait.data.iterables import OfShare, SeededReader, cut, digest, known_by, read_before
+from plait.data.iterables import OfShare, SeededReader, cut, digest, read_apart, read_before
 from plait.data.padding import packed
 from plait.launch.failure_report import LoaderError, described
 from plait.randomness.keyed import first_draws, permutation, seed_host
@@ -34,7 +34,7 @@ def batches(
             return
         loaded = DataLoader(_Caught(source), sampler=plan, batch_size=None, num_workers=workers, worker_init_fn=_settle)
     else:
-        shared = known_by(data, share.ranks)
+        shared = read_apart(data, share)
         stream = OfShare(data, batch, seed, share, at) if shared else _Streamed(data, batch, seed, share, at)
         stream.reads = reads
         if workers == 0:
@@ -108,8 +108,8 @@ def _shorter(at: Position, length: int) -> PlaitError:
     return PlaitError(Problem("K003", what, why="it has become shorter since the checkpoint", fix=fix))
 
 
-Item = tuple[Position, int, list[tuple[int, list[int]]], Position]
-"""Of a step: its position, size, (first, sample ids) of each micro-batch, and the position after it."""
+Item = tuple[Position, int, list[tuple[int, list[int]]], Position, int]
+"""Of a step: its position, size, (first, sample ids) of each micro-batch, the position after it, samples of the largest share."""
 
 
 class _Plan:
@@ -127,9 +127,10 @@ class _Plan:
                 order, epoch = permutation(self.seed, at.epoch, self.length), at.epoch
             assert order is not None
             size = min(self.batch, self.length - at.start)
-            parts = [(f, order[at.start + f : at.start + f + n].tolist()) for f, n in self.share.parts(size)]
+            share = self.share.at(at.step)
+            parts = [(f, order[at.start + f : at.start + f + n].tolist()) for f, n in share.parts(size)]
             after = _advance(at, size, at.start + size == self.length)
-            yield at, size, parts, after
+            yield at, size, parts, after, max(share.sizes(size))
             at = after
 
 
@@ -148,14 +149,14 @@ class _Mapped:
         self.untouched = first_draws()
 
     def __getitem__(self, item: Item) -> Batch:
-        at, size, parts, after = item
+        at, size, parts, after, most = item
         while True:
             seed_host("untouched")
             loaded = [(first, ids, [self._sample(at.epoch, i) for i in ids or [0]]) for first, ids in parts]
             micro = tuple(part(self.data, samples, first, ids) for first, ids, samples in loaded)
             moved = {k for k, number in enumerate(first_draws()) if number != self.untouched[k]} - self.drawn
             if not moved:
-                return Batch(at, size, micro, after)
+                return Batch(at, size, micro, after, most=most)
             self.drawn |= moved  # these samples drew unkeyed numbers: load them again, and seed that generator too
 
     def _sample(self, epoch: int, i: int) -> Any:
@@ -185,8 +186,10 @@ class _Streamed(IterableDataset):
                 state = self.data.state_dict() if hasattr(self.data, "state_dict") else None
                 after = replace(_advance(at, len(samples), ended), state=state)
                 around = tuple(samples) if hasattr(self.data, "collate") else ()
-                micro = cut(self.data, samples, self.share, lambda k, at=at: at.start + k, samples[0])
-                yield Batch(at, len(samples), micro, after, digest(samples), around=around)
+                share = self.share.at(at.step)
+                micro = cut(self.data, samples, share, lambda k, at=at: at.start + k, samples[0])
+                most = max(share.sizes(len(samples)))
+                yield Batch(at, len(samples), micro, after, digest(samples), around=around, most=most)
                 at = after
             else:  # the epoch ended exactly at a batch's end
                 at = Position(at.step, at.epoch + 1, 0, at.samples)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plait.data.batch import Batch, Micro, collate, is_map, rows_of, seeded_sample
+from plait.data.batch import Batch, BatchShare, Micro, collate, is_map, rows_of, seeded_sample
 from plait.data.batch_rows import Pair, SampleRows
-from plait.data.iterables import exchange_numbers, known_by
+from plait.data.iterables import exchange_numbers, read_apart
 from plait.randomness.keyed import host_kept
 from plait.tensors.torch_private import tree_map_only
 
@@ -123,11 +123,11 @@ class Padding:
         return replace(micro, inputs=inputs, targets=targets, spare=pair)
 
 
-def fetching(data: object, seed: int, batch: Batch, ranks: int) -> Fetch:
+def fetching(data: object, seed: int, batch: Batch, share: BatchShare) -> Fetch:
     """Gives samples of a step's global batch by their ids, wherever they are read; None where a rank reads its share only."""
     if is_map(data):
         return lambda i: seeded_sample(data, seed, batch.position.epoch, i)
-    if known_by(data, ranks):
+    if read_apart(data, share):
         return None
     return lambda i: unpacked(batch.around[i - batch.position.start])
 

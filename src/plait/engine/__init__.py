@@ -3,6 +3,7 @@
 build             from job and plan to a rank's model and optimizer
 engine            the loop's body: batches, steps, checkpoints
 passes            forward and backward passes of a step, and their spans
+speed             how long a rank computes; how many samples fit
 evaluate          metrics over held-out data
 try_metrics       the job's metrics, tried before training
 nonfinite         steps that are not finite

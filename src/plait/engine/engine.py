@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,13 +30,15 @@ from plait.config.job import Job
 from plait.config.keys import SAME_LOSS
 from plait.config.plan import Plan
 from plait.data.batch import Batch, BatchShare, Position, opened, weigh, whole
-from plait.data.iterables import Merge, agree, every_nth, known_by
+from plait.data.iterables import Merge, agree, every_nth, read_apart
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
+from plait.data.shares import ahead
 from plait.engine.build import build, check_copies, inexact, pick_device
 from plait.engine.evaluate import evaluate
 from plait.engine.nonfinite import Guard
-from plait.engine.passes import Passes, Spans, Step, sort_of, tokens
+from plait.engine.passes import Passes, Spans, Step, tokens
+from plait.engine.speed import SpeedMeter, by_share
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
@@ -74,9 +77,9 @@ class Engine:
         """The step of the last save."""
         self._within: Literal["", "passes", "update"] = ""
         """Where in a step this is, and so whose state the model is in."""
-        self._busy = 0.0
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
         self.passes = Passes(self.built, self._spans)
+        self.meter = SpeedMeter(self.built)
         self.guard = Guard(self.built, on_nan)
 
     def __enter__(self) -> "Engine":
@@ -125,9 +128,9 @@ class Engine:
 
     @property
     def share(self) -> BatchShare:
-        plan, rank = self.plan, self.place.rank
-        group = self.built.at["replica_groups"]
-        return BatchShare(plan.share(rank), plan.ranks, plan.microbatches, group, plan.replica_groups)
+        plan, balance = self.plan, self.built.balance
+        share = BatchShare.of(plan, plan.share(self.place.rank), self.built.at["replica_groups"])
+        return share if balance is None else replace(share, course=balance.course)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of each step's batch, from where the run is to the job's last step (or a stop)."""
@@ -137,7 +140,7 @@ class Engine:
         if self.plan.rarely:
             data = whole(data)
         source = batches(data, job.batch, job.seed, self.share, self.position, workers=workers, reads=reads)
-        if known_by(data, self.share.ranks):
+        if read_apart(data, self.share):
             source = self._merged(source)
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
@@ -147,7 +150,7 @@ class Engine:
             batch = next(source)
             self._compare(batch)
             if padding is not None:
-                batch = padding.batch(batch, fetching(data, job.seed, batch, self.share.ranks))
+                batch = padding.batch(batch, fetching(data, job.seed, batch, self.share))
                 if padding.loose and self.built.whole.places and LOOSE not in self.built.unlike:
                     self.built.unlike = (*self.built.unlike, LOOSE)
             self._spans.end("data")
@@ -186,7 +189,8 @@ class Engine:
         if rare is not None and isinstance(reducer, CrossGroupSums):
             reducer.everywhere = built.groups["replica_groups"] if rare.sums(batch.after.step) else None
         pieces = self.passes.pieces(batch, {i: weights[i] / (total or 1.0) for i in self.runs(batch, weights)})
-        step_row = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
+        with self.meter.watching():
+            step_row = self.passes.run(pieces, batch.position.step, lambda losses: self._armed(batch, losses))
         self._spans.begin("reduce")
         if built.reducer is not None:
             step_row = built.reducer.finish()
@@ -204,9 +208,8 @@ class Engine:
 
     def runs(self, batch: Batch, weights: list[float]) -> list[int]:
         """Numbers of the micro-batches that this rank runs: those that weigh something, or that every rank must run."""
-        ranks, size = (1, batch.most) if batch.most else (self.plan.ranks, self.share.of_group(batch.size)[1])
-        most = BatchShare(0, ranks, self.plan.microbatches).parts(size)  # rank 0's parts are the largest
-        return [i for i, w in enumerate(weights) if w or (self.built.together and most[i][1])]
+        most = batch.most or max(self.share.sizes(batch.size))  # of so many samples, the first parts have one each
+        return [i for i, w in enumerate(weights) if w or (self.built.together and i < most)]
 
     def sizes_run(self, batch: Batch) -> list[tuple[int, str]]:
         """Of each micro-batch of a step that this rank runs: its samples (1 for an empty one that counts as a sample), and
@@ -248,15 +251,16 @@ class Engine:
         return step_row
 
     def _step_row(self, batch: Batch, losses: list[Tensor]) -> Tensor:
-        """What all ranks must know, summed beside the gradients: loss, wish to stop, samples and busy time by share of the
-        batch, time waiting for data by rank, saving."""
-        rank, ranks, data = self.plan.share(self.place.rank), self.plan.ranks, 2 + 2 * self.plan.ranks
-        row = [0.0] * (data + self.plan.world) + self._saving()
-        row[data + self.place.rank] = sum(took for name, _, took in self._spans.open if name == "data")
-        alike = self.plan.along(SAME_LOSS)
-        together = self.plan.pp * alike
+        """What all ranks must know, summed beside the gradients: loss, wish to stop, samples by share of the batch; by rank
+        seconds computing and waiting for data, and what fits into its memory where shares follow speeds; saving."""
+        plan, rank, balance = self.plan, self.place.rank, self.built.balance
+        waited = sum(took for name, _, took in self._spans.open if name == "data")
+        by_rank = [self.meter.busy, waited] + ([float(self.meter.room)] if balance is not None else [])
+        row = [0.0] * (2 + plan.ranks + len(by_rank) * plan.world) + self._saving()
+        row[2 + plan.ranks + rank : -2 : plan.world] = by_rank
+        alike = plan.along(SAME_LOSS)
         row[1] = float(self.place.stopping())
-        row[2 + rank], row[2 + ranks + rank] = batch.count / together, self._busy / together
+        row[2 + plan.share(rank)] = batch.count / (plan.pp * alike)
         if self.built.device.type == "cpu":
             row[0] = sum(float(loss) for loss in losses) / alike
             return torch.tensor(row, dtype=torch.float64)
@@ -316,7 +320,6 @@ class Engine:
             group["lr"] = group["initial_lr"] * rate
 
     def _told(self, batch: Batch, row: list[float], norm: float, lr: float) -> Step:
-        ranks = self.plan.ranks
         loss, stop, *rows, saved, kept = row
         if self.built.rare is not None and self.built.rare.sums(batch.after.step):
             loss *= self.plan.replica_groups  # a group's part of the batch's mean, as in steps of its own
@@ -327,11 +330,13 @@ class Engine:
                 if sent > self._saved:  # else it tells of a save that is over
                     self._heard(*word)
         spans = self._spans.taken()
-        computing = ("forward", "backward", "loss", "replicate")
-        self._busy = sum(took for name, _, took in spans if sort_of(name) in computing)
+        self.meter.read(spans, batch.count)
+        samples, busy, waited, room = by_share(self.plan, rows)
+        balance, done = self.built.balance, batch.after.step
+        note = "" if balance is None else balance.heard(done, (samples, busy, room), ahead(self.workers))
         return Step(
-            batch.after.step, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
-            spans, [(int(n), seconds) for n, seconds in zip(rows[:ranks], rows[ranks:])], rows[2 * ranks :],
+            done, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
+            spans, list(zip(samples, busy)), waited, note=note,
         )  # fmt: skip
 
     def _heard(self, stop: float, saved: float, kept: float) -> None:

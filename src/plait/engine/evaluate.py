@@ -43,7 +43,6 @@ from plait.randomness.keyed import seed_host
 from plait.tensors import higher_order
 from plait.tensors.collectives import exchange
 from plait.tensors.modules import evaluating
-from plait.tensors.rows import split
 
 Share = tuple[tuple[object, object], int]
 
@@ -54,13 +53,11 @@ def evaluate(built: Built) -> dict[str, float]:
     if job.evaluate is None:
         return {}
     sums: dict[str, Tensor] = {}
-    groups = built.plan.replica_groups
-    rank, ranks = built.at["replica_groups"] * built.plan.ranks + built.plan.share(place.rank), groups * built.plan.ranks
-    size = largest(job.batch, ranks if groups > 1 else built.plan.shares, built.plan.microbatches)
+    size, share = forward_size(built), share_now(built)
     together = built.shards is not None or built.plan.ep > 1
     with _forward_only(built):
         data = opened(job.evaluate.data, try_metrics.WHERE)
-        share = BatchShare(rank, ranks, -(-largest(job.batch, ranks, 1) // size))
+        share = replace(share, microbatches=-(-max(share.sizes(job.batch)) // size))
         held_out = HeldOut(data, job.seed, share, lambda: place.within("evaluation data"))
         if hasattr(data, "collate"):
             shares = held_out.padded(job.batch, Padding(data, built.group, built.device))
@@ -73,6 +70,30 @@ def evaluate(built: Built) -> dict[str, float]:
             for name, row in _sums(built, pair, count).items():
                 sums[name] = sums[name] + row if name in sums else row
     return _means(built, sums)
+
+
+def share_now(built: Built) -> BatchShare:
+    """This rank's share of samples, at the present parts."""
+    plan, group = built.plan, built.at["replica_groups"]
+    share = BatchShare.of(plan, plan.share(built.place.rank))
+    if plan.replica_groups > 1:  # all of them share out the samples, as if they were one
+        groups = plan.replica_groups
+        share = replace(
+            share,
+            rank=group * plan.ranks + share.rank,
+            ranks=groups * plan.ranks,
+            parted=share.parted * groups,
+            groups=1,
+        )
+    return share if built.balance is None else replace(share, parted=built.balance.course.last[1])
+
+
+def forward_size(built: Built) -> int:
+    """Samples that a forward pass of training has on every rank: those of the smallest share's largest micro-batch."""
+    job, plan, share = built.job, built.plan, share_now(built)
+    if not share.uneven:
+        return largest(job.batch, plan.shares * plan.replica_groups, plan.microbatches)
+    return largest(min(share.sizes(job.batch)), 1, plan.microbatches)
 
 
 def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
@@ -95,8 +116,8 @@ def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
 def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
     """The first and largest forward pass of an evaluation, and its metrics: for a dry run, which fits what `ready` gives."""
     assert built.job.evaluate is not None
-    wanted, plan = built.job.evaluate.data, built.plan
-    count = largest(built.job.batch, plan.shares, plan.microbatches)
+    wanted = built.job.evaluate.data
+    count = forward_size(built)
     pair = first_samples(example(wanted, opened(wanted, try_metrics.WHERE), try_metrics.WHERE), count)
     with _forward_only(built):
         _sums(built, ready(pair), count)
@@ -134,8 +155,9 @@ class HeldOut:
         """This rank's part of the data, in order, every sample on exactly one rank."""
         data, share = self.data, self.share
         if is_map(data):
-            first, count = split(len(data), share.ranks, share.rank)
-            for offset in range(0, split(len(data), share.ranks, 0)[1], batch):  # rank 0's share is the largest
+            held = share.sizes(len(data))
+            first, count = sum(held[: share.rank]), held[share.rank]
+            for offset in range(0, max(held), batch):
                 ids = range(first + offset, first + min(offset + batch, count))
                 yield collate(data, [self._read(data, i) for i in ids or [0]]), len(ids)
             return
@@ -172,9 +194,9 @@ class HeldOut:
             for first, count in self.share.parts(size):
                 ids = list(range(start + first, start + first + count))
                 micros.append(part(data, [fetch(i) for i in ids or [start]], first, ids))
-            most = replace(self.share, rank=0).parts(size)  # rank 0's parts are the largest
-            for micro, (_, longest) in zip(padding.alike(micros, fetch), most):
-                if longest:
+            most = max(self.share.sizes(size))  # of so many samples, the first parts have one each
+            for i, micro in enumerate(padding.alike(micros, fetch)):
+                if i < most:
                     yield micro.spare or (micro.inputs, micro.targets), micro.count
             start += size
 

@@ -87,6 +87,8 @@ class Recorder:
             for name in ("loss", "norm", "lr", "samples_per_s", "tokens_per_s"):
                 if row[name] is not None:
                     self.mirror.add_scalar(name, row[name], step.step)
+        if step.note:
+            self.note(step.note)
         busy = [seconds for _, seconds in step.by_rank]
         self._straggler("is {}× slower than the median rank", busy, 0.0)
         self._straggler("waits {}× as long for its samples as the median rank", step.data_by_rank, 0.1 * seconds)

@@ -51,9 +51,11 @@ class Step:
     """(name, start, seconds) of what took time on this rank; starts are `time.perf_counter`. Names are those of `SPANS`,
     and under `pp` those of actions, `receive F1.3`, `F1.3` and `send F1.3`: see `sort_of`."""
     by_rank: list[tuple[int, float]]
-    """(samples of this step, seconds computing in the step before) of each rank."""
+    """(samples of this step, seconds computing in the step before) of each share; where ranks have the same, of the slowest."""
     data_by_rank: list[float] = field(default_factory=list)
     """Seconds that each rank waited for this step's samples."""
+    note: str = ""
+    """What is to be said of shares of the batch that change."""
     trouble: Problem | None = None
     """What was not finite in a step that was left out, and where it began."""
 

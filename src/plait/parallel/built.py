@@ -20,6 +20,7 @@ from plait.parallel.fsdp.runtime import FsdpRuntime
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.pipeline.runtime import PipelineRuntime
 from plait.parallel.replicas import Replicas
+from plait.parallel.shares.balance import Balance
 from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
 from plait.tensors.part import Part, Ranges, whole
@@ -197,6 +198,8 @@ class Built:
     run: Call = call
     """(model, inputs) -> outputs."""
     scaler: LossScale | None = None
+    balance: Balance | None = None
+    """What follows the speeds of shares, under `batch_shares=auto`."""
     begun: bool = False
     """A step was made."""
     structure: dict[str, list[str]] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.pipeline import strategy as pipeline
 from plait.parallel.replica_groups import strategy as replica_groups
+from plait.parallel.shares import strategy as shares
 from plait.parallel.tensor import strategy as tensor
 
 
@@ -70,6 +71,7 @@ ORDER: tuple[Strategy, ...] = (
     context,
     precision,
     threads,
+    shares,
     accumulate,
     recompute,
     compiled,

@@ -8,6 +8,7 @@ memory            bytes of the fullest rank in closed forms, for searching
 estimate          one plan
 constants         what was fitted to measurements
 space             all plans, in branches
+unequal           plans on devices that are unlike
 search            the best of them
 answer            what `plait plan` says
 exactness         what rare synchronisation costs in exactness, and the link speed below which it pays

@@ -9,12 +9,12 @@ from plait.config.keys import AXES, KEYS
 from plait.config.plan import Plan
 from plait.model.table import aligned, short, size
 from plait.planner import late
-from plait.planner.estimate import estimate
 from plait.planner.exactness import crossing, told
 from plait.planner.question import CONTEXT, PlanRequest
 from plait.planner.search import ALIKE, Candidate, Found, search
 from plait.planner.space import SearchSpace, branch_samples
 from plait.planner.uncertainty import PARTS, SPENT, Correction, Traits, correction
+from plait.planner.unequal import gain, price
 
 CLASSICAL = ("dp", "fsdp", "tp", "pp")
 """What everybody knows: all devices on one axis."""
@@ -41,7 +41,8 @@ class PlanRow:
         if found is not None:
             facts |= {
                 "seconds": found.seconds, "samples_per_s": samples / found.seconds, "bytes": round(found.reserved),
-                "spare_bytes": round(room - found.reserved), "host_bytes": round(found.hosted), "parts": found.parts,
+                "spare_bytes": round(room - found.reserved if found.spare is None else found.spare),
+                "host_bytes": round(found.hosted), "parts": found.parts,
                 "memory": {name: round(held) for name, held in found.memory.items()},
                 "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan),
             }  # fmt: skip
@@ -164,7 +165,7 @@ def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     why = refused(plan)
     if axis == "pp" and question.devices > question.stages:
         why = why or f"the model has {question.stages} units"
-    priced = None if why else estimate(pace, plan, branch_samples(plan, question))
+    priced = None if why else price(pace, plan, replace(question, memory=inf), branch_samples(plan, question))
     return Candidate(plan, priced, 1.0, why)
 
 
@@ -173,8 +174,8 @@ def why_not(candidate: Candidate, best: Candidate | None, question: SearchSpace 
     found = candidate.estimate
     if found is None:
         return candidate.why
-    if question is not None and found.reserved > question.memory:
-        over = size(found.reserved - question.memory)
+    if question is not None and question.spare(found) < 0:
+        over = size(-question.spare(found))
         largest = max(found.memory, key=lambda name: found.memory[name])
         held = {"optimizer": "optimizer state is not sharded enough", "activations": "activations do not fit"}
         return f"{over} over: {held.get(largest, f'{largest} do not fit')}"
@@ -268,7 +269,7 @@ def _notes(found: Answer) -> list[str]:
     lines = [
         f"step of #1: {parts}",
         f"memory of #1 on the fullest rank: {memory} · allocator {size(got.reserved - sum(got.memory.values()))} · "
-        f"spare {size(question.memory - got.reserved)}" + (f"; host {size(got.hosted)}" if got.hosted else ""),
+        f"spare {size(question.spare(got))}" + (f"; host {size(got.hosted)}" if got.hosted else ""),
         *_late(found, best.candidate),
         f"batch: {question.batch} samples a step = {question.batch // shares} for each of {shares} shares, in "
         f"{plan.microbatches} micro-batches; the learning rate stays the job's. A batch k times as large asks for one of "
@@ -279,6 +280,8 @@ def _notes(found: Answer) -> list[str]:
     ]
     if found.beside:
         lines.insert(0, found.beside)
+    if faster := gain(found.asked.pace, plan, question, best.candidate.samples):
+        lines.insert(0, faster)
     if found.one is not None:
         lines.insert(0, found.one.told(best.candidate, question.batch))
     return lines

@@ -39,6 +39,8 @@ class Estimate:
     """Bytes of gradients and weights that a rank sends in a step, by axis."""
     states: float = 0.0
     """Trained weights that a rank updates."""
+    spare: float | None = None
+    """Where devices are unlike: bytes that the plan leaves of the one that it leaves least of."""
 
     def share(self, part: str) -> float:
         """A part of the step, of all of it."""

@@ -12,11 +12,11 @@ from typing import Any
 from plait.config.keys import KEYS
 from plait.config.plan import Plan
 from plait.planner.answer import Answer, PlanRow
-from plait.planner.estimate import estimate
 from plait.planner.exactness import progress, told
 from plait.planner.question import PlanRequest
 from plait.planner.search import ALIKE, Candidate, search
 from plait.planner.space import SearchSpace
+from plait.planner.unequal import price
 
 GROUPS = 64
 """The most replica groups that are tried."""
@@ -80,7 +80,7 @@ def offered(asked: PlanRequest, question: SearchSpace, exact: float) -> Iterator
         for candidate in search(asked.pace, inside, refused, exact).best[:KEPT]:
             for plan in rarely(candidate.plan, pins, formats):
                 if not refused(plan):
-                    priced = Candidate(plan, estimate(asked.pace, plan, candidate.samples), candidate.samples)
+                    priced = Candidate(plan, price(asked.pace, plan, question, candidate.samples), candidate.samples)
                     if question.holds(priced.estimate) and priced.seconds < exact:
                         yield LateOffer(priced, priced.seconds / progress(plan))
 

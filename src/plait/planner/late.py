@@ -201,7 +201,7 @@ def at_speed(pace: TimeModel, bits: float, latency: float | None = None) -> Time
     software = pace.software
     if software.cores is not None:
         software = replace(software, cores=replace(software.cores, crowd=1.0))
-    return replace(pace, machine=linked(pace.machine, bits, latency), software=software, known={})
+    return replace(pace, machine=linked(pace.machine, bits, latency), software=software, known={}, slower={})
 
 
 def break_even(exact: Callable[[float], float], late: Callable[[float], float]) -> float:

@@ -125,12 +125,12 @@ class PlanRequest:
         """What to search, with keys that are given."""
         peaks = self.machine.device.peak
         formats = ("bf16", "fp32") if peaks.bf16 and self.accelerated else ("fp32",)
-        sizes = {m.experts for m in self.cuts.mixtures}
+        sizes, each = {m.experts for m in self.cuts.mixtures}, rooms(self.machine, memory)
         return SearchSpace(
-            devices or self.machine.devices, self.job.batch, pins, room(self.machine, memory), self.beside(), formats,
+            devices or self.machine.devices, self.job.batch, pins, max(each or (room(self.machine, memory),)), self.beside(), formats,
             max(1, len(self.sketch.calls)), self.sliceable, self.attends,
             tuple(sorted(sizes)), self.heads, ("none", "optimizer", "all") if self.accelerated else ("none",),
-            (True,) if self.accelerated else (True, False),
+            (True,) if self.accelerated else (True, False), each,
         )  # fmt: skip
 
     def refused(self) -> Callable[[Plan], str]:
@@ -163,6 +163,13 @@ def room(machine: Machine, memory: float | None = None) -> float:
     """Bytes of a machine's device that a plan may take; `memory`: of the device, when the user says."""
     size = memory or machine.device.memory
     return size * ROOM if machine.on_cores else size * ROOM - CONTEXT
+
+
+def rooms(machine: Machine, memory: float | None = None) -> tuple[float, ...]:
+    """The same of each device of a node, where they are unlike."""
+    if not machine.unlike:
+        return ()
+    return tuple(room(machine, memory or machine.memory(i)) for i in range(machine.devices_per_node))
 
 
 def uneven(cuts: Cuts, ranks: int) -> str:
@@ -210,7 +217,9 @@ def sized(machine: Machine, devices: int) -> Machine:
     if machine.on_cores and machine.nodes == 1:
         memory = round(machine.device.memory * machine.devices_per_node / devices)
         links = tuple(replace(x, devices=max(devices, 2) if x.devices else None) for x in machine.links)
-        return replace(machine, devices_per_node=devices, device=replace(machine.device, memory=memory), links=links)
+        if devices > machine.devices_per_node:
+            machine = replace(machine, speeds=(), memories=())
+        return replace(machine.cut(devices), device=replace(machine.device, memory=memory), links=links)
     if devices <= machine.devices_per_node:
-        return replace(machine, devices_per_node=devices, nodes=1)
+        return machine.cut(devices)
     return machine.with_nodes(ceil(devices / machine.devices_per_node))

@@ -13,9 +13,10 @@ from math import inf
 from plait.config.keys import AXES
 from plait.config.plan import Plan
 from plait.planner import memory
-from plait.planner.estimate import Estimate, estimate, touched
+from plait.planner.estimate import Estimate, touched
 from plait.planner.space import MOST, SearchSpace, branch_samples, branches, of, orders, shardings
 from plait.planner.time import TimeModel
+from plait.planner.unequal import price, ways
 
 ALIKE = 0.02
 """Predicted times that differ by less are the same to anyone who has to choose: the simplest of them comes first."""
@@ -69,7 +70,7 @@ def search(pace: TimeModel, question: SearchSpace, refused: Callable[[Plan], str
     simplest = min(alike, key=lambda c: (len(c.plan.changed()), c.seconds), default=None)
     order.sort(key=lambda c: c is not simplest)
     over = sorted((c for mesh, c in looking.large.items() if mesh not in looking.best), key=_bytes)
-    timed = (replace(c, estimate=estimate(pace, c.plan, c.samples)) for c in over)
+    timed = (replace(c, estimate=price(pace, c.plan, replace(question, memory=inf), c.samples)) for c in over)
     return Found(tuple(order), tuple(timed), dict(looking.counts), dict(looking.whys))
 
 
@@ -148,6 +149,11 @@ class _Looking:
                                 break
 
     def priced(self, plan: Plan) -> bool:
+        """Price a plan, with each way to share out the batch; whether it fits in any."""
+        fitting = [self._priced(way) for way in ways(self.pace, plan, self.question, self.refused)]
+        return any(fitting)
+
+    def _priced(self, plan: Plan) -> bool:
         """Price a plan and keep it when it is the best of its mesh; whether it fits."""
         samples = branch_samples(plan, self.question)
         if self.least(plan, samples) > self.question.memory:
@@ -160,7 +166,7 @@ class _Looking:
             self.counts["impossible"] += 1
             self.whys[why] += 1
             return False
-        found = Candidate(plan, estimate(self.pace, plan, samples, self.question.memory), samples)
+        found = Candidate(plan, price(self.pace, plan, self.question, samples), samples)
         fits = self.question.holds(found.estimate)
         self.counts["priced"] += 1
         self.counts["do not fit"] += not fits

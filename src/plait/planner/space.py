@@ -38,6 +38,16 @@ class SearchSpace:
     """What may be kept on the host, least first."""
     stretches: tuple[bool, ...] = (True,)
     """Whether what lies between slices may run on stretches of the sequence."""
+    rooms: tuple[float, ...] = ()
+    """Bytes that a plan may take of each device of a node, where they are unlike; `memory` is then the largest."""
+
+    def room(self, rank: int) -> float:
+        """Bytes that a plan may take of a rank's device."""
+        return self.rooms[rank % len(self.rooms)] if self.rooms else self.memory
+
+    def spare(self, found: Estimate) -> float:
+        """Bytes that a plan leaves of the device that it leaves least of."""
+        return self.memory - found.reserved if found.spare is None else found.spare
 
     @property
     def groups(self) -> int:
@@ -51,7 +61,7 @@ class SearchSpace:
 
     def holds(self, found: Estimate | None) -> bool:
         """Whether devices and their hosts have the memory that a plan takes."""
-        return found is not None and found.reserved <= self.memory and found.hosted <= self.host
+        return found is not None and self.spare(found) >= 0 and found.hosted <= self.host
 
 
 def divisors(n: int) -> list[int]:

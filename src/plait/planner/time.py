@@ -10,10 +10,11 @@ does one after the other. Such costs are counted in operators: the time of the f
 `bench/choice.py`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from math import ceil, log2
 from typing import Any
 
+from plait.config.device import Rates
 from plait.config.keys import SAME_LOSS
 from plait.config.machine import Machine
 from plait.config.plan import Plan
@@ -164,6 +165,21 @@ class TimeModel:
     loading: float = 0.0
     """Samples per second that one rank's loader was measured to read; 0: not measured, and taken to keep up."""
     known: dict[Any, BlockTime] = field(default_factory=dict)
+    slower: "dict[float, TimeModel]" = field(default_factory=dict)
+
+    def on(self, speed: float) -> "TimeModel":
+        """On a device that computes at this part of the speed. Links and the host of an accelerator are as fast as they were."""
+        if speed == 1.0:
+            return self
+        if speed not in self.slower:
+            machine, cores = self.machine, self.software.cores
+            peaks = {f.name: (getattr(machine.device.peak, f.name) or 0.0) * speed or None for f in fields(Rates)}
+            memory = (machine.device.memory_bandwidth or 1e12) * speed
+            device = replace(machine.device, peak=Rates(**peaks), memory_bandwidth=memory)
+            software = replace(self.software, cores=cores and replace(cores, operator=cores.operator / speed))
+            slow = replace(self, machine=replace(machine, device=device), software=software, known={}, slower={})
+            self.slower[speed] = slow
+        return self.slower[speed]
 
     def block(self, block: Block, plan: Plan, samples: float) -> BlockTime:
         """One of `block.count` alike ones, for a micro-batch of so many samples."""

@@ -18,6 +18,7 @@ from plait.config.job import Job
 from plait.config.keys import AXES, OTHER_SAMPLES
 from plait.config.plan import Plan
 from plait.data.batch import Batch
+from plait.data.shares import InTurn
 from plait.engine.engine import Engine
 from plait.engine.traffic import Traffic
 from plait.launch.place import Place
@@ -79,6 +80,8 @@ def run(
     steps, device, facts = how
     engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
     built = engine.built
+    if built.balance is not None:
+        built.balance.course = InTurn(plan.ranks)  # parts that change between steps, as measured speeds would change them
     notes = noting.of_rank(engine)
     noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), list[tuple[int, str]]()
     tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}

@@ -92,7 +92,7 @@ class Reference:
     def parts(self) -> list[tuple[int, int]]:
         """(first, count) of the parts of the batch."""
         n, plan = len(self.read[1]), self.plan
-        shares = (BatchShare(rank, plan.ranks, plan.microbatches).parts(n) for rank in range(plan.ranks))
+        shares = (BatchShare.of(plan, rank).parts(n) for rank in range(plan.ranks))
         return [part for share in shares for part in share if part[1]]
 
     def trained(self) -> tuple[StepResult, dict[tuple[str, str], float]]:

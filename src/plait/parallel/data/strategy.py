@@ -84,6 +84,6 @@ def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
 
 
 def numbers_of_step_row(plan: Plan) -> int:
-    """Numbers all ranks must know after a step: loss, wish to stop, how saves go, samples and busy time of each share
-    of the batch, each rank's time waiting for data."""
-    return 4 + 2 * plan.ranks + plan.world
+    """Numbers all ranks must know after a step: loss, wish to stop, how saves go, samples of each share of the batch, each
+    rank's seconds computing and waiting for data, and, under `batch_shares=auto`, how many samples fit into its memory."""
+    return 4 + plan.ranks + (2 + (plan.batch_shares == "auto")) * plan.world

@@ -63,7 +63,7 @@ def _share(plan: Plan, sketch: Sketch, batch: int) -> Iterable[Any]:
     shards, places = plan.expert_shards, range(plan.shares)
     pieces = [_pieces(sketch, plan, i % plan.ep, i // plan.ep % shards) if plan.ep > 1 else () for i in places]
     for share in range(plan.shares):
-        samples = tuple(n for _, n in BatchShare(share, plan.ranks, plan.microbatches).parts(batch))
+        samples = tuple(n for _, n in BatchShare.of(plan, share).parts(batch))
         yield samples, parts[share % plan.fsdp], experts[share % plan.ep], pieces[share]
 
 

@@ -105,7 +105,7 @@ def one_device(
 
 def parts_of(cut: Plan, size: int) -> list[tuple[int, int]]:
     """(first, count) of each part of a batch of `size`, in order."""
-    shares = [BatchShare(rank, cut.shares, cut.microbatches) for rank in range(cut.shares)]
+    shares = [replace(BatchShare.of(cut, rank), ranks=cut.shares) for rank in range(cut.shares)]
     return [part for share in shares for part in share.parts(size) if part[1]]
 
 

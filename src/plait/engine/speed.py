@@ -1,0 +1,75 @@
+"""How long a rank computes in a step, and how many samples fit into its memory: what shares of the batch by speed go by."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from plait.config.plan import Plan
+from plait.engine.passes import sort_of
+from plait.parallel.built import Built
+from plait.tensors.waits import Interval, apart, waits
+
+COMPUTING = ("forward", "backward", "loss", "replicate")
+FULL = 0.9
+"""Part of a GPU's memory that shares may grow into."""
+
+
+class SpeedMeter:
+    """Reads one rank's clock and memory. `busy`: seconds of forward and backward passes of the last step.
+
+    The wall's, since a device that others use too is slow by the wall only. Where speeds are compared, what a rank waited for others
+    is left out: on processors the waits are timed. On GPUs passes return before they are computed, so two events tell.
+    """
+
+    def __init__(self, built: Built):
+        self.built, self.busy, self.room = built, 0.0, 0
+        self.waited = list[Interval]()
+        self.compares = built.balance is not None
+        self.events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if self.compares and built.device.type == "cuda":
+            self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the passes of a step."""
+        self.waited = []
+        if not self.compares:
+            yield
+        elif self.events is None:
+            with waits(self.waited):
+                yield
+        else:
+            torch.cuda.reset_peak_memory_stats()
+            self.events[0].record()
+            yield
+            self.events[1].record()
+
+    def read(self, spans: Sequence[tuple[str, float, float]], samples: int) -> None:
+        """After a step, whose numbers are on the host, with these spans and so many samples."""
+        computing = [(start, start + took) for name, start, took in spans if sort_of(name) in COMPUTING]
+        self.busy = apart(computing, self.waited)
+        if self.events is not None:
+            self.busy = self.events[0].elapsed_time(self.events[1]) / 1000
+            self.room = _room(samples)
+
+
+def _room(samples: int) -> int:
+    """How many samples fit, as far as memory grows with them; 0 where that is not known."""
+    held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    whole = torch.cuda.mem_get_info()[1] * FULL
+    return int(samples * (whole - held) / (peak - held)) if samples and peak > held else 0
+
+
+def by_share(plan: Plan, rows: Sequence[float]) -> tuple[list[int], list[float], list[float], list[int]]:
+    """Of the step row's numbers: samples of each share; seconds that its slowest rank computed; seconds that each rank waited for
+    data; how many samples fit into a share's memory, of those that said so."""
+    count, world = plan.ranks, plan.world
+    samples, rest = [int(n) for n in rows[:count]], rows[count:]
+    busy, room = [0.0] * count, [0] * count
+    for rank, seconds in enumerate(rest[:world]):
+        busy[plan.share(rank)] = max(busy[plan.share(rank)], seconds)
+    for rank, fits in enumerate(rest[2 * world :]):
+        share = plan.share(rank)
+        room[share] = min(room[share] or int(fits), int(fits) or room[share])
+    return samples, busy, list(rest[world : 2 * world]), room

@@ -1,0 +1,134 @@
+"""Replica groups, in several processes, equal k models in one: each technique, optimizer, loss and layout; and dp where they should.
+
+A cross-section of the list runs always; `prove` tries all of it.
+"""
+
+from itertools import product
+
+import jobs
+import jobs_compressed
+import pytest
+from rarely import every
+
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.build import check_plan
+from plait.verify.verdict import Verdict, table
+from plait.verify.verify import verify
+
+KINDS = (
+    "every=2",
+    "every=2 start_local=2",
+    "sync=diloco every=2",
+    "sync=diloco every=3 outer_lr=0.5 outer_momentum=0.3 start_local=1",
+    "sync=diloco every=4 fragments=2 fragment_delay=1 fragment_alpha=0.5",
+    "sync=diloco every=3 fragments=3 fragment_delay=2",
+    "every=2 compress=int8",
+    "sync=diloco every=2 compress=powersgd compress_rank=1",
+    "sync=diloco every=4 fragments=2 fragment_delay=2 compress=bf16",
+)
+LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, False), (True, False), (1, 2)))
+
+
+def proved(job: str, text: str, **fields: object) -> Verdict:
+    made = jobs_compressed.job(job, **fields) if job in jobs_compressed.MODELS else jobs.ALL[job]()  # type: ignore[arg-type]
+    return verify(made, Plan.parse(text))
+
+
+@pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", every(31, LIST))
+def test_equal_to_the_algorithm(
+    model: str, kind: str, optimizer: str, clipped: bool, ragged: bool, microbatches: int
+) -> None:
+    groups = 2 + (microbatches + ragged) % 2
+    clip = {"clip": 1.0} if clipped else {}
+    verdict = proved(model, f"replica_groups={groups} {kind} microbatches={microbatches}", optimized=optimizer, ragged=ragged, **clip)
+    assert verdict.equal, verdict.cause
+    assert verdict.forced["clipped"] == clipped
+    assert verdict.algorithm is not None and verdict.algorithm.distance > 1e-6
+    assert "EQUAL to the algorithm (one process) · " in table(verdict, model)
+
+
+INSIDE = ("dp=2", "fsdp=2", "tp=2", "pp=2", "pp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 zero=1", "dp=2 recompute=full", "fsdp=2 offload=optimizer")
+
+
+@pytest.mark.parametrize("kind, inside", every(8, [(k, i) for i in INSIDE for k in KINDS if "compress" not in k]))
+def test_other_axes_inside_a_group(kind: str, inside: str) -> None:
+    verdict = proved("mlp", f"replica_groups=2 {kind} {inside}")
+    assert verdict.equal and verdict.algorithm is not None, verdict.cause
+
+
+@pytest.mark.parametrize("name", every(4, tuple(jobs.ALL)))
+def test_other_jobs(name: str) -> None:
+    for kind in ("every=2", "sync=diloco every=3 fragment_delay=1"):
+        verdict = proved(name, f"replica_groups=2 {kind}")
+        assert verdict.equal, verdict.cause
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "replica_groups=2",  # every step, an optimizer that is linear in the gradient, nothing clipped, samples weigh the same
+        "replica_groups=3 dp=1",
+        "replica_groups=2 sync=diloco outer_lr=1 outer_momentum=0.0",
+        "replica_groups=2 start_local=4 every=100",
+    ],
+)
+def test_what_should_be_dp_is(text: str) -> None:
+    plan = Plan.parse(text)
+    verdict = verify(jobs_compressed.job("pictures", "sgd"), plan, steps=plan.start_local + 4)
+    assert verdict.equal and verdict.algorithm is not None, verdict.cause
+    assert (verdict.algorithm.distance < 1e-12) == (not plan.start_local)
+
+
+def test_steps_at_the_start_are_dp() -> None:
+    """With AdamW, clipping and samples that weigh differently, as long as every step is one of `start_local`."""
+    from plait.verify.algorithms import replicas
+
+    job = jobs_compressed.job("pictures", "adamw", True, clip=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "shortened", lambda plan, steps: (plan, steps))
+        from plait.verify.algorithms import find
+
+        own = tuple(find.OwnTraining(o.wanted, o.train, o.named, o.strategies, o.by_share) for o in find.OWN)
+        patch.setattr(find, "OWN", own)
+        verdict = verify(job, Plan.parse("replica_groups=2 dp=2 start_local=8 every=5"))
+    assert verdict.equal and verdict.algorithm is not None, verdict.cause
+    assert verdict.algorithm.distance < 1e-12
+    assert "equal to dp here" in table(verdict, "pictures")
+
+
+@pytest.mark.parametrize("optimizer, clip", [("adamw", None), ("sgd", 0.01)])
+def test_what_should_not_be_dp_is_not(optimizer: str, clip: float | None) -> None:
+    verdict = verify(jobs_compressed.job("pictures", optimizer, clip=clip), Plan.parse("replica_groups=2"))
+    assert verdict.equal and verdict.algorithm is not None and verdict.algorithm.distance > 1e-4
+
+
+@pytest.mark.parametrize(
+    "text, code, told",
+    [
+        ("replica_groups=64", "P012", "never have a sample"),
+        ("replica_groups=2 processes=one", "P019", "process of its own"),
+        ("replica_groups=2 sync=diloco every=2 fragments=3", "P060", "after a step"),
+        ("replica_groups=2 sync=diloco every=2 fragment_delay=2", "P060", "sent again"),
+        ("replica_groups=2 tp=2 compress=int8", "P080", "part of a tensor"),
+        ("every=4", "P030", "replica_groups"),
+        ("replica_groups=2 fragments=2 every=4", "P030", "sync=diloco"),
+        ("replica_groups=2 sync=diloco staleness=2", "P030", "sync=async"),
+    ],
+)
+def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
+    with pytest.raises(PlaitError) as error:
+        check_plan(jobs_compressed.job("words"), Plan.parse(text))
+    assert any(p.code == code and told in f"{p.what} {p.why} {p.fix}" for p in error.value.problems), str(error.value)
+
+
+def test_too_many_fragments_are_refused() -> None:
+    with pytest.raises(PlaitError, match="P060") as error:
+        proved("words", "replica_groups=2 sync=diloco every=40 fragments=30")
+    assert "units" in str(error.value)
+
+
+@pytest.mark.messages
+def test_a_dry_run_sends_the_same() -> None:
+    verdict = proved("words", "replica_groups=2 dp=2")
+    assert verdict.equal, verdict.cause
