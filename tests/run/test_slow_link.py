@@ -28,7 +28,9 @@ def test_a_clock_by_hand() -> None:
     """A sum over two ranks sends its bytes once, in two hops: 1 s at 1,000 bytes a second, and 0.2 s."""
     wire, waits = Wire(1000.0, 0.1), sums([2.0, begin(0), ["wait", 0]], [2.0, begin(1), ["wait", 1], 1.0])
     assert replay(waits, wire, (1.0, 1.0)).ends == pytest.approx([3.2, 7.4])
-    assert replay(waits, wire, (1.0, 3.0)).ends == pytest.approx([7.2, 17.4]), "the slow one is waited for, and waits not"
+    assert replay(waits, wire, (1.0, 3.0)).ends == pytest.approx([7.2, 17.4]), (
+        "the slow one is waited for, and waits not"
+    )
     assert replay(waits, wire, (1.0, 1.0)).sent == pytest.approx(BYTES)
     hidden = sums([2.0, begin(0), 5.0, ["wait", 0]])
     assert replay(hidden, wire, (1.0, 1.0)).ends == pytest.approx([7.0])
@@ -51,7 +53,9 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert len(found["settings"]) == 4 and {*found["plans"]} == {"one", "dp", "local"}
     for row in found["settings"]:
         for name, arm in row["arms"].items():
-            assert arm["sent"] == pytest.approx(arm["predicted_sent"], rel=0.01), name  # and a few bytes beside the gradients
+            assert arm["sent"] == pytest.approx(arm["predicted_sent"], rel=0.01), (
+                name
+            )  # and a few bytes beside the gradients
             assert arm["step"] > 0 and arm["predicted_step"] > 0
         assert row["arms"]["local"]["step"] < row["arms"]["dp"]["step"]
         assert {*row["winners"]} == {"samples", "loss"}

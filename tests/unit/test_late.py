@@ -78,8 +78,12 @@ def test_bytes_of_groups_by_hand(asked: PlanRequest) -> None:
     """A mean over 4 groups in a ring is 1.5 times the bytes, once in H steps; a server takes gradients and gives weights."""
     size = 4 * NUMBERS
     assert priced(asked, f"{GROUPS}local every=16").sent == {"replica_groups": pytest.approx(1.5 * size / 16)}
-    assert priced(asked, f"{GROUPS}diloco every=16 fragments=2").sent == {"replica_groups": pytest.approx(1.5 * size / 16)}
-    assert priced(asked, f"{GROUPS}diloco every=16 compress=int8").sent == {"replica_groups": pytest.approx(3 * size / 4 / 16)}
+    assert priced(asked, f"{GROUPS}diloco every=16 fragments=2").sent == {
+        "replica_groups": pytest.approx(1.5 * size / 16)
+    }
+    assert priced(asked, f"{GROUPS}diloco every=16 compress=int8").sent == {
+        "replica_groups": pytest.approx(3 * size / 4 / 16)
+    }
     assert priced(asked, f"{GROUPS}async staleness=1").sent == {"replica_groups": pytest.approx(2 * size)}
     inside = priced(asked, f"{GROUPS}local every=16 dp=2 fsdp=4 zero=1").sent
     assert inside["replica_groups"] == pytest.approx(1.5 * size / 4 / 16) and inside["dp"] == pytest.approx(size / 4)
@@ -88,7 +92,9 @@ def test_bytes_of_groups_by_hand(asked: PlanRequest) -> None:
 
 def test_memory_of_groups(asked: PlanRequest) -> None:
     size = 4 * NUMBERS
-    plain, local, outer = (priced(asked, w).memory for w in ("dp=1", f"{GROUPS}local every=4", f"{GROUPS}diloco every=4"))
+    plain, local, outer = (
+        priced(asked, w).memory for w in ("dp=1", f"{GROUPS}local every=4", f"{GROUPS}diloco every=4")
+    )
     assert "outer" not in local and outer["outer"] == pytest.approx(2 * size)
     assert {k: v for k, v in local.items() if k != "messages"} == plain
     assert priced(asked, f"{GROUPS}diloco every=4 outer_momentum=0.0").memory["outer"] == pytest.approx(size)
@@ -106,11 +112,15 @@ def test_rarer_is_fewer_bytes_and_less_time(asked: PlanRequest, sync: str) -> No
 
 
 def test_a_delay_hides_messages(asked: PlanRequest) -> None:
-    times = [priced(asked, f"{GROUPS}diloco every=16 fragments=2 fragment_delay={d}").parts["sync"] for d in (0, 1, 4, 8)]
+    times = [
+        priced(asked, f"{GROUPS}diloco every=16 fragments=2 fragment_delay={d}").parts["sync"] for d in (0, 1, 4, 8)
+    ]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-@pytest.mark.parametrize("words", ["dp=4 compress=int8", "dp=4 compress=powersgd", f"{GROUPS}local every=4 compress=int8"])
+@pytest.mark.parametrize(
+    "words", ["dp=4 compress=int8", "dp=4 compress=powersgd", f"{GROUPS}local every=4 compress=int8"]
+)
 def test_times_cross_at_the_break_even(words: str) -> None:
     """On a fast link rounding takes longer than what it saves; a mean of weights always takes less time than sums of gradients."""
     pace = PlanRequest.of(job(), "small.py", Machine.named("h100x1x4"), split=False).pace
@@ -153,7 +163,12 @@ def test_exactness_is_told_in_words_and_in_samples() -> None:
     plan = Plan.parse("replica_groups=4 every=16")
     assert told(plan) == "not the same training as on one device: weights of 4 groups are averaged every 16 steps"
     assert told(Plan.parse("dp=4 batch_shares=auto")) == "" and progress(Plan.parse("dp=4 batch_shares=auto")) == 1
-    for words in ("dp=4 compress=int8", "dp=4 compress=powersgd", f"{GROUPS}diloco every=64 fragments=4 fragment_delay=1", f"{GROUPS}async"):
+    for words in (
+        "dp=4 compress=int8",
+        "dp=4 compress=powersgd",
+        f"{GROUPS}diloco every=64 fragments=4 fragment_delay=1",
+        f"{GROUPS}async",
+    ):
         assert told(Plan.parse(words)).startswith("not the same training") and 0 < progress(Plan.parse(words)) <= 1
     rarer = [progress(Plan.parse(f"{GROUPS}local every={h}")) for h in (1, 2, 4, 8, 16, 64, 1024)]
     assert rarer == sorted(rarer, reverse=True) and rarer[0] == 1 and rarer[-1] >= 1 / 4
@@ -196,7 +211,9 @@ def test_a_map_has_a_cell_for_each_link_and_spread(asked: PlanRequest) -> None:
 
 def test_the_command_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "job.py", tmp_path / "map.svg"
-    file.write_text(Path(__file__).read_text(encoding="utf-8").replace("from plait.cli.main import main\n", ""), encoding="utf-8")
+    file.write_text(
+        Path(__file__).read_text(encoding="utf-8").replace("from plait.cli.main import main\n", ""), encoding="utf-8"
+    )
     words: list[Any] = ["plan", f"{file}:job", "--machine", "h100x2x4", "--map", "--json", "--out", str(out)]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["between"] == "4 nodes" and out.read_text().startswith("<svg")

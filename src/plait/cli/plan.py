@@ -83,7 +83,11 @@ def run(options: argparse.Namespace) -> int:
 def mapped(asked: PlanRequest, pins: dict[str, Any], options: argparse.Namespace) -> int:
     """--map: one group is a node, or, where there is one node, what the job needs of its devices; inside, the best exact plan."""
     machine, memory = asked.machine, size(options.memory)
-    own = {key: value for key, value in pins.items() if KEYS[key].table not in ("groups", "messages") and key != "replica_groups"}
+    own = {
+        key: value
+        for key, value in pins.items()
+        if KEYS[key].table not in ("groups", "messages") and key != "replica_groups"
+    }
     sizes = [machine.devices_per_node] if machine.nodes > 1 else divisors(machine.devices)[:-1]
     for devices in sizes:
         within = asked.on(sized(machine, devices))
@@ -94,7 +98,11 @@ def mapped(asked: PlanRequest, pins: dict[str, Any], options: argparse.Namespace
     else:
         raise PlaitError(no_groups(asked))
     groups, refused = machine.devices // devices, asked.refused()
-    every = [way for way in ways(found.best.candidate.plan, groups, asked.job.steps) if way.name == "dp" or not refused(way.plan)]
+    every = [
+        way
+        for way in ways(found.best.candidate.plan, groups, asked.job.steps)
+        if way.name == "dp" or not refused(way.plan)
+    ]
     between = f"{groups} nodes" if machine.nodes > 1 else f"{groups} groups of {devices} device{'s' * (devices > 1)}"
     cells = late_map(LateJob(asked.pace, asked.job.batch, asked.job.steps), every)
     shown = LateMap(asked.name, between, tuple(every), cells)
@@ -107,7 +115,9 @@ def mapped(asked: PlanRequest, pins: dict[str, Any], options: argparse.Namespace
 def no_groups(asked: PlanRequest) -> Problem:
     """P070: there are no two groups that could each train the job."""
     devices = asked.machine.devices
-    what = f"there is nothing to map: {devices} device{'s' * (devices > 1)} do not make two groups that each train the job"
+    what = (
+        f"there is nothing to map: {devices} device{'s' * (devices > 1)} do not make two groups that each train the job"
+    )
     why = "a map compares ways to synchronise groups, each of which holds the whole model"
     return Problem("P070", what, why=why, fix=("--gpus 4", "--machine h100x8x4"))
 

@@ -134,7 +134,10 @@ class LateMap:
 
     def text(self) -> str:
         """Both tables, and the plans of the ways that are in them."""
-        lines = [f"job  {self.job}", f"link between {self.between}; slowest: times as long for the same work as the others"]
+        lines = [
+            f"job  {self.job}",
+            f"link between {self.between}; slowest: times as long for the same work as the others",
+        ]
         for loss, title in ((False, "same samples"), (True, "same loss*")):
             lines += ["", f"fastest way for the {title}, and how many times as fast as dp"]
             rows = [("slowest", *(speed(c.bits) for c in self.cells[0]))]
@@ -142,7 +145,9 @@ class LateMap:
             lines += aligned(rows, right=(0,))
         there = {cell.best(loss) for row in self.cells for cell in row for loss in (False, True)}
         lines += ["", *aligned([(w.name, str(w.plan)) for w in self.ways if w.name in there | {"dp"}], ())]
-        return "\n".join([*lines, "* what a sample is worth is fitted to measured rows of one small model; measure yours"])
+        return "\n".join(
+            [*lines, "* what a sample is worth is fitted to measured rows of one small model; measure yours"]
+        )
 
 
 def _shown(cell: LateCell, loss: bool) -> str:

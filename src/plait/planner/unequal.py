@@ -62,7 +62,7 @@ def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) ->
             found[key] = replace(got, spare=key[2] - got.reserved)
     slowest = max(found.values(), key=lambda got: got.seconds)
     fullest = min(found.values(), key=lambda got: got.spare or 0.0)
-    flops = 3 * pace.work.flops * batch / plan.devices
+    flops = 3 * pace.work.flops * question.batch / plan.devices
     return replace(slowest, memory=fullest.memory, reserved=fullest.reserved, spare=fullest.spare, flops=flops)
 
 

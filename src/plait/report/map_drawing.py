@@ -42,7 +42,9 @@ def page(shown: dict[str, Any]) -> str:
     ]
     x = 8
     for kind, words in LEGEND.items():
-        parts.append(f'<rect class="k-{kind}" x="{x}" y="28" width="12" height="12"/><text class="soft" x="{x + 16}" y="38">{words}</text>')
+        parts.append(
+            f'<rect class="k-{kind}" x="{x}" y="28" width="12" height="12"/><text class="soft" x="{x + 16}" y="38">{words}</text>'
+        )
         x += 34 + 6 * len(words)
     y = TOP
     for key, seconds, words in (
@@ -55,11 +57,16 @@ def page(shown: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _grid(cells: list[dict[str, Any]], axes: tuple[list[float], list[float]], keys: tuple[str, str], y: int) -> list[str]:
+def _grid(
+    cells: list[dict[str, Any]], axes: tuple[list[float], list[float]], keys: tuple[str, str], y: int
+) -> list[str]:
     speeds, slower = axes
     found = [f'<text class="soft" x="8" y="{y + HEIGHT * j + 24}">{slow:g} ×</text>' for j, slow in enumerate(slower)]
     below = y + HEIGHT * len(slower) + 14
-    found += [f'<text class="soft" x="{LEFT + WIDTH * i + 8}" y="{below}">{_bits(bits)}</text>' for i, bits in enumerate(speeds)]
+    found += [
+        f'<text class="soft" x="{LEFT + WIDTH * i + 8}" y="{below}">{_bits(bits)}</text>'
+        for i, bits in enumerate(speeds)
+    ]
     for cell in cells:
         left, top = LEFT + WIDTH * speeds.index(cell["bits_per_s"]), y + HEIGHT * slower.index(cell["slower"])
         name, times = cell[keys[0]], cell[keys[1]]
@@ -73,5 +80,7 @@ def _grid(cells: list[dict[str, Any]], axes: tuple[list[float], list[float]], ke
 
 
 def _bits(bits: float) -> str:
-    unit, size = next(((u, s) for u, s in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bits >= s), ("kbit/s", 1e3))
+    unit, size = next(
+        ((u, s) for u, s in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bits >= s), ("kbit/s", 1e3)
+    )
     return f"{bits / size:.3g} {unit}"
