@@ -20,7 +20,7 @@ from plait.config.plan import Plan
 from plait.data.batch import BatchShare
 from plait.engine.engine import Engine
 from plait.parallel.replica_groups import synchronise
-from plait.parallel.replica_groups.synchronise import Message, RareSynchroniser
+from plait.parallel.replica_groups.synchronise import GroupMessage, RareSynchroniser
 from plait.verify.verify import verify
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -34,7 +34,7 @@ def after_sync(change: Callable[[RareSynchroniser], None]) -> Patch:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real = RareSynchroniser._apply
 
-        def apply(self: RareSynchroniser, message: Message) -> Any:
+        def apply(self: RareSynchroniser, message: GroupMessage) -> Any:
             found = real(self, message)
             change(self)
             return found
@@ -78,7 +78,7 @@ def of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sign of what is sent is turned: how far the weights moved, not how far the global ones are ahead."""
     real = RareSynchroniser._message
 
-    def message(self: RareSynchroniser, *given: Any) -> Message:
+    def message(self: RareSynchroniser, *given: Any) -> GroupMessage:
         found = real(self, *given)
         for flat in found.flats[:-1]:
             flat.neg_()
@@ -180,7 +180,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_group_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     real = RareSynchroniser._apply
 
-    def apply(self: RareSynchroniser, message: Message) -> Any:
+    def apply(self: RareSynchroniser, message: GroupMessage) -> Any:
         kept = {n: part.tensor.clone() for n, part in self.own.items()}
         found = real(self, message)
         if dist.get_rank() == 1:

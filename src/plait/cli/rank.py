@@ -41,8 +41,6 @@ def train(
         warnings.showwarning = _reporter(report)
     engine = _engine(request, run, place)
     keeper = Keeper(engine, memory, neighbours) if memory is not None else None
-    if request.plan.rarely:
-        engine.memory = None  # a snapshot is agreed on by all ranks, and groups would wait for each other
     resumed = _begun(engine, request, run, note, keeper if again else None)
     named: set[str] = set()
     _inexact(engine, note, named)

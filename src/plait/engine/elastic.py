@@ -149,6 +149,8 @@ class Keeper:
     def __init__(self, engine: Engine, folder: Path, neighbours: Neighbours | None = None):
         self.engine, self.folder, self.neighbours = engine, folder, neighbours
         engine.memory = Checkpoints(folder) if neighbours is None else Pieces(folder, neighbours)
+        if engine.plan.rarely:
+            engine.memory = None  # all ranks agree on a snapshot, and replica groups would wait for each other
         self.next = 0
         """The step after which a snapshot is taken; the first one after the first step."""
         self.began = time.monotonic()

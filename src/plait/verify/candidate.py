@@ -106,9 +106,8 @@ def run(
     tensors |= made
     step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
     tensors |= made
-    parts, names = _ranges(built), [n for n, _ in engine.model.named_parameters()]
-    if built.rare is not None:
-        names = _by_group(built, engine, tensors, parts, names)
+    parts = _ranges(built)
+    names = _by_group(engine, tensors, parts)
     for name, group in tensors.items():
         file = folder / f"{name}-{place.rank}.safetensors"
         save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
@@ -130,11 +129,11 @@ def _group(built: Built) -> str:
     return f"group {built.at['replica_groups']}: " if built.rare is not None else ""
 
 
-def _by_group(
-    built: Built, engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict[str, list[Any]], names: list[str]
-) -> list[str]:
-    """What a replica group has of its own gets its name; the global weights get the plain ones. Returns all names in order."""
-    assert built.rare is not None
+def _by_group(engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict[str, list[Any]]) -> list[str]:
+    """All names of parameters in order. What a replica group has of its own gets its name, and the global weights plain ones."""
+    built, names = engine.built, [n for n, _ in engine.model.named_parameters()]
+    if built.rare is None:
+        return names
     own, common = _group(built), {n: p.tensor for n, p in built.rare.global_parts().items()}
     weights = tensors["weights"]
     for kind in ("gradients", "weights", "buffers"):

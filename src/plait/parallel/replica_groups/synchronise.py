@@ -24,7 +24,7 @@ STATE = "groups/"
 
 
 @dataclass
-class Message:
+class GroupMessage:
     """A mean over the groups, on its way."""
 
     fragment: int
@@ -64,7 +64,7 @@ class RareSynchroniser:
         if built.plan.compress != "none":
             plan, like = built.plan, {n: built.own[n] for n in self.own}
             built.compressor = self.compressor = Compressor(plan.compress, like, built.job.seed, plan.compress_rank)
-        self.pending: list[Message] = []
+        self.pending: list[GroupMessage] = []
         self.met = set[str]()
         """Parameters that had a gradient in some step."""
         self._writing = self._read = False
@@ -116,7 +116,7 @@ class RareSynchroniser:
         self.pending = [m for m in self.pending if step - m.sent < self.plan.fragment_delay]
         return heard
 
-    def _message(self, fragment: int, step: int, word: list[float]) -> Message:
+    def _message(self, fragment: int, step: int, word: list[float]) -> GroupMessage:
         names = [*self.fragments[fragment], *(self.changing if fragment == self.plan.fragments - 1 else ())]
         by_format: dict[torch.dtype, list[Tensor]] = {}
         for name in names:
@@ -125,9 +125,9 @@ class RareSynchroniser:
             by_format.setdefault(tensor.dtype, []).append(moved.reshape(-1))
         flats = [torch.cat(rows) for rows in by_format.values()]
         flats.append(torch.tensor(word, dtype=torch.float64, device=self.built.device))
-        return Message(fragment, step, names, flats)
+        return GroupMessage(fragment, step, names, flats)
 
-    def _apply(self, message: Message) -> tuple[int, list[float]]:
+    def _apply(self, message: GroupMessage) -> tuple[int, list[float]]:
         """Take over a mean. Returns the step in which it was sent, and the sums of its numbers."""
         message.wait()
         with torch.no_grad():
@@ -153,7 +153,7 @@ class RareSynchroniser:
         alpha = self.plan.fragment_alpha
         here.copy_(there if alpha == 0 else alpha * here + (1 - alpha) * there)
 
-    def _compressed(self, message: Message) -> list[Tensor]:
+    def _compressed(self, message: GroupMessage) -> list[Tensor]:
         """Sum what can be compressed, at once. Returns what is left to add up: the numbers of the step."""
         assert self.compressor is not None
         rows = dict(self._rows(message))
@@ -165,7 +165,7 @@ class RareSynchroniser:
             dist.all_reduce(rows[name], group=self.group)
         return message.flats[-1:]
 
-    def _rows(self, message: Message) -> Iterator[tuple[str, Tensor]]:
+    def _rows(self, message: GroupMessage) -> Iterator[tuple[str, Tensor]]:
         """(name, sum over the groups) of what a message brought: views."""
         at: dict[torch.dtype, int] = {}
         flats = {flat.dtype: flat for flat in message.flats[-2::-1]}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.data.batch import Data
 from plait.tensors.float64 import Wide
 from plait.verify import reference
 from plait.verify.algorithms import compressed
@@ -80,7 +81,9 @@ def train(
     return out | {"metrics": reference.evaluate(ones[0])}
 
 
-def _passes(ones: list[reference.OneDevice], data: Any, read: Any, alike: bool, moves: Any) -> list[Tensor | None]:
+def _passes(
+    ones: list[reference.OneDevice], data: Data, read: reference.Samples, alike: bool, moves: Callable[[], None]
+) -> list[Tensor | None]:
     """The loss of every group after its passes, k times its share of the batch's; None of one whose samples weigh nothing."""
     k, size, job = len(ones), len(read[1]), ones[0].job
     counts = [size // k + (i < size % k) for i in range(k)]
