@@ -10,7 +10,7 @@ when messages arrive are trained once for each seed, recorded, and played on the
 Time is therefore that of a model of the links, with computing that was measured; `bench/shaped_link.py` holds the clock against
 real links that the kernel shapes. All arms have the same constant learning rate, so that a loss does not depend
 on how long a run would have gone on. `one` is one rank alone with a quarter of the samples of each step, for four times the steps. The
-target is the loss halfway between those of `one` and `dp` after as many steps.
+target is a third of the way from the loss of `one` to that of `dp` after as many steps as all others have.
 
     python bench/slow_link.py [--quick] [--json] [--out FILE.svg] [--keep FOLDER]
 """
@@ -55,6 +55,8 @@ RATE = 3e-3
 HELD_OUT = 256
 """Windows of text that no arm trains on."""
 SLOW = 3.0
+TARGET = 1 / 3
+"""A target that all arms reach: what is not reached has no time."""
 SAME = 2e-3
 """Held-out losses of two exact plans in fp32 differ by less."""
 WITHIN = 0.10
@@ -389,7 +391,10 @@ class Bench:
             found[arm.name] = dict(zip(NAMES, values, strict=True))
         return {
             "setting": setting.name, "rate": setting.wire.rate, "latency": setting.latency, "slow": setting.slow, "seconds": until,
-            "arms": found, "winners": {"samples": judged(found, "step"), "loss": judged(found, "to_target")},
+            "arms": found, "winners": {
+                "samples": judged(found, "step"), "loss": judged(found, "to_target"),
+                "loss, all ranks": judged({name: a for name, a in found.items() if name != "one"}, "to_target"),
+            },
         }  # fmt: skip
 
     @property
@@ -476,8 +481,9 @@ def async_courses(
 
 
 def goal(found: dict[tuple[str, int, bool], Course], seed: int, size: Size) -> float:
-    """The target: halfway between what `one` and `dp` have after the steps of the bench."""
-    return statistics.mean(dict(found[name, seed, False].smooth())[size.steps] for name in ("one", "dp"))
+    """The target: `TARGET` of the way from what `one` has after the steps of the bench to what `dp` has."""
+    one, dp = (dict(found[name, seed, False].smooth())[size.steps] for name in ("one", "dp"))
+    return one + TARGET * (dp - one)
 
 
 def main() -> int:

@@ -7,6 +7,9 @@ from typing import Any
 WIDTH, ROW, NAME, LEFT, TOP, GAP = 150, 15, 66, 12, 64, 44
 """Pixels of a panel's bars, of a row, of an arm's name, and around panels."""
 COLUMNS = 4
+FASTEST = (
+    ("samples", "for the same samples"), ("loss", "to the target loss"), ("loss, all ranks", "to the target loss, of arms that use all ranks"),
+)  # fmt: skip
 STYLE = """
 svg{--bg:#fff;--text:#1a1a1a;--soft:#5c5c5c;--bar:#a9ccff;--best:#9fdcb4;--tick:#b3261e}
 @media(prefers-color-scheme:dark){svg{--bg:#16181c;--text:#e8e8e8;--soft:#a8a8a8;--bar:#2d5fa6;--best:#22703f;--tick:#ff8a80}}
@@ -34,7 +37,7 @@ def table(result: dict[str, Any]) -> str:
                 f"| {row['setting']}: {row['seconds']:.1f} | {name} | {1e3 * a['step']:.1f} | {1e3 * a['predicted_step']:.1f} | "
                 f"{a['updates']:.0f} | {a['loss']:.4f} | {reached(a)} | {told} |"
             )
-    for what, words in (("samples", "for the same samples"), ("loss", "to the target loss")):
+    for what, words in FASTEST:
         right = [row["winners"][what]["right"] for row in result["settings"]]
         lines += [
             "",

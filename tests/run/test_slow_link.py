@@ -58,5 +58,5 @@ def test_a_short_run(tmp_path: Path) -> None:
             )  # and a few bytes beside the gradients
             assert arm["step"] > 0 and arm["predicted_step"] > 0
         assert row["arms"]["local"]["step"] < row["arms"]["dp"]["step"]
-        assert {*row["winners"]} == {"samples", "loss"}
+        assert {*row["winners"]} == {"samples", "loss", "loss, all ranks"}
     assert ElementTree.fromstring(out.read_text()).tag.endswith("svg")

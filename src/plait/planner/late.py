@@ -27,8 +27,10 @@ ROW = 128
 TOUCHED = {"none": 0.0, "bf16": 5.0, "int8": 10.0, "powersgd": 9.0}
 """Times that compressing with error feedback reads or writes a number: adding the residual, the format there and back, the new
 residual; of PowerSGD three products with the matrix."""
-CALLS = {"none": 0.0, "bf16": 15.0, "int8": 27.0, "powersgd": 18.0}
+CALLS = {"none": 0.0, "bf16": 13.0, "int8": 31.0, "powersgd": 28.0}
 """Small operators for each tensor: on a core that is what compressing takes. Fitted to four ranks of `bench/slow_link.py`."""
+ROUND = {"local": 6.0, "diloco": 14.0}
+"""The same of a synchronisation of replica groups."""
 OUTER = 8.0
 """Times that a step of DiLoCo's outer optimizer does: what was global, what is there now, the difference, the momentum, and back."""
 SLOWEST, FASTEST = 1e4, 1e14
@@ -102,6 +104,8 @@ def rarely(pace: TimeModel, plan: Plan, numbers: float, step: float) -> float:
     hidden = min(plan.fragment_delay, plan.every / parts) * step if plan.sync == "diloco" else 0.0
     own = compressing(pace, plan, numbers, "replica_groups")
     own += OUTER * numbers * pace.software.weights / pace.stream if plan.sync == "diloco" else 0.0
+    cores = pace.software.cores
+    own += ROUND[plan.sync] * pace.work.tensors * cores.operator if cores else 0.0
     return (parts * max(0.0, message - hidden) + own) / plan.every
 
 
