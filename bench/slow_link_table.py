@@ -1,5 +1,6 @@
 """What `bench/slow_link.py` found, as Markdown and as a picture."""
 
+from collections.abc import Callable
 from html import escape
 from math import inf
 from typing import Any
@@ -27,16 +28,14 @@ def table(result: dict[str, Any]) -> str:
         "",
         *_arms(result),
         "",
-        "| setting, and seconds in it | arm | ms a step | predicted | updates | loss then | s to the target | predicted, of dp's |",
-        "|---|---|---|---|---|---|---|---|",
+        "Milliseconds of a step, measured and (predicted), and seconds to the target:",
+        "",
+        *_by_setting(result, lambda a: f"{1e3 * a['step']:.0f} ({1e3 * a['predicted_step']:.0f}) · {reached(a)}"),
+        "",
+        "Updates done and the loss then, in the seconds that the first arm took to its last step:",
+        "",
+        *_by_setting(result, lambda a: f"{a['updates']:.0f} · {a['loss']:.3f}"),
     ]
-    for row in result["settings"]:
-        for name, a in row["arms"].items():
-            told = reached(a) and f"{guessed(a) / guessed(row['arms']['dp']):.2f}"
-            lines.append(
-                f"| {row['setting']}: {row['seconds']:.1f} | {name} | {1e3 * a['step']:.1f} | {1e3 * a['predicted_step']:.1f} | "
-                f"{a['updates']:.0f} | {a['loss']:.4f} | {reached(a)} | {told} |"
-            )
     for what, words in FASTEST:
         right = [row["winners"][what]["right"] for row in result["settings"]]
         lines += [
@@ -50,6 +49,15 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"| {row['setting']} | {w['measured']} | {w['predicted']} | {100 * (w['over'] - 1):.1f} % |")
     lines += [f"\nnot there: {name}: {why}" for name, why in result["missing"].items()]
     return "\n".join(lines)
+
+
+def _by_setting(result: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -> list[str]:
+    """A row for each arm, a column for each setting."""
+    rows = result["settings"]
+    lines = [f"| arm | {' | '.join(row['setting'] for row in rows)} |", "|---" * (len(rows) + 1) + "|"]
+    for name in result["plans"]:
+        lines.append(f"| {name} | {' | '.join(cell(row['arms'][name]) for row in rows)} |")
+    return lines
 
 
 def _arms(result: dict[str, Any]) -> list[str]:
