@@ -168,6 +168,7 @@ EXAMPLES = {
         "job.py --machine h100x8",
         "job.py --machine a100x8 --objective cheapest",
         'job.py --plan "tp=2" --show tensor',
+        "job.py --machine h100x8x4 --map --out map.svg",
     ),
     "submit": (
         'slurm job.py --plan "dp=16" --nnodes 2 --time 24h --option partition=gpu --out job.sbatch',
