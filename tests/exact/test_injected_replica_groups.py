@@ -144,7 +144,13 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_group(self: BatchShare, size: int) -> tuple[int, int]:
         first, count = real(self, size)
         cut = int(self.groups > 1 and size > 2)
-        return (first, count + cut) if self.group == 0 else (first + cut, count - cut) if self.group == 1 else (first, count)
+        return (
+            (first, count + cut)
+            if self.group == 0
+            else (first + cut, count - cut)
+            if self.group == 1
+            else (first, count)
+        )
 
     monkeypatch.setattr(BatchShare, "of_group", of_group)
 
@@ -245,7 +251,9 @@ BUGS: dict[str, tuple[Patch, str]] = {
 def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     patch, kind = BUGS[bug]
     patch(monkeypatch)
-    job = jobs_compressed.job("pictures", clip=1.0, evaluate=plait.Evaluate(Numbers, lambda out, y: {"error": (out - y).abs()}))
+    job = jobs_compressed.job(
+        "pictures", clip=1.0, evaluate=plait.Evaluate(Numbers, lambda out, y: {"error": (out - y).abs()})
+    )
     verdict = verify(job, Plan.parse(f"replica_groups=2 {kind}"))
     assert verdict.exit_code == DIFFERENT, "not found"
     assert verdict.cause

@@ -41,14 +41,26 @@ def test_equal_to_the_algorithm(
 ) -> None:
     groups = 2 + (microbatches + ragged) % 2
     clip = {"clip": 1.0} if clipped else {}
-    verdict = proved(model, f"replica_groups={groups} {kind} microbatches={microbatches}", optimized=optimizer, ragged=ragged, **clip)
+    verdict = proved(
+        model, f"replica_groups={groups} {kind} microbatches={microbatches}", optimized=optimizer, ragged=ragged, **clip
+    )
     assert verdict.equal, verdict.cause
     assert verdict.forced["clipped"] == clipped
     assert verdict.algorithm is not None and verdict.algorithm.distance > 1e-6
     assert "EQUAL to the algorithm (one process) · " in table(verdict, model)
 
 
-INSIDE = ("dp=2", "fsdp=2", "tp=2", "pp=2", "pp=2 microbatches=2", "dp=2 fsdp=2", "fsdp=2 zero=1", "dp=2 recompute=full", "fsdp=2 offload=optimizer")
+INSIDE = (
+    "dp=2",
+    "fsdp=2",
+    "tp=2",
+    "pp=2",
+    "pp=2 microbatches=2",
+    "dp=2 fsdp=2",
+    "fsdp=2 zero=1",
+    "dp=2 recompute=full",
+    "fsdp=2 offload=optimizer",
+)
 
 
 @pytest.mark.parametrize("kind, inside", every(8, [(k, i) for i in INSIDE for k in KINDS if "compress" not in k]))
@@ -108,8 +120,8 @@ def test_what_should_not_be_dp_is_not(optimizer: str, clip: float | None) -> Non
     [
         ("replica_groups=64", "P012", "never have a sample"),
         ("replica_groups=2 processes=one", "P019", "process of its own"),
-        ("replica_groups=2 sync=diloco every=2 fragments=3", "P060", "after a step"),
-        ("replica_groups=2 sync=diloco every=2 fragment_delay=2", "P060", "sent again"),
+        ("replica_groups=2 sync=diloco every=2 fragments=3", "P064", "after a step"),
+        ("replica_groups=2 sync=diloco every=2 fragment_delay=2", "P064", "sent again"),
         ("replica_groups=2 tp=2 compress=int8", "P080", "part of a tensor"),
         ("every=4", "P030", "replica_groups"),
         ("replica_groups=2 fragments=2 every=4", "P030", "sync=diloco"),
@@ -123,7 +135,7 @@ def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
 
 
 def test_too_many_fragments_are_refused() -> None:
-    with pytest.raises(PlaitError, match="P060") as error:
+    with pytest.raises(PlaitError, match="P064") as error:
         proved("words", "replica_groups=2 sync=diloco every=40 fragments=30")
     assert "units" in str(error.value)
 

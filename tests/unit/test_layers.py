@@ -19,7 +19,7 @@ FLOORS = (
 )
 """From the ground up. On a floor a folder may import those before it."""
 ORDER = [folder for floor in FLOORS for folder in floor]
-TECHNIQUES = ("data", "fsdp", "expert", "tensor", "context", "pipeline")
+TECHNIQUES = ("data", "fsdp", "expert", "tensor", "context", "pipeline", "server")
 """Of `parallel`, in the order in which one may import the ones before it."""
 WITHOUT_TORCH = (
     "config/", "report/", "submit/", "cli/main", "cli/plan_keys", "cli/submit", "parallel/pipeline/schedules",

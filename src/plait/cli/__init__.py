@@ -4,6 +4,7 @@ main              the words of the command line
 plan_keys         the help on a key of a plan
 train             plait train: the launcher's side
 rank              plait train: the side of a rank
+served            plait train with sync=async: groups and servers
 rounds            what is decided between two starts of the ranks
 other_plans       plans for fewer ranks, found while training goes on
 request           what plait train was asked for

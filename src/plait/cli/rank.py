@@ -19,6 +19,7 @@ from plait.engine.passes import Step
 from plait.engine.pieces import Neighbours
 from plait.engine.resume import AUTO, writing
 from plait.engine.run_directory import RunDirectory
+from plait.engine.server.facts import left_out
 from plait.launch.failure_report import short
 from plait.launch.place import Place
 from plait.parallel.context.sequences import opened_units
@@ -186,6 +187,8 @@ def _resume(engine: Engine, request: Request, run: RunDirectory, note: Note) -> 
         note(resumed if path else "nothing saved yet: starting from step 0")
         for line in engine.checkpoints.changed:
             note(f"changed  {line}")
+        if path is not None and (line := left_out(path)):
+            note(line)
         with writing(run.path):
             run.describe(request.name, request.plan, request.arguments)
     _cut(engine, run)

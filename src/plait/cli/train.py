@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from plait.checkpoint.weights import open_weights
+from plait.cli import served
 from plait.cli.console import Console
 from plait.cli.rank import train
 from plait.cli.request import Request
@@ -43,8 +44,11 @@ def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, 
     """Run the request: fork its processes here, or join those a launcher started. Returns (exit code, summary)."""
     console = Console(request.shown, request.verbose, out)
     if joining():
+        served.refuse_launchers(request.plan, "another launcher started this process")
         return _joined(request, console)
     member = on_nodes()
+    if member is not None:
+        served.refuse_launchers(request.plan, f"there are {member.count} machines")
     node = None if member is None else Node.join(member, request.plan.world, console.say)
     if member is not None:
         console.say(member.told())
@@ -55,7 +59,7 @@ def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, 
 def _watched(request: Request, console: Console, node: Node | None) -> tuple[int, dict[str, Any]]:
     """Fork this machine's ranks, and watch over them."""
     plan, first = request.plan, node is None or node.index == 0
-    check(kind_of(request.device), plan.world if node is None else node.each)
+    check(kind_of(request.device), (plan.devices if served.wanted(plan) else plan.world) if node is None else node.each)
     foresee(request.job, plan, kind_of(request.device))
     if request.weights:
         open_weights(Path(request.weights))  # what cannot be read is said before a start
@@ -68,11 +72,14 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         for note in (*request.notes, *_notes(request), *made.notes(), *_told(checked)):
             console.say(note)
 
-    memory = Memory() if request.restarts else None
+    memory = Memory() if request.restarts and not served.wanted(plan) else None
     listener = fork.Listener(output.message, output.text, console.tick, console.say)
     rounds = Rounds(request, run, memory, node, listener)
     try:
-        results = _ranks(request, rounds, listener, output)
+        if served.wanted(plan):
+            results = served.ranks(request, run, listener, output.begin)
+        else:
+            results = _ranks(request, rounds, listener, output)
     except BaseException as error:
         made.failed(error, console)
         raise
@@ -301,9 +308,12 @@ def headline(request: Request) -> str:
     kind = kind_of(request.device).upper()
     backend = f" ({'nccl' if kind == 'CUDA' else 'gloo'})" if plan.world > 1 else ""
     where = f"{plan.world} {kind} process" + ("es" if plan.world > 1 else "") + backend
+    served_by = served.wanted(plan)
     held = [split(job.batch, plan.replica_groups, group)[1] for group in range(plan.replica_groups)]
     shares = [n for size in held for n in sizes(size, plan.parts or (1,) * plan.shares, plan.microbatches)]
-    share = " or ".join(map(str, sorted(set(shares), reverse=True))) + " per device"
+    share = " or ".join(map(str, sorted(set(shares), reverse=True))) + (" per portion" if served_by else " per device")
+    if served_by:
+        where = f"{plan.devices} {kind} groups and {plan.servers} server" + ("s" if plan.servers > 1 else "")
     if plan.parts:
         share = ", ".join(map(str, shares)) + " for the ranks with samples of their own"
     elif plan.batch_shares == "auto":

@@ -289,8 +289,9 @@ class Plan:
 
     @property
     def world(self) -> int:
-        """Processes the plan runs in."""
-        return 1 if self.processes == "one" else self.devices
+        """Processes the plan runs in. Servers of `sync=async` use no device."""
+        served = self.servers if self.sync == "async" and self.replica_groups > 1 else 0
+        return 1 if self.processes == "one" else self.devices + served
 
     @property
     def ranks(self) -> int:

@@ -47,6 +47,11 @@ def batches(
         yield item
 
 
+def reader(data: MapStyle, seed: int, reads: Callable[[], None]) -> "Callable[[Item], Batch]":
+    """Reads the samples of a step, or of a part of one, by their ids."""
+    return _Mapped(data, seed, reads).__getitem__
+
+
 class _Caught(Dataset):
     """A source of batches whose failures are returned: torch would make new exceptions of their text in the rank."""
 

@@ -16,6 +16,7 @@ attempts          ranks that torchrun or Ray start again: which start they belon
 said_once         what all of torchrun's ranks would say is said by one
 interfaces        which network interface leads to another machine
 secret            the key of a job, which all its machines share
+channel           connections that outlive the death of a process at another's end
 gate              lets only those who know the key into a job's store
 rendezvous        how processes of several machines meet
 round             one start of a run's ranks: machines, devices, plan

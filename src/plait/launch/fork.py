@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from plait.config.errors import PlaitError
@@ -32,14 +32,14 @@ from plait.launch.progress import ProgressBoard
 from plait.launch.rendezvous import Meeting
 from plait.launch.stacks import Stacks
 from plait.launch.stopping import WARNINGS, StopRequest
-from plait.launch.supervise import Listener, Supervisor, Worker, end, kill
+from plait.launch.supervise import Listener, Spare, Supervisor, Worker, end, kill
 
 Target = Callable[[Place], dict[str, Any] | None]
 
 
 def run(
     target: Target, world: int, listener: Listener | None = None, *, patience: float | None = None, alike: bool = True,
-    node: Node | None = None, handing: float = 0.0, devices: Sequence[int] | None = None,
+    node: Node | None = None, handing: float = 0.0, devices: Sequence[int] | None = None, spare: Spare | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run `target(place)` in `world` forked processes and return what each returned (JSON values only).
 
@@ -47,6 +47,7 @@ def run(
     `alike`: in every phase ranks do the same amount of work; not so with pipeline stages.
     `handing`: seconds that ranks which lose another are given to put away what they hold.
     `node`: this machine is one of several; only its own ranks are forked here, and only what they returned is.
+    `spare`: ranks that the run can go on without; then ranks find each other by themselves, and have no store.
     `devices`: numbers of the devices of this machine that the ranks forked here use, in their order; None: from 0 on.
 
     Raises the `PlaitError` of the guilty rank when one fails; by then all workers have ended. Ctrl-C, SIGTERM and SIGUSR1
@@ -55,7 +56,7 @@ def run(
     _warm_up()
     ranks = range(world) if node is None else node.ranks
     limits.check_files(len(ranks))
-    listening = limits.listening() if world > 1 and node is None else None
+    listening = limits.listening() if world > 1 and node is None and spare is None else None
     meeting = node.meeting if node is not None else None
     devices = range(len(ranks)) if devices is None else devices
     group = _Group(target, world, ProgressBoard(ranks), Stacks(), listening, meeting, devices)
@@ -66,9 +67,12 @@ def run(
                 with limits.forking(rank, world):
                     workers.append(_fork(group, rank, workers))
         server = store_at(listening) if listening is not None else None
+        if spare is not None:
+            spare = replace(spare, fork=lambda rank: _fork(group, rank, workers))
         supervisor = Supervisor(
-            workers, group.board, group.stacks, listener or Listener(), patience, alike, node=node, handing=handing
-        )
+            workers, group.board, group.stacks, listener or Listener(), patience, alike,
+            node=node, handing=handing, spare=spare,
+        )  # fmt: skip
         with _stop_signals(group.board, workers):
             result = supervisor.wait()
         del server
@@ -149,7 +153,7 @@ def _fork(group: _Group, rank: int, before: list[Worker]) -> Worker:
     try:
         pid = os.fork()
         if pid == 0:
-            for descriptor in (reports, output, *(d for w in before for d in (w.reports, w.output))):
+            for descriptor in (reports, output, *(d for w in before for d in w.opened)):
                 os.close(descriptor)
             _child(lambda: _work(group, rank, reports_end), parent, output_end)
     except OSError:

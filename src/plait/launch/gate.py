@@ -89,9 +89,9 @@ async def _admit(streams: Streams, key: bytes) -> None:
     writer.write(GREETING + mine)
     said = await reader.readexactly(NONCE + PROOF)
     theirs, proof = said[:NONCE], said[NONCE:]
-    if not hmac.compare_digest(proof, _proof(key, b"guest", mine + theirs)):
+    if not hmac.compare_digest(proof, proof_of(key, b"guest", mine + theirs)):
         raise Stranger("it does not know the key")
-    writer.write(_proof(key, b"gate", mine + theirs))
+    writer.write(proof_of(key, b"gate", mine + theirs))
     await writer.drain()
 
 
@@ -101,16 +101,17 @@ async def _prove(streams: Streams, key: bytes) -> None:
     if greeting != GREETING:
         raise Stranger("something else listens there")
     theirs, mine = await reader.readexactly(NONCE), secrets.token_bytes(NONCE)
-    writer.write(mine + _proof(key, b"guest", theirs + mine))
+    writer.write(mine + proof_of(key, b"guest", theirs + mine))
     try:
         proof = await reader.readexactly(PROOF)
     except asyncio.IncompleteReadError:
         raise Stranger("it does not accept this machine's key") from None
-    if not hmac.compare_digest(proof, _proof(key, b"gate", theirs + mine)):
+    if not hmac.compare_digest(proof, proof_of(key, b"gate", theirs + mine)):
         raise Stranger("it does not know the key")
 
 
-def _proof(key: bytes, who: bytes, nonces: bytes) -> bytes:
+def proof_of(key: bytes, who: bytes, nonces: bytes) -> bytes:
+    """What shows that one knows the key, to who drew the numbers."""
     return hmac.new(key, who + nonces, hashlib.sha256).digest()
 
 

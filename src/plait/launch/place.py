@@ -6,13 +6,14 @@ import signal
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.launch import attempts, rendezvous
+from plait.launch import attempts, gate, rendezvous
 from plait.launch.child import die_with_parent
+from plait.launch.interfaces import LOOPBACK
 from plait.launch.launchers.find import LAUNCHERS, find
 from plait.launch.launchers.membership import Membership
 from plait.launch.launchers.slurm import unused
@@ -20,6 +21,8 @@ from plait.launch.rendezvous import Meeting
 from plait.launch.stopping import StopRequest
 
 if TYPE_CHECKING:
+    import socket
+
     import torch
     from torch.distributed import ProcessGroup, Store
 
@@ -95,6 +98,21 @@ class Place:
         assert world is not None
         self._beside, self.guest = (world, world), False
         return world
+
+
+def among(place: Place, rank: int, world: int, listening: "socket.socket | None") -> Place:
+    """The place of a process among some ranks of this machine alone. The first of them opens their store, on `listening`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+
+    def store() -> "Store":
+        from torch.distributed import TCPStore
+
+        assert listening is not None
+        if rank == 0:
+            return gate.store_at(listening)
+        return TCPStore("127.0.0.1", listening.getsockname()[1], is_master=False)
+
+    return replace(place, rank=rank, world=world, store=store)
 
 
 AROUND: ContextVar[Callable[[Place], Place]] = ContextVar("AROUND", default=lambda place: place)

@@ -41,6 +41,17 @@ class Listener:
     """The rank that failed; -1 for a machine."""
 
 
+@dataclass(frozen=True)
+class Spare:
+    """Ranks that a run can go on without: whether a rank is one, and what becomes of one that has died. `again` has it forked
+    anew, `without` goes on without it, and an empty word ends the run."""
+
+    may: Callable[[int], bool]
+    lost: Callable[[int, Failure], str]
+    fork: Callable[[int], "Worker"] = field(default=lambda rank: Worker(rank, 0, 0, 0))
+    """Forks a rank anew; `launch/fork.py` says how."""
+
+
 @dataclass
 class Worker:
     """A forked process: its reports and its output arrive through pipes."""
@@ -69,8 +80,9 @@ class Supervisor:
 
     def __init__(
         self, workers: list[Worker], board: ProgressBoard, stacks: Stacks, listener: Listener, patience: float | None = None,
-        alike: bool = True, *, node: Node | None = None, handing: float = 0.0,
+        alike: bool = True, *, node: Node | None = None, handing: float = 0.0, spare: Spare | None = None,
     ):  # fmt: skip
+        self.spare = spare
         self.workers, self.board, self.listener, self.node, self.handing = workers, board, listener, node, handing
         self.results: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, Failure] = {}
@@ -78,10 +90,14 @@ class Supervisor:
         self.hangs = HangDetector(board, {w.rank: w.pid for w in workers}, stacks, patience, alike, node is not None)
         self.selector = selectors.DefaultSelector()
         for worker in workers:
-            os.set_blocking(worker.reports, False)
-            os.set_blocking(worker.output, False)
-            self.selector.register(worker.reports, selectors.EVENT_READ, (worker, True))
-            self.selector.register(worker.output, selectors.EVENT_READ, (worker, False))
+            self._hear(worker)
+
+    def _hear(self, worker: Worker) -> None:
+        """Read what it says from now on."""
+        os.set_blocking(worker.reports, False)
+        os.set_blocking(worker.output, False)
+        self.selector.register(worker.reports, selectors.EVENT_READ, (worker, True))
+        self.selector.register(worker.output, selectors.EVENT_READ, (worker, False))
 
     def wait(self) -> list[dict[str, Any]]:
         while not all(w.status is not None for w in self.workers):
@@ -130,7 +146,7 @@ class Supervisor:
             self.listener.message(worker.rank, message)
 
     def _reap(self) -> None:
-        for worker in self.workers:
+        for worker in [*self.workers]:
             if worker.status is None:
                 pid, status = os.waitpid(worker.pid, os.WNOHANG)
                 if pid:
@@ -143,7 +159,19 @@ class Supervisor:
         if worker.rank in self.results or worker.rank in self.failures:
             return
         progress = self.board.read(worker.rank)
-        self.failures[worker.rank] = self.watch.died(worker.rank, progress, worker.status or 0)
+        failure = self.watch.died(worker.rank, progress, worker.status or 0)
+        word = self.spare.lost(worker.rank, failure) if self.spare is not None and self.spare.may(worker.rank) else ""
+        if not word:
+            self.failures[worker.rank] = failure
+            return
+        self.board.write(worker.rank, *((2**62, "end") if word == "without" else (-1, "start")))
+        self.results[worker.rank] = {}
+        if self.spare is not None and word == "again":
+            del self.results[worker.rank]
+            fresh = self.spare.fork(worker.rank)
+            self.workers[self.workers.index(worker)] = fresh
+            self.hangs.pids[worker.rank] = fresh.pid
+            self._hear(fresh)
 
     def _drain(self) -> None:
         while self.selector.get_map() and self.selector.select(0):
@@ -158,6 +186,10 @@ class Supervisor:
             self.listener.note(told(group, waiting))
         if hang is not None:
             self._log(hang.look.rank, hang.look.stack.text)
+            if self.spare is not None and self.spare.may(hang.look.rank):
+                self.listener.note(f"note  {hung(hang).all_problems()[0].what}: it is ended")
+                kill([w for w in self.workers if w.rank == hang.look.rank])
+                return
             self.failures[hang.look.rank] = hung(hang)
 
     def _ask(self) -> None:

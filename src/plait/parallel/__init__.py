@@ -15,6 +15,7 @@ context/          context parallelism (cp)
 pipeline/         pipeline parallelism (pp)
 replica_groups/   groups that synchronise rarely (replica_groups; local SGD, DiLoCo)
 shares/           shares of the batch by speed (batch_shares)
+server/           a server and groups with bounded staleness (sync=async)
 accumulate        gradient accumulation (microbatches)
 precision         16-bit forward passes
 loss_scale        the factor on an fp16 loss

@@ -26,6 +26,7 @@ from plait.parallel.expert import strategy as expert
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.pipeline import strategy as pipeline
 from plait.parallel.replica_groups import strategy as replica_groups
+from plait.parallel.server import strategy as server
 from plait.parallel.shares import strategy as shares
 from plait.parallel.tensor import strategy as tensor
 
@@ -80,4 +81,5 @@ ORDER: tuple[Strategy, ...] = (
     fsdp,
     offload,
     replica_groups,
+    server,
 )

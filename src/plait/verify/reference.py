@@ -300,6 +300,11 @@ def _ready(pair: tuple[object, object], dtype: torch.dtype, device: str) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), tuple(pair))
 
 
+def collated(data: Data, samples: list[Any], dtype: torch.dtype, device: str) -> Any:
+    """(inputs, targets) of some samples, in a number format."""
+    return _ready(_collate(data, samples), dtype, device)
+
+
 def call(model: nn.Module, inputs: object) -> Any:
     """The model's outputs."""
     if isinstance(inputs, dict):

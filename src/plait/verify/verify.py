@@ -42,10 +42,11 @@ from plait.launch.devices import check, kind_of
 from plait.launch.place import Place, pose
 from plait.model.make import make_model, make_optimizer
 from plait.parallel import precision
+from plait.parallel.server import strategy as server
 from plait.planner.dryrun.dry_run import first_step
 from plait.tensors.collectives import DIRECT
 from plait.tensors.torch_private import tree_leaves
-from plait.verify import candidate, formats, own_batch, reference
+from plait.verify import candidate, formats, own_batch, reference, served
 from plait.verify.algorithms.find import OwnTraining, by_algorithm, found
 from plait.verify.candidate import GROUPS
 from plait.verify.noted_data import ChosenSamples, FirstSamples, first_of
@@ -74,9 +75,11 @@ def verify(
     """
     seconds = own_batch.SECONDS if seconds is None else seconds
     kind = kind_of(device)
-    check(kind, plan.world)
+    check(kind, plan.devices if server.wanted(plan) else plan.world)
     check_plan(job, plan, kind)
     job = dataclasses.replace(job, data=opened_once(job.data))
+    if server.wanted(plan):
+        return served.verify(job, plan, steps, harden)
     logic = dataclasses.replace(plan, precision="fp32")
     own, limit = found(logic), CLIP
     if own is not None:

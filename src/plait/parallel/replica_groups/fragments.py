@@ -15,7 +15,7 @@ from plait.model.sketch import Sketch
 
 
 def fragments_of(plan: Plan, sketch: Sketch) -> list[set[str]]:
-    """The parameters of each fragment, by name. P060 when the model has too few units for so many fragments."""
+    """The parameters of each fragment, by name. P064 when the model has too few units for so many fragments."""
     names = {name for name, _, _ in sketch.parameters}
     if plan.fragments == 1:
         return [names]
@@ -26,7 +26,7 @@ def fragments_of(plan: Plan, sketch: Sketch) -> list[set[str]]:
     if len(units) < dealt:
         what = f"the model cannot be synchronised in {plan.fragments} fragments"
         why = f"it has {len(units)} units, and one fragment is for what is outside of blocks"
-        raise PlaitError(Problem("P060", what, why=why, fix=(f"fragments={len(units) + 1}",)))
+        raise PlaitError(Problem("P064", what, why=why, fix=(f"fragments={len(units) + 1}",)))
     found = [{n for unit in units[p::dealt] for n in unit.parameters} & names for p in range(dealt)]
     taken = set[str]()
     for fragment in found:  # a parameter that two blocks share belongs to the first

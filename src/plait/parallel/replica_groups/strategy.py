@@ -42,8 +42,8 @@ How it stays exact
     checkpoint also holds each group's weights and optimizer state, G's momentum, and what is on its way.
 
 Paper
-    Stich 2019, Local SGD Converges Fast and Communicates Little (ICLR); Lin et al. 2020, Don't Use Large Mini-Batches, Use
-    Local SGD (ICLR); Douillard et al. 2023, DiLoCo; Douillard et al. 2025, Streaming DiLoCo with overlapping communication.
+    Stich 2019, Local SGD Converges Fast and Communicates Little (ICLR); Lin et al. 2020 (ICLR) for post-local SGD; Douillard
+    et al. 2023, DiLoCo; Douillard et al. 2025, Streaming DiLoCo with overlapping communication.
 """
 
 from collections.abc import Iterable
@@ -78,11 +78,11 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
     if plan.fragments > plan.every:
         what = f"{plan.fragments} fragments cannot be synchronised in turn every {plan.every} steps"
         why = "one fragment at most is sent after a step"
-        yield Problem("P060", what, why=why, fix=(f"every={plan.fragments}", f"fragments={plan.every}"))
+        yield Problem("P064", what, why=why, fix=(f"every={plan.fragments}", f"fragments={plan.every}"))
     if plan.fragment_delay >= plan.every > 0 and plan.fragment_delay:
         what = f"fragment_delay={plan.fragment_delay} is not less than every={plan.every}"
         why = "a fragment would be sent again before it was applied"
-        yield Problem("P060", what, why=why, fix=(f"fragment_delay={plan.every - 1}",))
+        yield Problem("P064", what, why=why, fix=(f"fragment_delay={plan.every - 1}",))
     yield from _cut(plan)
 
 

@@ -1,0 +1,227 @@
+"""A group: it asks for a portion of samples and the weights, computes the gradient, sends it, and asks again."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config.errors import PlaitError, Problem
+from plait.data.batch import Batch, Position, is_map, weigh
+from plait.data.loading import reader
+from plait.data.padding import Padding, fetching
+from plait.engine.engine import Engine
+from plait.engine.passes import sort_of, tokens
+from plait.engine.server import messages as say
+from plait.engine.server.setting import Doors, ServerSetting
+from plait.launch.channel import Hub, Packet, Peer
+from plait.launch.place import Place
+from plait.parallel.server.layout import Layout, shared_out
+from plait.tensors.rows import split
+
+COMPUTES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of a portion: the gradient of its mean loss, by parameter; how its forward passes changed buffers; and figures."""
+
+    tensors: dict[str, Tensor]
+    changes: dict[str, Tensor]
+    weight: float
+    loss: float
+    tokens: int
+    waited: float
+    computed: float
+
+
+class Trainer:
+    """One device that computes gradients of portions: the job's model under the plan of a group."""
+
+    def __init__(self, setting: ServerSetting, place: Place):
+        job, plan = setting.job, setting.plan.inner
+        inside = replace(place, rank=0, world=1, store=None)
+        self.engine = Engine(job, plan, device=setting.device, place=inside, cast=setting.cast, on_nan="ignore")
+        built = self.engine.built
+        if not is_map(built.data):
+            raise PlaitError(not_dealt(type(built.data).__name__))
+        self.read = reader(built.data, job.seed, place.reads)
+        self.padding = Padding(built.data, None, built.device) if hasattr(built.data, "collate") else None
+        self.buffers = dict(self.engine.model.named_buffers())
+
+    def gradient(self, at: Position, size: int, first: int, ids: list[int]) -> Gradient:
+        """Forward and backward of these samples, which stand from place `first` on in the batch of a clock."""
+        engine, job = self.engine, self.engine.job
+        engine.position = at
+        kept = {name: b.clone() for name, b in self.buffers.items()}
+        engine._spans.begin("data")
+        batch = self._batch(at, size, first, ids)
+        engine._spans.end("data")
+        weights = [weigh(job.weight, micro) for micro in batch.micro]
+        total, loss = sum(weights), torch.zeros(())
+        if total > 0:
+            shares = {i: weights[i] / total for i in engine.runs(batch, weights)}
+            loss = engine.passes.run(engine.passes.pieces(batch, shares), at.step, _sum)
+            engine.built.begun = True
+        found = {n: p.grad for n, p in engine.built.own.items() if p.grad is not None}
+        for parameter in engine.built.own.values():
+            parameter.grad = None
+        spent = engine._spans.taken()
+        waited = sum(took for name, _, took in spent if name == "data")
+        computed = sum(took for name, _, took in spent if sort_of(name) in COMPUTES)
+        changes = {
+            n: b - kept[n] for n, b in self.buffers.items() if b.dtype != torch.bool and not torch.equal(b, kept[n])
+        }
+        return Gradient(found, changes, total, float(loss), tokens(batch), waited, computed)
+
+    def _batch(self, at: Position, size: int, first: int, ids: list[int]) -> Batch:
+        cuts = [split(len(ids), self.engine.plan.microbatches, i) for i in range(self.engine.plan.microbatches)]
+        parts = [(first + begin, ids[begin : begin + n]) for begin, n in cuts]
+        batch = self.read((at, size, parts, at))
+        if self.padding is None:
+            return batch
+        return self.padding.batch(batch, fetching(self.engine.built.data, self.engine.job.seed, batch, 1))
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over weights and buffers."""
+        named = self.engine.built.own | self.buffers
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                named[name].copy_(tensor)
+        self.engine.built.refresh()
+
+
+def not_dealt(kind: str) -> Problem:
+    """P062 of data that has no numbers to deal."""
+    what = f"the job's data is a {kind}, of which samples cannot be dealt"
+    why = "groups are dealt samples by their number, in an order of their own; an iterable gives them only one after the other"
+    return Problem(
+        "P062", what, why=why, fix=("data with __len__ and __getitem__", "sync=local every=8    reads iterables")
+    )
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).sum().detach() if losses else torch.zeros(())
+
+
+class Group:
+    """A group's side of the connections."""
+
+    def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
+        self.setting, self.place, self.number = setting, place, place.rank
+        self.trainer = Trainer(setting, place)
+        own = self.trainer.engine.built.own
+        sizes = {name: p.nbytes for name, p in own.items()}
+        self.layouts = [Layout({n: own[n] for n in names}) for names in shared_out(sizes, setting.plan.servers)]
+        self.buffers = Layout(self.trainer.buffers)
+        self.hub = Hub(doors.key)
+        self.inbox: dict[Peer, deque[Packet]] = {}
+        self.alive("reduce")
+        self.servers = [self.hub.connect(port, lambda: self.alive("build")) for port in doors.ports]
+        self.fence = 0
+
+    def alive(self, phase: str) -> None:
+        """Tell the launcher that this process waits, and does not hang."""
+        self.place.within(phase)
+
+    def run(self) -> dict[str, Any]:
+        """Until the lead says that the run has ended."""
+        self.join()
+        while True:
+            self.servers[0].send(say.ASK, (self.fence,))
+            message = self.wait(self.servers[0], say.DEAL, say.EVALUATE, say.FENCED, say.END)
+            if message.kind == say.END:
+                self.hub.shut()
+                return {}
+            if message.kind == say.FENCED:
+                self.join()
+            else:
+                with suppress(Fenced):
+                    (self.evaluate if message.kind == say.EVALUATE else self.portion)(message)
+
+    def join(self) -> None:
+        """Be known to all servers, under a fence of the lead's."""
+        self.servers[0].send(say.HELLO, (self.number, 0))
+        self.fence = self.wait(self.servers[0], say.WELCOME).numbers[0]
+        for peer in self.servers[1:]:
+            peer.send(say.HELLO, (self.number, self.fence))
+        for peer in self.servers[1:]:
+            self.wait(peer, say.WELCOME)
+
+    def weights(self, ticket: int) -> None:
+        """Take over the weights that go with a ticket, from all servers."""
+        for server, (peer, layout) in enumerate(zip(self.servers, self.layouts)):
+            payload = memoryview(self.wait(peer, say.WEIGHTS, about=ticket).payload)
+            cut = len(payload)
+            if server == 0:
+                cut -= self.buffers.bytes
+                self.trainer.load(self.buffers.unpack(payload[cut:]))
+            self.trainer.load(layout.unpack(payload[:cut]))
+
+    def portion(self, message: Packet) -> None:
+        """Compute and send the gradient of a portion. Parts for other servers go first: the lead's comes when all are there."""
+        ticket, clock, epoch, start, size, first, _, _ = message.numbers
+        ids = say.to_ids(message.payload)
+        self.place.beat(clock, "reduce")
+        self.weights(ticket)
+        end = time.monotonic() + self.setting.pause(self.number, ticket)
+        while (left := end - time.monotonic()) > 0:
+            self.alive("reduce")
+            time.sleep(min(1.0, left))
+        found = self.trainer.gradient(Position(clock, epoch, start, 0), size, first, ids)
+        self.place.beat(clock, "reduce")
+        for peer, layout in zip(self.servers[1:], self.layouts[1:]):
+            peer.send(say.PART, (ticket, self.fence), layout.pack(found.tensors))
+        for peer in self.servers[1:]:
+            self.wait(peer, say.HAVE, about=ticket)
+        figures = say.FIGURES.pack(found.weight, found.loss, found.tokens, found.waited, found.computed)
+        changes = Layout(found.changes).pack(found.changes) if found.changes else []
+        names = json.dumps([*found.changes]).encode()
+        head = [figures, len(names).to_bytes(8, "big"), names, *changes]
+        own = self.layouts[0].pack(found.tensors)
+        numbers = (ticket, self.fence, sum(map(len, head)))
+        self.servers[0].send(say.PUSH, numbers, [*head, *own])
+
+    def evaluate(self, message: Packet) -> None:
+        """The job's metrics over its held-out data, at the weights that come with the errand."""
+        errand = message.numbers[0]
+        self.weights(-1 - errand)
+        values = self.trainer.engine.evaluate()
+        self.servers[0].send(say.VALUES, (errand, self.fence), [json.dumps(values).encode()])
+
+    def wait(self, peer: Peer, *kinds: int, about: int | None = None) -> Packet:
+        """The next message of these kinds from a server. ConnectionError when the server is gone."""
+        box = self.inbox.setdefault(peer, deque())
+        while True:
+            for message in [*box]:
+                if message.kind in kinds and (about is None or message.numbers[0] == about):
+                    box.remove(message)
+                    return message
+                if message.kind in (say.FENCED, say.END) and about is not None:
+                    raise Fenced
+            self._hear()
+
+    def _hear(self) -> None:
+        for who, message in self.hub.poll(1.0):
+            if message is None:
+                raise ConnectionError(f"Connection closed by peer: server {self.servers.index(who)} is gone")
+            self.inbox.setdefault(who, deque()).append(message)
+        self.alive("reduce")
+
+
+class Fenced(Exception):
+    """The lead has declared this group dead, or ended the run, while it waited for what belongs to a portion."""
+
+
+def run(
+    setting: ServerSetting, place: Place, doors: Doors, told: Callable[[Group], None] = lambda group: None
+) -> dict[str, Any]:
+    """A group, from its build to the end of the run."""
+    group = Group(setting, place, doors)
+    told(group)
+    return group.run()

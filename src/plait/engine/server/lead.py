@@ -1,0 +1,336 @@
+"""The first server: it deals portions, hears gradients, says what is updated when, and keeps the run's record."""
+
+import json
+import math
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.config.errors import PlaitError, Problem
+from plait.data.batch import is_map
+from plait.engine.server import messages as say
+from plait.engine.server.facts import ServerFacts
+from plait.engine.server.group import not_dealt
+from plait.engine.server.record import Figures, ServerRecord
+from plait.engine.server.setting import Doors, ServerSetting
+from plait.engine.server.state import Made, Server
+from plait.launch.channel import Packet, Peer
+from plait.launch.place import Place
+from plait.parallel.server.dealing import Dealer, Ticket, Update
+from plait.parallel.server.layout import Layout
+from plait.parallel.server.portions import Clocks
+from plait.parallel.server.strategy import inexact
+from plait.tensors.finite import number
+
+
+@dataclass
+class Errand:
+    """An evaluation of the weights of a step, which a group makes."""
+
+    step: int
+    fence: int = 0
+    """Of the group that makes it; 0 while none does."""
+
+
+class Lead:
+    """Server 0."""
+
+    def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
+        self.setting, self.server = setting, Server(setting, place, doors)
+        engine = self.server.engine
+        if not is_map(engine.built.data):
+            raise PlaitError(not_dealt(type(engine.built.data).__name__))
+        report = place.report or (lambda message: None)
+        self.note = lambda text: report({"kind": "note", "text": text})
+        for line in (*inexact(setting.plan, engine.built.whole), *_padded(engine.built.data)):
+            self.note(f"note  not exact: {line}")
+        self.resumed = self.saved = self.server.resume()
+        self.dealer, rows = self._dealer()
+        self.record = ServerRecord(setting, lambda value: report({"kind": "status", "value": value}), self.note, engine)
+        self._resumed(rows)
+        self.server.version = self.dealer.version
+        self.groups: dict[Peer, tuple[int, int]] = {}
+        """(group, fence) of those that are there."""
+        self.asking: dict[Peer, float] = {}
+        """Who waits for a portion, and since when."""
+        self.figures: dict[int, tuple[Figures, dict[str, Any]]] = {}
+        """Of gradients that have come: what was told of them, and how they change buffers."""
+        self.followers: list[Peer] = []
+        self.errands: deque[Errand] = deque()
+        self.began = self.dealer.done
+        self.skipped = 0
+
+    def _dealer(self) -> tuple[Dealer, str]:
+        """Who deals, from where the run is; and the digest of the ledger up to there."""
+        setting, at = self.setting, self.server.engine.position
+        job, data = setting.job, self.server.engine.built.data
+        facts = ServerFacts.of(self.resumed, at.step)
+        clocks = Clocks(len(data), job.batch, job.seed, setting.plan.replica_groups, at)
+        dealer = Dealer(
+            clocks,
+            setting.rules,
+            job.steps,
+            version=facts.version,
+            seq=facts.rows,
+            fence=facts.fence,
+            back=facts.pending,
+        )
+        return dealer, facts.digest
+
+    def _resumed(self, digest: str) -> None:
+        engine = self.server.engine
+        if self.setting.resume is None:
+            return
+        for problem in engine.checkpoints.refused:
+            self.note(f"refused {problem.what}: {problem.why}")
+        self.note(
+            f"resumed from {self.resumed} at step {self.dealer.done}"
+            if self.resumed
+            else "nothing saved yet: starting from step 0"
+        )
+        for line in engine.checkpoints.changed:
+            self.note(f"changed  {line}")
+        self.setting.described()
+        self.record.cut(self.dealer, digest)
+
+    def run(self) -> dict[str, Any]:
+        """Until all clocks are done, or somebody asks to stop."""
+        self._meet()
+        stopped = False
+        self._evaluate_at(self.dealer.done, owed=self.resumed is not None)
+        while not (self.dealer.finished or (stopped := self.server.place.stopping())):
+            self._hear()
+            while (update := self.dealer.update()) is not None:
+                self._make(update)
+            self._deal()
+        if not stopped:
+            self._close_ledger()
+        self._save(wait=True)
+        while self.errands and not stopped:
+            self._hear()
+            self._deal()
+        return self._end(stopped)
+
+    # who is there
+
+    def _meet(self) -> None:
+        """Wait for the other servers."""
+        while len(self.followers) < self.setting.plan.servers - 1:
+            self._hear()
+
+    def _hear(self) -> None:
+        for peer, message in self.server.hub.poll(0.5):
+            if message is None:
+                self._gone(peer)
+            else:
+                self._heard(peer, message)
+        self.server.place.beat(self.dealer.done, "reduce")
+
+    def _heard(self, peer: Peer, message: Packet) -> None:
+        kind, numbers = message.kind, message.numbers
+        if kind == say.HELLO and numbers[0] < 0:
+            self.followers.append(peer)
+        elif kind == say.HELLO:
+            self._joined(peer, numbers[0])
+        elif self.groups.get(peer, (0, 0))[1] != numbers[0 if kind == say.ASK else 1]:
+            peer.send(say.FENCED, (numbers[0],))
+        elif kind == say.ASK:
+            self.asking[peer] = time.monotonic()
+        elif kind == say.PUSH:
+            self._pushed(peer, message)
+        elif kind == say.VALUES:
+            self._evaluated(numbers[0], json.loads(message.payload))
+
+    def _joined(self, peer: Peer, group: int) -> None:
+        for other, (known, _) in [*self.groups.items()]:
+            if known == group and other is not peer:  # it was forked anew before its end was heard of
+                self._gone(other)
+                self.server.hub.close(other)
+        self._forget(self.dealer.lost(group))
+        fence = self.dealer.join(group)
+        self.groups[peer] = (group, fence)
+        peer.send(say.WELCOME, (fence,))
+
+    def _gone(self, peer: Peer) -> None:
+        """A connection has ended: a group's is the end of the group."""
+        if peer in self.followers:
+            raise ConnectionError(f"Connection closed by peer: server {1 + self.followers.index(peer)} is gone")
+        group, fence = self.groups.pop(peer, (-1, 0))
+        self.asking.pop(peer, None)
+        for errand in self.errands:
+            errand.fence = 0 if errand.fence == fence else errand.fence
+        if group >= 0 and self.dealer.fences.get(group) == fence:
+            back = self.dealer.lost(group)
+            self._forget(back)
+            if not self.dealer.finished and not self.server.place.stopping():
+                self.record.lost(group, fence, self.dealer)
+                portions = (
+                    f": {len(back)} portion{'s' * (len(back) != 1)} of its samples go{'es' * (len(back) == 1)} back"
+                    if back
+                    else ""
+                )
+                self.note(f"note  group {group} is gone after version {self.dealer.version}{portions}")
+
+    def _forget(self, tickets: list[int]) -> None:
+        for ticket in tickets:
+            self.server.parts.pop(ticket, None)
+            self.figures.pop(ticket, None)
+            for peer in self.followers:
+                peer.send(say.FORGET, (ticket,))
+
+    # portions and gradients
+
+    def _deal(self) -> None:
+        """Give those that ask an errand, a portion, or nothing yet."""
+        for peer, since in [*self.asking.items()]:
+            group, fence = self.groups[peer]
+            errand = next((e for e in self.errands if not e.fence), None)
+            if errand is not None:
+                errand.fence = fence
+                peer.send(say.EVALUATE, (errand.step, fence))
+                self._weights(peer, -1 - errand.step)
+            elif (ticket := self.dealer.deal(group, time.monotonic())) is not None:
+                self._give(peer, ticket)
+            else:
+                continue
+            self.record.waited(group, time.monotonic() - since)
+            del self.asking[peer]
+
+    def _give(self, peer: Peer, ticket: Ticket) -> None:
+        portion = ticket.portion
+        numbers = (
+            ticket.number,
+            portion.clock,
+            portion.epoch,
+            portion.start,
+            portion.size,
+            portion.first,
+            portion.count,
+            ticket.read,
+        )
+        peer.send(say.DEAL, numbers, [say.of_ids(self.dealer.clocks.ids(portion))])
+        self._weights(peer, ticket.number)
+
+    def _weights(self, peer: Peer, ticket: int) -> None:
+        group, fence = self.groups[peer]
+        self.server.send(peer, ticket)
+        for follower in self.followers:
+            follower.send(say.SEND, (group, fence, ticket))
+
+    def _pushed(self, peer: Peer, message: Packet) -> None:
+        """A gradient: taken, unless its sender was declared dead."""
+        (ticket, fence, head), data = message.numbers[:3], memoryview(message.payload)
+        size = say.FIGURES.size
+        figures = Figures(*say.FIGURES.unpack(data[:size]))
+        (length,) = struct.unpack("!q", data[size : size + 8])
+        names, begin = json.loads(bytes(data[size + 8 : size + 8 + length])), size + 8 + length
+        dealt = self.dealer.out.get(ticket)
+        group = self.groups[peer][0]
+        if not self.dealer.arrived(ticket, group, fence, figures.weight):
+            return
+        changes = Layout({name: self.server.buffers[name] for name in names}).unpack(data[begin:head]) if names else {}
+        self.server.parts[ticket] = self.server.layout.unpack(data[head:])
+        self.figures[ticket] = (replace(figures, took=time.monotonic() - dealt.dealt if dealt else 0.0), changes)
+
+    def _make(self, update: Update) -> None:
+        """An update, on all servers."""
+        samples = self.dealer.samples + sum(t.portion.count for t in update.drops)
+        numbers, told = [t.number for t in update.takes], {t.number: self.figures.pop(t.number) for t in update.takes}
+        if not sum(t.weight for t in update.takes) > 0:
+            why = "Job.weight counts nothing in its samples, so their mean loss is 0 / 0"
+            raise PlaitError(Problem("J009", f"the weights of update {update.version + 1} sum to 0", why=why))
+        self._forget([t.number for t in update.drops])
+        rows = self.dealer.made(update)
+        used = [row for row in rows if not row.dropped]
+        takes = [(ticket, row.weight) for ticket, row in zip(numbers, used)]
+        total = sum(row.weight for row in used)
+        loss = sum(row.weight * told[ticket][0].loss for ticket, row in zip(numbers, used)) / total
+        for peer in self.followers:
+            peer.send(say.APPLY, (self.dealer.version, samples), [say.of_takes(loss, takes)])
+        self.server.hub.flush(self.followers)  # they sum with this one
+        made = self.server.apply(takes, loss, samples)
+        self.server.change([(row.weight, told[ticket][1]) for ticket, row in zip(numbers, used)])
+        self.skipped += made.skipped
+        self._tell(rows, [told[ticket][0] for ticket in numbers], made, loss)
+
+    def _tell(self, rows: list[Any], figures: list[Figures], made: Made, loss: float) -> None:
+        before = self.record.step
+        self.record.update(self.dealer, rows, figures, made, loss)
+        if made.skipped:
+            self.note(f"note  left out update {self.dealer.version}: its loss or gradient norm is not finite")
+        done = self.dealer.done
+        for step in range(before + 1, done + 1):
+            if step % self.setting.save_every == 0 and step < self.dealer.steps:
+                self._save(wait=False)
+        self._evaluate_at(done, since=before)
+
+    # what is kept and looked at
+
+    def _save(self, wait: bool) -> None:
+        if self.setting.folder is None or not self.dealer.position.step:
+            return
+        at = self.dealer.position
+        self.record.flush()
+        dealer = self.dealer
+        facts = ServerFacts(dealer.version, dealer.seq, dealer.fence, self.record.digest, tuple(dealer.pending()))
+        for peer in self.followers:
+            peer.send(say.SAVE, (at.step, at.epoch, at.start, at.samples, int(wait)))
+        self.server.hub.flush(self.followers)
+        self.saved = self.server.save(at, facts.to_json(), wait)
+
+    def _evaluate_at(self, done: int, since: int | None = None, owed: bool = False) -> None:
+        """Have the weights of a step evaluated, when it is one of those that are."""
+        wanted, steps = self.setting.job.evaluate, self.dealer.steps
+        if wanted is None or not self.setting.evaluates or done == since:
+            return
+        crossed = wanted.every and any(step % wanted.every == 0 for step in range((since or done - 1) + 1, done + 1))
+        if done and (crossed or done >= steps) and not (owed and self.record.evaluated(done)):
+            self.errands.append(Errand(done))
+            self.server.snaps[done] = self.server.packed()
+            for peer in self.followers:
+                peer.send(say.SNAP, (done,))
+
+    def _evaluated(self, step: int, values: dict[str, float]) -> None:
+        self.errands = deque(errand for errand in self.errands if errand.step != step)
+        self.server.snaps.pop(step, None)
+        for peer in self.followers:
+            peer.send(say.DROP, (step,))
+        self.record.evaluation(step, values)
+
+    def _close_ledger(self) -> None:
+        rows = self.dealer.end()
+        for row in rows:
+            self.figures.pop(row.seq, None)
+        self.record.rows(rows)
+
+    def _end(self, stopped: bool) -> dict[str, Any]:
+        """Say to all that the run has ended, and wait until they have heard; to the servers when the groups are gone."""
+        hub = self.server.hub
+        for peers in ([*self.groups], self.followers):
+            for peer in peers:
+                peer.send(say.END)
+            while hub.peers.intersection(peers):
+                hub.poll(0.5)
+                self.server.alive("reduce")
+        self.server.hub.shut()
+        for line in self.record.summary(self.dealer):
+            self.note(line)
+        self.record.close()
+        loss, step = self.record.loss, self.dealer.done
+        return {
+            "step": step, "loss": None if loss is None or not math.isfinite(loss) else number(loss), "skipped": self.skipped,
+            "made": step - self.began, "stopped": stopped, "checkpoint": str(self.saved) if self.saved else None,
+            "device_bytes": [], "applied": self.server.applied, "stalest": self.dealer.stalest,
+        }  # fmt: skip
+
+
+def _padded(data: object) -> list[str]:
+    """A line on data that pads samples together."""
+    return ["samples are padded to the longest of their portion, not of the batch"] if hasattr(data, "collate") else []
+
+
+def run(setting: ServerSetting, place: Place, doors: Doors) -> dict[str, Any]:
+    """The first server, from its build to the end of the run."""
+    return Lead(setting, place, doors).run()

@@ -1,0 +1,178 @@
+"""A server's state: its share of the weights, their optimizer, the buffers; gradients that have come; updates and saves.
+
+What a server does it does in the order that the lead says, so that all are at the same version whenever one of them sends weights.
+Among several, two numbers are summed at each update: the square of the norm, so that clipping is by the whole, and how far
+a save is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.checkpoint import optimizer_state
+from plait.checkpoint.checkpoints import Checkpoints
+from plait.config.errors import FAILED, PlaitError, Problem
+from plait.data.batch import Position
+from plait.engine.engine import Engine
+from plait.engine.server import messages as say
+from plait.engine.server.setting import Doors, ServerSetting
+from plait.launch.channel import Hub, Peer
+from plait.launch.place import Place, among
+from plait.parallel.server.layout import Layout, shared_out, weighted
+from plait.parallel.server.nesterov import DelayedNesterov
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an update did."""
+
+    norm: float
+    """Of the gradient over all servers, before clipping."""
+    lr: float
+    skipped: bool
+    """The loss or the norm was not finite: nothing was changed."""
+
+
+class Server:
+    """Server `number` of `plan.servers`."""
+
+    def __init__(self, setting: ServerSetting, place: Place, doors: Doors):
+        self.setting, self.number = setting, place.rank - setting.plan.replica_groups
+        plan, servers = setting.plan, setting.plan.servers
+        place = replace(place, local_rank=0)
+        self.place = among(place, self.number, servers, doors.store)
+        alone = replace(self.place, rank=0, world=1, store=None)
+        engine = Engine(setting.job, plan.inner, device="cpu", place=alone, cast=setting.cast, on_nan="ignore")
+        self.engine, built = engine, engine.built
+        most = 2 * sum(t.nbytes for t in (*built.own.values(), *engine.model.buffers())) + (1 << 24)
+        self._share(built.own)
+        engine.place, engine.plan = self.place, replace(plan, compile=False) if plan.compile else plan
+        built.group = self.place.connect(CPU)
+        if servers == 1:
+            built.group = None
+        self.layout, self.buffers = Layout(built.own), dict(engine.model.named_buffers())
+        if plan.server_update == "nesterov":
+            built.optimizer = DelayedNesterov.of(built.optimizer, plan.replica_groups)
+            built.initial = optimizer_state.hyperparameters(built.optimizer)
+        folder = setting.folder
+        engine.checkpoints = Checkpoints(folder / "checkpoints" if folder is not None else Path())
+        engine.arguments = setting.arguments
+        self.parts: dict[int, dict[str, Tensor]] = {}
+        """Gradients that have come, by ticket."""
+        self.snaps: dict[int, list[bytes]] = {}
+        """Weights that an evaluation is of, by errand."""
+        self.applied: list[int] = []
+        """Tickets, in the order in which they were used."""
+        self.version = 0
+        listening = doors.listening[self.number]
+        self.hub = Hub(doors.key, listening, most)
+        self.alive("reduce")
+
+    def _share(self, own: dict[str, torch.nn.Parameter]) -> None:
+        """Keep this server's share of the parameters; of the others the memory is given back."""
+        names = shared_out({n: p.nbytes for n, p in own.items()}, self.setting.plan.servers)[self.number]
+        for name in [*own]:
+            if name not in names:
+                parameter = own.pop(name)
+                parameter.data = parameter.data.new_empty(0)
+
+    def alive(self, phase: str) -> None:
+        """Tell the launcher that this process waits, and does not hang."""
+        self.place.within(phase)
+
+    def packed(self) -> list[bytes]:
+        """The weights of this server, and on the first the buffers."""
+        data = self.layout.pack(dict(self.engine.built.own))
+        return data + (Layout(self.buffers).pack(self.buffers) if self.number == 0 else [])
+
+    def send(self, peer: Peer, ticket: int) -> None:
+        """Have the weights that go with a ticket, or with an errand, sent to a group."""
+        data = self.packed() if ticket >= 0 else self.snaps[-1 - ticket]
+        peer.send(say.WEIGHTS, (ticket, self.version), data)
+
+    def apply(self, takes: Sequence[tuple[int, float]], loss: float, samples: int) -> Made:
+        """The update that takes these gradients: (ticket, weight)."""
+        built, each = self.engine.built, self.setting.rules.each
+        taken = [(1.0 if each else weight, self.parts.pop(ticket)) for ticket, weight in takes]
+        self.applied += [ticket for ticket, _ in takes]
+        gradients = weighted(taken)
+        for name, parameter in built.own.items():
+            parameter.grad = gradients.get(name)
+        norm = self._norm(list(gradients.values()))
+        if isinstance(built.optimizer, DelayedNesterov):
+            built.optimizer.share = takes[0][1]
+        lr = self._rate(samples)
+        skipped = self.setting.on_nan != "ignore" and not (math.isfinite(norm) and math.isfinite(loss))
+        if skipped and self.setting.on_nan == "stop":
+            raise PlaitError(self._not_finite(loss, norm), FAILED)
+        if not skipped:
+            factor = 1.0 if self.setting.job.clip is None else min(self.setting.job.clip / (norm + 1e-6), 1.0)
+            for gradient in gradients.values() if factor != 1.0 else ():
+                gradient.mul_(factor)
+            built.optimizer.step()
+        for parameter in built.own.values():
+            parameter.grad = None
+        self.version += 1
+        return Made(norm, lr, skipped)
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """Over all servers. How far a save is travels with it."""
+        checkpoints, servers = self.engine.checkpoints, self.setting.plan.servers
+        mine = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        row = torch.tensor([mine**2, checkpoints.word(servers)], dtype=torch.float64)
+        if servers > 1:
+            dist.all_reduce(row, group=self.engine.built.group)
+        checkpoints.heard(self.engine, float(row[1]))
+        return mine if servers == 1 else math.sqrt(float(row[0]))
+
+    def _rate(self, samples: int) -> float:
+        groups, schedule = self.engine.optimizer.param_groups, self.setting.job.schedule
+        if schedule is not None:
+            rate = float(schedule(samples))
+            for group in groups:
+                group["lr"] = group["initial_lr"] * rate
+        return float(groups[0]["lr"])
+
+    def _not_finite(self, loss: float, norm: float) -> Problem:
+        what = f"update {self.version + 1} of the server is not finite: loss {loss}, gradient norm {norm}"
+        why = "a gradient that a group computed is not finite, and nothing was updated with it; its row would be the ledger's next"
+        return Problem(
+            "N001",
+            what,
+            why=why,
+            fix=("--on-nan skip    leaves it out", "a lower learning rate, or  clip=1.0  in the job"),
+        )
+
+    def change(self, changes: Sequence[tuple[float, dict[str, Tensor]]]) -> None:
+        """Buffers as groups' forward passes changed them: by the weighted mean of the changes, whole numbers by the largest."""
+        with torch.no_grad():
+            for name, buffer in self.buffers.items():
+                found = [(weight, moved[name]) for weight, moved in changes if name in moved]
+                for weight, moved in found if buffer.is_floating_point() else ():
+                    buffer.add_(moved, alpha=weight)
+                if found and not buffer.is_floating_point():
+                    buffer.add_(torch.stack([moved for _, moved in found]).amax(0))
+
+    def save(self, position: Position, facts: dict[str, Any], wait: bool) -> Path:
+        """A checkpoint at this position; all servers call it."""
+        self.engine.position = position
+        self.engine.fingerprint["server"] = facts
+        return self.engine.save(self.setting.keep, wait)
+
+    def resume(self) -> Path | None:
+        """Go on from the newest checkpoint, if there is one; all servers call it."""
+        setting = self.setting
+        optimizer_state.check(self.engine)
+        if setting.resume is None:
+            if setting.weights:
+                self.engine.load_weights(setting.weights)
+            return None
+        return self.engine.resume(missing_ok=setting.resume in ("", "auto"), allow_changes=setting.allow_changes)

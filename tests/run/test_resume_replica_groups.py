@@ -1,0 +1,182 @@
+"""Runs of replica groups go on from a checkpoint bit for bit: each group's weights and optimizer, the outer momentum, messages."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jobs_compressed
+import pytest
+import torch
+from launched import TEST_JOB, Command, rows
+from rarely import every
+from saved import manifest, tensors
+
+from plait.checkpoint import replica_groups
+from plait.checkpoint.manifest import MANIFEST, seal, unseal
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.engine import Engine
+from plait.launch import fork
+from plait.launch.place import Place
+from plait.parallel.replica_groups.synchronise import RareSynchroniser
+
+SAVED, LAST = 5, 12
+
+
+def train(
+    folder: Path, text: str, *, resume: bool = False, allow: bool = False, last: int = LAST
+) -> list[dict[str, Any]]:
+    """Each rank's weights, its global ones and what the checkpoint's job differs in; a checkpoint is made on the way."""
+
+    def rank(place: Place) -> dict[str, Any]:
+        job = replace(jobs_compressed.job("pictures"), steps=100, seed=3)
+        engine = Engine(job, text, place=place, directory=folder, device="cpu")
+        if resume:
+            engine.resume(allow_changes=allow)
+        for batch in engine.batches():
+            engine.step(batch)
+            if engine.position.step == SAVED and not resume:
+                engine.save()
+            if engine.position.step == last:
+                break
+        rare = engine.built.rare
+        common = {n: p.tensor.tolist() for n, p in rare.global_parts().items()} if rare is not None else {}
+        weights = {name: p.tolist() for name, p in engine.built.own.items()}
+        return {"changed": engine.checkpoints.changed, "weights": weights, "global": common}
+
+    return fork.run(rank, Plan.parse(text).world)
+
+
+PLANS = (
+    "replica_groups=2 every=4",
+    "replica_groups=3 sync=diloco every=3",
+    "replica_groups=2 sync=diloco every=6 fragments=2 fragment_delay=3 fragment_alpha=0.5",
+    "replica_groups=2 sync=diloco every=2 fsdp=2",
+    "replica_groups=2 every=3 compress=int8",
+    "replica_groups=2 start_local=7 every=2",
+    "replica_groups=2 sync=diloco every=4 fragments=2 fragment_delay=2 compress=powersgd compress_rank=1",
+    "replica_groups=2 tp=2 every=4",
+)
+
+
+@pytest.mark.parametrize(
+    "text", every(2, (PLANS[0], PLANS[1], PLANS[2], PLANS[3], PLANS[6], PLANS[5], PLANS[4], PLANS[7]))
+)
+def test_resumed_is_uninterrupted(tmp_path: Path, text: str) -> None:
+    assert train(tmp_path, text) == train(tmp_path, text, resume=True)
+    names = manifest(tmp_path / f"step-{SAVED:06d}").tensors
+    groups = {n.split("/")[1] for n in names if n.startswith("groups/") and "/model/" in n}
+    assert groups == set(map(str, range(Plan.parse(text).replica_groups)))
+
+
+def without(what: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = RareSynchroniser.parts
+        kept = lambda self: {n: p for n, p in real(self).items() if not n.startswith(what)}  # noqa: E731
+        monkeypatch.setattr(RareSynchroniser, "parts", kept)
+
+    return patch
+
+
+def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    without("sent")(monkeypatch)
+    monkeypatch.setattr(RareSynchroniser, "values", lambda self: {"sent": []})
+
+
+def all_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group goes on with the weights and the optimizer of the first."""
+    monkeypatch.setattr(replica_groups, "prefix", lambda training: "groups/0/")
+
+
+LOST = {
+    "the outer momentum is not saved": (PLANS[3], without("outer")),
+    "what is on its way is not saved": (PLANS[2], no_messages),
+}
+
+
+@pytest.mark.parametrize("bug", LOST)
+def test_what_is_not_saved_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bug: str) -> None:
+    text, patch = LOST[bug]
+    patch(monkeypatch)
+    assert train(tmp_path, text) != train(tmp_path, text, resume=True)
+
+
+def test_groups_that_go_on_as_the_first_are_other_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(tmp_path, PLANS[0])
+    all_as_the_first(monkeypatch)
+    assert whole != train(tmp_path, PLANS[0], resume=True)
+
+
+@pytest.mark.parametrize("text", ("replica_groups=3 every=4", "dp=2", "fsdp=2"))
+def test_another_number_of_groups_is_refused_unless_allowed(tmp_path: Path, text: str) -> None:
+    train(tmp_path, PLANS[0], last=SAVED)
+    with pytest.raises(PlaitError, match="K010") as error:
+        train(tmp_path, text, resume=True)
+    assert "replica_groups 2 →" in str(error.value) and "--allow-changes" in str(error.value)
+    assert any("replica_groups 2 →" in line for line in train(tmp_path, text, resume=True, allow=True)[0]["changed"])
+
+
+def test_groups_go_on_from_a_run_without_any(tmp_path: Path) -> None:
+    """Each begins with the run's weights and the state of its optimizer."""
+    train(tmp_path, "dp=2", last=SAVED)
+    ends = train(
+        tmp_path, "replica_groups=2 sync=diloco every=1 outer_lr=1 outer_momentum=0.0", resume=True, last=SAVED + 1
+    )
+    assert ends[0]["weights"] == ends[1]["weights"] and ends[0]["global"] == ends[1]["global"]
+
+
+def test_a_checkpoint_without_a_groups_weights_is_damaged(tmp_path: Path) -> None:
+    train(tmp_path, PLANS[0], last=SAVED)
+    path = tmp_path / f"step-{SAVED:06d}" / MANIFEST
+    content = unseal(path.read_bytes())
+    del content["tensors"]["groups/1/model/last.weight"]
+    path.write_bytes(seal(content))
+    with pytest.raises(PlaitError, match="K002"):
+        train(tmp_path, PLANS[0], resume=True)
+
+
+@pytest.mark.parametrize("plan", every(2, ("replica_groups=2 sync=diloco every=5", "replica_groups=2 dp=2 every=3")))
+def test_killed_and_resumed(tmp_path: Path, plan: str) -> None:
+    """The command itself, killed between two checkpoints and between two synchronisations."""
+    argv = (
+        "train",
+        TEST_JOB,
+        "--plan",
+        plan,
+        "--save-every",
+        "4",
+        "--job.steps",
+        "24",
+        "--job.pause",
+        "0.01",
+        "--restarts",
+        "0",
+    )
+    ends = []
+    for folder, killed in ((tmp_path / "whole", False), (tmp_path / "killed", True)):
+        folder.mkdir()
+        command = Command(*argv, folder=folder)
+        if killed:
+            command.until(lambda folder=folder: len(rows(folder)) >= 10)
+            command.kill()
+            command.wait()
+            command = Command(*argv, "--resume", folder=folder)
+        assert command.wait() == 0, command.output
+        assert "not exact: 2 groups train by themselves" in command.output
+        ends.append(tensors(folder / "runs/latest/checkpoints/step-000024"))
+    assert ends[0].keys() == ends[1].keys() and all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
+    assert any(n.startswith("groups/1/") for n in ends[0])
+
+
+def test_a_wish_to_stop_is_heard_at_a_synchronisation(tmp_path: Path) -> None:
+    plan = "replica_groups=2 every=4"
+    argv = ("train", TEST_JOB, "--plan", plan, "--job.steps", "4000", "--job.pause", "0.01", "--restarts", "0")
+    command = Command(*argv, folder=tmp_path)
+    command.until(lambda: len(rows(tmp_path)) >= 3)
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait() == 75, command.output
+    (made,) = (tmp_path / "runs/latest/checkpoints").glob("step-*")
+    assert int(made.name[5:]) % 4 == 0

@@ -1,0 +1,142 @@
+"""plait train with sync=async: what a run leaves behind, a group and a server that are killed, a request to stop, refusals."""
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import TEST_JOB, Command, rows
+from rarely import rarely
+from saved import tensors
+
+from plait.config.errors import PlaitError
+from plait.config.plan import Plan
+from plait.engine.build import check_plan
+from plait.parallel.server.strategy import refuse
+
+SYNC = "replica_groups=3 sync=async"
+
+
+def train(folder: Path, plan: str, *more: str) -> Command:
+    words = ("--check", "none", "--save-every", "10", "--job.pause", "0.01")
+    return Command("train", TEST_JOB, "--plan", plan, *words, *more, folder=folder)
+
+
+def ledger(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "runs/latest/ledger.jsonl").read_text()
+    return [row for row in map(json.loads, text.splitlines()) if "seq" in row]
+
+
+def samples_of(folder: Path) -> Counter[tuple[int, int]]:
+    return Counter((row["clock"], row["first"] + k) for row in ledger(folder) for k in range(len(row["ids"])))
+
+
+def same(folder: Path, other: Path) -> float:
+    a, b = (tensors(each / "runs/latest/checkpoints/step-000030") for each in (folder, other))
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    assert train(folder, "dp=1").wait(300) == 0
+    return folder
+
+
+def struck(folder: Path, plan: str, rank: int, *more: str) -> str:
+    """The output of a run of which a rank is killed after some steps."""
+    command = train(folder, plan, *more)
+    try:
+        command.until(lambda: len(rows(folder)) >= 12, 300)
+        os.kill(command.workers()[rank], signal.SIGKILL)
+        assert command.wait(300) == 0, command.output
+    except BaseException:
+        command.kill()
+        raise
+    assert set(samples_of(folder).values()) == {1} and len(samples_of(folder)) == 5 * 41
+    return command.output
+
+
+@pytest.mark.parametrize("plan, rank", ((f"{SYNC} servers=2", 1), *rarely((SYNC, 0), (f"{SYNC} microbatches=2", 2))))
+def test_a_killed_group_is_started_again(tmp_path: Path, one_device: Path, plan: str, rank: int) -> None:
+    """Its samples go to others, each is seen once, and without staleness the weights are those of one device."""
+    said = struck(tmp_path, plan, rank)
+    assert f"group {rank} is gone" in said and "it is started again" in said
+    assert same(tmp_path, one_device) < 1e-12
+
+
+@pytest.mark.prove
+def test_a_run_goes_on_without_a_group(tmp_path: Path, one_device: Path) -> None:
+    said = struck(tmp_path, SYNC, 1, "--restarts", "0")
+    assert "the run goes on with 2 of 3 groups" in said
+    assert same(tmp_path, one_device) < 1e-12
+    assert {row["group"] for row in ledger(tmp_path)[-9:]} == {0, 2}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("rank", (3, 4))
+def test_after_a_servers_death_all_go_on_from_the_checkpoint(tmp_path: Path, one_device: Path, rank: int) -> None:
+    said = struck(tmp_path, f"{SYNC} servers=2", rank)
+    assert "all start again from step-000010" in said
+    assert same(tmp_path, one_device) < 1e-12
+
+
+@pytest.mark.prove
+def test_a_stale_run_with_a_death_keeps_every_sample_and_the_bound(tmp_path: Path) -> None:
+    struck(tmp_path, f"{SYNC} staleness=2", 1)
+    assert max(row["version_made"] - 1 - row["version_read"] for row in ledger(tmp_path)) <= 2
+
+
+def test_a_request_to_stop_saves_and_the_run_goes_on(tmp_path: Path, one_device: Path) -> None:
+    command = train(tmp_path, SYNC)
+    try:
+        command.until(lambda: len(rows(tmp_path)) >= 3, 300)
+        os.kill(command.pid, signal.SIGTERM)
+        assert command.wait(300) == 75, command.output
+        again = train(tmp_path, SYNC, "--resume")
+        command = again
+        assert again.wait(300) == 0, again.output
+    except BaseException:
+        command.kill()
+        raise
+    assert same(tmp_path, one_device) < 1e-12
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 31))
+    assert set(samples_of(tmp_path).values()) == {1} and len(samples_of(tmp_path)) == 5 * 41
+    assert [row["seq"] for row in ledger(tmp_path)] == list(range(len(ledger(tmp_path))))
+
+
+@pytest.mark.prove
+def test_what_the_job_raises_in_a_group_ends_the_run(tmp_path: Path) -> None:
+    command = Command("train", TEST_JOB, "--check", "none", "--plan", SYNC, "--job.fault", "sample", folder=tmp_path)
+    assert command.wait(300) == 1
+    assert "sample 30 cannot be read" in command.output and "error[C005]" in command.output
+
+
+@pytest.mark.parametrize(
+    "plan, word",
+    (
+        ("replica_groups=2 dp=2 sync=async", "sync=local"),
+        ("replica_groups=2 tp=2 sync=async", "tp=2"),
+        ("replica_groups=2 sync=async precision=fp16", "bf16"),
+        ("replica_groups=2 sync=async quorum=3", "quorum=1"),
+        ("replica_groups=2 sync=async quorum=1 server_update=nesterov", "server_update=clock"),
+        ("replica_groups=9 sync=async", "--batch 9"),
+        ("replica_groups=2 sync=async offload=optimizer", "leave out offload"),
+    ),
+)
+def test_impossible_mixes_are_refused_with_what_to_use(plan: str, word: str) -> None:
+    found = [*refuse(Plan.parse(plan), 8, "cpu")]
+    assert found and all(p.code in ("P060", "P014") for p in found)
+    assert word in "\n".join(map(str, found))
+
+
+def test_keys_of_a_server_need_one() -> None:
+    import jobs
+
+    with pytest.raises(PlaitError) as caught:
+        check_plan(jobs.mlp(), Plan.parse("replica_groups=2 staleness=3"))
+    assert caught.value.codes == ["P030"]
