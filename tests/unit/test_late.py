@@ -99,6 +99,7 @@ def test_memory_of_groups(asked: PlanRequest) -> None:
     assert {k: v for k, v in local.items() if k != "messages"} == plain
     assert priced(asked, f"{GROUPS}diloco every=4 outer_momentum=0.0").memory["outer"] == pytest.approx(size)
     assert priced(asked, "dp=8 compress=int8").memory["residuals"] == pytest.approx(size)
+    assert priced(asked, f"{GROUPS}async").memory["optimizer"] == 0 < plain["optimizer"]
     sharded = priced(asked, f"{GROUPS}diloco every=4 fsdp=8").memory
     assert sharded["outer"] == pytest.approx(2 * size / 8)
 

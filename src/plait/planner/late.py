@@ -148,6 +148,7 @@ def held(pace: TimeModel, plan: Plan, numbers: float, weights: float) -> dict[st
         if plan.sync == "diloco":
             found["outer"] = size * (2 if plan.outer_momentum else 1)
         found["messages"] = size if plan.sync == "async" else size / plan.fragments
+        found |= {"optimizer": 0.0} if plan.sync == "async" else {}  # it is the servers', on their hosts
     if plan.compress != "none" and plan.replica_groups * plan.dp > 1:
         found["residuals"] = (weights if plan.replica_groups > 1 else numbers) * pace.software.gradients
     return found
