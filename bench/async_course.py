@@ -6,21 +6,22 @@ how slow it is, and sends its gradient; the server's link takes one message afte
 """
 
 import heapq
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from plait.engine.server.group import Trainer
-from plait.engine.server.setting import Doors, ServerSetting
-from plait.engine.server.state import Server
-from plait.parallel.server.dealing import Dealer, Ticket
-from plait.parallel.server.portions import Clocks
 from torch import Tensor
 from virtual_clock import Wire
 
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.batch import Position
+from plait.engine.server.group import Trainer
+from plait.engine.server.setting import Doors, ServerSetting
+from plait.engine.server.state import Server
 from plait.launch.place import Place
+from plait.parallel.server.dealing import Dealer, Ticket
+from plait.parallel.server.portions import Clocks
 
 Course = tuple[list[tuple[int, float]], list[float], float]
 """(clock, loss) of every evaluation, seconds at which each clock was done, bytes that a group sends and receives for each."""
@@ -85,8 +86,8 @@ class Play:
             self.server.apply(takes, sum(self.found[t.number].loss * t.weight / total for t in update.takes), samples)
             self.dealer.made(update)
 
-    def run(self, target: float, every: int) -> Course:
-        """Until the target is reached, or all clocks are done."""
+    def run(self, target: float, every: int, beat: Callable[[int], None]) -> Course:
+        """Until the target is reached, or all clocks are done. `beat` is told of the clocks that are done."""
         losses, ends, sent = [(0, self.evaluated())], [], 0
         for group in range(len(self.slower)):
             self.ask(group, 0.0)
@@ -103,6 +104,7 @@ class Play:
             self.arrived(ticket)
             for clock in range(before + 1, self.dealer.version + 1):
                 ends.append(now)
+                beat(clock)
                 if clock % every == 0:
                     losses.append((clock, self.evaluated()))
             if losses[-1][1] <= target or self.dealer.finished:
@@ -119,7 +121,13 @@ class Play:
         return self.trainer.engine.evaluate()["loss"]
 
 
-def play(job: Job, plan: Plan, how: tuple[Wire, tuple[float, ...], float], until: tuple[float, int]) -> Course:
+def play(
+    job: Job,
+    plan: Plan,
+    how: tuple[Wire, tuple[float, ...], float],
+    until: tuple[float, int],
+    beat: Callable[[int], None],
+) -> Course:
     """An asynchronous run. `until`: the loss at which it ends, and the clocks between two evaluations."""
     torch.manual_seed(job.seed)
-    return Play(job, plan, how).run(*until)
+    return Play(job, plan, how).run(*until, beat)
