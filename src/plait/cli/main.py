@@ -168,6 +168,7 @@ EXAMPLES = {
         "job.py --machine h100x8",
         "job.py --machine a100x8 --objective cheapest",
         'job.py --plan "tp=2" --show tensor',
+        "job.py --machine h100x8x4 --map --out map.svg",
     ),
     "submit": (
         'slurm job.py --plan "dp=16" --nnodes 2 --time 24h --option partition=gpu --out job.sbatch',
@@ -304,6 +305,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     add("--vary", metavar="NAME", help="largest: not the batch but this argument of the job, such as length")
     add("--deadline", metavar="TIME", help="the whole job must end within it, such as 24h (fewest)")
     add("--scale", metavar="N,N,…", help="the best plan at each number of devices, and its efficiency")
+    add("--allow-inexact", action="store_true", help="also plans that are another training: rare or compressed synchronisation")
+    add("--map", action="store_true", help="which way to synchronise is fastest, by link speed and spread; --out map.svg draws it")
     add("--try", type=int, default=0, dest="tries", metavar="K", help="run the first K for a few steps, here")
     add("--show", choices=("tensor",), help="of --plan: which layers tp cuts, how, what stays whole and why")
     add("--dry-run", action="store_true", help="make a step of --plan, of one rank of each kind, without processes")

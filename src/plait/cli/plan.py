@@ -11,15 +11,18 @@ from typing import Any
 from plait.config.errors import PlaitError, Problem, too_small
 from plait.config.files import check_writable, write
 from plait.config.job import Job, load_job
-from plait.config.keys import AXES
+from plait.config.keys import AXES, KEYS
 from plait.config.machine import Machine
 from plait.config.plan import Plan
 from plait.launch.detect import read_machine
 from plait.model.table import size as sized_up
 from plait.planner import goals
 from plait.planner.answer import Answer, ask, text, toml
+from plait.planner.inexact import with_inexact
+from plait.planner.late_map import LateJob, LateMap, late_map, ways
 from plait.planner.question import UNPRICED_CP, PlanRequest, room, sized
 from plait.planner.space import divisors
+from plait.report.map_drawing import page
 
 EVERY = 10**6
 BYTES = 2**20
@@ -56,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
     def again(arguments: dict[str, str]) -> PlanRequest:
         return PlanRequest.of(load_job(options.job, arguments), options.job, machine, split=machine.devices > 1)
 
+    if options.map:
+        return mapped(asked, pins, options)
     goal = goals.named(options, again)
     if goal is not None:
         found = goal(asked, pins, memory)
@@ -65,12 +70,56 @@ def run(options: argparse.Namespace) -> int:
     if not found.rows:
         raise PlaitError(impossible(found))
     found = goals.compared(found, pins, memory, choose=not options.tries)
+    if options.allow_inexact:
+        found = with_inexact(found)
     if options.tries:
         found = goals.tried(found, options)
     if options.out and found.best:
         write(options.out, toml(found))
     print(json.dumps(found.to_dict()) if options.json else text(found))
     return 0 if found.best else 1
+
+
+def mapped(asked: PlanRequest, pins: dict[str, Any], options: argparse.Namespace) -> int:
+    """--map: one group is a node, or, where there is one node, what the job needs of its devices; inside, the best exact plan."""
+    machine, memory = asked.machine, size(options.memory)
+    own = {
+        key: value
+        for key, value in pins.items()
+        if KEYS[key].table not in ("groups", "messages") and key != "replica_groups"
+    }
+    sizes = [machine.devices_per_node] if machine.nodes > 1 else divisors(machine.devices)[:-1]
+    for devices in sizes:
+        within = asked.on(sized(machine, devices))
+        job = replace(asked.job, batch=max(1, asked.job.batch * devices // machine.devices))
+        found = ask(replace(within, job=job), own, memory, 1)
+        if found.best is not None:
+            break
+    else:
+        raise PlaitError(no_groups(asked))
+    groups, refused = machine.devices // devices, asked.refused()
+    every = [
+        way
+        for way in ways(found.best.candidate.plan, groups, asked.job.steps)
+        if way.name == "dp" or not refused(way.plan)
+    ]
+    between = f"{groups} nodes" if machine.nodes > 1 else f"{groups} groups of {devices} device{'s' * (devices > 1)}"
+    cells = late_map(LateJob(asked.pace, asked.job.batch, asked.job.steps), every)
+    shown = LateMap(asked.name, between, tuple(every), cells)
+    if options.out:
+        write(options.out, page(shown.to_dict()))
+    print(json.dumps(shown.to_dict()) if options.json else shown.text())
+    return 0
+
+
+def no_groups(asked: PlanRequest) -> Problem:
+    """P070: there are no two groups that could each train the job."""
+    devices = asked.machine.devices
+    what = (
+        f"there is nothing to map: {devices} device{'s' * (devices > 1)} do not make two groups that each train the job"
+    )
+    why = "a map compares ways to synchronise groups, each of which holds the whole model"
+    return Problem("P070", what, why=why, fix=("--gpus 4", "--machine h100x8x4"))
 
 
 def impossible(found: Answer) -> Problem:

@@ -353,7 +353,7 @@ class Plan:
         needs |= dict.fromkeys(("sync", "every", "start_local"), ("replica_groups", self.replica_groups))
         problems = []
         for key, (axis, size) in needs.items():
-            if size == 1 and key in self.changed() and not (key == "zero" and self.offload == "all"):
+            if size == 1 and self._given(key) and not (key == "zero" and self.offload == "all"):
                 what = f"{key}={getattr(self, key)} has no effect: there is no {axis} in the plan"
                 problems.append(Problem("P030", what, why=f"{axis}=1", fix=(f"{axis}=2", f"leave out {key}")))
         return problems + [problem for key, word in self._unused() if (problem := self._without(key, word))]
@@ -369,8 +369,12 @@ class Plan:
         if self.compress != "powersgd":
             yield "compress_rank", "compress=powersgd"
 
+    def _given(self, key: str) -> bool:
+        """Whether it differs from the default."""
+        return getattr(self, key) != getattr(Plan, key)
+
     def _without(self, key: str, word: str) -> Problem | None:
-        if key not in self.changed():
+        if not self._given(key):
             return None
         what = f"{key}={as_word(KEYS[key], getattr(self, key))} has no effect: there is no {word} in the plan"
         return Problem("P030", what, fix=(word, f"leave out {key}"))

@@ -3,6 +3,7 @@
 question          from job and machine to what is searched
 from_sketch       the model as products and bytes: the workload
 time              seconds of a workload on devices, and on cores
+late              what copies and replica groups send each other, and when
 memory            bytes of the fullest rank in closed forms, for searching
 estimate          one plan
 constants         what was fitted to measurements
@@ -10,6 +11,9 @@ space             all plans, in branches
 unequal           plans on devices that are unlike
 search            the best of them
 answer            what `plait plan` says
+exactness         what rare synchronisation costs in exactness, and the link speed below which it pays
+late_map          which way to synchronise is fastest, by link and spread of speeds
+inexact           the best plans that are another training
 goals             what fewer and more devices do; the cheapest, fewest, largest
 uncertainty       how sure a prediction is
 trial             a few real steps of plans

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from plait.config.keys import AXES
+from plait.config.keys import AXES, KEYS
 from plait.config.plan import Plan
 from plait.model.table import aligned, short, size
+from plait.planner import late
+from plait.planner.exactness import crossing, told
 from plait.planner.question import CONTEXT, PlanRequest
 from plait.planner.search import ALIKE, Candidate, Found, search
 from plait.planner.space import SearchSpace, branch_samples
@@ -19,7 +21,7 @@ CLASSICAL = ("dp", "fsdp", "tp", "pp")
 WORDS = {
     "bubble": "pipeline bubble", "tensor": "messages inside layers", "gradients": "messages of gradients and weights",
     "recompute": "computes activations again", "compute": "smaller matmuls", "optimizer": "the optimizer's step",
-    "data": "waits for data", "host": "waits for weights from the host", "fixed": "",
+    "data": "waits for data", "sync": "synchronising replica groups", "host": "waits for weights from the host", "fixed": "",
 }  # fmt: skip
 """What a loser spends its time on."""
 
@@ -42,6 +44,7 @@ class PlanRow:
                 "spare_bytes": round(room - found.reserved if found.spare is None else found.spare),
                 "host_bytes": round(found.hosted), "parts": found.parts,
                 "memory": {name: round(held) for name, held in found.memory.items()},
+                "sent": {axis: round(size) for axis, size in found.sent.items()}, "inexact": told(self.candidate.plan),
             }  # fmt: skip
         return facts
 
@@ -84,6 +87,9 @@ class Answer:
     """None where there is but one device, or nobody asked."""
     fewest: float = 0.0
     """The choice has fewer devices than there are: it is predicted within this part of the fastest."""
+
+    beside: str = ""
+    """What else was looked for and not found."""
 
     @property
     def best(self) -> PlanRow | None:
@@ -147,7 +153,7 @@ def classical(asked: PlanRequest, question: SearchSpace, found: Found) -> list[C
 def _alone(asked: PlanRequest, question: SearchSpace, axis: str) -> Candidate:
     """The best plan with all devices on one axis, searched for by itself: bounds may have left it out."""
     alone = dict.fromkeys((*AXES, "ep"), 1) | {axis: question.devices}
-    others = {key: value for key, value in question.pins.items() if key not in alone}
+    others = {k: v for k, v in question.pins.items() if k not in alone and KEYS[k].table not in ("groups", "messages")}
     pace, refused = asked.pace, asked.refused()
     found = search(pace, replace(question, pins=others | alone), refused)
     if found.best:
@@ -216,13 +222,13 @@ def _headline(found: Answer) -> str:
     """The choice in one line, with what it changes of the job's own numbers."""
     assert found.best is not None
     plan, pinned = found.best.candidate.plan, found.question.pins
-    told = [str(plan)]
-    if found.fewest:
+    words = [str(plan), *([told(plan)] if told(plan) else [])]
+    if found.fewest and plan.devices < found.question.devices:
         part = f"within {100 * found.fewest:.0f} % of the fastest"
-        told.append(f"the fewest devices {part}: {plan.devices} of {found.question.devices}")
+        words.append(f"the fewest devices {part}: {plan.devices} of {found.question.devices}")
     if plan.precision != "fp32" and "precision" not in pinned:
-        told.append(f"in {plan.precision}, which rounds differently from fp32: --pin precision=fp32 keeps that")
-    return " · ".join(told)
+        words.append(f"in {plan.precision}, which rounds differently from fp32: --pin precision=fp32 keeps that")
+    return " · ".join(words)
 
 
 def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
@@ -233,7 +239,7 @@ def _cells(row: PlanRow, found: Answer) -> tuple[str, ...]:
     memory = size(got.reserved)
     if not row.fits:
         return plan, "✗", memory, "–", "–", "–", "–", "–", row.why
-    sent = got.share("tensor") + got.share("gradients")
+    sent = got.share("tensor") + got.share("gradients") + got.share("sync")
     bubble = f"{100 * got.share('bubble'):.1f} %" if row.candidate.plan.pp > 1 else "–"
     peak = found.asked.pace.peak(row.candidate.plan.precision)
     return (plan, "✓", memory, _time(got.seconds), short(found.question.batch / got.seconds), f"{100 * sent:.0f} %", bubble,
@@ -256,6 +262,7 @@ def _notes(found: Answer) -> list[str]:
             return [f"nothing fits: a device's own context ({size(CONTEXT)}) takes all of its memory; {told}"]
         return [f"nothing fits into {size(question.memory)}, what a device's memory leaves to a plan: {told}"]
     got, plan = best.candidate.estimate, best.candidate.plan
+    shares = plan.shares * plan.replica_groups
     large = [name for name in got.parts if got.share(name) > 0.005]
     parts = " · ".join(f"{name} {100 * got.share(name):.0f} %" for name in large)
     memory = " · ".join(f"{name} {size(held)}" for name, held in got.memory.items() if held)
@@ -263,18 +270,33 @@ def _notes(found: Answer) -> list[str]:
         f"step of #1: {parts}",
         f"memory of #1 on the fullest rank: {memory} · allocator {size(got.reserved - sum(got.memory.values()))} · "
         f"spare {size(question.spare(got))}" + (f"; host {size(got.hosted)}" if got.hosted else ""),
-        f"batch: {question.batch} samples a step = {question.batch // plan.shares} for each of {plan.shares} shares, in "
+        *_late(found, best.candidate),
+        f"batch: {question.batch} samples a step = {question.batch // shares} for each of {shares} shares, in "
         f"{plan.microbatches} micro-batches; the learning rate stays the job's. A batch k times as large asks for one of "
         "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
         f"confidence: nine of ten steps take {found.sure.low:.2f} to {found.sure.high:.2f} of what is predicted"
         + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it"),
         f'next: plait train {found.asked.name} --plan "{plan}"     plait plan {found.asked.name} --plan "{plan}" --dry-run',
     ]
-    if told := gain(found.asked.pace, plan, question, best.candidate.samples):
-        lines.insert(0, told)
+    if found.beside:
+        lines.insert(0, found.beside)
+    if faster := gain(found.asked.pace, plan, question, best.candidate.samples):
+        lines.insert(0, faster)
     if found.one is not None:
         lines.insert(0, found.one.told(best.candidate, question.batch))
     return lines
+
+
+def _late(found: Answer, candidate: Candidate) -> list[str]:
+    """What a plan with rare or compressed synchronisation sends, and the link speed below which it pays."""
+    plan, got = candidate.plan, candidate.estimate
+    if late.is_exact(plan) or got is None:
+        return []
+    pace, machine = found.asked.pace, found.asked.machine
+    sent = " · ".join(f"{axis} {size(each)}" for axis, each in got.sent.items())
+    twin = branch_samples(late.exact_twin(plan), found.question)
+    crossed = crossing(pace, plan, candidate.samples, twin).told("nodes" if machine.nodes > 1 else "devices")
+    return [f"sent by each rank in a step, in the mean: {sent}", f"{crossed}, for the same samples"]
 
 
 def _bytes(candidate: Candidate | None) -> float:

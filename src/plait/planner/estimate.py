@@ -5,17 +5,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf
 
-from plait.config.keys import SAME_LOSS
+from plait.config.keys import SAME_LOSS, WITHIN
 from plait.config.plan import Plan
 from plait.parallel.pipeline.schedule_search import table
 from plait.parallel.pipeline.schedules import Table
 from plait.parallel.pipeline.simulate import makespan
+from plait.planner import late
 from plait.planner import memory as room
 from plait.planner.from_sketch import Block
 from plait.planner.time import BlockTime, TimeModel, item
-
-BUCKET = 32 << 20
-"""Bytes of gradients that are reduced together."""
 
 Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 """Seconds of a forward and of both halves of a backward, of each stage."""
@@ -37,6 +35,10 @@ class Estimate:
     """Of the model's step on one device, without what is computed again."""
     hosted: float = 0.0
     """Bytes that one rank keeps in its host's memory."""
+    sent: dict[str, float] = field(default_factory=dict)
+    """Bytes of gradients and weights that a rank sends in a step, by axis."""
+    states: float = 0.0
+    """Trained weights that a rank updates."""
     spare: float | None = None
     """Where devices are unlike: bytes that the plan leaves of the one that it leaves least of."""
 
@@ -52,14 +54,17 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     held = owned((plan.schedule, plan.pp, plan.stages_per_rank)) if plan.pp > 1 else ((0,),)
     parted = [[[(b, n) for b, _, n in cut[s]] for s in stages] for stages in held]
     memory = room.memory(parted, plan, samples, alive(plan), pace.software, pace.work.frozen)
-    reserved = sum(memory.values()) * pace.fitted.slack
     weights = [sum(room.weights(b, plan) * n for b, _, n in stage) for stage in cut]
     fullest = max(held, key=lambda stages: sum(weights[s] for s in stages))
-    states = sum(weights[s] for s in fullest) / plan.fsdp * (1 - pace.work.frozen)
+    trained = sum(weights[s] for s in fullest) * (1 - pace.work.frozen)
+    states = trained / plan.fsdp
+    memory |= late.held(pace, plan, trained, states)
+    reserved = sum(memory.values()) * pace.fitted.slack
     software = pace.software
     away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
-    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.devices // plan.shares)
-    found = Estimate(plan, inf, {}, memory, reserved, flops, states * away)
+    flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
+    found = Estimate(plan, inf, {}, memory, reserved, flops, states * away,
+                     late.bill(pace, plan, trained), states)  # fmt: skip
     if reserved > within:
         return found
     own = [part for s in fullest for part in cut[s]]
@@ -74,6 +79,8 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
         parts["data"] = max(0.0, samples * plan.microbatches / pace.loading - sum(parts.values()))
     if software.cores is not None:
         on_cores(pace, plan, samples, own, parts)
+    if plan.replica_groups > 1:
+        parts["sync"] = late.rarely(pace, plan, states, sum(parts.values()))
     return replace(found, seconds=sum(parts.values()), parts=parts)
 
 
@@ -214,19 +221,19 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
     machine, software, inner, f = pace.machine, pace.software, plan.along(SAME_LOSS), plan.fsdp
     free = pace.free
     elements = sum(room.weights(b, plan) * n for b, _, n in own)
-    apart = machine.all_reduce(BUCKET, plan.dp, inner * f) * elements * software.sent / f / BUCKET
     forward, backward = hidden / 3, hidden * 2 / 3
+    apart = machine.all_reduce(late.BUCKET, plan.dp, inner * f) * elements * software.sent / f / late.BUCKET if f > 1 else 0.0
     if f > 1 and plan.zero == 3:
         gather = sum(machine.all_gather(room.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
         scatter = sum(machine.reduce_scatter(room.weights(b, plan) * software.sent, f, inner) * n for b, _, n in own)
         each = max(0.0, gather - free * forward) + max(0.0, gather + scatter - free * backward)
         return {"gradients": plan.microbatches * each + max(0.0, apart - free * backward)}
     if f > 1:
-        pieces = max(1, ceil(elements * software.sent / BUCKET))
+        pieces = max(1, ceil(elements * software.sent / late.BUCKET))
         scatter = pieces * machine.reduce_scatter(elements * software.sent / pieces, f, inner)
         gather = pieces * machine.all_gather(elements * software.weights / pieces, f, inner)
         return {"gradients": max(0.0, scatter + apart - free * backward) + max(0.0, gather - free * forward)}
-    size = elements * software.sent
-    pieces = max(1, ceil(size / BUCKET))
-    whole = pieces * machine.all_reduce(size / pieces, plan.dp, inner)
+    whole, pieces = late.seconds_sent(pace, plan, elements, "dp")
+    if late.format_of(plan, "dp") != "none":
+        return {"gradients": whole + late.compressing(pace, plan, elements, "dp")}
     return {"gradients": max(whole / pieces, whole - free * backward)}

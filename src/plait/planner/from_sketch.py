@@ -96,6 +96,16 @@ class Workload:
     name: str
     blocks: tuple[Block, ...]
     frozen: float = 0.0
+    matrices: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of what is trained and has two dims or more: all but the first are columns."""
+    tensors: int = 0
+    """How many are trained."""
+
+    def low_rank(self, rank: int) -> float:
+        """Part of the trained weights that two factors of so many columns for every matrix are, the others being whole."""
+        sizes = sum(m * n for m, n in self.matrices)
+        thin = sum(min(m * n, rank * (m + n)) for m, n in self.matrices)
+        return 1 - (sizes - thin) / max(1.0, self.weights * (1 - self.frozen))
 
     @property
     def weights(self) -> float:
@@ -168,7 +178,8 @@ def workload_of(sketch: Sketch, name: str = "", cuts: Cuts | None = None) -> Wor
     blocks += _loss(sketch, itemsize)
     trained = sum(prod(shape) for _, shape, _ in sketch.parameters)
     frozen = 1 - trained / max(1, sum(sizes.values()))
-    return Workload(name, tuple(_runs(blocks)), frozen)
+    matrices = tuple((shape[0], prod(shape[1:])) for _, shape, _ in sketch.parameters if len(shape) > 1)
+    return Workload(name, tuple(_runs(blocks)), frozen, matrices, len(sketch.parameters))
 
 
 def _block(unit: Unit, call: UnitCall, cuts: Cuts, told: tuple[dict[str, int], int, set[str]]) -> Block:

@@ -49,6 +49,16 @@ class SearchSpace:
         """Bytes that a plan leaves of the device that it leaves least of."""
         return self.memory - found.reserved if found.spare is None else found.spare
 
+    @property
+    def groups(self) -> int:
+        """Replica groups: as many as are given."""
+        return self.pins.get("replica_groups", 1) or 1
+
+    @property
+    def inside(self) -> int:
+        """Devices of one of them."""
+        return self.devices // self.groups if self.devices % self.groups == 0 else 0
+
     def holds(self, found: Estimate | None) -> bool:
         """Whether devices and their hosts have the memory that a plan takes."""
         return found is not None and self.spare(found) >= 0 and found.hosted <= self.host
@@ -66,7 +76,7 @@ def powers(limit: int) -> list[int]:
 
 def branch_samples(plan: Plan, question: SearchSpace) -> float:
     """Samples of the largest micro-batch."""
-    return -(-question.batch // plan.shares // plan.microbatches)
+    return -(-question.batch // (plan.shares * plan.replica_groups) // plan.microbatches)
 
 
 def branches(question: SearchSpace) -> Iterator[Plan]:
@@ -74,15 +84,15 @@ def branches(question: SearchSpace) -> Iterator[Plan]:
     given = question.pins
     same: dict[str, Any] = {key: value for key, value in given.items() if key not in FREE}
     for tp, pp, cp in _meshes(question):
-        shares, rest = divmod(question.devices, tp * pp * cp)
-        if rest or shares > question.batch:
+        shares, rest = divmod(question.inside, tp * pp * cp)
+        if rest or not shares or shares * question.groups > question.batch:
             continue
         experts = [e for e in divisors(shares) if all(count % e == 0 for count in question.experts)]
-        own = -(-question.batch // shares)
+        own = -(-question.batch // (shares * question.groups))
         for ep in of("ep", experts if question.experts else [1], given):
             for micro in of("microbatches", _splits(own), given):
                 for precision in of("precision", list(question.precisions), given):
-                    mesh: dict[str, Any] = {"pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": shares}
+                    mesh: dict[str, Any] = {"replica_groups": question.groups, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": shares}
                     for way in _ways(question, tp, cp):
                         yield Plan(**same, **mesh, **way, microbatches=micro, precision=precision)
 
@@ -98,7 +108,7 @@ def _ways(question: SearchSpace, tp: int, cp: int) -> Iterator[dict[str, Any]]:
 
 def _meshes(question: SearchSpace) -> Iterator[tuple[int, int, int]]:
     """Numbers of slices, stages and stretches."""
-    given, n = question.pins, question.devices
+    given, n = question.pins, question.inside
     tps = [t for t in divisors(n) if t <= MOST["tp"] and (t == 1 or question.sliceable)]
     for tp in of("tp", tps, given):
         for pp in of("pp", [p for p in divisors(n // tp) if p <= question.stages], given):

@@ -89,7 +89,7 @@ class Cores:
             again, passes = (plan.microbatches, 3) if plan.zero == 3 else (1, 2)
             copied = again * passes * size * self.fresh / stream
             return (again * self.unit * units + self.shard * kernels) * self.operator + copied + late
-        if plan.shares == 1:
+        if plan.shares * plan.replica_groups == 1:
             return 0.0
         hooks = (self.bucket * (plan.shares - 1) + self.hook * kernels) * self.operator
         return hooks + size * self.bucketed / stream + late

@@ -49,7 +49,7 @@ def members(plan: Plan) -> list[list[int]]:
 
 def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) -> Estimate:
     """As `estimate`, whose micro-batches have so many `samples` with equal shares; here each has its own."""
-    machine, batch = pace.machine, question.batch
+    machine, batch = pace.machine, ceil(question.batch / plan.replica_groups)
     if not machine.unlike:
         return estimate(pace, plan, samples, question.memory)
     parts = plan.parts or (by_speed(pace, plan) if plan.batch_shares == "auto" else (1,) * plan.ranks)
@@ -62,7 +62,7 @@ def price(pace: TimeModel, plan: Plan, question: SearchSpace, samples: float) ->
             found[key] = replace(got, spare=key[2] - got.reserved)
     slowest = max(found.values(), key=lambda got: got.seconds)
     fullest = min(found.values(), key=lambda got: got.spare or 0.0)
-    flops = 3 * pace.work.flops * batch / plan.devices
+    flops = 3 * pace.work.flops * question.batch / plan.devices
     return replace(slowest, memory=fullest.memory, reserved=fullest.reserved, spare=fullest.spare, flops=flops)
 
 

@@ -3,5 +3,6 @@
 spans             the events of a run on one clock
 timeline          a step as rows of boxes, and as a trace for Perfetto
 drawing           a timeline as an HTML page
+map_drawing       the map of ways to synchronise as a picture
 summary           a run in a few lines
 """

@@ -1,0 +1,133 @@
+"""A server and groups that do not wait for each other, on a clock of modelled links: the dealer, the gradients and the updates are plait's.
+
+What groups compute does depend on when messages arrive, so nothing can be recorded and played again. Instead one process plays all
+of them in the order of the clock: the server deals a piece and sends its weights, the group computes for as long as was measured, times
+how slow it is, and sends its gradient; the server's link takes one message after the other, each way.
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from virtual_clock import Wire
+
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.data.batch import Position
+from plait.engine.server.group import Trainer
+from plait.engine.server.setting import Doors, ServerSetting
+from plait.engine.server.state import Server
+from plait.launch.place import Place
+from plait.parallel.server.dealing import Dealer, Ticket
+from plait.parallel.server.portions import Clocks
+
+Course = tuple[list[tuple[int, float]], list[float], float]
+"""(clock, loss) of every evaluation, seconds at which each clock was done, bytes that a group sends and receives for each."""
+
+
+class Play:
+    """One run. `how`: the link, how many times as long each group computes, seconds of a piece."""
+
+    def __init__(self, job: Job, plan: Plan, how: tuple[Wire, tuple[float, ...], float]):
+        self.wire, self.slower, self.computing = how
+        self.job, setting = job, ServerSetting(job, plan, device="cpu", on_nan="ignore")
+        groups = plan.replica_groups
+        self.doors = Doors.open(1)
+        self.server, self.trainer = (
+            Server(setting, Place(groups, groups + 1), self.doors),
+            Trainer(setting, Place(0, groups + 1)),
+        )
+        self.dealer = Dealer(
+            Clocks(len(self.trainer.engine.built.data), job.batch, job.seed, groups), setting.rules, job.steps
+        )
+        self.size = sum(p.nbytes for p in self.server.engine.built.own.values())
+        self.out = self.into = 0.0
+        """When the server's link is free again, each way."""
+        self.events: list[tuple[float, int, int, Ticket, dict[str, Tensor]]] = []
+        self.waiting: list[int] = []
+        self.fences = {group: self.dealer.join(group) for group in range(groups)}
+        self.found: dict[int, Any] = {}
+
+    def weights(self) -> dict[str, Tensor]:
+        """As the server has them now."""
+        return {name: p.detach().clone() for name, p in self.server.engine.built.own.items()}
+
+    def ask(self, group: int, now: float) -> None:
+        """A group wants a piece."""
+        ticket = self.dealer.deal(group, now)
+        if ticket is None:
+            self.waiting.append(group)
+            return
+        self.out = max(now, self.out) + self.size / self.wire.rate
+        there = (
+            self.out
+            + self.wire.latency
+            + self.computing * self.slower[group] * ticket.portion.count * len(self.slower) / self.job.batch
+        )
+        heapq.heappush(self.events, (there, ticket.number, group, ticket, self.weights()))
+
+    def computed(self, ticket: Ticket, weights: dict[str, Tensor]) -> None:
+        """The gradient of a piece at the weights that went with it."""
+        portion, trainer = ticket.portion, self.trainer
+        trainer.load(weights)
+        at = Position(portion.clock, portion.epoch, portion.start, 0)
+        got = trainer.gradient(at, portion.size, portion.first, self.dealer.clocks.ids(portion))
+        self.server.parts[ticket.number] = {name: t.clone() for name, t in got.tensors.items()}
+        self.found[ticket.number] = got
+
+    def arrived(self, ticket: Ticket) -> None:
+        """A gradient is at the server: whatever updates can be made are made."""
+        self.dealer.arrived(ticket.number, ticket.group, ticket.fence, self.found[ticket.number].weight)
+        while (update := self.dealer.update()) is not None:
+            total, samples = sum(t.weight for t in update.takes), self.dealer.samples
+            takes = [(t.number, t.weight / total) for t in update.takes]
+            self.server.apply(takes, sum(self.found[t.number].loss * t.weight / total for t in update.takes), samples)
+            self.dealer.made(update)
+
+    def run(self, target: float, every: int, beat: Callable[[int], None]) -> Course:
+        """Until the target is reached, or all clocks are done. `beat` is told of the clocks that are done."""
+        losses, ends, sent = [(0, self.evaluated())], [], 0
+        for group in range(len(self.slower)):
+            self.ask(group, 0.0)
+        arrivals: list[tuple[float, int, int, Ticket]] = []
+        while self.events or arrivals:
+            if self.events and (not arrivals or self.events[0][0] <= arrivals[0][0]):
+                now, number, group, ticket, weights = heapq.heappop(self.events)
+                self.computed(ticket, weights)
+                self.into, sent = max(now, self.into) + self.size / self.wire.rate, sent + 2 * self.size
+                heapq.heappush(arrivals, (self.into + self.wire.latency, number, group, ticket))
+                continue
+            now, _, group, ticket = heapq.heappop(arrivals)
+            before = self.dealer.version
+            self.arrived(ticket)
+            for clock in range(before + 1, self.dealer.version + 1):
+                ends.append(now)
+                beat(clock)
+                if clock % every == 0:
+                    losses.append((clock, self.evaluated()))
+            if losses[-1][1] <= target or self.dealer.finished:
+                break
+            asking, self.waiting = [*self.waiting, group], []
+            for each in asking:
+                self.ask(each, now)
+        self.doors.close()
+        return losses, ends, sent / len(self.slower) / max(1, len(ends))
+
+    def evaluated(self) -> float:
+        """The held-out loss of the server's weights."""
+        self.trainer.load(self.weights())
+        return self.trainer.engine.evaluate()["loss"]
+
+
+def play(
+    job: Job,
+    plan: Plan,
+    how: tuple[Wire, tuple[float, ...], float],
+    until: tuple[float, int],
+    beat: Callable[[int], None],
+) -> Course:
+    """An asynchronous run. `until`: the loss at which it ends, and the clocks between two evaluations."""
+    torch.manual_seed(job.seed)
+    return Play(job, plan, how).run(*until, beat)

@@ -1,0 +1,110 @@
+"""Plans that are not the same training as on one device, for those who ask for them: `plait plan --allow-inexact`.
+
+Groups are what is searched inside, by `planner/search.py`; how they synchronise, how rarely and in which format is priced on top,
+which takes microseconds. Plans are compared by the time to the same loss, as far as a small model tells
+(`planner/exactness.py`); an exact plan comes first unless another is faster by more than predictions are sure of.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.config.keys import KEYS
+from plait.config.plan import Plan
+from plait.planner.answer import Answer, PlanRow
+from plait.planner.exactness import progress, told
+from plait.planner.question import PlanRequest
+from plait.planner.search import ALIKE, Candidate, search
+from plait.planner.space import SearchSpace
+from plait.planner.unequal import price
+
+GROUPS = 64
+"""The most replica groups that are tried."""
+EVERY = (4, 16, 64, 256)
+FORMATS = ("none", "bf16", "int8", "powersgd")
+UNCUT = {"bf16": ("fsdp", "cp", "ep"), "int8": ("fsdp", "cp", "ep", "tp"), "powersgd": ("fsdp", "cp", "ep", "tp")}
+"""Axes beside which copies cannot compress in a format: what it refuses need not be searched."""
+KEPT = 2
+"""Plans of the inside of a group that are priced with every way to synchronise."""
+SHOWN = 3
+"""Inexact plans that are shown."""
+
+
+@dataclass(frozen=True)
+class LateOffer:
+    """A plan that is not exact. `seconds`: of a step, over the progress that a sample makes."""
+
+    candidate: Candidate
+    seconds: float
+
+    def row(self, exact: float) -> PlanRow:
+        """As a row of the answer. `exact`: seconds of a step of the fastest exact plan."""
+        plan = self.candidate.plan
+        times = f"{exact / self.candidate.seconds:.3g} × the samples/s, {exact / self.seconds:.3g} × as fast to the same loss (fitted)"
+        return PlanRow(self.candidate, True, f"{told(plan)}; {times}")
+
+
+def with_inexact(found: Answer) -> Answer:
+    """The answer with the best plans that are not exact, each with what that costs in words."""
+    best = found.best
+    if best is None or found.question.devices == 1:
+        return found
+    exact = best.candidate.seconds
+    faster = [o for o in offered(found.asked, found.question, exact) if o.candidate.seconds < exact * (1 - ALIKE)]
+    offers = sorted(faster, key=lambda o: (o.seconds, str(o.candidate.plan)))
+    if not offers:
+        return replace(found, beside=f"no inexact plan is faster by more than {100 * ALIKE:.0f} %")
+    kinds: dict[tuple[str, ...], LateOffer] = {}
+    for offer in offers:
+        plan = offer.candidate.plan
+        kinds.setdefault((plan.sync if plan.replica_groups > 1 else "", plan.compress), offer)
+    chosen = list(kinds.values())[:SHOWN]
+    rows = [offer.row(exact) for offer in chosen]
+    ahead = chosen[0].seconds < exact * (1 - ALIKE)
+    return replace(found, rows=(*rows, *found.rows) if ahead else (found.rows[0], *rows, *found.rows[1:]))
+
+
+def offered(asked: PlanRequest, question: SearchSpace, exact: float) -> Iterator[LateOffer]:
+    """Plans that are predicted to take less than `exact` seconds a step, and that the job can run under."""
+    pins, refused = question.pins, asked.refused()
+    formats = [pins["compress"]] if "compress" in pins else list(FORMATS)
+    for how in formats if pins.get("replica_groups", 1) == 1 else ():
+        if how != "none":
+            alone = dict.fromkeys(UNCUT[how], 1)
+            copies = replace(question, pins=alone | pins | {"compress": how, "replica_groups": 1})
+            for candidate in search(asked.pace, copies, refused, exact).best[:KEPT]:
+                if candidate.plan.dp > 1:
+                    yield LateOffer(candidate, candidate.seconds / progress(candidate.plan))
+    for groups in counts(question, asked.machine.nodes):
+        inside = replace(question, pins={k: v for k, v in pins.items() if k != "compress"} | _least(groups, pins))
+        for candidate in search(asked.pace, inside, refused, exact).best[:KEPT]:
+            for plan in rarely(candidate.plan, pins, formats):
+                if not refused(plan):
+                    priced = Candidate(plan, price(asked.pace, plan, question, candidate.samples), candidate.samples)
+                    if question.holds(priced.estimate) and priced.seconds < exact:
+                        yield LateOffer(priced, priced.seconds / progress(plan))
+
+
+def _least(groups: int, pins: dict[str, Any]) -> dict[str, Any]:
+    """Keys with which replica groups cost next to nothing: the search is for what is inside of them."""
+    return {"replica_groups": groups, "every": pins.get("every", 1 << 20), "sync": "local"}
+
+
+def counts(question: SearchSpace, nodes: int) -> list[int]:
+    """Numbers of replica groups to try: powers of two, and the nodes, that divide the devices and have a sample each."""
+    if "replica_groups" in question.pins:
+        return [question.groups] if question.groups > 1 else []
+    most = min(GROUPS, question.devices, question.batch)
+    found = {1 << k for k in range(1, most.bit_length())} | {nodes}
+    return sorted(k for k in found if 1 < k <= most and question.devices % k == 0)
+
+
+def rarely(inner: Plan, pins: dict[str, Any], formats: list[str]) -> Iterator[Plan]:
+    """A plan of replica groups with every way to synchronise, those keys that are given being as they are."""
+    given = {key: value for key, value in pins.items() if KEYS[key].table == "groups"}
+    for sync in [given["sync"]] if "sync" in given else ["local", "diloco", "async"]:
+        for every in [given["every"]] if "every" in given else EVERY if sync != "async" else [1]:
+            for how in formats:
+                more: dict[str, Any] = {"sync": sync, "every": every, "compress": how}
+                more |= {"staleness": 1} if sync == "async" else {}
+                yield replace(inner, **more | given)

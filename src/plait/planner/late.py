@@ -1,0 +1,226 @@
+"""What copies and replica groups send each other: bytes, memory and seconds of every way to synchronise and to compress.
+
+Bytes are those that one rank sends in a step, in the mean. Of n ranks that add up, each passes 2 (n − 1) / n of its bytes on.
+Rounded numbers do not add up inside a sum, so they are gathered: n − 1 times their bytes, more the more ranks there are. The two
+factors of PowerSGD do add up. Compressed gradients are sent when backward has ended, and nothing hides them.
+
+Replica groups that synchronise every H steps send at the end of H steps what `dp` would in each. A fragment that is streamed is
+on its way while `fragment_delay` steps are computed; what is left of it then is waited for. Under `async` a group sends its
+gradients to the servers and gets weights back for every piece of the batch, and all groups share the servers' links.
+
+With `start_local` the first steps synchronise every time; what is priced here is the training after them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil, inf, sqrt
+
+from plait.config.machine import Machine
+from plait.config.network import FITTED, HOPS, Link
+from plait.config.plan import Plan
+from plait.planner.time import TimeModel
+
+BUCKET = 32 << 20
+"""Bytes of gradients that are sent together."""
+ROW = 128
+"""Bytes of the row of numbers of a step."""
+TOUCHED = {"none": 0.0, "bf16": 5.0, "int8": 10.0, "powersgd": 9.0}
+"""Times that compressing with error feedback reads or writes a number: adding the residual, the format there and back, the new
+residual; of PowerSGD three products with the matrix."""
+CALLS = {"none": 0.0, "bf16": 13.0, "int8": 31.0, "powersgd": 28.0}
+"""Small operators for each tensor: on a core that is what compressing takes. Fitted to four ranks of `bench/slow_link.py`."""
+ROUND = {"local": 6.0, "diloco": 14.0}
+"""The same of a synchronisation of replica groups."""
+OUTER = 8.0
+"""Times that a step of DiLoCo's outer optimizer does: what was global, what is there now, the difference, the momentum, and back."""
+SLOWEST, FASTEST = 1e4, 1e14
+"""bit/s between which a break-even is looked for."""
+
+
+def format_of(plan: Plan, axis: str) -> str:
+    """How what is sent along `dp` or `replica_groups` is compressed: along the slower of the two that there are."""
+    return plan.compress if (axis == "replica_groups") == (plan.replica_groups > 1) else "none"
+
+
+GATHERED = ("bf16", "int8")
+"""Formats whose numbers do not add up on their way."""
+
+
+def each(pace: TimeModel, plan: Plan, how: str, item: float) -> float:
+    """Bytes for each number that is sent, of numbers with `item` bytes."""
+    if how == "powersgd":
+        return pace.work.low_rank(plan.compress_rank) * item
+    return min(item, {"none": item, "bf16": 2.0, "int8": 1.0}[how])
+
+
+def bytes_sent(pace: TimeModel, plan: Plan, numbers: float, ranks: int, axis: str) -> float:
+    """Bytes that one of so many ranks sends while they add up `numbers` weights or gradients along an axis."""
+    how = format_of(plan, axis)
+    size = numbers * each(pace, plan, how, pace.software.sent)
+    return (ranks - 1) * size if how in GATHERED else 2 * (ranks - 1) / ranks * size
+
+
+def seconds_sent(pace: TimeModel, plan: Plan, numbers: float, axis: str, pieces: int = 0) -> tuple[float, int]:
+    """Seconds that these messages take, and how many there are of them."""
+    how, ranks, stride = format_of(plan, axis), getattr(plan, axis), apart(plan, axis)
+    size = numbers * each(pace, plan, how, pace.software.sent)
+    pieces = pieces or max(1, ceil(numbers * pace.software.sent / BUCKET))
+    beside = 0.0 if axis == "dp" and how == "none" else row(pace, plan, axis)
+    if how == "int8":
+        beside += pace.machine.all_gather(ranks * 8 * pace.work.tensors, ranks, stride)  # the scales
+    if how in GATHERED:
+        return beside + pieces * pace.machine.all_gather(ranks * size / pieces, ranks, stride), pieces
+    rounds = 2 if how == "powersgd" else 1  # one factor after the other
+    return rounds * pieces * pace.machine.all_reduce(size / pieces / rounds, ranks, stride) + beside, pieces
+
+
+def row(pace: TimeModel, plan: Plan, axis: str) -> float:
+    """Seconds of the few numbers that ranks tell each other beside a message that they cannot travel in."""
+    return pace.machine.all_reduce(ROW, getattr(plan, axis), apart(plan, axis))
+
+
+def apart(plan: Plan, axis: str) -> int:
+    """How far the ranks are apart that differ along `dp` or `replica_groups` alone."""
+    inner = plan.cp * plan.tp * plan.fsdp
+    return inner if axis == "dp" else inner * plan.dp * plan.pp
+
+
+def compressing(pace: TimeModel, plan: Plan, numbers: float, axis: str) -> float:
+    """Seconds of computing that compressing takes."""
+    how, cores = format_of(plan, axis), pace.software.cores
+    calls = CALLS[how] * pace.work.tensors * cores.operator if cores else 0.0
+    return TOUCHED[how] * numbers * pace.software.sent / pace.stream + calls
+
+
+def rarely(pace: TimeModel, plan: Plan, numbers: float, step: float) -> float:
+    """Seconds of a step, in the mean of a period, that synchronising replica groups takes and nothing hides.
+
+    `numbers`: weights that a rank holds, `step`: seconds of a step inside a group.
+    """
+    if plan.sync == "async":
+        return served(pace, plan, numbers, (step,) * plan.replica_groups) - step
+    parts = plan.fragments if plan.sync == "diloco" else 1
+    message, _ = seconds_sent(pace, plan, numbers / parts, "replica_groups")
+    hidden = min(plan.fragment_delay, plan.every / parts) * step if plan.sync == "diloco" else 0.0
+    own = compressing(pace, plan, numbers, "replica_groups")
+    own += OUTER * numbers * pace.software.weights / pace.stream if plan.sync == "diloco" else 0.0
+    cores = pace.software.cores
+    own += ROUND[plan.sync] * pace.work.tensors * cores.operator if cores else 0.0
+    return (parts * max(0.0, message - hidden) + own) / plan.every
+
+
+def served(pace: TimeModel, plan: Plan, numbers: float, steps: tuple[float, ...]) -> float:
+    """Seconds until the servers of `async` have as many gradients as there are groups. `steps`: seconds of each group's.
+
+    A group that sends and receives does not compute. Pieces are dealt from one queue, so the fast take more of them; where the
+    staleness that is allowed is less than their spread needs, they wait for the slowest.
+    """
+    push, pull = pushed(pace, plan, numbers)
+    groups = len(steps)
+    stride = apart(plan, "replica_groups") * (groups - 1)  # the servers are as far away as any group
+    there = sum(pace.machine.send(size / plan.servers, stride) * plan.servers for size in (push, pull))
+    busy = max(pace.machine.send(size * groups / plan.servers, stride) for size in (push, pull))
+    turns = [step + there for step in steps]
+    ahead = (plan.staleness + 1) * (groups if plan.server_update == "clock" else 1)
+    stalled = max(turns) * groups / ahead
+    if plan.staleness == 0 and plan.server_update == "clock":  # all send at once, and get the new weights at once
+        return max(steps) + 2 * busy
+    return max(groups / sum(1 / turn for turn in turns), stalled, busy)
+
+
+def needed(plan: Plan, slower: tuple[float, ...]) -> int:
+    """The staleness with which no group waits for another. `slower`: how many times as long the slowest takes as each."""
+    dealt = sum(ceil(n - 1e-9) for n in slower)
+    return ceil(dealt / len(slower)) - 1 if plan.server_update == "clock" else dealt - 1
+
+
+def pushed(pace: TimeModel, plan: Plan, numbers: float) -> tuple[float, float]:
+    """Bytes of gradients that a group of `async` sends, and of weights that it gets."""
+    return numbers * pace.software.sent, numbers * pace.software.weights
+
+
+def held(pace: TimeModel, plan: Plan, numbers: float, weights: float) -> dict[str, float]:
+    """Bytes that a rank keeps for this: of `numbers` gradients that it compresses, of `weights` that its group synchronises."""
+    found: dict[str, float] = {}
+    item = pace.software.weights
+    if plan.replica_groups > 1:
+        size = weights * item
+        if plan.sync == "diloco":
+            found["outer"] = size * (2 if plan.outer_momentum else 1)
+        found["messages"] = size if plan.sync == "async" else size / plan.fragments
+        found |= {"optimizer": 0.0} if plan.sync == "async" else {}  # it is the servers', on their hosts
+    if plan.compress != "none" and plan.replica_groups * plan.dp > 1:
+        found["residuals"] = (weights if plan.replica_groups > 1 else numbers) * pace.software.gradients
+    return found
+
+
+def bill(pace: TimeModel, plan: Plan, numbers: float) -> dict[str, float]:
+    """Bytes that a rank sends in a step, by axis: gradients and weights, not what stages and slices hand on.
+
+    `numbers`: weights that a rank of `tp` and `pp` computes with.
+    """
+    software, f, found = pace.software, plan.fsdp, dict[str, float]()
+    part = numbers / f
+    if plan.replica_groups > 1 and plan.sync == "async":
+        found["replica_groups"] = sum(pushed(pace, plan, part))
+    elif plan.replica_groups > 1:
+        found["replica_groups"] = bytes_sent(pace, plan, part, plan.replica_groups, "replica_groups") / plan.every
+    if plan.dp > 1:
+        found["dp"] = bytes_sent(pace, plan, part, plan.dp, "dp")
+    if f > 1:
+        item = 2.0 if plan.precision in ("bf16", "fp16") else 4.0
+        whole = plan.microbatches * (2 * item + software.sent) if plan.zero == 3 else software.sent + software.weights
+        found["fsdp"] = (f - 1) * part * whole
+    return found
+
+
+def exact_twin(plan: Plan) -> Plan:
+    """The same ranks without what is late, rare or compressed: replica groups become copies."""
+    inner = replace(plan.inner, compress="none", compress_rank=Plan().compress_rank, batch_shares="equal")
+    return replace(inner, dp=plan.dp * plan.replica_groups)
+
+
+def is_exact(plan: Plan) -> bool:
+    """Whether it is the same training as on one device, as far as synchronising goes."""
+    return plan.compress == "none" and plan.replica_groups == 1
+
+
+def linked(machine: Machine, bits: float, latency: float | None = None) -> Machine:
+    """The machine with so many bit/s on its slowest link: between its nodes, each way, or where there is one node, its devices.
+
+    `latency`: seconds of a hop there, where it is not to stay what it is.
+    """
+    found = [x for x in machine.links if x.between_nodes] if machine.nodes > 1 else list(machine.links[-1:])
+    rate, most = bits / 8, machine.devices_per_node if machine.nodes > 1 else 0
+    known = tuple(c for c in machine.collectives if c.ranks <= most)
+    if machine.nodes > 1:
+        rate /= machine.devices_per_node
+    link = found[-1] if found else Link("network", None, rate, HOPS["network"][0], "network", reached=FITTED["network"])
+    others = tuple(x for x in machine.links if x not in found)
+    changed = replace(link, bandwidth=rate, latency=link.latency if latency is None else latency)
+    return replace(machine, links=(*others, changed), collectives=known)
+
+
+def at_speed(pace: TimeModel, bits: float, latency: float | None = None) -> TimeModel:
+    """The same times on a machine whose slowest link has so many bit/s. Processes on both of its ends have a core each."""
+    software = pace.software
+    if software.cores is not None:
+        software = replace(software, cores=replace(software.cores, crowd=1.0))
+    return replace(pace, machine=linked(pace.machine, bits, latency), software=software, known={}, slower={})
+
+
+def break_even(exact: Callable[[float], float], late: Callable[[float], float]) -> float:
+    """The bit/s below which `late` takes less than `exact`: 0 where it never does, infinite where it always does.
+
+    Both are seconds of a step at so many bit/s.
+    """
+    faster = lambda bits: late(bits) < exact(bits) * (1 - 1e-9)  # noqa: E731
+    if not faster(SLOWEST):
+        return 0.0
+    if faster(FASTEST):
+        return inf
+    low, high = SLOWEST, FASTEST
+    while high / low > 1.001:
+        middle = sqrt(low * high)
+        low, high = (middle, high) if faster(middle) else (low, middle)
+    return low

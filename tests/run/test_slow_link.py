@@ -1,0 +1,62 @@
+"""`bench/slow_link.py`: its clock by hand, and a short run of it, whose bytes are those that the planner had predicted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+from virtual_clock import Recorded, Wire, replay  # noqa: E402
+
+BYTES = 1000
+
+
+def sums(*steps: list) -> Recorded:
+    """Two ranks with the same events."""
+    return Recorded([[list(step) for step in steps], [list(step) for step in steps]], [[1.0], [1.0]])
+
+
+def begin(number: int) -> list:
+    return ["begin", number, "all_reduce", BYTES, [0, 1]]
+
+
+def test_a_clock_by_hand() -> None:
+    """A sum over two ranks sends its bytes once, in two hops: 1 s at 1,000 bytes a second, and 0.2 s."""
+    wire, waits = Wire(1000.0, 0.1), sums([2.0, begin(0), ["wait", 0]], [2.0, begin(1), ["wait", 1], 1.0])
+    assert replay(waits, wire, (1.0, 1.0)).ends == pytest.approx([3.2, 7.4])
+    assert replay(waits, wire, (1.0, 3.0)).ends == pytest.approx([7.2, 17.4]), (
+        "the slow one is waited for, and waits not"
+    )
+    assert replay(waits, wire, (1.0, 1.0)).sent == pytest.approx(BYTES)
+    hidden = sums([2.0, begin(0), 5.0, ["wait", 0]])
+    assert replay(hidden, wire, (1.0, 1.0)).ends == pytest.approx([7.0])
+    queue = sums([begin(0), begin(1), ["wait", 0], ["wait", 1]])
+    assert replay(queue, wire, (1.0, 1.0)).ends == pytest.approx([2.4]), "a link takes one message after the other"
+
+
+def test_a_yardstick_and_repeated_steps() -> None:
+    slow = Recorded([[[2.0, begin(0), ["wait", 0]]], [[2.0, begin(0), ["wait", 0]]]], [[2.0], [4.0]])
+    assert replay(slow.in_yardsticks(1.0), Wire(1000.0, 0.1), (1.0, 1.0)).ends == pytest.approx([2.2])
+    assert replay(slow.repeated(3), Wire(1000.0, 0.1), (1.0, 1.0)).ends == pytest.approx([3.2, 6.4, 9.6])
+
+
+@pytest.mark.timeout(120)
+def test_a_short_run(tmp_path: Path) -> None:
+    out = tmp_path / "slow.svg"
+    words = [sys.executable, str(BENCH / "slow_link.py"), "--quick", "--json", "--out", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=BENCH)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["settings"]) == 4 and {*found["plans"]} == {"one", "dp", "local"}
+    for row in found["settings"]:
+        for name, arm in row["arms"].items():
+            assert arm["sent"] == pytest.approx(arm["predicted_sent"], rel=0.01), (
+                name
+            )  # and a few bytes beside the gradients
+            assert arm["step"] > 0 and arm["predicted_step"] > 0
+        assert row["arms"]["local"]["step"] < row["arms"]["dp"]["step"]
+        assert {*row["winners"]} == {"samples", "loss", "loss, all ranks"}
+    assert ElementTree.fromstring(out.read_text()).tag.endswith("svg")
