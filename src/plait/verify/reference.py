@@ -145,7 +145,7 @@ def shares(
     of all. A loss enters with its weight over that of the batch. Shares are contiguous; `counts`: samples of each."""
     job, batch = one.job, _ready(_collate(data, read[2]), one.dtype, one.device)
     cut = lambda first, n: tree_map_only(torch.Tensor, lambda t: t[first : first + n], batch)  # noqa: E731
-    weigh = lambda n, y: 0.0 if n == 0 else float(n if job.weight is None else torch.as_tensor(job.weight(y)).sum())  # noqa: E731
+    weigh = lambda n, y: weight_of(job, y, n)  # noqa: E731
     buffers = list(one.model.buffers())
     whole, before, found = weigh(len(read[1]), batch[1]), [b.clone() for b in buffers], []
     loss = torch.zeros((), dtype=one.dtype, device=one.device)
@@ -165,6 +165,11 @@ def shares(
         found.append(gradients(one.model))
         one.model.zero_grad(set_to_none=True)
     return found, loss
+
+
+def weight_of(job: Job, targets: object, samples: int) -> float:
+    """What the loss of so many samples is a mean over."""
+    return float(samples) if job.weight is None or not samples else float(torch.as_tensor(job.weight(targets)).sum())
 
 
 def _split(first: int, size: int, parts: int) -> list[tuple[int, int]]:

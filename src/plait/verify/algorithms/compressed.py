@@ -17,6 +17,7 @@ from plait.data.shares import sizes
 from plait.randomness.distributions import bits, key
 from plait.verify import reference
 
+Named = dict[str, Tensor]
 Sent = tuple[Tensor, list[Tensor]]  # the sum, and each share's part of it
 
 
@@ -59,6 +60,18 @@ def compressed(xs: list[Tensor], plan: Plan, thin: dict[str, Tensor], name: str,
         return powersgd(xs, plan.compress_rank, thin, name, seed)
     own = [x.bfloat16().to(x.dtype) if plan.compress == "bf16" else int8(x) for x in xs]
     return torch.stack(own).sum(0), own
+
+
+def means(plan: Plan, seed: int, base: Named, groups: list[Named], left: list[Named]) -> Named:
+    """Of replica groups, for each parameter G − Σ C(G − θ_i + e_i) / k; e_i is what C left out. `left`: those, and factors."""
+    mean, (*residuals, thin) = Named(), left
+    for n, start in base.items():
+        xs = [start - group[n].detach() + e.get(n, 0.0) for group, e in zip(groups, residuals)]
+        total, own = compressed(xs, plan, thin, n, seed)
+        for e, x, mine in zip(residuals, xs, own):
+            e[n] = x - mine
+        mean[n] = start - total / len(groups)
+    return mean
 
 
 def int8(x: Tensor) -> Tensor:
