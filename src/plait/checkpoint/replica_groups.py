@@ -78,9 +78,7 @@ def wanted(training: Training, manifest: Manifest, model: dict[str, Part]) -> di
         if name in base or not _own(training, name)
     }
     own = {f"{prefix(training)}model/{name}": part for name, part in model.items() if _own(training, name)}
-    beside = {f"groups/{name}": part for name, part in rare.parts().items()}
-    made = {n: part for n, part in beside.items() if n in manifest.tensors or not n.startswith("groups/outer/")}
-    parts = found | own | made  # a fragment without an outer step yet has no momentum
+    parts = found | own | {f"groups/{name}": part for name, part in rare.parts().items()}
     if lost := sorted(parts.keys() - manifest.tensors.keys()):
         raise Damaged(MANIFEST, f"{lost[0]} is missing in it")
     return parts

@@ -149,8 +149,6 @@ class Keeper:
     def __init__(self, engine: Engine, folder: Path, neighbours: Neighbours | None = None):
         self.engine, self.folder, self.neighbours = engine, folder, neighbours
         engine.memory = Checkpoints(folder) if neighbours is None else Pieces(folder, neighbours)
-        if engine.plan.rarely:
-            engine.memory = None  # all ranks agree on a snapshot, and replica groups would wait for each other
         self.next = 0
         """The step after which a snapshot is taken; the first one after the first step."""
         self.began = time.monotonic()
@@ -158,6 +156,8 @@ class Keeper:
         self.listed = False
         self.notes: list[str] = []
         """What there is to say: how often a snapshot is taken, or why none is."""
+        if engine.plan.rarely:
+            self._stop("all ranks agree on one, and replica groups would wait for each other; a lost rank goes back to a checkpoint")
 
     def stepped(self) -> None:
         """A step was made. Takes a snapshot when it is time for one; all ranks agree when the next one is."""

@@ -66,6 +66,10 @@ class RareSync(Protocol):
         """What a checkpoint holds besides, by name."""
         ...
 
+    def held(self) -> list[Tensor]:
+        """What a rank has beside its weights and its optimizer's state: global weights, momentum, messages."""
+        ...
+
     def values(self) -> dict[str, Any]:
         """The same of what is not a tensor, and alike on all ranks."""
         ...

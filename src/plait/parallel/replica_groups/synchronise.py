@@ -97,6 +97,8 @@ class RareSynchroniser:
             return
         momentum = self.plan.outer_momentum
         self.sgd = torch.optim.SGD(self.base.values(), self.plan.outer_lr, momentum, nesterov=momentum > 0)
+        for tensor in self.base.values() if momentum else ():
+            self.sgd.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
 
     def after(self, step: int, word: list[float]) -> list[tuple[int, list[float]]]:
         """After the update of a step: send and apply what is due. `word`: numbers to add up over the groups, which come back
@@ -226,16 +228,21 @@ class RareSynchroniser:
 
     def parts(self) -> dict[str, Part]:
         """What a checkpoint holds of the outer optimizer, and of what is on its way."""
-        found: dict[str, Part] = {}
-        for name, tensor in self.base.items() if self.sgd is not None else ():
-            momentum = self.sgd.state[tensor].get("momentum_buffer") if self.sgd is not None else None
-            if momentum is not None:
-                found[f"outer/{name}"] = replace(self.own[name], tensor=momentum)
+        found = {f"outer/{name}": replace(self.own[name], tensor=momentum) for name, momentum in self._momenta()}
         for message in self.pending:
             message.wait()
             for name, row in self._rows(message):
                 found[f"sent/{message.fragment}/{name}"] = replace(self._part(name), tensor=row)
         return found
+
+    def _momenta(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the outer optimizer, if it has any."""
+        state = self.sgd.state if self.sgd is not None else {}
+        yield from ((name, state[t]["momentum_buffer"]) for name, t in self.base.items() if t in state)
+
+    def held(self) -> list[Tensor]:
+        """What a rank has beside its weights and its optimizer's state."""
+        return [*self.base.values(), *(m for _, m in self._momenta()), *(f for m in self.pending for f in m.flats)]
 
     def values(self) -> dict[str, Any]:
         """The same of what is not a tensor: fragments on their way, the step in which each was sent, the sums of its numbers."""
@@ -249,8 +256,6 @@ class RareSynchroniser:
         """Make room for what a checkpoint holds of the outer optimizer and of messages, so that it is read in place."""
         self.begin()
         self._read = True
-        for tensor in self.base.values() if self.sgd is not None and self.plan.outer_momentum else ():
-            self.sgd.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)  # type: ignore[union-attr]
         self.pending = [self._message(fragment, sent, word) for fragment, sent, word in groups["sent"]]
 
     def resume(self, own: dict[str, Any]) -> None:

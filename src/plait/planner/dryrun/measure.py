@@ -83,6 +83,8 @@ def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
     meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in micros]))
     if built.compressor is not None:
         meter.hold("residuals", built.compressor.state().values())
+    if built.rare is not None:
+        meter.hold("outer", built.rare.held())
     if isinstance(built.reducer, Reducer):
         meter.hold("gradients", [bucket.flat for bucket in built.reducer.buckets])
 
