@@ -139,17 +139,17 @@ def end(one: OneDevice) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def shares(
-    one: OneDevice, data: Data, read: Samples, count: int, microbatches: int, moves: Callable[[], None] = lambda: None
+    one: OneDevice, data: Data, read: Samples, counts: list[int], microbatches: int, moves: Callable[[], None] = lambda: None
 ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
-    """The gradients of each of so many shares of a step's samples, computed in micro-batches, by name: those that the share used.
-    And the loss of all. A loss enters with its weight over that of the batch. Shares are contiguous, the first are larger."""
+    """The gradients of each share of a step's samples, computed in micro-batches, by name: those that the share used. And the loss
+    of all. A loss enters with its weight over that of the batch. Shares are contiguous; `counts`: samples of each."""
     job, batch = one.job, _ready(_collate(data, read[2]), one.dtype, one.device)
     cut = lambda first, n: tree_map_only(torch.Tensor, lambda t: t[first : first + n], batch)  # noqa: E731
-    weigh = lambda n, y: 0.0 if n == 0 else float(n if job.weight is None else torch.as_tensor(job.weight(y)).sum())  # noqa: E731
+    weigh = lambda n, y: weight_of(job, y, n)  # noqa: E731
     buffers = list(one.model.buffers())
     whole, before, found = weigh(len(read[1]), batch[1]), [b.clone() for b in buffers], []
     loss = torch.zeros((), dtype=one.dtype, device=one.device)
-    for start, held in _split(0, len(read[1]), count):
+    for start, held in ((sum(counts[:i]), n) for i, n in enumerate(counts)):
         for buffer, value in zip(buffers, before):  # each share is computed on a copy of the model
             buffer.copy_(value)
         for first, n in _split(start, held, microbatches):
@@ -165,6 +165,11 @@ def shares(
         found.append(gradients(one.model))
         one.model.zero_grad(set_to_none=True)
     return found, loss
+
+
+def weight_of(job: Job, targets: object, samples: int) -> float:
+    """What the loss of so many samples is a mean over."""
+    return float(samples) if job.weight is None or not samples else float(torch.as_tensor(job.weight(targets)).sum())
 
 
 def _split(first: int, size: int, parts: int) -> list[tuple[int, int]]:

@@ -35,9 +35,11 @@ from plait.parallel.server.portions import Clocks
 from plait.tensors.part import whole
 from plait.verify import reference
 from plait.verify.algorithms.server import Replay
-from plait.verify.probes import TOLERANCE, Probe, floor_of, moved, rows, tensors
-from plait.verify.verdict import Verdict
+from plait.verify.probes import Probe, floor_of, moved, rows, tensors
+from plait.verify.verdict import AlgorithmTold, Verdict
 
+NOT_COMPARED = ("batches of the job's own size", "a step in the plan's own formats", "messages of a dry run")
+"""What `verify` compares under other plans."""
 PAUSES = (0.03, 0.3, 1.0)
 """Seconds of the longest pause before a portion; the last group takes three times as long. The longer ones are for a machine that
 has so much else to do that nothing was stale."""
@@ -171,14 +173,12 @@ def _judged(
     clipped = all(row["norm"] > job.clip for row in steps) if job.clip else False
     forced = {
         "clip": job.clip, "clipped": clipped, "batch": job.batch, "sizes": sizes, "steps": len(steps),
-        "stalest": max(stale, default=0), "distance": distance,
+        "stalest": max(stale, default=0),
         "then": [f"{len(stale)} gradients, {sum(s > 0 for s in stale)} of them stale, the stalest {max(stale, default=0)} versions"],
     }  # fmt: skip
-    if distance >= TOLERANCE:
-        forced["verdict"] = (
-            f"EQUAL to the algorithm (one process) · {100 * distance:.2g} % from dp after {len(steps)} steps"
-        )
-    return Verdict(str(plan), tuple(probes), "V027" if wrong else "", cause, inexact, plan.world, forced)
+    algorithm = AlgorithmTold("the server's ledger, played again", distance, len(steps), NOT_COMPARED)
+    code = "V027" if wrong else ""
+    return Verdict(str(plan), tuple(probes), code, cause, inexact, plan.world, forced, algorithm=algorithm)
 
 
 def _rows(plan: Plan, told: list[dict[str, float]], steps: list[dict[str, float]]) -> Probe:

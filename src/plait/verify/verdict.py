@@ -348,7 +348,7 @@ def table(verdict: Verdict, job: str) -> str:
     elif verdict.equal and algorithm:
         lines.append(f"EQUAL to the algorithm (one process) · {algorithm.told}")
     elif verdict.equal:
-        lines.append(forced.get("verdict") or "EQUAL  the split run computes what the single-device job computes")
+        lines.append("EQUAL  the split run computes what the single-device job computes")
     else:
         wrong = verdict.first_wrong
         assert wrong is not None

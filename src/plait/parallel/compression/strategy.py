@@ -85,6 +85,9 @@ def refuse(plan: Plan, batch: int, device: str) -> Iterable[Problem]:
             )
     if plan.tp > 1 and plan.compress in CUT:
         yield _refusal(plan, f"tp={plan.tp}", CUT[plan.compress], "compress=bf16    rounds each number by itself")
+    if plan.batch_shares == "auto":
+        why = "residuals are of each rank's own samples, and with shares that follow speeds no run could be repeated"
+        yield _refusal(plan, "batch_shares=auto", why, "batch_shares=2:1    parts of your own")
     if plan.precision == "fp16":
         why = "the loss scale changes between steps, and a residual would be of another scale than the gradient"
         yield _refusal(plan, "precision=fp16", why, "precision=bf16")

@@ -112,6 +112,12 @@ def _keys(plan: Plan) -> Iterable[Problem]:
 
 
 def inexact(plan: Plan, sketch: Sketch) -> Iterable[str]:
+    if plan.staleness:
+        yield f"gradients may be computed at weights that are up to {plan.staleness} versions old"
+    if plan.quorum:
+        yield f"the server steps on the first {plan.quorum} of a clock's {plan.replica_groups} gradients"
+    if plan.server_update == "nesterov":
+        yield "the server steps at every gradient, by delayed Nesterov"
     if plan.server_update == "clock" and plan.staleness == 0 and plan.quorum == 0:
         for name in (*sketch.batch_norms, *sketch.batch_coupled):
             yield f"batch statistics in {name} are those of a portion of the batch: groups do not wait for each other"

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.config.plan import Plan
+from plait.data.shares import sizes
 from plait.randomness.distributions import bits, key
 from plait.verify import reference
 
+Named = dict[str, Tensor]
 Sent = tuple[Tensor, list[Tensor]]  # the sum, and each share's part of it
 
 
@@ -32,7 +34,7 @@ def train(
     stream = reference.samples(job, data)
     for step in range(steps):
         read = next(stream)
-        given, loss = reference.shares(one, data, read, plan.dp, plan.microbatches, moves)
+        given, loss = reference.shares(one, data, read, _counts(plan, len(read[1])), plan.microbatches, moves)
         for name, p in named.items():
             p.grad = None
             if any(name in g for g in given):
@@ -47,12 +49,29 @@ def train(
     return out | reference.end(one) | {"metrics": reference.evaluate(one)}
 
 
+def _counts(plan: Plan, size: int) -> list[int]:
+    """Samples of each share: as equal as can be, the first larger, or as `batch_shares` says."""
+    return list(sizes(size, plan.parts or (1,) * plan.dp, plan.microbatches))
+
+
 def compressed(xs: list[Tensor], plan: Plan, thin: dict[str, Tensor], name: str, seed: int) -> Sent:
     """Σ C(x_i), and each share's part of it. `thin`: the factors of powersgd, by parameter."""
     if plan.compress == "powersgd":
         return powersgd(xs, plan.compress_rank, thin, name, seed)
     own = [x.bfloat16().to(x.dtype) if plan.compress == "bf16" else int8(x) for x in xs]
     return torch.stack(own).sum(0), own
+
+
+def means(plan: Plan, seed: int, base: Named, groups: list[Named], left: list[Named]) -> Named:
+    """Of replica groups, for each parameter G − Σ C(G − θ_i + e_i) / k; e_i is what C left out. `left`: those, and factors."""
+    mean, (*residuals, thin) = Named(), left
+    for n, start in base.items():
+        xs = [start - group[n].detach() + e.get(n, 0.0) for group, e in zip(groups, residuals)]
+        total, own = compressed(xs, plan, thin, n, seed)
+        for e, x, mine in zip(residuals, xs, own):
+            e[n] = x - mine
+        mean[n] = start - total / len(groups)
+    return mean
 
 
 def int8(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ An algorithm is a function that trains the job as the plan means it, in one proc
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.config.plan import Plan
@@ -38,9 +38,23 @@ class OwnTraining:
     """(plan, steps) that come to everything that it does, of a plan that would want many more steps."""
 
 
+def shortened(plan: Plan, steps: int) -> tuple[Plan, int]:
+    """A plan and steps in which every fragment is synchronised twice, and one step more: with fewer steps between, where it wants many."""
+    if _enough(plan) <= steps:
+        return plan, steps
+    least = max(3, plan.fragments, plan.fragment_delay + 1)
+    plan = replace(plan, every=min(plan.every, least), start_local=min(plan.start_local, 2))
+    return plan, max(steps, _enough(plan))
+
+
+def _enough(plan: Plan) -> int:
+    """Steps up to one after the second synchronisation, where groups are apart again."""
+    return plan.start_local + 2 * plan.every + plan.fragment_delay + (plan.every > 1)
+
+
 OWN = (
     OwnTraining(compression.of_copies, compressed.train, compression.named, (compression,), by_share=True),
-    OwnTraining(replica_groups.wanted, replicas.train, replica_groups.named, (replica_groups,), shortened=replicas.shortened),
+    OwnTraining(replica_groups.wanted, replicas.train, replica_groups.named, (replica_groups,), shortened=shortened),
 )
 """The first that is wanted counts: a combination of two comes before each of them."""
 

@@ -9,7 +9,6 @@ touched. In the steps of `start_local` all models take the sum of the gradients.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,20 +24,6 @@ from plait.verify.algorithms import compressed
 Named = dict[str, Tensor]
 
 
-def shortened(plan: Plan, steps: int) -> tuple[Plan, int]:
-    """A plan and steps in which every fragment is synchronised twice, and one step more: with fewer steps between, where it wants many."""
-    if _enough(plan) <= steps:
-        return plan, steps
-    least = max(3, plan.fragments, plan.fragment_delay + 1)
-    plan = replace(plan, every=min(plan.every, least), start_local=min(plan.start_local, 2))
-    return plan, max(steps, _enough(plan))
-
-
-def _enough(plan: Plan) -> int:
-    """Steps up to one after the second synchronisation, where groups are apart again."""
-    return plan.start_local + 2 * plan.every + plan.fragment_delay + (plan.every > 1)
-
-
 def train(
     job: Job, plan: Plan, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu", *, moves: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:  # fmt: skip
@@ -49,12 +34,7 @@ def train(
     table, met, at = _fragments(ones[0], plan.fragments), [set[str]() for _ in ones], 0
     base, bases, sent = {n: states[0][n].detach().clone() for p in table for n in p}, Named(), list[tuple[int, Named]]()
     left = [Named() for _ in range(k + 1)]
-    out: dict[str, Any] = {
-        "initial": reference.copied(ones[0].model.named_parameters()),
-        "rows": [],
-        "ids": [],
-        "clip": clip,
-    }
+    out: dict[str, Any] = {"initial": reference.copied(ones[0].model.named_parameters()), "rows": [], "ids": []}
     for step, read in zip(range(1, steps + 1), reference.samples(job, data)):
         alike, losses = step <= plan.start_local, _passes(ones, data, read, step <= plan.start_local, moves)
         _gradients(ones, met, [loss is not None for loss in losses], alike)
@@ -66,7 +46,9 @@ def train(
             at = step - plan.start_local
             if at > 0 and at % plan.every == (p + 1) * plan.every // len(table) % plan.every:
                 still = [n for n in states[0] if n not in base] if p + 1 == len(table) else []
-                mean = _mean(states, [*names, *still]) | _compressed(plan, job.seed, names, base, states, left)
+                mean = _mean(states, [*names, *still])
+                if plan.compress != "none":
+                    mean |= compressed.means(plan, job.seed, {n: base[n] for n in names}, states, left)
                 sent.append((step + plan.fragment_delay, mean))
         for _, mean in [message for message in sent if message[0] == step]:
             _apply(plan, mean, base, bases, states)
@@ -78,7 +60,7 @@ def train(
     out["buffers"] = _own([reference.copied(one.model.named_buffers()) for one in ones])
     for name, tensor in states[0].items():
         tensor.data.copy_(everything[name])
-    return out | {"metrics": reference.evaluate(ones[0])}
+    return out | {"clip": clip, "metrics": reference.evaluate(ones[0])}
 
 
 def _passes(
@@ -89,10 +71,7 @@ def _passes(
     counts = [size // k + (i < size % k) for i in range(k)]
     firsts = [sum(counts[:i]) for i in range(k)]
     pairs = [reference.ready(o, data, read[2][f : f + n]) if n else None for o, f, n in zip(ones, firsts, counts)]
-    weights = [
-        0.0 if p is None else float(torch.as_tensor(job.weight(p[1])).sum()) if job.weight else n
-        for p, n in zip(pairs, counts)
-    ]
+    weights = [0.0 if pair is None else reference.weight_of(job, pair[1], n) for pair, n in zip(pairs, counts)]
     losses: list[Tensor | None] = []
     for one, pair, first, n, weight in zip(ones, pairs, firsts, counts, weights):
         moves()
@@ -127,20 +106,6 @@ def _apply(plan: Plan, mean: Named, base: Named, momentum: Named, states: list[N
         base |= {n: value} if n in base else {}
         for state in states:
             state[n].data.copy_(plan.fragment_alpha * state[n].data + (1 - plan.fragment_alpha) * value)
-
-
-def _compressed(
-    plan: Plan, seed: int, names: list[str], base: Named, states: list[Named], left: list[Named]
-) -> Named:
-    """With `compress`, of each parameter G − Σ C(G − θ_i + e_i) / k; e_i is what C left out. `left`: those, and factors."""
-    mean, (*residuals, thin) = Named(), left
-    for n in names if plan.compress != "none" else ():
-        xs = [base[n] - state[n].detach() + e.get(n, 0.0) for state, e in zip(states, residuals)]
-        total, own = compressed.compressed(xs, plan, thin, n, seed)
-        for e, x, mine in zip(residuals, xs, own):
-            e[n] = x - mine
-        mean[n] = base[n] - total / len(states)
-    return mean
 
 
 def _mean(states: list[Named], names: list[str]) -> Named:
