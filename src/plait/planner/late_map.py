@@ -192,7 +192,8 @@ def late_map(
                 groups = plan.replica_groups if plan.replica_groups > 1 else plan.dp
                 spread = (1.0,) * (groups - 1) + (slow,)
                 if plan.sync == "async":
-                    plan = replace(plan, staleness=late.needed(plan, tuple(slow / s for s in spread)))
+                    least = late.needed(plan, tuple(slow / s for s in spread))
+                    plan = replace(plan, staleness=max(plan.staleness, least))
                 times[name] = job.seconds(plan, link, spread, known[name])
             equal = {name: times[name] / progress(plan) for name, plan in ways}
             row.append(LateCell(bits, slow, times, equal))
