@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from rarely import every
 from saved import manifest, tensors
 
 from plait.checkpoint import replica_groups
+from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.manifest import MANIFEST, seal, unseal
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
@@ -136,6 +138,33 @@ def test_a_checkpoint_without_a_groups_weights_is_damaged(tmp_path: Path) -> Non
     path.write_bytes(seal(content))
     with pytest.raises(PlaitError, match="K002"):
         train(tmp_path, PLANS[0], resume=True)
+
+
+def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words that were on their way when rank 0 began to publish say that files are written, and not that it is published."""
+    real = Checkpoints.publish
+
+    def publish(self: Checkpoints, flight: Any, ranks: int) -> None:
+        time.sleep(1.0)
+        real(self, flight, ranks)
+
+    monkeypatch.setattr(Checkpoints, "publish", publish)
+
+    def rank(place: Place) -> dict[str, Any]:
+        plan = "replica_groups=2 sync=diloco every=4 fragments=2 fragment_delay=3"
+        job = replace(jobs_compressed.job("pictures"), steps=400)
+        engine, told = Engine(job, plan, place=place, directory=tmp_path, device="cpu"), list[bool]()
+        engine.checkpoints.told = lambda path: told.append((path / MANIFEST).exists())
+        for batch in engine.batches():
+            engine.step(batch)
+            time.sleep(0.02)
+            if engine.position.step == SAVED:
+                engine.save(wait=False)
+            if told or engine.position.step == 300:
+                break
+        return {"told": told}
+
+    assert fork.run(rank, 2) == [{"told": [True]}] * 2
 
 
 @pytest.mark.parametrize("plan", every(2, ("replica_groups=2 sync=diloco every=5", "replica_groups=2 dp=2 every=3")))

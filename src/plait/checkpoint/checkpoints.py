@@ -130,6 +130,11 @@ class Checkpoints:
         self._held = [[_held(row) for row in w["held"]] if "held" in w else known[r] for r, w in enumerate(said)]
         return parts, values, said[0]["token"], said[0]["free"]
 
+    @property
+    def stage(self) -> tuple[bool, bool]:
+        """Whether a save is on its way, and whether it is being published."""
+        return self._flight is not None, self._flight is not None and self._flight.publishing
+
     def word(self, ranks: int) -> float:
         """This rank's part of a sum over ranks: it reaches `ranks` when all have finished, and passes it after a failure."""
         if self._flight is None:

@@ -74,7 +74,7 @@ class Engine:
         """What the job was called with on the command line: kept in checkpoints."""
         self._stop = False
         self._saved = 0
-        """The step of the last save."""
+        """The step in which this rank last heard, or began, something of a save."""
         self._within: Literal["", "passes", "update"] = ""
         """Where in a step this is, and so whose state the model is in."""
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
@@ -327,8 +327,10 @@ class Engine:
             self._heard(stop, saved, kept)
         else:
             for sent, word in self.built.rare.after(batch.after.step, [stop, saved, kept]):
-                if sent > self._saved:  # else it tells of a save that is over
+                if sent > self._saved:  # else it tells of how far saves were before the last news of them
+                    stage = self.checkpoints.stage
                     self._heard(*word)
+                    self._saved = self._saved if self.checkpoints.stage == stage else batch.after.step
         spans = self._spans.taken()
         self.meter.read(spans, batch.count)
         samples, busy, waited, room = by_share(self.plan, rows)
