@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.reading import Reader
+from plait.checkpoint.safetensors_file import DTYPES
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -54,7 +56,7 @@ def pause(seed: int, groups: int, longest: float, number: int, ticket: int) -> f
 
 def verify(job: Job, plan: Plan, steps: int, harden: Callable[[Job, Plan, int], Job]) -> Verdict:
     """Run it, play it again, and compare. `harden` makes the job's rare paths common (`verify/verify.py`)."""
-    inner = dataclasses.replace(plan, dp=plan.replica_groups)
+    inner = dataclasses.replace(plan, dp=plan.replica_groups, replica_groups=1)
     try:
         return _verify(harden(job, inner, 1), plan, steps)
     except PlaitError:  # a model that cannot train on one sample gets a short batch with two for each part
@@ -77,8 +79,8 @@ def _one_device(job: Job, steps: int, folder: Path) -> dict[str, Any]:
     """The job on one device, plainly."""
     out = reference.train(job, steps, CLIP, torch.float64)
     data = job.data()
-    torch_save(folder / "one", out["weights"] | out["buffers"])
-    torch_save(folder / "initial", out["initial"])
+    _store(folder / "one", out["weights"] | out["buffers"])
+    _store(folder / "initial", out["initial"])
     return {"rows": out["rows"], "clip": out["clip"], "length": len(data)}
 
 
@@ -104,20 +106,15 @@ def _play(job: Job, plan: Plan, folder: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
     replay = Replay(job, plan.replica_groups if plan.server_update == "nesterov" else 0)
     replay.run([line for line in lines if "seq" in line])
-    torch_save(folder / "played", replay.versions[-1])
+    _store(folder / "played", replay.versions[-1])
     return {"told": replay.told}
 
 
-def torch_save(path: Path, named: dict[str, Tensor]) -> None:
-    """Tensors into a file of this name."""
-    from safetensors.torch import save_file
-
+def _store(path: Path, named: dict[str, Tensor]) -> None:
     save_file({n: t.detach().contiguous().clone() for n, t in named.items()}, path)
 
 
 def _loaded(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(path)
 
 
@@ -126,8 +123,6 @@ def _saved(folder: Path) -> dict[str, Tensor]:
     path = Checkpoints(folder / "checkpoints").found()[0]
     manifest = read_manifest(path)
     reader, found = Reader(path, manifest.files, manifest.tensors), dict[str, Tensor]()
-    from plait.checkpoint.safetensors_file import DTYPES
-
     for name, entry in manifest.tensors.items():
         if name.startswith("model/"):
             found[name.removeprefix("model/")] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
