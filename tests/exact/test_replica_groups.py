@@ -4,12 +4,15 @@ A cross-section of the list runs always; `prove` tries all of it.
 """
 
 from itertools import product
+from pathlib import Path
 
 import jobs
 import jobs_compressed
 import pytest
+from launched import TEST_JOB
 from rarely import every
 
+from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
@@ -138,3 +141,12 @@ def test_too_many_fragments_are_refused() -> None:
 def test_a_dry_run_sends_the_same() -> None:
     verdict = proved("words", "replica_groups=2 dp=2")
     assert verdict.equal, verdict.cause
+
+
+@pytest.mark.parametrize("plan", ("replica_groups=2 every=4", "dp=2 compress=int8"))
+def test_fewer_ranks_cannot_go_on(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", TEST_JOB, "--plan", plan, "--fewer"]) == 2
+    assert "P065" in capsys.readouterr().err and not (tmp_path / "runs").exists()

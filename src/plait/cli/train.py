@@ -12,7 +12,7 @@ from plait.cli.console import Console
 from plait.cli.rank import train
 from plait.cli.request import Request
 from plait.cli.rounds import Rounds
-from plait.config.errors import RESUMABLE, PlaitError
+from plait.config.errors import RESUMABLE, PlaitError, Problem
 from plait.config.keys import SAME_PARTS
 from plait.config.plan import Plan
 from plait.config.version import __version__
@@ -61,6 +61,7 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     plan, first = request.plan, node is None or node.index == 0
     check(kind_of(request.device), (plan.devices if served.wanted(plan) else plan.world) if node is None else node.each)
     foresee(request.job, plan, kind_of(request.device))
+    _refuse_fewer(request)
     if request.weights:
         open_weights(Path(request.weights))  # what cannot be read is said before a start
     checked = _checked(request) if first else jobcheck.Checked("none")
@@ -133,9 +134,7 @@ def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_
     return results
 
 
-def _trained(
-    request: Request, run: RunDirectory, memory: Path | None, now: Round, place: Place
-) -> dict[str, Any]:
+def _trained(request: Request, run: RunDirectory, memory: Path | None, now: Round, place: Place) -> dict[str, Any]:
     """A rank of the round."""
     neighbours = None
     if len(now.devices) > 1:
@@ -259,6 +258,23 @@ def _refuse(request: Request, checked: jobcheck.Checked) -> None:
         first, *rest = checked.problems
         anyway = "--allow-inexact    trains all the same, and the run says so"
         raise PlaitError([replace(first, fix=(*first.fix, anyway)), *rest])
+
+
+def _refuse_fewer(request: Request) -> None:
+    """P065 for `--fewer` where what ranks keep is no use to fewer of them."""
+    plan = request.plan
+    if request.fewer and (plan.replica_groups > 1 or plan.compress != "none"):
+        groups = plan.replica_groups > 1
+        word = f"replica_groups={plan.replica_groups}" if groups else f"compress={plan.compress}"
+        kept = (
+            "each group has weights and an optimizer state of its own"
+            if groups
+            else "each copy has residuals of its own"
+        )
+        fix = ("leave out --fewer    a rank that is lost is started again",)
+        raise PlaitError(
+            Problem("P065", f"--fewer does not work with {word}", why=f"{kept}, which fewer cannot go on with", fix=fix)
+        )
 
 
 def _told(checked: jobcheck.Checked) -> list[str]:
