@@ -39,7 +39,7 @@ def proved(job: str, text: str, **fields: object) -> Verdict:
     return verify(made, Plan.parse(text))
 
 
-@pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", every(31, LIST))
+@pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", every(61, LIST))
 def test_equal_to_the_algorithm(
     model: str, kind: str, optimizer: str, clipped: bool, ragged: bool, microbatches: int
 ) -> None:
@@ -67,7 +67,7 @@ INSIDE = (
 )
 
 
-@pytest.mark.parametrize("kind, inside", every(8, [(k, i) for i in INSIDE for k in KINDS if "compress" not in k]))
+@pytest.mark.parametrize("kind, inside", every(11, [(k, i) for i in INSIDE for k in KINDS if "compress" not in k]))
 def test_other_axes_inside_a_group(kind: str, inside: str) -> None:
     verdict = proved("mlp", f"replica_groups=2 {kind} {inside}")
     assert verdict.equal and verdict.algorithm is not None, verdict.cause

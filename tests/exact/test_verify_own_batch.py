@@ -154,7 +154,7 @@ def test_evaluation_is_compared(text: str) -> None:
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Evaluations as they are often written."""
-    real = {"in_order": evaluate.HeldOut.in_order, "_means": evaluate._means, "split": evaluate.split}
+    real = {"in_order": evaluate.HeldOut.in_order, "_means": evaluate._means}
 
     def padded(held_out: evaluate.HeldOut, *rest: Any) -> Any:
         """A distributed sampler pads the shorter share with a sample that is counted again."""
@@ -166,13 +166,16 @@ def wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             built, {name: torch.stack([row[0] / row[1], row[1] / row[1]]) for name, row in sums.items()}
         )
 
-    def all_of_it(size: int, parts: int, index: int) -> tuple[int, int]:
-        return (0, size) if index == 0 else real["split"](size, parts, index)
+    def twice(held_out: evaluate.HeldOut, *rest: Any) -> Any:
+        """Rank 0 reads all of the data, and not its share."""
+        if held_out.share.rank == 0:
+            held_out = replace(held_out, share=replace(held_out.share, ranks=1))
+        yield from real["in_order"](held_out, *rest)
 
     patches = {
         "padded": (evaluate.HeldOut, "in_order", padded),
         "mean of means": (evaluate, "_means", mean_of_means),
-        "twice": (evaluate, "split", all_of_it),
+        "twice": (evaluate.HeldOut, "in_order", twice),
     }
     monkeypatch.setattr(*patches[name])
 

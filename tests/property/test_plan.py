@@ -97,9 +97,9 @@ def test_a_filled_plan_fits_its_processes(plan: Plan, nproc: int | None) -> None
     with suppress(PlaitError):
         filled = plan.fill(nproc)
         assert all(getattr(filled, axis) >= 1 for axis in AXES)
-        assert filled.world <= filled.devices
+        assert filled.world <= filled.devices + filled.servers
         alike = filled.replica_groups * filled.pp * filled.cp * filled.tp  # ranks of one share of a group's samples
-        assert filled.ranks == (1 if plan.processes == "one" else filled.world // alike)
+        assert filled.ranks == (1 if plan.processes == "one" else filled.devices // alike)
         if plan.processes != "one" and nproc is not None:
             assert filled.world == nproc
 

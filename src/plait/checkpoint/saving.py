@@ -190,7 +190,7 @@ def merge(parts: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
         result[key] = {name: value for part in parts for name, value in part[key].items()}
     result["nonfinite"] = sorted({name for part in parts for name in part["nonfinite"]})
     result["aliases"] = {k: v for k, v in result["aliases"].items() if f"model/{v}" in tensors}
-    result["groups"] = replica_groups.merged([part["groups"] for part in parts])
+    result["groups"] = replica_groups.merged([part.get("groups", {}) for part in parts])
     groups = [dict(group) for group in parts[0]["optimizer"]["groups"]]
     for i, group in enumerate(groups):
         names = (name for part in parts for name in part["optimizer"]["groups"][i]["params"])
