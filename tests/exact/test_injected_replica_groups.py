@@ -33,14 +33,14 @@ def after_sync(change: Callable[[RareSynchroniser], None]) -> Patch:
     """`change` is called when a message was applied."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        real = RareSynchroniser._apply
+        real = RareSynchroniser._take_over
 
         def apply(self: RareSynchroniser, message: GroupMessage) -> Any:
             found = real(self, message)
             change(self)
             return found
 
-        monkeypatch.setattr(RareSynchroniser, "_apply", apply)
+        monkeypatch.setattr(RareSynchroniser, "_take_over", apply)
 
     return patch
 
@@ -71,8 +71,8 @@ def reset_state(self: RareSynchroniser) -> None:
 
 
 def applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = RareSynchroniser._apply
-    monkeypatch.setattr(RareSynchroniser, "_apply", lambda self, message: (real(self, message), real(self, message))[1])
+    real = RareSynchroniser._take_over
+    monkeypatch.setattr(RareSynchroniser, "_take_over", lambda self, message: (real(self, message), real(self, message))[1])
 
 
 def of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_group_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = RareSynchroniser._apply
+    real = RareSynchroniser._take_over
 
     def apply(self: RareSynchroniser, message: GroupMessage) -> Any:
         kept = {n: part.tensor.clone() for n, part in self.own.items()}
@@ -195,7 +195,7 @@ def one_group_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
                 self.own[name].tensor.copy_(tensor)
         return found
 
-    monkeypatch.setattr(RareSynchroniser, "_apply", apply)
+    monkeypatch.setattr(RareSynchroniser, "_take_over", apply)
 
 
 def global_weights_drift(self: RareSynchroniser) -> None:

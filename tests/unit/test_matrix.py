@@ -27,7 +27,7 @@ MATRIX = generator()
 
 
 def test_every_axis_and_every_pair_is_a_column() -> None:
-    assert {*MATRIX.AXES} == {*AXES, "ep"}
+    assert {*MATRIX.AXES} == {*AXES, "ep"} - {"replica_groups"}  # another training: tests/exact/test_replica_groups.py
     assert len(MATRIX.COLUMNS) == 6 + len([*combinations(MATRIX.AXES, 2)])
     for column in MATRIX.COLUMNS:
         plan = Plan.parse(MATRIX.plan(column))

@@ -74,7 +74,7 @@ def evaluate(built: Built) -> dict[str, float]:
 
 def share_now(built: Built) -> BatchShare:
     """This rank's share of samples, at the present parts."""
-    plan, group = built.plan, built.at["replica_groups"]
+    plan, group = built.plan, built.plan.at(built.place.rank)["replica_groups"]
     share = BatchShare.of(plan, plan.share(built.place.rank))
     if plan.replica_groups > 1:  # all of them share out the samples, as if they were one
         groups = plan.replica_groups

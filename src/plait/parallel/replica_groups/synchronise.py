@@ -114,7 +114,7 @@ class RareSynchroniser:
             rows = message.flats if self.compressor is None else self._compressed(message)
             message.works = [w for f in rows if (w := dist.all_reduce(f, group=self.group, async_op=True))]
             self.pending.append(message)
-        heard = [self._apply(m) for m in self.pending if step - m.sent >= self.plan.fragment_delay]
+        heard = [self._take_over(m) for m in self.pending if step - m.sent >= self.plan.fragment_delay]
         self.pending = [m for m in self.pending if step - m.sent < self.plan.fragment_delay]
         return heard
 
@@ -129,7 +129,7 @@ class RareSynchroniser:
         flats.append(torch.tensor(word, dtype=torch.float64, device=self.built.device))
         return GroupMessage(fragment, step, names, flats)
 
-    def _apply(self, message: GroupMessage) -> tuple[int, list[float]]:
+    def _take_over(self, message: GroupMessage) -> tuple[int, list[float]]:
         """Take over a mean. Returns the step in which it was sent, and the sums of its numbers."""
         message.wait()
         with torch.no_grad():

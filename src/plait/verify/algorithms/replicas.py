@@ -51,7 +51,7 @@ def train(
                     mean |= compressed.means(plan, job.seed, {n: base[n] for n in names}, states, left)
                 sent.append((step + plan.fragment_delay, mean))
         for _, mean in [message for message in sent if message[0] == step]:
-            _apply(plan, mean, base, bases, states)
+            _take_over(plan, mean, base, bases, states)
         if at <= 0 or (plan.sync == "local" and plan.compress == "none"):
             base = _mean(states, list(base))
     everything = _mean(states, list(states[0])) | base
@@ -97,7 +97,7 @@ def _gradients(ones: list[reference.OneDevice], met: list[set[str]], any_of: lis
             p.grad = torch.zeros_like(p) + sum(parts) if parts else None
 
 
-def _apply(plan: Plan, mean: Named, base: Named, momentum: Named, states: list[Named]) -> None:
+def _take_over(plan: Plan, mean: Named, base: Named, momentum: Named, states: list[Named]) -> None:
     for n, value in mean.items():
         if plan.sync == "diloco" and n in base:
             delta, mu = base[n] - value, plan.outer_momentum
