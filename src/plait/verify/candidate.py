@@ -208,8 +208,9 @@ def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) ->
     """What a rank sent. `alike`: on what that depends beside the plan; ranks of which it is the same make the same calls."""
     built, samples = engine.built, tuple(n for n, _ in sizes)
     held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
+    sent = [tuple(p.shape) for p in built.own.values()] if built.rare is not None else []  # parts, which may be uneven
     return {
-        "alike": [*_on_other_axes(built), *samples, *_crossings(built, samples), held_experts],
+        "alike": [*_on_other_axes(built), *samples, *_crossings(built, samples), held_experts, str(sent)],
         "sizes": sizes, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
     }  # fmt: skip
 
