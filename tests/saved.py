@@ -2,11 +2,45 @@
 
 from pathlib import Path
 
-from plait.chaos.record import tensors
-from plait.checkpoint.manifest import Manifest, read_manifest
+import torch
+from launched import TEST_JOB, Command, rows
 
-__all__ = ["manifest", "tensors"]
+from plait.checkpoint.manifest import Manifest, read_manifest
+from plait.checkpoint.reading import tensors
+
+__all__ = ["manifest", "tensors", "whole_and_killed"]
 
 
 def manifest(path: Path) -> Manifest:
     return read_manifest(path)
+
+
+def whole_and_killed(folder: Path, plan: str, told: str, *options: str) -> list[dict[str, torch.Tensor]]:
+    """The last checkpoint of a run that saves every four of 24 steps, and of one that was killed on the way and resumed. Both
+    say `told`."""
+    argv = (
+        "train",
+        TEST_JOB,
+        "--plan",
+        plan,
+        "--save-every",
+        "4",
+        "--job.steps",
+        "24",
+        "--job.pause",
+        "0.01",
+        *options,
+    )
+    ends = []
+    for run, killed in ((folder / "whole", False), (folder / "killed", True)):
+        run.mkdir()
+        command = Command(*argv, folder=run)
+        if killed:
+            command.until(lambda run=run: len(rows(run)) >= 10)
+            command.kill()
+            command.wait()
+            command = Command(*argv, "--resume", folder=run)
+        assert command.wait() == 0, command.output
+        assert told in command.output
+        ends.append(tensors(run / "runs/latest/checkpoints/step-000024"))
+    return ends

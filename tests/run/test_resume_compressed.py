@@ -8,9 +8,8 @@ from typing import Any
 import jobs_compressed
 import pytest
 import torch
-from launched import TEST_JOB, Command, rows
 from rarely import every
-from saved import manifest, tensors
+from saved import manifest, whole_and_killed
 
 from plait.checkpoint import state
 from plait.checkpoint.manifest import MANIFEST, seal, unseal
@@ -116,29 +115,6 @@ def test_a_checkpoint_without_its_residuals_is_damaged(tmp_path: Path, wrong: st
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
     """The command itself, killed between two checkpoints."""
-    argv = (
-        "train",
-        TEST_JOB,
-        "--plan",
-        "dp=2 compress=int8",
-        "--save-every",
-        "4",
-        "--job.steps",
-        "24",
-        "--job.pause",
-        "0.01",
-    )
-    ends = []
-    for folder, killed in ((tmp_path / "whole", False), (tmp_path / "killed", True)):
-        folder.mkdir()
-        command = Command(*argv, folder=folder)
-        if killed:
-            command.until(lambda folder=folder: len(rows(folder)) >= 10)
-            command.kill()
-            command.wait()
-            command = Command(*argv, "--resume", folder=folder)
-        assert command.wait() == 0, command.output
-        assert "not exact: gradients are summed as int8 between 2 copies" in command.output
-        ends.append(tensors(folder / "runs/latest/checkpoints/step-000024"))
+    ends = whole_and_killed(tmp_path, "dp=2 compress=int8", "not exact: gradients are summed as int8 between 2 copies")
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
     assert any(n.startswith("compress/residual/1/") for n in ends[0])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from launched import TEST_JOB, Command, rows
 from rarely import every
-from saved import manifest, tensors
+from saved import manifest, whole_and_killed
 
 from plait.checkpoint import replica_groups
 from plait.checkpoint.checkpoints import Checkpoints
@@ -170,32 +170,7 @@ def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("plan", every(2, ("replica_groups=2 sync=diloco every=5", "replica_groups=2 dp=2 every=3")))
 def test_killed_and_resumed(tmp_path: Path, plan: str) -> None:
     """The command itself, killed between two checkpoints and between two synchronisations."""
-    argv = (
-        "train",
-        TEST_JOB,
-        "--plan",
-        plan,
-        "--save-every",
-        "4",
-        "--job.steps",
-        "24",
-        "--job.pause",
-        "0.01",
-        "--restarts",
-        "0",
-    )
-    ends = []
-    for folder, killed in ((tmp_path / "whole", False), (tmp_path / "killed", True)):
-        folder.mkdir()
-        command = Command(*argv, folder=folder)
-        if killed:
-            command.until(lambda folder=folder: len(rows(folder)) >= 10)
-            command.kill()
-            command.wait()
-            command = Command(*argv, "--resume", folder=folder)
-        assert command.wait() == 0, command.output
-        assert "not exact: 2 groups train by themselves" in command.output
-        ends.append(tensors(folder / "runs/latest/checkpoints/step-000024"))
+    ends = whole_and_killed(tmp_path, plan, "not exact: 2 groups train by themselves", "--restarts", "0")
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
     assert any(n.startswith("groups/1/") for n in ends[0])
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.checkpoints import Checkpoints
-from plait.checkpoint.manifest import read_manifest
-from plait.checkpoint.reading import Reader
+from plait.checkpoint.reading import tensors
 
 ALIKE = 1e-3
 """How far the losses of a run may lie from those of another plan's, as a share: sums are in another order from then on."""
@@ -65,14 +64,3 @@ class Record:
         pairs = [(float(str(loss)), float(str(other.losses[step]))) for step, loss in self.losses.items()]
         share = max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
         return share, wrong + [f"a loss differs by {share:.1e}"] * (share > ALIKE)
-
-
-def tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name (`model/…`, `optimizer/…`), and the optimizer's numbers; every byte is checked."""
-    manifest = read_manifest(path)
-    reader = Reader(path, manifest.files, manifest.tensors)
-    for name in manifest.files:
-        reader.file(name)
-    found = {name: reader.whole(name) for name in manifest.tensors}
-    scalars = {name: v["value"] if isinstance(v, dict) else v for name, v in manifest.scalars.items()}
-    return found | {name: torch.tensor(v) for name, v in scalars.items() if isinstance(v, (int, float))}

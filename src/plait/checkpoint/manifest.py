@@ -64,8 +64,8 @@ OWN = re.compile(r"groups/\d+/")
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, and as `checkpoint/state.py` names what
-    compressed sums keep."""
+    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, as `checkpoint/replica_groups.py` names what
+    groups hold, and as `checkpoint/state.py` names what compressed sums keep."""
 
     tensors: dict[str, Entry]
     files: dict[str, tuple[int, str]]

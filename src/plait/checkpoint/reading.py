@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from plait.checkpoint.chunks import Rect, overlap
-from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk
+from plait.checkpoint.manifest import MANIFEST, Entry, StoredChunk, read_manifest
 from plait.checkpoint.safetensors_file import DTYPES, Damaged, ShardFile
 from plait.tensors.part import Part, whole
 
@@ -103,3 +103,14 @@ class Reader:
         self.check(name, part)
         self.read(name, part)
         return full
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by name (`model/…`, `optimizer/…`), and the optimizer's numbers; every byte is checked."""
+    manifest = read_manifest(path)
+    reader = Reader(path, manifest.files, manifest.tensors)
+    for name in manifest.files:
+        reader.file(name)
+    found = {name: reader.whole(name) for name in manifest.tensors}
+    scalars = {name: v["value"] if isinstance(v, dict) else v for name, v in manifest.scalars.items()}
+    return found | {name: torch.tensor(v) for name, v in scalars.items() if isinstance(v, (int, float))}

@@ -15,6 +15,7 @@ from typing import Any
 from plait.checkpoint.manifest import MANIFEST, Manifest
 from plait.checkpoint.safetensors_file import Damaged
 from plait.checkpoint.training import Training
+from plait.parallel.built import RareSync
 from plait.tensors.part import Part
 
 
@@ -36,8 +37,13 @@ def parts_of(training: Training, model: dict[str, Part]) -> dict[str, Part]:
         return {f"model/{name}": part for name, part in model.items()}
     common = rare.global_parts()
     found = {f"model/{name}": common.get(name, part) for name, part in model.items()}
+    return found | _beside(training, rare, model)
+
+
+def _beside(training: Training, rare: RareSync, model: dict[str, Part]) -> dict[str, Part]:
+    """What a checkpoint holds beside the global weights: this group's own, the outer momentum, what is on its way."""
     own = {f"{prefix(training)}model/{name}": part for name, part in model.items() if _own(training, name)}
-    return found | own | {f"groups/{name}": part for name, part in rare.parts().items()}
+    return own | {f"groups/{name}": part for name, part in rare.parts().items()}
 
 
 def _own(training: Training, name: str) -> bool:
@@ -77,8 +83,7 @@ def wanted(training: Training, manifest: Manifest, model: dict[str, Part]) -> di
         for name, part in model.items()
         if name in base or not _own(training, name)
     }
-    own = {f"{prefix(training)}model/{name}": part for name, part in model.items() if _own(training, name)}
-    parts = found | own | {f"groups/{name}": part for name, part in rare.parts().items()}
+    parts = found | _beside(training, rare, model)
     if lost := sorted(parts.keys() - manifest.tensors.keys()):
         raise Damaged(MANIFEST, f"{lost[0]} is missing in it")
     return parts

@@ -21,9 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.checkpoint.checkpoints import Checkpoints
-from plait.checkpoint.manifest import read_manifest
-from plait.checkpoint.reading import Reader
-from plait.checkpoint.safetensors_file import DTYPES
+from plait.checkpoint.reading import tensors as tensors_of
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -34,11 +32,10 @@ from plait.launch import fork
 from plait.launch.supervise import Listener, Spare
 from plait.parallel.server.ledger import LedgerRow, problems
 from plait.parallel.server.portions import Clocks
-from plait.tensors.part import whole
 from plait.verify import reference
 from plait.verify.algorithms.server import Replay
 from plait.verify.probes import Probe, floor_of, moved, rows, tensors
-from plait.verify.verdict import AlgorithmTold, Verdict
+from plait.verify.verdict import AlgorithmTold, Verdict, distance
 
 NOT_COMPARED = ("batches of the job's own size", "a step in the plan's own formats", "messages of a dry run")
 """What `verify` compares under other plans."""
@@ -120,14 +117,8 @@ def _loaded(path: Path) -> dict[str, Tensor]:
 
 def _saved(folder: Path) -> dict[str, Tensor]:
     """The model's tensors of the newest checkpoint."""
-    path = Checkpoints(folder / "checkpoints").found()[0]
-    manifest = read_manifest(path)
-    reader, found = Reader(path, manifest.files, manifest.tensors), dict[str, Tensor]()
-    for name, entry in manifest.tensors.items():
-        if name.startswith("model/"):
-            found[name.removeprefix("model/")] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-            reader.read(name, whole(found[name.removeprefix("model/")]))
-    return found
+    found = tensors_of(Checkpoints(folder / "checkpoints").found()[0])
+    return {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
 
 
 def _judged(
@@ -156,7 +147,7 @@ def _judged(
             tensors("O", "weights of one device", {n: one[n] for n in names}, ours, names, moved(initial, one))
         )
         probes.append(rows("S", "one device's every step", expected["rows"], steps, ("loss", "norm", "lr", "samples")))
-    distance = _distance(initial, one, actual)
+    far = distance(initial, one, actual)
     inexact = (
         ("statistics in buffers are those of a portion of the batch, not of the whole",) if same and buffers else ()
     )
@@ -171,7 +162,7 @@ def _judged(
         "stalest": max(stale, default=0),
         "then": [f"{len(stale)} gradients, {sum(s > 0 for s in stale)} of them stale, the stalest {max(stale, default=0)} versions"],
     }  # fmt: skip
-    algorithm = AlgorithmTold("the server's ledger, played again", distance, len(steps), NOT_COMPARED)
+    algorithm = AlgorithmTold("the server's ledger, played again", far, len(steps), NOT_COMPARED)
     code = "V027" if wrong else ""
     return Verdict(str(plan), tuple(probes), code, cause, inexact, plan.world, forced, algorithm=algorithm)
 
@@ -194,10 +185,3 @@ def _ledger(plan: Plan, job: Job, folder: Path, length: int, results: list[dict[
     if any(order != orders[0] for order in orders):
         wrong.append("servers applied gradients in different orders")
     return wrong
-
-
-def _distance(initial: dict[str, Tensor], one: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
-    """How far the run is from one device's weights, as a part of how far those have moved."""
-    apart_ = sum(float((one[n] - actual[n]).square().sum()) for n in initial)
-    moved_ = sum(float((one[n] - initial[n]).square().sum()) for n in initial)
-    return (apart_ / max(moved_, 1e-300)) ** 0.5

@@ -208,12 +208,13 @@ class AlgorithmTold:
 
 def told_of(name: str, one: Trace, algorithm: Trace) -> AlgorithmTold:
     """The distance of what an algorithm trained from what one device did."""
-    far = _norm(algorithm.weights, one.weights)
-    return AlgorithmTold(name, far / max(_norm(one.weights, one.initial), 1e-300), len(one.facts["rows"]))
+    return AlgorithmTold(name, distance(one.initial, one.weights, algorithm.weights), len(one.facts["rows"]))
 
 
-def _norm(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    return sum(float((a[n].double() - b[n].double()).square().sum()) for n in b) ** 0.5
+def distance(initial: dict[str, Tensor], one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """How far weights are from one device's, as a part of how far those have moved: norms over all weights."""
+    norm = lambda a, b: sum(float((a[n].double() - b[n].double()).square().sum()) for n in initial) ** 0.5  # noqa: E731
+    return norm(other, one) / max(norm(one, initial), 1e-300)
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,9 @@ def judge(
             names,
             moved(expected.initial, expected.weights),
         ),
-        rows("U2", "loss and norm, every step", *steps, tuple(k for k in steps[0][0] if k.startswith(("loss", "norm")))),
+        rows(
+            "U2", "loss and norm, every step", *steps, tuple(k for k in steps[0][0] if k.startswith(("loss", "norm")))
+        ),
         tensors("B", "buffers", expected.buffers, actual.buffers, list(expected.buffers), floor_of(expected.buffers)),
         replicas(ranks),
         samples(expected, ranks),

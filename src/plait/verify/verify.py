@@ -15,7 +15,7 @@ compare what they did:
 What differs is traced to where it begins: both sides note what every unit is given and returns (`verify/notes.py`), and the first
 place in the order of a step where that is not the same is named (`verify/locate.py`).
 
-A plan that is another training than one device's (compressed sums) is held to its own algorithm instead, which
+A plan that is another training than one device's (replica groups, compressed sums) is held to its own algorithm instead, which
 `verify/algorithms/` trains in one process; how far that is from one device, the verdict says beside it.
 
 Float64 tells logic from rounding: a correct split differs by 1e-15 to 1e-11, a wrong one by far more than the
@@ -96,8 +96,8 @@ def verify(
         results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
         actual = candidate.whole(Path(folder), results)
         named = actual.facts["inexact"]
-        if told is not None:
-            actual = _held_to_algorithm(actual, results, expected, logic, own is not None and own.by_share)
+        if own is not None:
+            actual = _held_to_algorithm(actual, results, expected, (own, logic))
         verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder), algorithm=told)
     if verdict.code == "V005" and not quiet:
         silent = verify(_silent(job), plan, 3, device, True, 0.0)
@@ -130,16 +130,16 @@ def _algorithm(
 
 
 def _held_to_algorithm(
-    actual: Trace, ranks: list[dict[str, Any]], expected: Trace, plan: Plan, by_share: bool
+    actual: Trace, ranks: list[dict[str, Any]], expected: Trace, how: tuple[OwnTraining, Plan]
 ) -> Trace:
     """The candidate with what is inexact beside its algorithm: what its technique names is what it is compared with."""
+    own, plan = how
     lines = [line for line in actual.facts["inexact"] if line not in by_algorithm(plan)]
     alone = "which the algorithm in one process computes share by share"
-    if not by_share:
-        return dataclasses.replace(actual, facts={**actual.facts, "inexact": lines})
-    if norms := sorted({name for r in ranks for name in r["batch_norms"]}):
+    norms = sorted({name for r in ranks for name in r["batch_norms"]})
+    if own.by_share and norms:
         lines.append(f"batch statistics in {norms[0]} are those of all copies, {alone}")
-    elif expected.facts["mean"] is False:
+    elif own.by_share and expected.facts["mean"] is False:
         lines.append(f"the loss couples samples of several copies, {alone}")
     return dataclasses.replace(actual, facts={**actual.facts, "inexact": lines})
 
