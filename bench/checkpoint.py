@@ -53,7 +53,14 @@ def job(width: int, layers: int) -> Job:
         body = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())]
         return nn.Sequential(nn.Linear(256, width), *body, nn.Linear(width, 1))
 
-    return Job(model, nn.functional.mse_loss, Rows, lambda p: torch.optim.Adam(p, lr=1e-3), batch=4, steps=10**6)
+    return Job(
+        model=model,
+        loss=nn.functional.mse_loss,
+        data=Rows,
+        optimizer=lambda p: torch.optim.Adam(p, lr=1e-3),
+        batch=4,
+        steps=10**6,
+    )
 
 
 def timed(act: Any) -> float:

@@ -48,7 +48,7 @@ from plait.launch.place import Place
 from plait.model.make import make_model
 from plait.parallel.data import strategy as data_parallel
 from plait.parallel.precision import autocast, plan_format
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 PEAKS = {"H200$": (67.0, 989.5), "H100.*HBM3$": (67.0, 989.5), "H100 PCIe": (51.0, 756.5), "A100": (19.5, 312.0)}
 """Pattern of a device's name -> dense TFLOP/s (fp32, 16 bits), from NVIDIA's data sheets. Others: --peak."""

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 PLANS = ("pp=2 microbatches=2", "tp=2", "cp=2")
 MIXTURES = "ep=2"
@@ -207,7 +207,14 @@ def job(name: str = "Llama") -> plait.Job:
 
     task = "image64" if name == "Pvt" else family.task
     loss = LOSSES.get(task, _words)
-    return plait.Job(model, loss, lambda: Samples(task), lambda p: torch.optim.AdamW(p, 1e-2), batch=12, steps=4)
+    return plait.Job(
+        model=model,
+        loss=loss,
+        data=lambda: Samples(task),
+        optimizer=lambda p: torch.optim.AdamW(p, 1e-2),
+        batch=12,
+        steps=4,
+    )
 
 
 def checked(name: str, plan: str) -> dict[str, Any]:

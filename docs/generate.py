@@ -1,7 +1,10 @@
-"""Write the generated documents: techniques.md from the strategies' docstrings, verify.svg from a real verification.
+"""Write the generated documents: techniques.md and api.md from docstrings, verify.svg from a real verification, and the files
+that pages show.
 
-    python docs/generate.py             both; `make docs` does this
+    python docs/generate.py             all of these; `make docs` does this
     python docs/generate.py techniques  only one of them
+    python docs/generate.py api         the API reference: see reference.py
+    python docs/generate.py shown       blocks of pages that show a file of examples/, such as ```python examples/digits/job.py
     python docs/generate.py matrix      matrix.md, which takes long: see matrix.py
     python docs/generate.py planner     the tables of planner.md: see judged.py
 
@@ -122,8 +125,8 @@ def verification() -> str:
 
     from plait.config.job import load_job
     from plait.config.plan import Plan
-    from plait.verify.verdict import table
-    from plait.verify.verify import verify
+    from plait.proof.verdict import table
+    from plait.proof.verify import verify
 
     torch.set_num_threads(1)
     job = load_job(str(DOCS.parent / EXAMPLE))
@@ -133,9 +136,18 @@ def verification() -> str:
     return picture([f'$ plait verify {EXAMPLE} --plan "{PLAN}"', *table(verdict, EXAMPLE).splitlines()])
 
 
+SHOWN = re.compile(r"(?ms)^(```\w+ (examples/\S+)\n).*?^(```)$")
+"""A block of a page that shows a file."""
+
+
+def shown(page: str) -> str:
+    """The page with its blocks that show files as those files are now."""
+    return SHOWN.sub(lambda m: m[1] + (DOCS.parent / m[2]).read_text(encoding="utf-8") + m[3], page)
+
+
 def main() -> None:
-    """Write what was asked for, techniques and picture by default."""
-    wanted = sys.argv[1:] or ["techniques", "verify"]
+    """Write what was asked for, all that is quick by default."""
+    wanted = sys.argv[1:] or ["techniques", "verify", "api", "shown"]
     if wanted[0] == "matrix":
         import matrix
 
@@ -146,6 +158,13 @@ def main() -> None:
         return judged.write()
     if "techniques" in wanted:
         (DOCS / "techniques.md").write_text(techniques(), encoding="utf-8")
+    if "api" in wanted:
+        import reference
+
+        (DOCS / "api.md").write_text(reference.page(), encoding="utf-8")
+    if "shown" in wanted:
+        for path in [DOCS.parent / "README.md", *DOCS.rglob("*.md")]:
+            path.write_text(shown(path.read_text(encoding="utf-8")), encoding="utf-8")
     if "verify" in wanted:
         (DOCS / "verify.svg").write_text(verification(), encoding="utf-8")
 

@@ -74,7 +74,7 @@ def features() -> dict[str, Any]:
 
 def train_references_once() -> None:
     """Most columns of a row have the same reference, one device with the same batches: train it once."""
-    from plait.verify import verify
+    from plait.proof import verify
 
     trained, train = {}, verify._reference
 
@@ -91,7 +91,7 @@ def cell(job: Any, column: str) -> Cell:
     """What verify says, in a symbol and a note."""
     from plait.config.errors import PlaitError
     from plait.config.plan import Plan
-    from plait.verify.verify import verify
+    from plait.proof.verify import verify
 
     try:
         verdict = verify(job, Plan.parse(plan(column)), device="cpu")

@@ -80,5 +80,6 @@ def job(name: str) -> Job:
     adam = lambda p: torch.optim.AdamW(p, lr=1e-3)  # noqa: E731
     momentum = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
     if name == "cnn":
-        return Job(convolutions, F.cross_entropy, Images, momentum, BATCH, 9)
-    return Job({"transformer": Transformer, "lstm": Lstm}[name], language, Tokens, adam, BATCH, 9, clip=1.0)
+        return Job(model=convolutions, loss=F.cross_entropy, data=Images, optimizer=momentum, batch=BATCH, steps=9)
+    model = {"transformer": Transformer, "lstm": Lstm}[name]
+    return Job(model=model, loss=language, data=Tokens, optimizer=adam, batch=BATCH, steps=9, clip=1.0)

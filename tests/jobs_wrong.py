@@ -20,7 +20,7 @@ class Numbers:
 
 class Dicts(Numbers):
     def __getitem__(self, i: int) -> Any:
-        return {"input_ids": torch.arange(4), "labels": torch.arange(4)}
+        return {"input_ids": torch.arange(4), "classes": torch.arange(4)}
 
 
 class Triples(Numbers):

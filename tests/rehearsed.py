@@ -7,7 +7,7 @@ import torch
 from plait.config.job import Job
 from plait.data.batch import is_map
 from plait.model.sketch import sketch
-from plait.verify import reference
+from plait.proof import reference
 
 
 def rehearse(job: Job) -> None:

@@ -62,8 +62,8 @@ class Data(Numbers):
 
 
 def job(
-    fault: str = "", at: int = 5, pause: float = 0.0, steps: int = 30, loud: bool = False, batch: int = 8
-) -> plait.Job:
+    fault: str = "", at: int = 5, pause: float = 0.0, steps: int = 30, loud: bool = False, batch: int = 8, ema: float = 0.0
+) -> plait.Job:  # fmt: skip
     return plait.Job(
         model=lambda: Faulty(fault, at, pause),
         loss=F.mse_loss,
@@ -74,6 +74,7 @@ def job(
         schedule=lambda samples: 1.0 / (1.0 + samples / 100.0),
         clip=0.5,
         seed=5,
+        ema=plait.EMA(ema, every=3) if ema else None,
         evaluate=plait.Evaluate(lambda: Data(False), lambda out, y: {"error": (out - y).abs()}, every=10),
     )
 

@@ -151,7 +151,7 @@ def _before(options: argparse.Namespace, arguments: dict[str, str], plan: Plan) 
     from plait.config.job import load_job
     from plait.launch.devices import kind_of
     from plait.planner.refusals import foresee
-    from plait.verify.job import check
+    from plait.proof.job import check
 
     job = load_job(options.job, arguments)
     ray = sys.modules.get("ray")

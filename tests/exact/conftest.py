@@ -7,7 +7,7 @@ from rehearsed import rehearse
 
 from plait.config.job import Job
 from plait.parallel.fsdp import groups
-from plait.verify import own_batch, verify
+from plait.proof import own_batch, verify
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from plait.engine.build import check_plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.verify.algorithms.find import algorithm_of
-from plait.verify.verdict import table
-from plait.verify.verify import verify
+from plait.proof.algorithms.find import algorithm_of
+from plait.proof.verdict import table
+from plait.proof.verify import verify
 
 KINDS = ("compress=bf16", "compress=int8", "compress=powersgd compress_rank=1", "compress=powersgd")
 LIST = list(product(jobs_compressed.MODELS, KINDS, ("adamw", "sgd"), (True, False), (True, False), (1, 2)))

@@ -21,7 +21,7 @@ from plait.launch.place import Place
 from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.parallel.context import attention, find
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 PLANS = (
     "cp=2",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.config.plan import Plan
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 
 def angles(x: Tensor) -> tuple[Tensor, Tensor]:

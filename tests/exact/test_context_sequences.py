@@ -7,7 +7,7 @@ from test_context import MORE, PLANS
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 SPREAD = (
     ("bart", "cp=2"),

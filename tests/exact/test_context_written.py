@@ -18,9 +18,9 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.parallel.context.opened_unit import All, Gathered, Some
 from plait.parallel.context.sequence_shard import SequenceShard
+from plait.proof.verdict import Verdict
+from plait.proof.verify import verify
 from plait.tensors.rows import AndAll, Rows
-from plait.verify.verdict import Verdict
-from plait.verify.verify import verify
 
 PLANS = (
     "cp=2",

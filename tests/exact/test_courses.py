@@ -18,7 +18,7 @@ from plait.model.meter import OUTPUT
 from plait.model.sketch import sketch
 from plait.parallel.pipeline.partition import ForwardPath, check, cut
 from plait.parallel.pipeline.paths import Forward, ForwardPaths
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 PLANS = (
     "pp=2 microbatches=2",

@@ -20,8 +20,8 @@ from plait.launch.place import Place
 from plait.model import deferred_init
 from plait.model.make import make_model
 from plait.parallel.fsdp.strategy import share
+from plait.proof.verify import verify
 from plait.tensors.collectives import digest
-from plait.verify.verify import verify
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.fsdp import expert_shards
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 JOBS = {
     "gpt": jobs_moe.gpt,

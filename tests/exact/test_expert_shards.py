@@ -22,7 +22,7 @@ from plait.parallel.fsdp.runtime import padded
 from plait.parallel.mesh import experts_of
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.dryrun.measure import measure
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 mixtral = jobs_moe.mixtral
 listed = partial(jobs_moe.gpt, loss=jobs_moe.plain_loss)

@@ -13,7 +13,7 @@ import pytest
 from faulty import Fault, Patches, judged
 
 from plait.config.plan import Plan
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 pytestmark = pytest.mark.whole
 
@@ -63,9 +63,9 @@ def test_nothing_is_found_where_nothing_is_wrong(
     job: Callable[[], Any], plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a verdict would not ask: no unit, gradient, sum or update differs."""
-    from plait.verify import verify as module
-    from plait.verify.locate import beginning
-    from plait.verify.sides import Sides
+    from plait.proof import verify as module
+    from plait.proof.locate import beginning
+    from plait.proof.sides import Sides
 
     judge, found = module.judge, []
 

@@ -15,7 +15,7 @@ from plait.model.fake_model import sketched
 from plait.model.table import outline, table
 from plait.planner.dryrun.dry_run import dry_run
 from plait.planner.question import PlanRequest
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
@@ -101,7 +101,7 @@ def test_plain_pytorch_is_blamed_only_when_it_fails(monkeypatch: pytest.MonkeyPa
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the watcher has a defect")
 
-    monkeypatch.setattr("plait.verify.reference.sketch", fails)
+    monkeypatch.setattr("plait.proof.reference.sketch", fails)
     with pytest.raises(PlaitError, match="P072") as error:
         verify(jobs_higher.job("function"), Plan.parse("dp=1"))
     assert "in plain PyTorch works" in str(error.value)

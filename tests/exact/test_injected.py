@@ -14,12 +14,12 @@ import torch.distributed as dist
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.data import batch as data
-from plait.data import loading
+from plait.data import loading, sampling
 from plait.engine import engine, passes
 from plait.parallel.data import batch_norm
 from plait.parallel.data import strategy as data_parallel
+from plait.proof.verify import verify
 from plait.randomness import keyed
-from plait.verify.verify import verify
 
 
 def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:
@@ -160,19 +160,16 @@ def test_same_data_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_shuffle_seed_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """30: ranks overlap and leave samples out."""
-    real = loading.permutation
-    monkeypatch.setattr(
-        loading,
-        "permutation",
-        lambda seed, epoch, n: real(seed + (dist.get_rank() if dist.is_initialized() else 0), epoch, n),
-    )
+    real = sampling.epoch_order
+    mine = lambda seed: seed + (dist.get_rank() if dist.is_initialized() else 0)  # noqa: E731
+    monkeypatch.setattr(sampling, "epoch_order", lambda order, seed, epoch, n: real(order, mine(seed), epoch, n))
     check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 
 def test_order_not_reshuffled_in_the_second_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """31: set_epoch forgotten; the first epoch is right."""
-    real = loading.permutation
-    monkeypatch.setattr(loading, "permutation", lambda seed, epoch, n: real(seed, 0, n))
+    real = sampling.epoch_order
+    monkeypatch.setattr(sampling, "epoch_order", lambda order, seed, epoch, n: real(order, seed, 0, n))
     check(jobs.groups(), "dp=2", "D", "0.weight", "V006")
 
 

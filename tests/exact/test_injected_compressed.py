@@ -17,7 +17,7 @@ from plait.config.plan import Plan
 from plait.parallel.compression import compressor, powersgd, rounded
 from plait.parallel.compression.compressor import Compressor
 from plait.parallel.data.compressed import CompressedReducer
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

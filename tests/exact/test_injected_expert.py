@@ -15,8 +15,8 @@ from plait.losses.global_batch import BatchPeers
 from plait.parallel.expert import dispatch, layers
 from plait.parallel.expert import strategy as expert
 from plait.parallel.gradient_sums import CrossGroupSums
+from plait.proof.verify import verify
 from plait.tensors.collectives import linear
-from plait.verify.verify import verify
 
 
 def check(job: Any, plan: str, probe: str, name: str, *codes: str) -> None:

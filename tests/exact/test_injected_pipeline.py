@@ -15,8 +15,8 @@ from plait.engine.passes import Passes
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.pipeline import runtime
 from plait.parallel.pipeline.stage import PipelineStages
+from plait.proof.verify import verify
 from plait.randomness.keyed import Randomness
-from plait.verify.verify import verify
 
 DEEP, ROOT = jobs_pipeline.LISTED["deep"], jobs_pipeline.LISTED["root_gpt"]
 

@@ -22,7 +22,7 @@ from plait.data.batch import BatchShare
 from plait.engine.engine import Engine
 from plait.parallel.replica_groups import synchronise
 from plait.parallel.replica_groups.synchronise import GroupMessage, RareSynchroniser
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 DILOCO = "sync=diloco every=2"

@@ -17,9 +17,9 @@ from plait.parallel.fsdp import collectives
 from plait.parallel.fsdp import strategy as fsdp
 from plait.parallel.fsdp.collectives import Scatter
 from plait.parallel.fsdp.runtime import FsdpRuntime
+from plait.proof.verify import verify
 from plait.randomness.keyed import Randomness
 from plait.tensors import modules
-from plait.verify.verify import verify
 
 
 def check(job: Any, plan: str, probe: str, name: str, code: str) -> None:

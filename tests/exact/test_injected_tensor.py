@@ -15,8 +15,8 @@ from plait.model.slices import ParameterSlice
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.parallel.tensor import strategy as tensor
 from plait.parallel.tensor import vocabulary, wiring
+from plait.proof.verify import verify
 from plait.tensors import collectives
-from plait.verify.verify import verify
 
 WIDTH, HEAD = 8, 4
 

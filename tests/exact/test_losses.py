@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import plait
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 VOCABULARY, WIDTH = 17, 8
 

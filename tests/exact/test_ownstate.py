@@ -16,7 +16,7 @@ from plait.config.plan import Plan
 from plait.model.make import call
 from plait.model.sketch import Sketch, sketch
 from plait.planner.question import PlanRequest
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 
 def net(width: int = 12) -> nn.Sequential:

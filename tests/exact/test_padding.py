@@ -12,7 +12,7 @@ from plait.data.padding import Padding
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 PLANS = (
     "dp=2",

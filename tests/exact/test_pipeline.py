@@ -15,7 +15,7 @@ from rarely import every
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 PLANS = (
     "pp=2 microbatches=4",

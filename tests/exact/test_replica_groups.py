@@ -16,9 +16,9 @@ from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.engine.build import check_plan
-from plait.verify.algorithms import find
-from plait.verify.verdict import Verdict, table
-from plait.verify.verify import verify
+from plait.proof.algorithms import find
+from plait.proof.verdict import Verdict, table
+from plait.proof.verify import verify
 
 KINDS = (
     "every=2",

@@ -19,9 +19,9 @@ from plait.model.slices import Slices
 from plait.parallel.tensor import choose
 from plait.parallel.tensor.sequence import lazy as partial_sum
 from plait.planner.dryrun.dry_run import first_step, known
+from plait.proof.verify import verify
 from plait.randomness.sub_block import HeldRows
 from plait.tensors import collectives
-from plait.verify.verify import verify
 
 
 class Encoder(nn.Module):

@@ -16,8 +16,8 @@ from plait.engine.server.group import Trainer
 from plait.engine.server.state import Server
 from plait.parallel.server.dealing import Dealer, Update
 from plait.parallel.server.ledger import LedgerRow
-from plait.verify.verdict import Verdict, table
-from plait.verify.verify import verify
+from plait.proof.verdict import Verdict, table
+from plait.proof.verify import verify
 
 
 def sgd(job: plait.Job) -> plait.Job:

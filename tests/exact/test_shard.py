@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.config.plan import Plan
 from plait.parallel.fsdp import groups
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 JOBS = {**jobs.ALL, **jobs_unlike.ALL, **jobs_real.ALL}
 PLANS = (

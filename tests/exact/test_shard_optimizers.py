@@ -19,7 +19,7 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.parallel.fsdp.optimizer_check import differs
 from plait.planner.dryrun.dry_run import dry_run
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 PARTS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),
@@ -263,3 +263,29 @@ def _build(job: Any, plan: str) -> list[dict[str, bool]]:
 
     made: Callable[[Any], dict[str, bool]] = run
     return fork.run(made, 2)
+
+
+class Blocks(torch.Tensor):
+    """Stands for numbers of 8 bits and their scales, as an optimizer of torchao keeps them."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+
+class EightBit(torch.optim.Optimizer):
+    """Keeps its momentum as `Blocks`."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["exp_avg"] = torch.zeros_like(p).as_subclass(Blocks)
+
+
+def test_state_of_another_make_is_refused_in_the_first_step() -> None:
+    engine = Engine(jobs.make(mlp, optimizer=EightBit), "dp=1", device="cpu")
+    with pytest.raises(PlaitError, match="K005") as error:
+        engine.step(next(engine.batches()))
+    assert "EightBit keeps exp_avg as Blocks" in str(error.value)

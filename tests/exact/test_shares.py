@@ -16,7 +16,7 @@ from plait.config.plan import Plan
 from plait.data import loading
 from plait.data.batch import BatchShare, Micro
 from plait.engine import engine
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 DATA = (
     "dp=3 batch_shares=4:2:1", "dp=2 batch_shares=1:3 microbatches=2", "fsdp=2 batch_shares=3:1",

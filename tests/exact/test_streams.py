@@ -19,7 +19,7 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.planner.dryrun.dry_run import dry_run
-from plait.verify import verify
+from plait.proof import verify
 
 
 class Plain(IterableDataset):

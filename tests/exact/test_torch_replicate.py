@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from plait.config.plan import Plan
 from plait.launch import fork
 from plait.launch.place import Place
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 COPIES, MICROBATCHES, SAMPLES, TOLERANCE = 2, 4, 16, 1e-9
 

@@ -11,8 +11,8 @@ from rarely import every, rarely
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
 from plait.engine.engine import Engine
+from plait.proof.verify import verify
 from plait.tensors import collectives as exchange
-from plait.verify.verify import verify
 
 pytestmark = pytest.mark.messages
 

@@ -22,7 +22,7 @@ from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.place import Place
 from plait.parallel.data.batch_norm import synchronise
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 pytestmark = pytest.mark.whole
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.verify.verify import verify
+from plait.proof.verify import verify
 
 pytestmark = pytest.mark.whole
 

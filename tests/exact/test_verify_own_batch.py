@@ -16,9 +16,9 @@ from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.engine import engine, evaluate
-from plait.verify import own_batch
-from plait.verify.verdict import Verdict, table
-from plait.verify.verify import verify
+from plait.proof import own_batch
+from plait.proof.verdict import Verdict, table
+from plait.proof.verify import verify
 
 pytestmark = pytest.mark.whole
 

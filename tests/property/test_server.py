@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from plait.data.batch import Position
+from plait.data.sampling import Sampling
 from plait.parallel.server.dealing import Dealer, Rules, Ticket, Update
 from plait.parallel.server.ledger import Death, LedgerRow, problems
 from plait.parallel.server.portions import Clocks, Portion
@@ -100,13 +101,13 @@ def course(seed: int, rules: Rules | None = None, kind: type[Dealer] = Dealer, d
     rules = rules or Rules(groups, draw.randint(0, 9), each, quorum)
     length, batch, steps = draw.randint(3, 40), draw.randint(rules.groups, 12), draw.randint(1, 12)
     slow = {g: draw.choice((1.0, 1.0, 3.0, 9.0)) for g in range(rules.groups)}
-    dealer = kind(Clocks(length, max(batch, rules.groups), seed, rules.groups), rules, steps)
+    dealer = kind(Clocks(Sampling(length, max(batch, rules.groups), seed), rules.groups), rules, steps)
     return Course(dealer, draw, draw.choice((0.0, 0.1, 0.3)) if deaths is None else deaths, slow)
 
 
 def expected(dealer: Dealer) -> list[tuple[int, int]]:
     """Every sample of the run."""
-    clocks = Clocks(dealer.clocks.length, dealer.clocks.batch, dealer.clocks.seed, dealer.clocks.groups)
+    clocks = Clocks(dealer.clocks.sampling, dealer.clocks.groups)
     portions = [portion for _ in range(dealer.steps) for portion in clocks.take()]
     return [(portion.clock, portion.first + k) for portion in portions for k in range(portion.count)]
 
@@ -131,7 +132,7 @@ def test_the_ids_are_those_of_one_device() -> None:
         clock: [i for row in sorted(rows, key=lambda r: r.first) for i in row.ids]
         for clock, rows in itertools.groupby(sorted(made.rows, key=lambda r: r.clock), key=lambda r: r.clock)
     }
-    clocks = Clocks(made.dealer.clocks.length, made.dealer.clocks.batch, 5, 1)
+    clocks = Clocks(replace(made.dealer.clocks.sampling, seed=5), 1)
     assert by_clock == {k: clocks.ids(clocks.take()[0]) for k in range(made.dealer.steps)}
 
 
@@ -147,7 +148,7 @@ def test_a_slow_group_holds_up_nobody_within_the_bound() -> None:
     """Three fast groups and one three times slower: a bound of 3 · (N − 1) is enough for a version per gradient, and 0 is not."""
 
     def seconds(staleness: int) -> float:
-        dealer = Dealer(Clocks(10**6, 8, 0, 4), Rules(4, staleness, True), 100)
+        dealer = Dealer(Clocks(Sampling(10**6, 8, 0), 4), Rules(4, staleness, True), 100)
         return Course(dealer, random.Random(1), slow={3: 3.0}).run().now
 
     free, bound, sync = seconds(10**6), seconds(9), seconds(0)
@@ -170,9 +171,7 @@ def test_a_run_goes_on_from_anywhere(seed: int) -> None:
         first._deal()
     if dealer.finished:
         return
-    clocks = Clocks(
-        dealer.clocks.length, dealer.clocks.batch, dealer.clocks.seed, dealer.clocks.groups, dealer.position
-    )
+    clocks = Clocks(dealer.clocks.sampling, dealer.clocks.groups, dealer.position)
     known = {"version": dealer.version, "seq": dealer.seq, "fence": dealer.fence, "back": tuple(dealer.pending())}
     going_on = Dealer(clocks, dealer.rules, steps, **known)
     assert going_on.samples == dealer.samples == sum(len(row.ids) for row in first.rows)
@@ -291,7 +290,7 @@ def test_a_row_after_a_death_is_found() -> None:
 
 
 def test_pieces_end_with_the_epoch() -> None:
-    clocks = Clocks(7, 4, 0, 3, Position())
+    clocks = Clocks(Sampling(7, 4, 0), 3, Position())
     assert [(p.clock, p.epoch, p.first, p.count) for p in clocks.take()] == [(0, 0, 0, 2), (0, 0, 2, 1), (0, 0, 3, 1)]
     assert [(p.clock, p.epoch, p.start, p.count) for p in clocks.take()] == [(1, 0, 4, 1)] * 3
     assert clocks.after == Position(2, 1, 0, 7)

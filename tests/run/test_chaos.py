@@ -137,7 +137,9 @@ GPT = str(Path(__file__).parents[2] / "examples" / "stdlib_gpt" / "job.py")
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("plan, job", (("dp=2", TEST_JOB), ("fsdp=2", TEST_JOB), ("dp=2 tp=2", GPT), ("pp=2 microbatches=2", GPT)))
+@pytest.mark.parametrize(
+    "plan, job", (("dp=2", TEST_JOB), ("fsdp=2", TEST_JOB), ("dp=2 tp=2", GPT), ("pp=2 microbatches=2", GPT))
+)
 def test_the_whole_matrix(plan: str, job: str, tmp_path: Path) -> None:
     command = chaos(tmp_path, plan=plan, job=job)
     assert command.wait(1700) == 0, command.output

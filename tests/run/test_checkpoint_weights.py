@@ -13,7 +13,8 @@ from launched import TEST_JOB, Command
 from safetensors.torch import load_file, save_file
 
 from plait import Engine, Job, PlaitError, Plan
-from plait.checkpoint.weights import INDEX, _way_out
+from plait.checkpoint.opening import INDEX
+from plait.checkpoint.weights import _way_out
 from plait.cli.main import main
 from plait.launch import fork
 from run.test_checkpoint_damage import train_and_save
@@ -117,9 +118,7 @@ def test_a_name_of_another_format_is_no_folder(saved: Any, tmp_path: Path, to: s
 
 def test_weights_of_a_model_that_is_wrapped(tmp_path: Path) -> None:
     inner = {n: t.clone() for n, t in fresh(jobs.mlp()).model.state_dict().items()}
-    wrapped = {f"base_model.model.{n}".replace("0.", "0.base_layer."): t for n, t in inner.items()}
-    lora = wrapped | {"base_model.model.0.lora_A.weight": torch.zeros(2, 6)}
-    assert "names begin with base_model.model." in _way_out(list(lora), list(inner))[0]
+    assert "names begin with _orig_mod." in _way_out([f"_orig_mod.{n}" for n in inner], list(inner))[0]
     assert "without module." in _way_out(list(inner), [f"module.{n}" for n in inner])[0]
     save_file({f"module.{n}": t for n, t in inner.items()}, tmp_path / "w.safetensors")
     error = refusal(tmp_path / "w.safetensors", jobs.mlp())

@@ -160,7 +160,10 @@ def near(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
 def covered(samples: object) -> dict[int, list[tuple[int, int]]]:
     """By step: epochs and places of its samples, which ranks that share a part have once."""
     assert isinstance(samples, dict)
-    return {step: sorted((e, i) for e, start, size in parts for i in range(start, start + size)) for step, parts in samples.items()}
+    return {
+        step: sorted((e, i) for e, start, size in parts for i in range(start, start + size))
+        for step, parts in samples.items()
+    }
 
 
 def kill_for_good(command: Command, folder: Path, rank: int, delay: float) -> None:

@@ -18,7 +18,7 @@ from plait.config.plan import Plan
 from plait.engine.engine import Engine
 from plait.launch import fork
 from plait.launch.supervise import Listener
-from plait.verify.job import check
+from plait.proof.job import check
 
 JOBS = Path(jobs_treacherous.__file__)
 PLANS = ("dp=2", "microbatches=2", "dp=2 microbatches=2", "fsdp=2", "dp=3", "tp=2", "pp=2 microbatches=2")

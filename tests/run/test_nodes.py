@@ -121,8 +121,12 @@ def alone(tmp_path: Path) -> Path:
     return tmp_path / "alone"
 
 
-@pytest.mark.parametrize("plan, which", (("dp=4", 1), *rarely(("dp=4", 0), ("fsdp=4", 1), ("dp=2 tp=2", 1), ("dp=2 pp=2", 0))))
-def test_a_rank_that_is_lost_is_replaced_on_all(hosts: Hosts, tmp_path: Path, alone: Path, plan: str, which: int) -> None:
+@pytest.mark.parametrize(
+    "plan, which", (("dp=4", 1), *rarely(("dp=4", 0), ("fsdp=4", 1), ("dp=2 tp=2", 1), ("dp=2 pp=2", 0)))
+)
+def test_a_rank_that_is_lost_is_replaced_on_all(
+    hosts: Hosts, tmp_path: Path, alone: Path, plan: str, which: int
+) -> None:
     flags = ("--steps", "40", "--save-every", "10", "--job.pause", "0.02", "--plan", plan)
     both = started(hosts, tmp_path, *flags)
     both[0].until(lambda: at_step(tmp_path, 15), 120)

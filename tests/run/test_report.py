@@ -20,7 +20,7 @@ from plait.engine.run_directory import RunDirectory
 from plait.parallel.pipeline.schedule_search import table
 from plait.report.drawing import drawn, page
 from plait.report.spans import Span, flat
-from plait.report.summary import curve, summary, text
+from plait.report.summary import curve, evaluation_curves, summary, text
 from plait.report.timeline import RankRow, StepBox, Timeline, predict, timeline, trace
 
 JOB = str(Path(__file__).parents[1] / "jobs.py") + ":mlp"
@@ -80,6 +80,16 @@ def test_what_is_drawn_is_what_was_run(run: Path, capsys: pytest.CaptureFixture[
     names = [name for g in pictures[0].findall("g") if g.get("data-rank") == "1" for name, *_ in boxes(g)]
     assert {"data", "reduce", "optimizer", "receive F1.0", "send I1.0"} <= set(names)
     assert sum(name.startswith("receive") for name in names) == 3
+
+
+def test_metrics_that_were_measured_more_than_once_have_a_curve() -> None:
+    rows = [
+        {"step": 5, "error": 3.0, "rare": None},
+        {"step": 10, "error": 2.0, "rare": 1.0},
+        {"step": 15, "error": 1.0},
+    ]
+    head, bars = evaluation_curves(rows)
+    assert head == "evaluation  error 3 → 1 · lowest 1 · highest 3" and bars.strip() == curve([3.0, 2.0, 1.0])
 
 
 def test_a_summary_says_how_the_run_went(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

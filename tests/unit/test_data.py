@@ -200,27 +200,32 @@ def problem(call: Any) -> Problem:
 
 
 def test_a_loader_that_makes_batches() -> None:
-    wrong = problem(partial(checked, DataLoader(Plain(8), batch_size=4), "here"))
-    assert wrong.code == "J007" and "give its dataset" in wrong.fix
+    """Its samples and its `collate_fn` are used."""
+    assert samples(take(checked(DataLoader(Plain(8), batch_size=4), "here"), 2)) == samples(take(Plain(8), 2))
+    own = checked(DataLoader(Plain(8), batch_size=4, collate_fn=lambda rows: (torch.ones(len(rows)), rows)), "here")
+    assert next(batches(own, 4, 7, BatchShare(), Position())).micro[0].inputs.tolist() == [1.0] * 4
     single = DataLoader(Plain(8), batch_size=None)
     assert len(samples(take(checked(single, "here"), 2))) == 8
 
 
 def test_samples_that_are_dicts() -> None:
-    """As of Hugging Face's data sets: what is told is what the sample is, and what to write for it."""
-    listed = [{"input_ids": [1, 2], "labels": 1}] * 4
-    wrong = problem(partial(take, listed, 1))
-    assert wrong.why == "it is a dict of input_ids, labels"
-    assert 'x.pop("labels")' in wrong.fix[0] and "with_format" in wrong.fix[1]
+    """As of Hugging Face's data sets: the targets are what is called so, and lists become tensors."""
+    listed = [{"input_ids": [1, 2], "more": {"mask": [[True], [False]]}, "text": ["a"], "labels": i} for i in range(4)]
+    inputs, targets = collate(listed, listed)
+    assert inputs["input_ids"].tolist() == [[1, 2]] * 4 and inputs["more"]["mask"].shape == (4, 2, 1)
+    assert set(inputs) == {"input_ids", "more", "text"} and targets.tolist() == [0, 1, 2, 3]
+    wrong = problem(partial(take, [{"input_ids": [1, 2], "class": 1}] * 4, 1))
+    assert wrong.why == "it is a dict of input_ids, class" and "labels, label" in wrong.fix[1]
 
 
 def test_a_collate_that_returns_a_dict() -> None:
     class Collating(Plain):
         def collate(self, samples: list[Any]) -> Any:
-            return {"x": samples, "labels": samples}
+            return {"x": samples, "labels": samples} if len(samples) == 2 else {"x": samples, "y_true": samples}
 
+    assert collate(Collating(8), [1, 2]) == ({"x": [1, 2]}, [1, 2])
     wrong = problem(partial(take, Collating(8), 1))
-    assert "`collate`" in wrong.what and wrong.why == "it returned a dict of x, labels"
+    assert "`collate`" in wrong.what and wrong.why == "it returned a dict of x, y_true"
 
 
 def test_samples_of_other_lengths() -> None:

@@ -12,8 +12,8 @@ from plait.config.errors import PlaitError
 from plait.config.plan import Plan
 from plait.launch import detect, devices
 from plait.launch.place import Place
+from plait.proof import verify
 from plait.tensors import torch_private
-from plait.verify import verify
 
 
 @pytest.fixture

@@ -44,7 +44,15 @@ def mlp() -> nn.Module:
 
 
 def job(model: Any = mlp, loss: Any = F.cross_entropy, batch: int = BATCH) -> Job:
-    return Job(model, loss, Rows, lambda p: torch.optim.AdamW(p, lr=0.1), batch, 9, clip=1.0)
+    return Job(
+        model=model,
+        loss=loss,
+        data=Rows,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.1),
+        batch=batch,
+        steps=9,
+        clip=1.0,
+    )
 
 
 # — what is pretended —

@@ -39,7 +39,9 @@ def evaluated(
         return {"ids": targets}
 
     plan = ranks if isinstance(ranks, Plan) else Plan(dp=ranks)
-    job = Job(*[int] * 4, batch=batch, steps=1, evaluate=Evaluate(lambda: data, metrics))
+    job = Job(
+        model=int, loss=int, data=int, optimizer=int, batch=batch, steps=1, evaluate=Evaluate(lambda: data, metrics)
+    )
     mean = evaluate(
         SimpleNamespace(job=job, place=Place(rank, plan.world), plan=plan, model=model or nn.Identity(), reducer=None, shards=None, balance=None,
                         pipe=None, group=None, device=torch.device("cpu"), precision=None, cast=None)

@@ -4,8 +4,8 @@ import math
 
 import torch
 
+from plait.proof.probes import apart, size_of
 from plait.tensors.float64 import near
-from plait.verify.probes import apart, size_of
 
 X = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.checkpoint.weights import open_weights
+from plait.checkpoint.opening import open_weights
 from plait.cli.main import main
 from plait.config.errors import PlaitError
 from plait.config.files import open_plain, read_plain

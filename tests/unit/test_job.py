@@ -150,12 +150,22 @@ def test_a_job_that_returns_something_else(write, value: str, kind: str) -> None
     assert kind in problem.what
 
 
+def test_two_jobs_whose_neighbours_have_one_name(write) -> None:
+    """Each imports its own, whichever came before it in this process."""
+    body = "import neighbour_of_two\ndef job():\n    return make(batch=neighbour_of_two.BATCH)\n"
+    paths = []
+    for folder, batch in (("one", 5), ("two", 7)):
+        write(f"BATCH = {batch}\n", f"{folder}/neighbour_of_two.py", head="")
+        paths.append(write(body, f"{folder}/work.py"))
+    assert [load_job(path).batch for path in (*paths, *paths)] == [5, 7, 5, 7]
+
+
 def test_all_wrong_fields_at_once(write) -> None:
     wrong = "model=3, loss=None, batch=0, steps='x', weight=2, schedule='a', clip=-1, seed=-1, evaluate=3"
     found = problems(write(f"def job():\n    return make({wrong})\n"))
     assert {p.code for p in found} == {"J004"}
     assert [p.what.split("(")[1].split("=")[0] for p in found] == [
-        *("model", "loss", "batch", "steps", "weight", "schedule", "clip", "seed", "evaluate")
+        *("model", "batch", "steps", "weight", "schedule", "clip", "seed", "evaluate", "loss")
     ]
 
 
@@ -168,7 +178,15 @@ def test_one_wrong_field(write, field: str) -> None:
 
 def test_a_wrong_evaluate_is_refused() -> None:
     with pytest.raises(PlaitError):
-        Job(*[int] * 4, batch=1, steps=1, evaluate=Evaluate(data=3, metrics=None, every=-1))  # type: ignore[arg-type]
+        Job(
+            model=int,
+            loss=int,
+            data=int,
+            optimizer=int,
+            batch=1,
+            steps=1,
+            evaluate=Evaluate(data=3, metrics=None, every=-1),
+        )  # type: ignore[arg-type]
 
 
 CONVERSIONS = {

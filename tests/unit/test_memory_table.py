@@ -36,7 +36,14 @@ def mlp() -> nn.Module:
 
 
 def job(optimizer: Any = torch.optim.SGD, model: Any = mlp) -> Job:
-    return Job(model, nn.functional.cross_entropy, Rows, lambda p: optimizer(p, lr=0.1), BATCH, 10)
+    return Job(
+        model=model,
+        loss=nn.functional.cross_entropy,
+        data=Rows,
+        optimizer=lambda p: optimizer(p, lr=0.1),
+        batch=BATCH,
+        steps=10,
+    )
 
 
 def of(plan: str, **given: Any) -> dict[str, int]:

@@ -579,7 +579,9 @@ def test_units_that_are_not_there(units: tuple[str, ...], said: str) -> None:
 @pytest.mark.parametrize("wrong", [("",), "layers.*", (), (1,), ["a"]])
 def test_units_are_a_tuple_of_names(wrong: Any) -> None:
     with pytest.raises(PlaitError, match="is not a tuple of names"):
-        plait.Job(nn.Identity, F.mse_loss, list, torch.optim.SGD, batch=1, steps=1, units=wrong)
+        plait.Job(
+            model=nn.Identity, loss=F.mse_loss, data=list, optimizer=torch.optim.SGD, batch=1, steps=1, units=wrong
+        )
 
 
 # — plait sketch —

@@ -11,5 +11,10 @@ safetensors_file  one file, written and read by ranges
 reading           parts of tensors out of a directory
 replica_groups    what it holds of replica groups, and of each of them alone
 saving            a save beside training
-weights           others' weights in and out
+base              frozen parameters that it names and does not hold
+opening           weights that somebody keeps, opened
+names             which tensor of a file is which of the model
+weights           others' weights in
+export            its weights out
+hugging_face      what a Hugging Face folder has besides
 """

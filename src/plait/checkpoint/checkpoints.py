@@ -24,13 +24,15 @@ import torch.distributed as dist
 
 from plait.checkpoint import fingerprint, optimizer_state, state
 from plait.checkpoint.chunks import HeldChunk, assign
-from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from plait.checkpoint.manifest import MANIFEST, Manifest, damaged, published, read_manifest
+from plait.checkpoint.opening import read_base
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import Cancelled, Damaged
 from plait.checkpoint.saving import SaveThread, Snapshot, discard, free_bytes, publish, room, write_part
 from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
 from plait.config.errors import FAILED, PlaitError, Problem, problem_of
 from plait.data.batch import is_map
+from plait.data.sampling import Sampling
 from plait.tensors.finite import several
 from plait.tensors.part import Part
 
@@ -71,8 +73,7 @@ class Checkpoints:
 
     def found(self) -> list[Path]:
         """Published checkpoints, newest first."""
-        named = (p for p in self.directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
-        return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
+        return published(self.directory)
 
     @property
     def newest_step(self) -> int:
@@ -276,9 +277,13 @@ class Checkpoints:
         raise_first(said)
         self.changed = said[0]["changed"]
         assert manifest is not None and reader is not None
+        training.base = None
+        if manifest.base is not None:
+            read_base(training, manifest.base)
         for name, part in parts.items():
             reader.read(name, part)
         state.give(training, manifest, parts, hyper)
+        self.changed = [*self.changed, *training.callbacks.load_state_dict(manifest.callbacks)]
         return True
 
     def _compared(self, training: Training, manifest: Manifest) -> tuple[Manifest, list[dict[str, Any]], list[str]]:
@@ -293,7 +298,8 @@ class Checkpoints:
             fingerprint.refuse(differences, self._allow)
             lines += differences.told
         data = training.built.data
-        if is_map(data) and manifest.position.start >= len(data) and self._allow:
+        at = manifest.position
+        if self._allow and is_map(data) and at.start >= len(Sampling.of(training.job, len(data)).epoch(at.epoch)):
             manifest = fingerprint.allowed(manifest)
         return manifest, hyper, lines
 
@@ -319,12 +325,6 @@ def verify(path: Path) -> tuple[Manifest | None, list[Problem]]:
             problem = damaged(path, error)
             problems.setdefault(str(problem), problem)
     return manifest, list(problems.values())
-
-
-def damaged(path: Path, error: Damaged) -> Problem:
-    """K002 of what is wrong with a file of the checkpoint."""
-    fix = ("the checkpoint before it is used when there is one",)
-    return Problem("K002", f"{path}/{error.file} is damaged", why=error.why, fix=fix)
 
 
 def marks(path: Path) -> tuple[str, ...] | None:

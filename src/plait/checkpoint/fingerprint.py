@@ -10,6 +10,7 @@ import functools
 import hashlib
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -24,6 +25,7 @@ from plait.checkpoint.optimizer_state import SIMPLE
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import LIBRARIES, Job
 from plait.data.batch import is_map, seeded_sample
+from plait.data.sampling import epoch_order
 from plait.parallel.compression import strategy as compression
 from plait.randomness.keyed import host_kept
 
@@ -46,14 +48,18 @@ def of(training: "Training") -> Facts:
     functions = {"loss": job.loss, "weight": job.weight, "schedule": job.schedule}
     if job.evaluate is not None:
         functions["metrics"] = job.evaluate.metrics
+    budget, rank = job.token_budget, training.place.rank
     return {
         "steps": job.steps,
         "clip": job.clip,
         "precision": training.plan.precision,
         "compress": compression.named(training.plan),
+        "ema": "none" if job.ema is None else str(job.ema),
         "arguments": training.arguments,
         "python": ".".join(map(str, sys.version_info[:2])),
-        "data": samples(training.built.data, job.seed) if training.place.rank == 0 else {},
+        "data": samples(training.built.data, job.seed) if rank == 0 else {},
+        "order": ordered(job, training.built.data) if rank == 0 else "",
+        "token budget": f"{budget.tokens}{' padded' * budget.padded}" if budget is not None else "none",
         "functions": {name: code(function) for name, function in functions.items() if function is not None},
         "model": training.built.structure,
         "groups": training.built.initial,
@@ -77,6 +83,13 @@ def samples(data: object, seed: int) -> Facts:
     except Exception:  # training will raise it, with its place
         digests = {}
     return {"kind": "map", "length": length, "samples": digests}
+
+
+def ordered(job: Job, data: object) -> str:
+    """The order of the first epoch in a word: a permutation, or a digest of the job's own."""
+    if job.order is None or not is_map(data):
+        return "a permutation"
+    return f"own {zlib.crc32(epoch_order(job.order, job.seed, 0, len(data)).tobytes()):08x}"
 
 
 def structure(model: nn.Module) -> Facts:
@@ -242,9 +255,10 @@ def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
     """Compare a checkpoint with the job that resumes it. What only one of them tells is left out."""
     old, job, result = manifest.job, training.job, Changes([], [])
     _line(result.told, "batch", manifest.batch, job.batch)
-    for name in ("steps", "clip", "precision"):
+    for name in ("steps", "clip", "precision", "token budget"):
         if name in old:
             _line(result.told, name, old[name], now[name])
+    _average(result.told, manifest, now["ema"])
     _arguments(result.told, old.get("arguments"), now["arguments"])
     if manifest.seed != job.seed:
         why = "the order of the samples, dropout and augmentation are drawn from it"
@@ -253,6 +267,7 @@ def changes(manifest: "Manifest", training: "Training", now: Facts) -> Changes:
         result.refused.append(_refusal(manifest, *other))
     _compress(result, manifest, old.get("compress", ""), now["compress"])
     _data(result, manifest, old.get("data"), now["data"])
+    _order(result, manifest, old.get("order"), now["order"])
     if old.get("python") == now["python"]:
         functions = _table(old.get("functions"))
         for name in sorted({*functions, *now["functions"]}):
@@ -299,6 +314,13 @@ def _arguments(told: list[str], old: object, new: dict[str, str]) -> None:
         _line(told, f"--job.{_shown(name)}", old.get(name, "(the job's own)"), new.get(name, "(the job's own)"))
 
 
+def _average(told: list[str], manifest: "Manifest", new: str) -> None:
+    old = _shown(manifest.job.get("ema", "EMA")) if manifest.average is not None else "none"
+    if old != (new := _shown(new)):
+        then = {"none": ": it begins as a copy of the weights"}.get(old, "") or ": it is dropped" * (new == "none")
+        told.append(f"ema: {old} → {new}{then}")
+
+
 def _compress(result: Changes, manifest: "Manifest", old: object, new: str) -> None:
     if old == new:
         return
@@ -329,6 +351,18 @@ def _data(result: Changes, manifest: "Manifest", old: object, new: Facts) -> Non
     if differ:
         shared = sum(i in before for i in after)
         result.told.append(f"data: {len(differ)} of {shared} samples that were looked at differ: {', '.join(differ)}")
+
+
+def _order(result: Changes, manifest: "Manifest", old: object, new: str) -> None:
+    """Another order is honoured from the next epoch on; in the middle of one it cannot be meant."""
+    if old is None or old == new:
+        return
+    words, at = f"order: {_shown(old)} → {new}", manifest.position
+    if at.start == 0:
+        result.told.append(words)
+        return
+    why = f"it is at sample {at.start} of epoch {at.epoch}, in another order: some would be seen twice and some not at all"
+    result.refused.append(_refusal(manifest, words, why))
 
 
 def _function(told: list[str], name: str, old: object, new: Facts | None) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,14 +17,17 @@ import torch
 
 from plait.checkpoint.chunks import Rect, wrong_tiling
 from plait.checkpoint.safetensors_file import DTYPES, UNREADABLE, Damaged, sizes
+from plait.config.errors import PlaitError, Problem
 from plait.config.files import loads, read_plain
 from plait.data.batch import Position
 
 FORMAT = 2
-KINDS = ("model", "optimizer", "groups", "compress")
+KINDS = ("model", "optimizer", "ema", "groups", "compress")
 """What tensors are of: their names begin so, and files are named so."""
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+DEPTH = 10
+"""How deep the values may be nested that callbacks keep."""
 _BEFORE, _AFTER = b'{"digest": "', b'",\n'
 _MOST = 1 << 62
 LONGEST = 256 << 20
@@ -58,14 +62,38 @@ class Entry:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+@dataclass(frozen=True)
+class Base:
+    """Where frozen parameters are that a checkpoint does not hold (`checkpoint/base.py`). `tensors`: of each its name there, its
+    number format and its shape in the model."""
+
+    path: str
+    digest: str
+    tensors: dict[str, tuple[str, str, tuple[int, ...]]]
+
+    def stored(self, names: Iterable[str]) -> dict[str, Any]:
+        """What a manifest says of it, with these of its tensors."""
+        tensors = {name: list(self.tensors[name]) for name in names if name in self.tensors}
+        return {"path": self.path, "digest": self.digest, "tensors": tensors}
+
+    def check(self, digest: str, path: Path) -> None:
+        """K020 when what is at `path` is something else."""
+        if digest == self.digest:
+            return
+        what = f"{path} is not the base that this checkpoint was trained on"
+        why = f"its SHA-256 begins with {digest[:12]}, that of {self.path} began with {self.digest[:12]}"
+        fix = ("put back the weights that the run started from, and give their path as Job.weights (export: --base)",)
+        raise PlaitError(Problem("K020", what, why=why, fix=fix))
+
+
 OWN = re.compile(r"groups/\d+/")
 """How names begin of what belongs to one replica group."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, as `checkpoint/replica_groups.py` names what
-    groups hold, and as `checkpoint/state.py` names what compressed sums keep."""
+    """A checked manifest. Tensors are named `model/<name>`, `optimizer/<parameter>/<key>`, `ema/<parameter>`, as
+    `checkpoint/replica_groups.py` names what groups hold, and as `checkpoint/state.py` names what compressed sums keep."""
 
     tensors: dict[str, Entry]
     files: dict[str, tuple[int, str]]
@@ -92,6 +120,12 @@ class Manifest:
     """Of replica groups: how many, what was sent and not applied yet, and of each its own; empty without any."""
     shares: dict[str, Any] | None = None
     """Parts of the batch that follow speeds, and what they are judged by (`parallel/shares/balance.py`)."""
+    average: dict[str, int] | None = None
+    """Of the average of the weights (`ema/<name>`): the optimizer's steps it has seen, and how often it moved."""
+    base: Base | None = None
+    """Where frozen parameters are that are not in it."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """The state of callbacks, and whether the run had ended (`engine/callbacks.py`); empty in old checkpoints."""
 
 
 def seal(content: dict[str, Any]) -> bytes:
@@ -126,6 +160,18 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def published(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, newest first."""
+    named = (p for p in directory.glob("step-*") if p.name[5:].isascii() and p.name[5:].isdecimal())
+    return sorted((p for p in named if p.is_dir()), key=lambda p: -int(p.name[5:]))
+
+
+def damaged(path: Path, error: Damaged) -> Problem:
+    """K002 of what is wrong with a file of the checkpoint."""
+    fix = ("the checkpoint before it is used when there is one",)
+    return Problem("K002", f"{path}/{error.file} is damaged", why=error.why, fix=fix)
+
+
 def parse(content: dict[str, Any]) -> Manifest:
     """A checked value of what a manifest says."""
     try:
@@ -143,7 +189,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     if len(set(keys)) != len(keys):
         raise ValueError("one stored piece is used twice")
     optimizer = _get(content, "optimizer", dict)
-    groups = _shallow(_get(optimizer, "groups", list), 6)
+    groups = shallow(_get(optimizer, "groups", list), 6)
     known = {name for group in groups for name in _get(_is(group, dict), "params", list) if _is(name, str)}
     scalars = {name: _scalar(value) for name, value in _get(optimizer, "scalars", dict).items()}
     stored = [name.removeprefix("optimizer/") for name in tensors if name.startswith("optimizer/")]
@@ -154,7 +200,10 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     if lost or any(not name.startswith(tuple(f"{kind}/" for kind in kinds)) for name in tensors):
         raise ValueError(f"tensors of nothing: {', '.join(lost)[:100]}")
     aliases = {k: _is(v, str) for k, v in _get(content, "aliases", dict).items()}
-    if any(f"model/{name}" not in tensors for name in aliases.values()):
+    base = _base(content.get("base"))
+    if base is not None and any(f"model/{name}" in tensors for name in base.tensors):
+        raise ValueError("a tensor is in it and in its base")
+    if any(f"model/{name}" not in tensors and (base is None or name not in base.tensors) for name in aliases.values()):
         raise ValueError("a tied name of nothing")
     parent = content.get("parent")
     plan, versions = _line(_get(content, "plan", str)), _get(content, "versions", dict)
@@ -163,7 +212,8 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         _number(content, "batch"), None if parent is None else _line(parent),
         {_line(k): _line(v) for k, v in versions.items()}, aliases, _line(_get(optimizer, "type", str)),
         groups, scalars, _scaler(content.get("scaler")), tuple(_line(name) for name in _is(content.get("nonfinite", []), list)),
-        _shallow(_is(content.get("job", {}), dict), 8), groups_of, _shares(content.get("shares")),
+        shallow(_is(content.get("job", {}), dict), 8), groups_of, _shares(content.get("shares")),
+        _average(content.get("average"), tensors), base, _callbacks(content.get("callbacks", {})),
     )  # fmt: skip
 
 
@@ -183,6 +233,17 @@ def _groups_of(value: object) -> dict[str, Any]:
         for i, v in own.items()
     }
     return {"count": count, "own": kept, "sent": sent}
+
+
+def _callbacks(value: object) -> dict[str, Any]:
+    """What it keeps of callbacks, whose own values may be anything."""
+    kept = shallow(_is(value, dict), DEPTH)
+    for name in ("wish", "ended"):
+        _line(kept.get(name, ""))
+    _is(kept.get("evaluated", 0), int)
+    for name in _is(kept.get("states", {}), dict):
+        _line(name)
+    return kept
 
 
 def _entry(name: str, value: dict[str, Any], files: dict[str, Any]) -> Entry:
@@ -247,6 +308,29 @@ def _scaler(value: object) -> dict[str, Any] | None:
     return {"value": state["value"], "good_steps": _number(state, "good_steps")}
 
 
+def _average(value: object, tensors: dict[str, Entry]) -> dict[str, int] | None:
+    named = {name.removeprefix("ema/"): entry for name, entry in tensors.items() if name.startswith("ema/")}
+    if value is None and not named:
+        return None
+    state = _is(value, dict)
+    for name, entry in named.items():
+        if f"model/{name}" not in tensors or tensors[f"model/{name}"].shape != entry.shape:
+            raise ValueError(f"an average of nothing: {name[:100]}")
+    return {key: _number(state, key) for key in ("steps", "moved")}
+
+
+def _base(value: object) -> Base | None:
+    if not value:
+        return None
+    stored, tensors = _is(value, dict), dict[str, tuple[str, str, tuple[int, ...]]]()
+    for name, row in _get(stored, "tensors", dict).items():
+        source, kind, shape = _is(row, list)
+        if kind not in DTYPES:
+            raise ValueError(f"{name} of the base has the unknown number format {str(kind)[:20]}")
+        tensors[_line(name)] = (_line(source), kind, sizes(shape, name))
+    return Base(_line(stored.get("path")), _sha256(stored.get("digest")), tensors)
+
+
 def _shares(value: object) -> dict[str, Any] | None:
     if value is None:
         return None
@@ -280,13 +364,13 @@ def _is(value: object, kind: type[T]) -> T:
     return value
 
 
-def _shallow(value: object, most: int) -> Any:
+def shallow(value: object, most: int) -> Any:
     """A value of at most so many levels, without endless numbers."""
     if isinstance(value, (dict, list)):
         if most == 0:
             raise ValueError("something in it is too deep")
         for part in value.values() if isinstance(value, dict) else value:
-            _shallow(part, most - 1)
+            shallow(part, most - 1)
     elif type(value) is int and abs(value) >= 2 * _MOST:
         raise ValueError("a number in it has too many digits")
     return value

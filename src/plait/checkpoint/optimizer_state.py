@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.config.errors import PlaitError, Problem
+from plait.model.parameter_groups import optimizer_of
 
 if TYPE_CHECKING:
     from plait.checkpoint.training import Training
@@ -94,7 +95,8 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def plain(group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group that are JSON; a tensor without dims is its number (`lr` may be one)."""
-    values = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items() if k != "params"}
+    own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    values = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in own.items()}
     return {k: v for k, v in values.items() if _json(v)}
 
 
@@ -154,12 +156,13 @@ class Trial:
 
     def __init__(self, training: "Training"):
         self.device, self.draw = training.built.device, torch.Generator().manual_seed(1)
-        self.parameters: list[nn.Parameter] = []
-        for p in training.built.model.parameters():
+        named: dict[str, nn.Parameter] = {}
+        for name, p in training.built.model.named_parameters():
             if p.requires_grad:
                 small = torch.randn([min(d, SMALL) for d in p.shape], generator=self.draw)
-                self.parameters.append(nn.Parameter(small.to(self.device, p.dtype)))
-        self.optimizer = training.job.optimizer(self.parameters)
+                named[name] = nn.Parameter(small.to(self.device, p.dtype))
+        self.parameters = list(named.values())
+        self.optimizer = optimizer_of(training.job, named)
         self.steps_made, self.scheduled = 0, training.job.schedule is not None
         real = [len(group["params"]) for group in training.optimizer.param_groups]
         if real != [len(group["params"]) for group in self.optimizer.param_groups]:
@@ -326,3 +329,26 @@ def _unlike(fresh: object, saved: object, shape: tuple[int, ...]) -> str | None:
     if isinstance(fresh, Tensor) != isinstance(saved, Tensor) or isinstance(fresh, str) != isinstance(saved, str):
         return "is of another kind than the optimizer makes"
     return None
+
+
+def watched(optimizer: Optimizer) -> None:
+    """K005 after the first step where the optimizer keeps tensors of another make, such as blocks of 8 bits and their scales."""
+
+    looked = False
+
+    def look(*_: object) -> None:
+        nonlocal looked
+        for state in () if looked else optimizer.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if hasattr(value, "__tensor_flatten__"):  # of a class that stands for several tensors
+                    raise PlaitError(_unlike_tensors(optimizer, str(key), type(value).__name__))
+        looked = looked or bool(optimizer.state)
+
+    optimizer.register_step_post_hook(look)
+
+
+def _unlike_tensors(optimizer: Optimizer, key: str, kind: str) -> Problem:
+    what = f"{type(optimizer).__name__} keeps {key} as {kind}, which checkpoints do not hold"
+    why = "its blocks and their scales are those of a whole tensor: the part that a rank has under another plan has other ones"
+    fix = ("torch.optim.AdamW", "torch.optim.Adafactor    keeps a row and a column for each matrix", "fsdp or offload=optimizer")
+    return Problem("K005", what, why=why, fix=fix)

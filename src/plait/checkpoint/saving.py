@@ -188,8 +188,12 @@ def merge(parts: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
     result["tensors"] = dict(sorted(tensors.items()))
     for key in ("files", "aliases"):
         result[key] = {name: value for part in parts for name, value in part[key].items()}
+    if base := parts[0].get("base"):
+        tensors_of = {name: value for part in parts for name, value in part["base"]["tensors"].items()}
+        result["base"] = {**base, "tensors": tensors_of}
+    named = {f"model/{name}" for name in result["base"]["tensors"]} if base else set()
     result["nonfinite"] = sorted({name for part in parts for name in part["nonfinite"]})
-    result["aliases"] = {k: v for k, v in result["aliases"].items() if f"model/{v}" in tensors}
+    result["aliases"] = {k: v for k, v in result["aliases"].items() if f"model/{v}" in tensors or f"model/{v}" in named}
     result["groups"] = replica_groups.merged([part.get("groups", {}) for part in parts])
     groups = [dict(group) for group in parts[0]["optimizer"]["groups"]]
     for i, group in enumerate(groups):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.checkpoint import fingerprint, optimizer_state, replica_groups
 from plait.checkpoint.chunks import HeldChunk
-from plait.checkpoint.manifest import MANIFEST, OWN, Entry, Manifest
+from plait.checkpoint.manifest import DEPTH, MANIFEST, OWN, Entry, Manifest, shallow
 from plait.checkpoint.optimizer_state import SIMPLE, SavedTensor
 from plait.checkpoint.reading import room_for
 from plait.checkpoint.safetensors_file import DTYPES, NAMES, Damaged
@@ -28,16 +28,20 @@ from plait.tensors.part import Part, whole
 
 
 def parts_of(training: Training) -> dict[str, Part]:
-    """This rank's part of every tensor to save: `model/<name>`, `optimizer/<parameter>/<key>`, of replica groups what
-    `checkpoint/replica_groups.py` names, and of compressed sums `compress/residual/<copy or group>/<parameter>` and
+    """This rank's part of every tensor to save: `model/<name>`, `optimizer/<parameter>/<key>`, `ema/<parameter>`, of
+    replica groups what `checkpoint/replica_groups.py` names, and of compressed sums `compress/residual/<copy or group>/<parameter>` and
     `compress/factor/<parameter>`."""
     model, own = model_parts(training), replica_groups.prefix(training)
-    parts = replica_groups.parts_of(training, model)
+    parts, base = replica_groups.parts_of(training, model), training.base
+    for name in base.tensors if base is not None else ():
+        parts.pop(f"model/{name}", None)
     for name, key, value in _state(training):
         if isinstance(value, Tensor) and value.dim():
             updates_whole = name in training.built.updated_whole
             part = whole(value) if updates_whole else _state_part(name, key, value, model[name])
             parts[f"{own}optimizer/{name}/{key}"] = part
+    if training.built.average is not None:
+        parts |= training.built.average.parts(model)
     return parts | {name: part for name, _, part in _compressed(training, model)}
 
 
@@ -106,6 +110,13 @@ def values_of(training: Training) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         why = str(error)
         raise PlaitError(Problem("K005", "the data set's state_dict() is not made of JSON values", why=why)) from None
+    try:
+        callbacks = shallow(json.loads(json.dumps(training.callbacks.state_dict(), allow_nan=False)), DEPTH)
+    except (TypeError, ValueError) as error:
+        what = "the state_dict() of a callback is not made of JSON values"
+        raise PlaitError(
+            Problem("K005", what, why=str(error), fix=("numbers that are finite, texts, lists, dicts",))
+        ) from None
     return {
         "position": position,
         "plan": str(training.plan),
@@ -113,9 +124,12 @@ def values_of(training: Training) -> dict[str, Any]:
         "batch": training.job.batch,
         "versions": {"plait": __version__, "torch": str(torch.__version__)},
         "aliases": aliases_of(training.model),
+        "base": training.base.stored(training.built.own) if training.base is not None else None,
         "scaler": training.built.scaler.state_dict() if training.built.scaler else None,
         "groups": replica_groups.values_of(training),
+        "average": training.built.average.state_dict() if training.built.average else None,
         "shares": training.built.balance.state_dict() if training.built.balance else None,
+        "callbacks": callbacks,
         "job": {**training.fingerprint, "factor": fingerprint.factor(training.job, training.position.samples)},
         "optimizer": {
             "type": type(training.optimizer).__name__,
@@ -154,10 +168,14 @@ def _scalars(training: Training) -> dict[str, Any]:
 def mismatch(training: Training, manifest: Manifest, everyone: set[str]) -> str | None:
     """Why the checkpoint is not of this training's job, or None. `everyone`: names of the model's tensors on all ranks."""
     saved = {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
-    wrong = sorted(saved ^ everyone)
+    specs = {name: (manifest.tensors[f"model/{name}"].dtype, manifest.tensors[f"model/{name}"].shape) for name in saved}
+    specs |= {
+        name: (kind, shape) for name, (_, kind, shape) in (manifest.base.tensors if manifest.base else {}).items()
+    }
+    wrong = sorted(specs.keys() ^ everyone)
     for name, part in model_parts(training).items():
-        entry = manifest.tensors.get(f"model/{name}")
-        if entry is not None and (entry.shape != part.shape or DTYPES[entry.dtype] != part.tensor.dtype):
+        kind, shape = specs.get(name, (None, None))
+        if kind is not None and (shape != part.shape or DTYPES[kind] != part.tensor.dtype):
             wrong.append(name)
     if wrong:
         return f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
@@ -190,6 +208,8 @@ def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
     """The parts this rank must read: its own of the model, and new tensors for its optimizer's state."""
     model = model_parts(training)
     parts, own = replica_groups.wanted(training, manifest, model), _own(training, manifest)
+    for name in manifest.base.tensors if manifest.base is not None else ():
+        parts.pop(f"model/{name}", None)
     elsewhere = training.built.updated_elsewhere
     mine = {name for _, names in _groups(training) for name in names if name in model and name not in elsewhere}
     for name, entry in manifest.tensors.items():
@@ -199,8 +219,17 @@ def wanted(training: Training, manifest: Manifest) -> dict[str, Part]:
                 parts[name] = whole(room_for(name, entry, entry.shape, DTYPES[entry.dtype], training.built.device))
             else:
                 parts[name] = _new_state(name, entry, model[parameter])
+    if training.built.average is not None and manifest.average is not None:
+        parts |= _checked(training.built.average.parts(model, reading=True), manifest)
     if manifest.job.get("compress") == training.fingerprint["compress"]:  # else it is dropped
         parts |= dict(_new_compressed(training, manifest, model))
+    return parts
+
+
+def _checked(parts: dict[str, Part], manifest: Manifest) -> dict[str, Part]:
+    """Parts of which the checkpoint has all."""
+    if lost := sorted(parts.keys() - manifest.tensors.keys()):
+        raise Damaged(MANIFEST, f"{lost[0]} is missing in it")
     return parts
 
 
@@ -248,6 +277,8 @@ def give(training: Training, manifest: Manifest, parts: dict[str, Part], hyper: 
     if training.built.compressor is not None:
         kept = {key: name for name, key, _ in _compressed(training, model_parts(training)) if name in parts}
         training.built.compressor.load_state({key: parts[name].tensor for key, name in kept.items()})
+    if training.built.average is not None and manifest.average is not None:
+        training.built.average.load_state_dict(manifest.average)
     if training.built.balance and manifest.shares:
         training.built.balance.load_state_dict(manifest.shares)
     training.position = manifest.position

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from plait.checkpoint.manifest import Base
 from plait.config.errors import USAGE, PlaitError, problem_of
 from plait.config.job import Job
 from plait.config.plan import Plan
@@ -17,6 +18,18 @@ from plait.launch.place import Place
 from plait.parallel.built import Built
 from plait.tensors.collectives import exchange
 from plait.tensors.finite import Rule
+
+
+class CallbackState(Protocol):
+    """What is kept beside a training as JSON values: the state of callbacks (`engine/callbacks.py`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values."""
+        ...
+
+    def load_state_dict(self, kept: dict[str, Any]) -> list[str]:
+        """Take them up; what there is to say of them, a line each."""
+        ...
 
 
 class Training(Protocol):
@@ -28,6 +41,12 @@ class Training(Protocol):
     built: Built
     position: Position
     arguments: dict[str, str]
+    base: Base | None
+    """Where frozen parameters are that its checkpoints do not hold."""
+
+    @property
+    def callbacks(self) -> CallbackState:
+        """What has a state of its own."""
 
     @property
     def model(self) -> torch.nn.Module:

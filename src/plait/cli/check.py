@@ -6,7 +6,7 @@ import json
 from plait.config.errors import PlaitError
 from plait.config.job import Job
 from plait.config.plan import Plan
-from plait.verify.job import check
+from plait.proof.job import check
 
 
 def run(options: argparse.Namespace, plan: Plan, job: Job) -> int:

@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.checkpoints import Checkpoints, damaged, marks, unsound, verify
-from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from plait.checkpoint.checkpoints import Checkpoints, marks, unsound, verify
+from plait.checkpoint.export import Wanted
+from plait.checkpoint.hugging_face import export_folder, has_adapter
+from plait.checkpoint.manifest import MANIFEST, Manifest, damaged, read_manifest
+from plait.checkpoint.opening import PICKLED
 from plait.checkpoint.reading import Reader
 from plait.checkpoint.safetensors_file import DTYPES, Damaged
-from plait.checkpoint.weights import PICKLED, export
 from plait.config.errors import FAILED, PlaitError, Problem
 from plait.tensors.finite import several
 
@@ -36,9 +38,16 @@ def run(options: argparse.Namespace) -> int:
     if options.to is None:
         raise PlaitError(Problem("U002", "export needs --to", fix=("--to weights/", "--to model.safetensors")))
     dtype = DTYPES[FORMATS[options.dtype]] if options.dtype else None
-    written, tied = export(paths[0], _target(options.to), _size(options.shard), dtype)
+    if options.adapter and options.merge:
+        raise PlaitError(Problem("U002", "--adapter and --merge are two exports", fix=("one of them",)))
+    wanted = Wanted(_size(options.shard), dtype, options.base, average=options.ema)
+    written, tied = export_folder(paths[0], _target(options.to), wanted, options.adapter, options.merge)
     files, wrong = [str(file) for file in written], marks(paths[0]) or ()
     notes = [f"note  {name} is tied to {kept} and stored once: tie them before loading" for name, kept in tied.items()]
+    if has_adapter(paths[0]) and not options.adapter and not options.merge:
+        notes.append(
+            "note  these are the names of a model that peft has wrapped: --adapter or --merge for what its users open"
+        )
     notes += [f"note  {unsound(paths[0], wrong).why}"] if wrong else []
     value = {"checkpoint": str(paths[0]), "files": files, "tied": tied, "not finite": wrong}
     return _say(options, value, "\n".join([*files, *notes]), 0)
@@ -105,7 +114,9 @@ def _info(path: Path) -> dict[str, Any]:
     except Damaged as error:
         raise PlaitError(damaged(path, error)) from None
     model = {name: entry for name, entry in manifest.tensors.items() if name.startswith("model/")}
-    state = [entry for name, entry in manifest.tensors.items() if name not in model]
+    average = [entry for name, entry in manifest.tensors.items() if name.startswith("ema/")]
+    state = [entry for name, entry in manifest.tensors.items() if not name.startswith(("model/", "ema/"))]
+    moved = f"{len(average)} tensors, {sum(e.bytes for e in average)} bytes, moved {{moved}} times in {{steps}} steps"
     at = manifest.position
     return {
         "checkpoint": str(path), "step": at.step, "epoch": at.epoch, "samples": at.samples, "plan": manifest.plan,
@@ -113,8 +124,11 @@ def _info(path: Path) -> dict[str, Any]:
         "files": len(manifest.files), "tensors": len(model), "elements": sum(math.prod(e.shape) for e in model.values()),
         "formats": sorted({entry.dtype for entry in model.values()}), "tied": manifest.aliases,
         "optimizer": manifest.optimizer, "state": f"{len(state)} tensors, {sum(e.bytes for e in state)} bytes",
+        "average": None if manifest.average is None else moved.format(**manifest.average),
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in manifest.groups],
         "versions": manifest.versions, "not finite": list(manifest.nonfinite),
+        "base": None if manifest.base is None else f"{len(manifest.base.tensors)} frozen tensors of {manifest.base.path}, "
+        f"SHA-256 {manifest.base.digest[:12]}…",
     }  # fmt: skip
 
 

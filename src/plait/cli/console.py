@@ -14,14 +14,19 @@ from rich.control import strip_control_codes
 from rich.live import Live
 from rich.text import Text
 
+from plait.cli.inline import InlineLine
 from plait.launch.hangs import ranks_in_words
 
 EVERY = 10.0
 """Seconds between lines when the output is not a terminal."""
+WIDE = 100
+"""Characters of the live line in a notebook."""
 MUCH = 4096
 """Characters of text that are laid out around the live line; more are written as they are."""
 LONGEST = 10_000
 """Characters of a rank's line that are shown; its log has the whole."""
+SHOWN = 3
+"""Of so many numbers that a job logs, the live line has the last."""
 
 
 class Console:
@@ -29,8 +34,10 @@ class Console:
 
     def __init__(self, shown: tuple[int, ...] = (0,), verbose: bool = False, out: TextIO | None = None):
         self.out = out or sys.stdout
-        self.rich = Rich(file=self.out, highlight=False, soft_wrap=True)
-        self.live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
+        self.rich = Rich(file=self.out, highlight=False, soft_wrap=True, force_jupyter=False)
+        self.inline = InlineLine.here() if out is None else None
+        terminal = self.rich.is_terminal and self.inline is None
+        self.live = Live(console=self.rich, auto_refresh=False, transient=True) if terminal else None
         self.shown, self.verbose = shown, verbose
         self.first_loss: float | None = None
         self.first_step = 1
@@ -71,6 +78,8 @@ class Console:
             if not self.live.is_started:
                 self.live.start()
             self.live.update(Text(live_line(status, self.rich.width)), refresh=True)
+        elif self.inline is not None:
+            self.inline.update(live_line(status, WIDE))
         elif now - self.printed >= EVERY:
             self.printed = now
             self.say(plain_line(status))
@@ -115,6 +124,8 @@ class Console:
         self.tick(everything=True)
         if self.live is not None and self.live.is_started:
             self.live.stop()
+        if self.inline is not None:
+            self.inline.close()
         for rank, decoder in self.decoders.items():
             rest = self.partial[rank].add(decoder.decode(b"", final=True)).taken(rank)
             if rest:
@@ -139,6 +150,7 @@ def live_line(s: dict[str, Any], width: int) -> str:
     head = f"step {s['step']}/{s['steps']} "
     parts = {
         "loss": f"  loss {s['loss']:.3f}",
+        "logged": "".join(f"  {name} {value:.3f}" for name, value in [*s.get("logged", {}).items()][:SHOWN]),
         "rate": f"  {s['rate']:,.0f} {s['unit']}".replace(",", " "),
         "share": f"  ({s['share']:.0%} of {s['devices']} × one)",
         "memory": f"  mem {s['memory'] / 2**30:.1f} GiB",
@@ -147,7 +159,7 @@ def live_line(s: dict[str, Any], width: int) -> str:
         "eta": f"  ETA {_clock(s['eta'])}",
     }
     parts = {name: text.replace("%", " %") for name, text in parts.items()}
-    for least in ("memory", "data", "share", "comm", "rate"):
+    for least in ("memory", "data", "share", "comm", "logged", "rate"):
         if len(head) + sum(map(len, parts.values())) < width:
             break
         del parts[least]
@@ -161,7 +173,9 @@ def plain_line(s: dict[str, Any]) -> str:
     """2026-11-21T01:14:07Z step=187/300 loss=2.205 tok/s=23400 …: for logs and grep."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return (
-        f"{now} step={s['step']}/{s['steps']} loss={s['loss']:.4f} {s['unit']}={s['rate']:.0f} share={s['share']:.3f}"
+        f"{now} step={s['step']}/{s['steps']} loss={s['loss']:.4f}"
+        + "".join(f" {name}={value:.4f}" for name, value in s.get("logged", {}).items())
+        + f" {s['unit']}={s['rate']:.0f} share={s['share']:.3f}"
         f" mem_gib={s['memory'] / 2**30:.2f} comm={s['comm']:.3f} data={s['data']:.3f}"
         + ("" if s["data_rank"] is None else f" data_rank={s['data_rank']}")
         + f" eta_s={s['eta']:.0f}"

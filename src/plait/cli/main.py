@@ -13,7 +13,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from plait.cli import chaos, plan_keys, submit
+from plait.cli import chaos, plan_keys, submit, train_options
+from plait.cli.options import both, common_options, job_options, output_options
 from plait.config.errors import (
     FAILED,
     NO_ROOM,
@@ -23,19 +24,15 @@ from plait.config.errors import (
     did_you_mean,
     disk_full,
     explain,
-    too_small,
     trace_of,
 )  # fmt: skip
 from plait.config.keys import KEYS
-from plait.config.plan import Plan
 from plait.config.version import __version__
 
 FIRST = "dp=2"
 """What `plait verify` tries when no plan is given: one process alone would prove nothing."""
 OTHERS = ("dp=2 microbatches=2", "fsdp=2", "pp=2 microbatches=2", "tp=2")
 """What it names then."""
-
-CHECKS = ("none", "quick", "full")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,10 +44,6 @@ class _Parser(argparse.ArgumentParser):
         self.options = [*getattr(self, "options", []), *(name for name in names if name.startswith("--"))]
         self.added = (*getattr(self, "added", ()), super().add_argument(*names, **settings))
         return self.added[-1]
-
-
-LEAST = {"nproc": 1, "steps": 1, "batch": 1, "save_every": 1, "keep": 1, "workers": 0, "restarts": 0}
-"""The smallest number that an option of `plait train` takes."""
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
@@ -154,6 +147,11 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     return parser, commands.choices
 
 
+def options_of(command: str) -> dict[str, argparse.Action]:
+    """The options of a command, by the names under which it gets their values."""
+    return {option.dest: option for option in _parser()[1][command].added if option.dest != "help"}
+
+
 EXAMPLES = {
     "train": (
         "job.py --nproc 2",
@@ -183,68 +181,14 @@ EXAMPLES = {
 """What people type after each command; its `--help` ends with them."""
 
 
-def _output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
-
-
 def _elsewhere(module: str) -> Callable[[Any], int]:
     """A command whose file has a function `run`, imported when it is called."""
     return lambda options: import_module(module).run(options)
 
 
-def _job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "job", metavar="JOB", help="path/to/job.py or path/to/job.py:function; its arguments are --job.name value"
-    )
-    _output(parser)
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _job(parser)
-    add("--plan", help='one line such as "dp=2 microbatches=4", a TOML file, or auto: the best here')
-    add("--nproc", type=int, help="processes to start on this machine; fills dp=*")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-
-
-def _train_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _common(parser)
-    lost = "go on when a rank is lost, N times in a row at one step; 0: never"
-    add("--restarts", type=int, default=2, metavar="N", help=lost)
-    add("--fewer", action="store_true", help="go on with fewer ranks when one is lost, instead of starting it again")
-    add("--nnodes", metavar="N", help="machines, or 1:2 for one to two; the same command is started on each, and --nproc ranks there")
-    add("--node-rank", type=int, metavar="N", help="which of them this is, from 0, where no launcher says it")
-    add("--master", metavar="HOST:PORT", help="where machine 0 is reached, where no launcher says it")
-    add("--steps", type=int, help="optimizer steps, instead of the job's")
-    add("--batch", type=int, help="global batch, instead of the job's")
-    add("--scale-lr", choices=("linear", "sqrt"), help="change the learning rate with --batch, by this rule")
-    onward = "continue this job's newest run, or this run or checkpoint; auto: the newest, or begin where there is none"
-    add("--resume", nargs="?", const="", metavar="RUN", help=onward)
-    add("--allow-changes", action="store_true", help="with --resume: also with other data or another seed (K010)")
-    add("--weights", metavar="PATH", help="start from these: a safetensors file, a Hugging Face folder or a checkpoint")
-    add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
-    add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (3)")
-    add("--on-nan", choices=("stop", "skip"), default="stop", help="a step with a loss or gradient that is not finite")
-    add("--check", choices=CHECKS, default="quick", help="how to check that the plan can cut the job's batches (quick)")
-    add("--allow-inexact", action="store_true", help="train although the check found that the plan is another training")
-    add("--workers", type=int, default=0, metavar="N", help="loader processes per rank (0)")
-    add("--ranks", default="0", help="ranks whose output to show, such as 0,3 (0); logs/ has all")
-    add("--to", action="append", choices=("tensorboard",), default=[], help="also write metrics there")
-    add("--runs", type=Path, default=Path("runs"), help="where run directories go (runs)")
-    add(
-        "--patience",
-        type=float,
-        metavar="SECONDS",
-        help="end the run when a rank makes no progress for so long (by what it does, from 10 s to an hour)",
-    )
-    parser.set_defaults(run=lambda options: import_module("plait.launch.stopping").stoppable(_train)(options))
-
-
 def _submit_options(parser: argparse.ArgumentParser) -> None:
     submit.kind(parser)
-    _train_options(parser)
+    train_options.add_options(parser)
     submit.options(parser, getattr(parser, "added", ()))
     parser.set_defaults(run=_submit)
 
@@ -257,34 +201,42 @@ def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
     add("--to", metavar="PATH", help="export: a folder, or a file that ends in .safetensors")
     add("--shard", default="5GB", metavar="SIZE", help="export: largest file in a folder (5GB)")
     add("--dtype", choices=("fp32", "fp16", "bf16", "fp64"), help="export: number format of the weights")
-    _output(parser)
+    add(
+        "--ema",
+        action="store_true",
+        help="export: the moving average of the weights (Job.ema) instead of the last ones",
+    )
+    add("--adapter", action="store_true", help="export: the adapter of a model of peft, alone")
+    add("--merge", action="store_true", help="export: the model with its adapter merged into it, held whole here")
+    add("--base", metavar="PATH", help="export: where the weights are now that the run started from")
+    output_options(parser)
     parser.set_defaults(run=_elsewhere("plait.cli.checkpoint"))
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    _common(parser)
+    common_options(parser)
     add("--steps", type=int, default=4, help="optimizer steps to compare, at least 3 (4)")
     add("--full", action="store_true", help="also batches of the job's own size that take long on one device")
     parser.set_defaults(run=_verify)
 
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
-    _common(parser)
+    common_options(parser)
     parser.add_argument("--full", action="store_true", help="more batches and points, for up to some minutes")
     parser.set_defaults(run=_check)
 
 
 def _sketch_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    _job(parser)
+    job_options(parser)
     add("--batch", type=int, default=1, help="samples to show the figures of (1)")
     add("--plan", help="also the memory that each rank needs under this plan, at the job's batch")
     parser.set_defaults(run=_elsewhere("plait.cli.sketch"))
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    _job(parser)
+    job_options(parser)
     add = parser.add_argument
     add(
         "--machine", default="here",
@@ -305,8 +257,16 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     add("--vary", metavar="NAME", help="largest: not the batch but this argument of the job, such as length")
     add("--deadline", metavar="TIME", help="the whole job must end within it, such as 24h (fewest)")
     add("--scale", metavar="N,N,…", help="the best plan at each number of devices, and its efficiency")
-    add("--allow-inexact", action="store_true", help="also plans that are another training: rare or compressed synchronisation")
-    add("--map", action="store_true", help="which way to synchronise is fastest, by link speed and spread; --out map.svg draws it")
+    add(
+        "--allow-inexact",
+        action="store_true",
+        help="also plans that are another training: rare or compressed synchronisation",
+    )
+    add(
+        "--map",
+        action="store_true",
+        help="which way to synchronise is fastest, by link speed and spread; --out map.svg draws it",
+    )
     add("--try", type=int, default=0, dest="tries", metavar="K", help="run the first K for a few steps, here")
     add("--show", choices=("tensor",), help="of --plan: which layers tp cuts, how, what stays whole and why")
     add("--dry-run", action="store_true", help="make a step of --plan, of one rank of each kind, without processes")
@@ -320,14 +280,14 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("machine.toml"), help="file to write (machine.toml)")
     add("--nproc", type=int, help="processes that measure at once (one per device or core)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    _output(parser)
+    output_options(parser)
     parser.set_defaults(run=_elsewhere("plait.cli.bench"))
 
 
 def _chaos_options(parser: argparse.ArgumentParser) -> None:
-    _common(parser)
+    common_options(parser)
     chaos.add_options(parser)
-    parser.set_defaults(run=lambda options: chaos.run(options, *_both(options, []), main))
+    parser.set_defaults(run=lambda options: chaos.run(options, *both(options, []), main))
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
@@ -336,7 +296,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     add("--timeline", action="store_true", help="write RUN/timeline.html and RUN/trace.json, for Perfetto")
     add("--step", type=int, metavar="N", help="which step to draw (one that took the median time)")
     add("--open", action="store_true", help="open the picture in a browser")
-    _output(parser)
+    output_options(parser)
     parser.set_defaults(run=_elsewhere("plait.cli.report"))
 
 
@@ -347,7 +307,7 @@ def _help_options(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
-    "train": (_train_options, "train a job under a plan"),
+    "train": (train_options.add_options, "train a job under a plan"),
     "verify": (_verify_options, "prove that the split run computes what one device computes"),
     "check": (_check_options, "see in seconds whether a plan can cut the job's batches"),
     "chaos": (_chaos_options, "pose the fault matrix on a small run of the job: is what plait promises kept?"),
@@ -362,59 +322,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
 """What adds a command's options, and what the command does."""
 
 
-def _train(options: argparse.Namespace) -> int:
-    from plait.launch.launchers.find import say
-
-    say(options.nnodes, options.node_rank, options.master)
-    problems = _out_of_range(options)
-    try:
-        shown = tuple(int(r) for r in options.ranks.split(","))
-    except ValueError:
-        shown = ()
-        problems.append(Problem("U002", f"--ranks {options.ranks} is not a list of ranks", fix=("--ranks 0,3",)))
-    plan, job = _both(options, problems)
-    beyond = [rank for rank in shown if not 0 <= rank < plan.world]
-    if beyond:
-        why = "the plan has " + ("rank 0 only" if plan.world == 1 else f"ranks 0 to {plan.world - 1}")
-        raise PlaitError(Problem("U002", f"--ranks {options.ranks}: there is no rank {beyond[0]}", why=why))
-    from dataclasses import replace
-
-    from plait.cli.request import Request, scaled
-    from plait.cli.train import launch
-
-    if options.steps:
-        job = replace(job, steps=options.steps)
-    job, notes = scaled(job, options.batch, options.scale_lr)
-    request = Request(
-        options.job, job, plan, options.arguments, options.runs, options.resume, options.device, options.workers,
-        options.save_every, options.keep, tuple(options.to), shown, options.verbose, notes, options.weights,
-        options.allow_changes, options.patience, options.on_nan, options.check, options.allow_inexact, options.restarts,
-        options.fewer,
-    )  # fmt: skip
-    code, summary = launch(request, sys.stderr if options.json else None)
-    if options.json:
-        print(json.dumps(summary))
-    return code
-
-
-def _out_of_range(options: argparse.Namespace) -> list[Problem]:
-    """U002 for options of `plait train` with values that they cannot have."""
-    problems = [
-        too_small(f"--{name.replace('_', '-')}", getattr(options, name), least)
-        for name, least in LEAST.items()
-        if getattr(options, name) is not None and getattr(options, name) < least
-    ]
-    if options.patience is not None and not 0 < options.patience < math.inf:
-        what = f"--patience {options.patience} is not a number of seconds > 0"
-        problems.append(Problem("U002", what, fix=("--patience 600",)))
-    if options.scale_lr and not options.batch:
-        why = "the rule compares it with the job's own batch"
-        problems.append(Problem("U002", f"--scale-lr {options.scale_lr} needs --batch", why=why))
-    return problems
-
-
 def _submit(options: argparse.Namespace) -> int:
-    problems = _out_of_range(options)
+    problems = train_options.out_of_range(options)
     if problems:
         raise PlaitError(problems)
     return submit.run(options)
@@ -428,14 +337,14 @@ def _verify(options: argparse.Namespace) -> int:
     asked = options.plan is not None or options.nproc is not None or joining()
     if not asked:
         options.plan = FIRST
-    plan, job = _both(options, problems)
+    plan, job = both(options, problems)
     if not (asked or options.json):
         told = f"{FIRST} is tried, two copies of the model with half of each batch"
         print(f"plan        none was given: {told}", flush=True)
     from plait.launch.devices import kind_of
     from plait.planner.refusals import foresee
-    from plait.verify.verdict import table
-    from plait.verify.verify import verify
+    from plait.proof.verdict import table
+    from plait.proof.verify import verify
 
     foresee(job, plan, kind_of(options.device))
     seconds = math.inf if options.full else None
@@ -447,33 +356,8 @@ def _verify(options: argparse.Namespace) -> int:
     return verdict.exit_code
 
 
-def _both(options: argparse.Namespace, problems: list[Problem]) -> tuple[Plan, Any]:
-    """The plan and the job, with everything that is wrong with either, and with the options, raised at once."""
-    from plait.config.job import load_job
-    from plait.launch.place import world
-
-    plan = job = None
-    asked = options.nproc if options.nproc is None or options.nproc > 0 else None  # else it is among the problems
-    auto, count = options.plan == "auto", world(asked)
-    try:
-        plan = None if auto else Plan.read(options.plan or "dp=*").fill(count)
-    except PlaitError as error:
-        problems += error.problems
-    try:
-        job = load_job(options.job, options.arguments)
-    except PlaitError as error:
-        problems += error.problems
-    if auto and job is not None:
-        from plait.cli.plan import chosen
-
-        plan = chosen(job, options)
-    if problems or plan is None:
-        raise PlaitError(problems)
-    return plan, job
-
-
 def _check(options: argparse.Namespace) -> int:
-    plan, job = _both(options, list[Problem]())
+    plan, job = both(options, list[Problem]())
     from plait.cli.check import run
 
     return run(options, plan, job)

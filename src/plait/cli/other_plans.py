@@ -24,7 +24,7 @@ from plait.launch.devices import kind_of
 from plait.planner.answer import ask
 from plait.planner.question import PlanRequest, sized
 from plait.planner.refusals import foresee
-from plait.verify.job import check as jobcheck
+from plait.proof.job import check as jobcheck
 
 TRIED = 3
 """Plans of one number of ranks that are checked before fewer are looked at."""

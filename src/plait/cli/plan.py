@@ -14,6 +14,7 @@ from plait.config.job import Job, load_job
 from plait.config.keys import AXES, KEYS
 from plait.config.machine import Machine
 from plait.config.plan import Plan
+from plait.data.loaders import with_batch
 from plait.launch.detect import read_machine
 from plait.model.table import size as sized_up
 from plait.planner import goals
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     if options.batch is not None and options.batch < 1:
         raise PlaitError(too_small("--batch", options.batch))
     job = load_job(options.job, options.arguments)
-    job = replace(job, batch=options.batch or job.batch)
+    job = with_batch(job, options.batch)
     asked = PlanRequest.of(job, options.job, machine, split=machine.devices > 1 or bool(options.scale))
 
     def again(arguments: dict[str, str]) -> PlanRequest:
@@ -66,18 +67,23 @@ def run(options: argparse.Namespace) -> int:
         found = goal(asked, pins, memory)
         print(json.dumps(found.to_dict()) if options.json else found.text())
         return 0
-    found = ask(asked, pins, memory, EVERY if options.all else options.top)
-    if not found.rows:
-        raise PlaitError(impossible(found))
-    found = goals.compared(found, pins, memory, choose=not options.tries)
-    if options.allow_inexact:
-        found = with_inexact(found)
+    found = answered(asked, options)
     if options.tries:
         found = goals.tried(found, options)
     if options.out and found.best:
         write(options.out, toml(found))
     print(json.dumps(found.to_dict()) if options.json else text(found))
     return 0 if found.best else 1
+
+
+def answered(asked: PlanRequest, options: argparse.Namespace) -> Answer:
+    """The best plans for a job that was looked at. P070 when there is none."""
+    pins, memory = pinned(options), size(options.memory)
+    found = ask(asked, pins, memory, EVERY if options.all else options.top)
+    if not found.rows:
+        raise PlaitError(impossible(found))
+    found = goals.compared(found, pins, memory, choose=not options.tries)
+    return with_inexact(found) if options.allow_inexact else found
 
 
 def mapped(asked: PlanRequest, pins: dict[str, Any], options: argparse.Namespace) -> int:
@@ -164,7 +170,7 @@ def chosen(job: Job, options: argparse.Namespace) -> Plan:
 
     machine = read_machine("here")
     ranks = world(options.nproc) or machine.devices
-    job = replace(job, batch=getattr(options, "batch", None) or job.batch)
+    job = with_batch(job, getattr(options, "batch", None))
 
     def search(place: Place) -> dict[str, Any]:
         place.beat(-1, "build")

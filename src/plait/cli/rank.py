@@ -1,15 +1,19 @@
 """`plait train`, the side of a rank: the loop from step to step, and what is saved, evaluated and told on the way."""
 
 import dataclasses
+import json
+import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from plait.checkpoint import optimizer_state
+from plait.checkpoint import hugging_face, optimizer_state
 from plait.checkpoint.checkpoints import Checkpoints
 from plait.cli.request import Request
 from plait.config.errors import FAILED, PlaitError
+from plait.data import sampling
 from plait.data.batch import Batch
 from plait.engine.build import broadcast_text, inexact
 from plait.engine.elastic import Keeper
@@ -43,14 +47,15 @@ def train(
     engine = _engine(request, run, place)
     keeper = Keeper(engine, memory, neighbours) if memory is not None else None
     resumed = _begun(engine, request, run, note, keeper if again else None)
+    engine.callbacks.start(engine)
     named: set[str] = set()
     _inexact(engine, note, named)
     status = lambda value: report({"kind": "status", "value": value})  # noqa: E731
-    recorder = Recorder(engine, run, status, list(request.mirrors), note)
-    saved, stopped, loss, skipped, made = resumed, False, None, 0, 0
+    recorder = Recorder(engine, run, status, request.trackers, note)
+    saved, stopped, loss, skipped, made, done = resumed, False, None, 0, 0, False
     try:
-        if resumed is not None and _owed(engine, run):
-            _evaluate(engine, recorder, engine.position.step)
+        if resumed is not None:
+            _catch_up(engine, run, recorder, request.onward)
         for batch in engine.batches():
             step = _step(engine, batch, recorder, request.keep)
             recorder.step(batch, step)
@@ -60,24 +65,22 @@ def train(
             if loss is None:
                 _inexact(engine, note, named)
             loss = step.loss
-            last = step.stop or step.step == engine.job.steps
-            if last or step.step % request.save_every == 0:
-                recorder.flush()
-                saved = engine.save(request.keep, wait=last)
-            _evaluate(engine, recorder, step.step)
-            stopped = step.stop and step.step < engine.job.steps
+            saved = _save_and_evaluate(engine, request, recorder, step) or saved
+            stopped = step.stop and step.step < engine.job.steps and not engine.callbacks.ended
         poisoned = engine.guard.poisoned(engine, engine.position.step, "found at the end of the run")
         if poisoned is not None:
             raise PlaitError(poisoned, FAILED)
+        done = True
     except Exception as error:
         if keeper is not None:
             keeper.lost(error, recorder.row)
         raise
     finally:
-        recorder.close()
+        recorder.close(done)
     return {
         "step": engine.position.step, "loss": None if loss is None else number(loss), "skipped": skipped, "made": made,
-        "stopped": stopped, "checkpoint": str(saved) if saved else None, "device_bytes": recorder.device_bytes,
+        "stopped": stopped, "ended": engine.callbacks.ended, "checkpoint": str(saved) if saved else None,
+        "device_bytes": recorder.device_bytes,
     }  # fmt: skip
 
 
@@ -88,22 +91,35 @@ def _begun(engine: Engine, request: Request, run: RunDirectory, note: Note, keep
         resumed = _goes_on(engine, keeper, run, note)
     else:
         resumed = _resume(engine, request, run, note) if request.resume is not None else None
-    if request.weights and resumed is None:
-        engine.load_weights(request.weights)
+    if request.job.weights is not None and resumed is None:
+        engine.load_weights(request.job.weights)
+    if request.save == "all":
+        engine.base = None
+    if engine.place.rank == 0:
+        with writing(run.path):
+            hugging_face.describe(engine.model, request.job.weights, run.path / hugging_face.FOLDER)
     return resumed
 
 
 def _engine(request: Request, run: RunDirectory, place: Place) -> Engine:
     """The engine of the request. What checkpoints will say of the job is found out here, not beside a step."""
     engine = Engine(
-        request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan
-    )
+        request.job, request.plan, device=request.device, workers=request.workers, place=place, on_nan=request.on_nan,
+        read_weights=False, callbacks=request.callbacks() if request.callbacks is not None else (),
+        group_norms=request.group_norms,
+    )  # fmt: skip
     engine.checkpoints, engine.arguments = Checkpoints(run.checkpoints), request.arguments
-    engine.checkpoints.told = place.saved
+    engine.checkpoints.told = partial(_published, engine)
     optimizer_state.check(engine)
     place.beat(engine.position.step, "data")
+    sampling.agreed(engine.job, engine.built.data, engine.built.group)
     engine.fingerprint.get("data")
     return engine
+
+
+def _published(engine: Engine, path: Path) -> None:
+    engine.place.saved(path)
+    engine.callbacks.published(path)
 
 
 def _step(engine: Engine, batch: Batch, recorder: Recorder, keep: int) -> Step:
@@ -111,7 +127,7 @@ def _step(engine: Engine, batch: Batch, recorder: Recorder, keep: int) -> Step:
     try:
         return engine.step(batch)
     except PlaitError as error:
-        if error.codes[0] not in ("N001", "N002") or not engine.position.step:
+        if error.codes[0] not in ("N001", "N002") or not engine.position.step or not engine.whole():
             raise
         recorder.flush()
         first, *rest = error.problems
@@ -195,18 +211,40 @@ def _resume(engine: Engine, request: Request, run: RunDirectory, note: Note) -> 
     return path
 
 
+def _save_and_evaluate(engine: Engine, request: Request, recorder: Recorder, step: Step) -> Path | None:
+    """After a step, what is due; the last checkpoint comes before the last evaluation, unless that is what ends the run."""
+    saved = None
+    last = step.stop or step.step == engine.job.steps or bool(engine.callbacks.ended)
+    if last or step.step % request.save_every == 0:
+        recorder.flush()
+        saved = engine.save(request.keep, wait=last)
+    _evaluate(engine, recorder, step.step)
+    if engine.callbacks.ended and not last:
+        recorder.flush()
+        saved = engine.save(request.keep)
+    return saved
+
+
 def _evaluate(engine: Engine, recorder: Recorder, step: int) -> None:
     wanted = engine.job.evaluate
-    if wanted is None or not (step == engine.job.steps or (wanted.every and step % wanted.every == 0)):
+    last = step == engine.job.steps or bool(engine.callbacks.ended)
+    if wanted is None or not (last or (wanted.every and step % wanted.every == 0)):
         return
     recorder.evaluated(step, engine.evaluate())
 
 
-def _owed(engine: Engine, run: RunDirectory) -> bool:
-    """Whether the run had ended before the evaluation of the step that it goes on from was done. All ranks call it."""
-    rank = engine.place.rank
-    word = "" if rank else "done" if run.evaluated(engine.position.step) else "owed"
-    return broadcast_text(word, rank, engine.built.group, engine.built.device) == "owed"
+def _catch_up(engine: Engine, run: RunDirectory, recorder: Recorder, onward: bool) -> None:
+    """Evaluate the step that the run goes on from, if it had ended before that was done. If it was done after the checkpoint was
+    saved, callbacks are told of it again. `onward`: an early end is not one. All ranks call it."""
+    rank, step = engine.place.rank, engine.position.step
+    word = "" if rank else json.dumps(run.evaluation(step))
+    values = json.loads(broadcast_text(word, rank, engine.built.group, engine.built.device))
+    if values is None:
+        _evaluate(engine, recorder, step)
+    elif engine.callbacks.evaluated < step:
+        engine.callbacks.evaluation(engine, {name: math.nan if v is None else v for name, v in values.items()})
+    if onward and step < engine.job.steps:
+        engine.callbacks.ended = ""
 
 
 def _reporter(report: Callable[[dict[str, Any]], None]):

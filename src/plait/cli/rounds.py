@@ -89,7 +89,9 @@ class Losses:
 class Rounds:
     """The rounds of one run: the first, and the one that follows each loss or end."""
 
-    def __init__(self, request: Request, run: RunDirectory, memory: Memory | None, node: Node | None, listener: Listener):
+    def __init__(
+        self, request: Request, run: RunDirectory, memory: Memory | None, node: Node | None, listener: Listener
+    ):
         self.request, self.run, self.memory, self.node, self.listener = request, run, memory, node, listener
         self.losses = Losses(request.restarts if memory is not None else 0, request.fewer)
         self.plans = OtherPlans(request)
@@ -185,7 +187,9 @@ class Rounds:
                 raise
             raise error from None
 
-    def _open(self, newcomers: list[int], devices: dict[int, tuple[int, ...]], number: int, error: PlaitError | None = None) -> None:
+    def _open(
+        self, newcomers: list[int], devices: dict[int, tuple[int, ...]], number: int, error: PlaitError | None = None
+    ) -> None:
         """Begin a round with these devices and those of the newcomers, as far as its plan uses them."""
         node = self.node
         if node is not None:

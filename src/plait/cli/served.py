@@ -92,6 +92,6 @@ def setting_of(request: Request, run: RunDirectory, resume: str | None) -> Serve
 
     return ServerSetting(
         request.job, request.plan, request.device, on_nan=request.on_nan, folder=run.path, save_every=request.save_every,
-        keep=request.keep, resume=resume, allow_changes=request.allow_changes, weights=request.weights,
+        keep=request.keep, resume=resume, allow_changes=request.allow_changes,
         arguments=request.arguments, described=described,
     )  # fmt: skip

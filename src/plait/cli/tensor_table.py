@@ -21,6 +21,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job, load_job
 from plait.config.plan import Plan
 from plait.data import batch as data
+from plait.data import sampling
 from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.make import call
@@ -107,7 +108,7 @@ def shown(job: Job, plan: Plan) -> Shown:
     """What a plan with `tp` cuts of a job's model. Nothing of it is trained, and no process is started."""
     check_plan(job, plan)
     model, sketch = sketched(job)
-    example = data.example(job.data, data.opened(job.data))
+    example = sampling.example(job, sampling.data_of(job))
     inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
     handed_on = StageLayout.of(plan, sketch, job.stages).handed_on if plan.pp > 1 else frozenset()
     found = choose.slices_of(sketch, model, inputs, call, job, plan, handed_on=handed_on)

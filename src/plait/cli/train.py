@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from plait.checkpoint.weights import open_weights
+from plait.checkpoint.opening import open_weights
 from plait.cli import served
 from plait.cli.console import Console
 from plait.cli.rank import train
@@ -31,8 +31,8 @@ from plait.launch.place import Place, current, joined, joining, on_nodes, unused
 from plait.launch.round import Round
 from plait.launch.stopping import StopRequest, command, told
 from plait.planner.refusals import foresee
+from plait.proof.job import check as jobcheck
 from plait.tensors.rows import split
-from plait.verify.job import check as jobcheck
 
 HANDING = 10.0
 """Seconds that survivors are given to notice that a rank is lost, and to put away what they hold."""
@@ -40,9 +40,9 @@ LOOKED_AT = 8
 """Of so many runs of a job the result of the job check is taken again."""
 
 
-def launch(request: Request, out: TextIO | None = None) -> tuple[int, dict[str, Any]]:
+def launch(request: Request, out: TextIO | None = None, console: Console | None = None) -> tuple[int, dict[str, Any]]:
     """Run the request: fork its processes here, or join those a launcher started. Returns (exit code, summary)."""
-    console = Console(request.shown, request.verbose, out)
+    console = console or Console(request.shown, request.verbose, out)
     if joining():
         served.refuse_launchers(request.plan, "another launcher started this process")
         return _joined(request, console)
@@ -62,8 +62,8 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
     check(kind_of(request.device), (plan.devices if served.wanted(plan) else plan.world) if node is None else node.each)
     foresee(request.job, plan, kind_of(request.device))
     _refuse_fewer(request)
-    if request.weights:
-        open_weights(Path(request.weights))  # what cannot be read is said before a start
+    if request.job.weights and request.resume is None:
+        open_weights(Path(request.job.weights))  # what cannot be read is said before a start
     checked = _checked(request) if first else jobcheck.Checked("none")
     made = _Made(request, checked)
     run = made.make() if node is None else joined_ranks.meet_on_nodes(node, made.make)
@@ -96,8 +96,8 @@ def _watched(request: Request, console: Console, node: Node | None) -> tuple[int
         console.say("the run ended on the other machines")
         return 0, {}
     if first:
-        return _finish(console, run, results[0], request.resume)
-    return (RESUMABLE if results[0]["stopped"] else 0), results[0]
+        return _finish(console, run, results[0], request)
+    return (RESUMABLE if results[0]["stopped"] else 0), {"run": str(run.path), **results[0]}
 
 
 def _ranks(request: Request, rounds: Rounds, listener: fork.Listener, output: "_Output") -> list[dict[str, Any]]:
@@ -242,14 +242,16 @@ def _joined(request: Request, console: Console) -> tuple[int, dict[str, Any]]:
         console.close()
         made.close()
     if place.rank == 0:
-        return _finish(console, run, result, request.resume, member)
-    return (RESUMABLE if result["stopped"] else 0), result
+        return _finish(console, run, result, request, member)
+    return (RESUMABLE if result["stopped"] else 0), {"run": str(run.path), **result}
 
 
 def _checked(request: Request) -> jobcheck.Checked:
     """What the job check says, or said in one of the job's last runs."""
-    before = tuple(RunDirectory.all(request.name, request.runs)[:LOOKED_AT])
-    words = {"name": request.name, "arguments": request.arguments, "before": before, "workers": request.workers}
+    words: dict[str, Any] = {"workers": request.workers}
+    if request.by_file:
+        before = tuple(RunDirectory.all(request.name, request.runs)[:LOOKED_AT])
+        words |= {"name": request.name, "arguments": request.arguments, "before": before}
     return jobcheck.check(request.job, request.plan, request.check, **words)
 
 
@@ -284,9 +286,12 @@ def _told(checked: jobcheck.Checked) -> list[str]:
 
 
 def _finish(
-    console: Console, run: RunDirectory, result: dict[str, Any], resume: str | None, member: Membership | None = None
+    console: Console, run: RunDirectory, result: dict[str, Any], request: Request, member: Membership | None = None
 ) -> tuple[int, dict[str, Any]]:
-    summary = {"run": str(run.path), **result}
+    summary, resume = {"run": str(run.path), **result}, request.resume
+    if result["stopped"] and request.python:
+        console.say(f'stopped at step {result["step"]} · saved {result["checkpoint"]}: resume="{run.path}" goes on')
+        return RESUMABLE, summary
     if result["stopped"]:
         saved = f"stopped at step {result['step']} · saved {result['checkpoint']}"
         launcher = f"{member.launcher.partition(' (')[0]} … " if member is not None else ""
@@ -298,11 +303,17 @@ def _finish(
         each = " · ".join(f"{n / 2**20:.1f}" for n in result["device_bytes"])
         console.say(f"memory per device (MiB): {each}   device 0 also holds the optimizer state and all outputs")
     if not result["made"]:
-        more = f"--resume --steps {2 * result['step']}"
+        more = (
+            f"resume=True, steps={2 * result['step']}" if request.python else f"--resume --steps {2 * result['step']}"
+        )
+        if result.get("ended"):
+            console.say(f"stopped early at step {result['step']}: {result['ended']}")
         console.say(f"complete at step {result['step']}: nothing was left to do · go on with {more}")
         return 0, summary
     if result["skipped"]:
         console.say(f"{result['skipped']} steps were left out: nothing was updated in them")
+    if result.get("ended"):
+        console.say(f"stopped early at step {result['step']}: {result['ended']}")
     console.say(console.done(run.path, result["checkpoint"]))
     return 0, summary
 

@@ -53,6 +53,10 @@ class PlaitError(Exception):
     def __reduce__(self):
         return PlaitError, (self.problems, self.exit_code, self.trace)
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and notebooks show instead of a traceback."""
+        return str(self).splitlines()
+
     @property
     def codes(self) -> list[str]:
         return [p.code for p in self.problems]

@@ -13,14 +13,15 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
 from traceback import walk_tb
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 from plait.config.errors import PlaitError, Problem, did_you_mean, in_a_line
+from plait.config.phases import JointLoss, JointOptimizer, Phase, joint
 
 SLICES = ("column", "row", "vocabulary", "whole")
 """What `Job.tensor` can say of a module."""
@@ -33,6 +34,7 @@ LIBRARIES = (
 """Folders of code that is not the user's own."""
 MAKERS = {"model": "forward", "data": "__getitem__", "optimizer": "param_groups"}
 """Fields of `Job` that make something, and what the thing itself has: an object in place of what makes it."""
+_OF_PHASES = cast(Any, None)  # a job with phases has no loss and no optimizer besides theirs
 RESULTS = {"loss": "a loss", "metrics": "metrics", "weight": "a weight", "schedule": "a factor"}
 BUILTINS = {kind.__name__: kind for kind in (bool, int, float, str)}
 
@@ -54,6 +56,42 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class EMA:
+    """The exponential moving average of the weights (Polyak averaging), kept beside them and used to evaluate.
+
+    After every `every`-th optimizer step that changed the weights, average = decay × average + (1 − decay) × weights; the
+    first time it is a copy of the weights. With `warmup`, the k-th time (from 1) the decay is at most k / (9 + k). It is of
+    parameters; buffers are the model's own, as in `torch.optim.swa_utils.AveragedModel`.
+    """
+
+    decay: float
+    every: int = 1
+    warmup: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.every < 1:
+            raise PlaitError(Problem("J004", f"EMA.every is {self.every}", why="expected a whole number ≥ 1"))
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """How many tokens a step has: it takes samples in their order as long as they fit, and at most `Job.batch` of them.
+
+    `lengths()` returns the tokens of each sample of the data, by its index. A sample longer than the budget is a step of its
+    own. `padded`: what counts is the longest sample × the number of samples, as where all are padded to the longest; else
+    the sum of the lengths.
+    """
+
+    tokens: int
+    lengths: Callable[[], Any]
+    padded: bool = True
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to train, written for one device.
 
@@ -64,12 +102,12 @@ class Job:
 
     model: Callable[[], Any]
     """-> any `nn.Module`, with the initial weights its constructor draws."""
-    loss: Callable[[Any, Any], Any]
-    """(outputs, targets) -> scalar: the mean over `weight(targets)` of the samples it is given."""
+    loss: Callable[[Any, Any], Any] = _OF_PHASES
+    """(outputs, targets) -> scalar: the mean over `weight(targets)` of the samples it is given. Not with `phases`."""
     data: Callable[[], Any]
     """-> len() and [i] -> (inputs, targets); or an iterable of such pairs, best with state_dict/load_state_dict."""
-    optimizer: Callable[[list[Any]], Any]
-    """list of parameters -> a torch optimizer."""
+    optimizer: Callable[[list[Any]], Any] = _OF_PHASES
+    """list of parameters -> a torch optimizer. Not with `phases`."""
     batch: int
     """Samples per optimizer step over ALL devices, under every plan."""
     steps: int
@@ -90,16 +128,52 @@ class Job:
     """Names of the modules to split by, such as "layers.*", when the automatic choice is not wanted."""
     tensor: Mapping[str, str] | None = None
     """Pattern of module names -> "column", "row", "vocabulary" or "whole": slices instead of those that are found."""
+    order: Callable[[int, int, int], Any] | None = None
+    """(seed, epoch, length of the data) -> the indices of an epoch's samples, in order; `plait.orders` has some. Default: a
+    permutation. An index may come up often or never, so an epoch may be longer or shorter than the data."""
+    token_budget: TokenBudget | None = None
+    """How many tokens a step has; `batch` is then the largest number of samples of a step."""
+    ema: EMA | None = None
+    """The moving average of the weights, which evaluation uses."""
+    weights: str | None = None
+    """What training starts from instead of the weights that `model` draws: a safetensors file, a Hugging Face folder or a
+    checkpoint. Each rank reads its own parts."""
+    phases: tuple[Phase, ...] | None = None
+    """Several losses and optimizers: the parts of a step, in their order (`config/phases.py`). What stands for them as one loss and
+    one optimizer is put into these fields."""
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.phases is not None:
+            for name, value in joint(self.model, self.phases).items():
+                object.__setattr__(self, name, value)
 
 
-def _check_fields(record: Job | Evaluate) -> None:
+def _check_fields(record: "Job | Evaluate | EMA | TokenBudget") -> None:
     """J004 of all fields that are wrong."""
     problems = [*_wrong_fields(record)]
+    if isinstance(record, Job):
+        problems += _phases_or_one_loss(record)
     if problems:
         raise PlaitError(problems)
+
+
+def _phases_or_one_loss(job: Job) -> Iterator[Problem]:
+    if job.phases is None:
+        for name in ("loss", "optimizer"):
+            if getattr(job, name) is None:
+                fix = (
+                    f"{name}=a function, for example a lambda",
+                    "phases=(plait.Phase(…), …) of several losses and optimizers",
+                )
+                yield Problem("J004", f"Job({name}=None): a job without phases has one {name}", fix=fix)
+    elif not isinstance(job.loss, NoneType | JointLoss) or not isinstance(job.optimizer, NoneType | JointOptimizer):
+        what, why = "Job has phases, and a loss or an optimizer too", "each phase has its own"
+        yield Problem("J004", what, why=why, fix=("leave out Job(loss=…, optimizer=…)",))
+
+
+def _phases(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(phase, Phase) for phase in value)
 
 
 def _whole(value: object, least: int, most: float = inf) -> bool:
@@ -127,11 +201,19 @@ VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
         f'a dict of names of modules and one of {", ".join(SLICES)}, such as {{"*.q": "column"}}, or None',
     ),
     "evaluate": (lambda v: isinstance(v, Evaluate), "a plait.Evaluate, or None"),
+    "tokens": (lambda v: _whole(v, 1), "a whole number ≥ 1"),
+    "token_budget": (lambda v: isinstance(v, TokenBudget), "a plait.TokenBudget, or None"),
+    "ema": (lambda v: isinstance(v, EMA), "a plait.EMA, or None"),
+    "decay": (lambda v: isinstance(v, (int, float)) and 0 <= v <= 1, "a number from 0 to 1"),
+    "warmup": (lambda v: isinstance(v, bool), "True or False"),
+    "padded": (lambda v: isinstance(v, bool), "True or False"),
+    "weights": (lambda v: isinstance(v, (str, os.PathLike)), "a path, or None"),
+    "phases": (_phases, "a tuple of plait.Phase, or None"),
 }
 """Fields that are no functions: which values are right, and what to say of others."""
 
 
-def _wrong_fields(record: Job | Evaluate) -> Iterator[Problem]:
+def _wrong_fields(record: "Job | Evaluate | EMA | TokenBudget") -> Iterator[Problem]:
     for field in fields(record):
         name, value, expected = field.name, getattr(record, field.name), None
         if value is None and field.default is None:
@@ -152,6 +234,18 @@ def _wrong_fields(record: Job | Evaluate) -> Iterator[Problem]:
             yield Problem("J004", what, fix=(f"{name}={expected}",))
 
 
+Make = Callable[[list[Any]], Any]
+"""Makes an optimizer of parameters."""
+
+
+def optimized(job: Job, changed: Callable[[Make], Make]) -> Job:
+    """The job with each of its optimizers made otherwise. `changed` is given what makes one, and returns what does."""
+    if job.phases is None:
+        return replace(job, optimizer=changed(job.optimizer))
+    phases = tuple(replace(phase, optimizer=changed(phase.optimizer)) for phase in job.phases)
+    return replace(job, phases=phases)
+
+
 def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
     """The `Job` that a name like ``path/job.py:name`` stands for, its function called with the given arguments.
 
@@ -165,7 +259,7 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         near = difflib.get_close_matches(str(file), there, n=3, cutoff=0.5)
         fixes = tuple(near or there[:3]) or ("path/to/job.py",)
         raise PlaitError(Problem("J001", f"there is no job file {path}", why=f"looked in {Path.cwd()}", fix=fixes))
-    module = _execute(file.resolve())
+    module = execute(file.resolve())
     make = getattr(module, function, None)
     signature = _signature(make) if callable(make) else None
     if make is None or signature is None:
@@ -173,23 +267,27 @@ def load_job(name: str, arguments: dict[str, str] | None = None) -> Job:
         hint = did_you_mean(function, known) if known else "define  def job() -> plait.Job"
         raise PlaitError(Problem("J002", f"{path} has no function `{function}`        {hint}", where=path))
     bound = _arguments(signature, arguments or {}, path)
+    return made_by(lambda: make(*bound.args, **bound.kwargs), function, path)
+
+
+def made_by(make: Callable[[], object], function: str, where: str = "") -> Job:
+    """The `Job` that a function of the user's makes. J003, with their own file and line when it raised."""
     try:
-        job = make(*bound.args, **bound.kwargs)
+        job = make()
     except PlaitError:
         raise
     except (Exception, SystemExit) as error:
         raise PlaitError(Problem("J003", f"the job raised {in_a_line(error)}", where=user_line(error))) from error
     if not isinstance(job, Job):
         what = f"`{function}` returned {type(job).__name__}, not a plait.Job"
-        raise PlaitError(Problem("J003", what, where=path, fix=("return plait.Job(…)",)))
+        raise PlaitError(Problem("J003", what, where=where, fix=("return plait.Job(…)",)))
     return job
 
 
-def _execute(file: Path) -> Any:
+def execute(file: Path) -> Any:
     """Import the file under its own name, with its directory importable, as `python file.py` would."""
     module_name = f"plait_job_{file.stem}"
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
+    _enter(str(file.parent))
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         what = f"{file} is not a Python file: its name does not end in .py"
@@ -204,6 +302,24 @@ def _execute(file: Path) -> Any:
         what = f"importing the job raised {in_a_line(error)}"
         raise PlaitError(Problem("J003", what, where=user_line(error) or str(file))) from error
     return module
+
+
+FOLDERS: list[str] = []
+"""Of job files that were imported, of which one is importable at a time."""
+
+
+def _enter(folder: str) -> None:
+    """Make a job's directory importable instead of another job's, whose modules may have the same names."""
+    for other in [path for path in FOLDERS if path != folder]:
+        FOLDERS.remove(other)
+        sys.path[:] = [path for path in sys.path if path != other]
+        for name, module in [*sys.modules.items()]:
+            path = getattr(module, "__file__", None)
+            if path and os.path.dirname(path) == other and not name.startswith("plait_job_"):
+                del sys.modules[name]
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        FOLDERS.append(folder)
 
 
 def _signature(make: Callable[..., Any]) -> inspect.Signature | None:

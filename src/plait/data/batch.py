@@ -1,26 +1,28 @@
 """Which samples a step sees: a pure function of (seed, step), never of the layout.
 
-The order of an epoch is a permutation keyed by (seed, epoch). Step k takes the next `batch` samples of it; the last
-batch of an epoch is short, never padded and never dropped. Ranks take contiguous, possibly unequal shares of the
-batch, micro-batches contiguous parts of a share. Augmentation inside ``dataset[i]`` may use Python's, numpy's or
-torch's own generators: they are seeded by (seed, epoch, i), whoever loads the sample, so neither the rank nor the
-number of loader workers changes it.
+The order of an epoch is a permutation keyed by (seed, epoch), or the job's own (`data/sampling.py`). Step k takes the next `batch`
+samples of it, or fewer where a token budget says so; the last batch of an epoch is short, never padded and never dropped. Ranks
+take contiguous, possibly unequal shares of the batch, micro-batches contiguous parts of a share. Augmentation inside
+``dataset[i]`` may use Python's, numpy's or torch's own generators: they are seeded by (seed, epoch, i), whoever loads the sample,
+so neither the rank nor the number of loader workers changes it.
 
 An iterable data set is read by every rank in full and each keeps its share; its ``state_dict`` (when it has one)
 travels in checkpoints, otherwise a resumed run reads up to where it was.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard
 
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.plan import Plan
 from plait.data.batch_rows import SampleRows
+from plait.data.loaders import unwrapped
 from plait.data.shares import Course, Parts, sizes
 from plait.randomness.keyed import host_kept, seed_host
 from plait.tensors.float64 import Widest
@@ -229,12 +231,8 @@ def empty(why: str, where: str = "") -> PlaitError:
 
 
 def checked(data: object, where: str) -> Any:
-    """`data` when it can be read by `batches`, with at least one sample. J007 otherwise."""
-    if isinstance(data, DataLoader) and data.batch_sampler is not None:
-        what = "the data is a DataLoader that already makes batches"
-        why = f"each of its batches would count as one sample; plait makes the batches: Job(batch=…) of single samples, {SHARED}"
-        fix = ("give its dataset", "DataLoader(…, batch_size=None)    keeps a sampler of your own")
-        raise PlaitError(Problem("J007", what, why, where, fix))
+    """`data` when it can be read by `batches`, with at least one sample; of a `DataLoader` its samples. J007 otherwise."""
+    data = unwrapped(data)
     if is_map(data):
         if len(data) == 0:
             raise empty("len(data) = 0", where)
@@ -245,24 +243,26 @@ def checked(data: object, where: str) -> Any:
     return data
 
 
-SHARED = "shared out over all devices"
 LABELS = ("labels", "label", "targets", "target", "y")
 """What the targets are called in a sample that is a dict, the likeliest first."""
+NAMED = f"name the targets of a dict {', '.join(LABELS[:-1])} or {LABELS[-1]}; what is beside them are the inputs"
 
 
 def collate(data: object, samples: list[Any]) -> tuple[Any, Any]:
-    """(inputs, targets) of some samples: the data set's own `collate` when it has one, else torch's default. J007."""
+    """(inputs, targets) of some samples: the data set's own `collate` when it has one, else torch's default. Of a dict the targets
+    are what is named as one of `LABELS`, and the inputs the rest. J007."""
     if hasattr(data, "collate"):
-        pairs = data.collate(samples)
-        if not _is_pair(pairs):
+        collated = data.collate(samples)
+        if (found := pair_of(collated)) is None:
             what = "the data's `collate` does not return a pair (inputs, targets)"
-            why = f"it returned {_in_words(pairs)}"
-            raise PlaitError(Problem("J007", what, why=why, fix=("return inputs, targets",)))
-        return pairs[0], pairs[1]
-    if not _is_pair(samples[0]):
+            why, fix = f"it returned {_in_words(collated)}", ("return inputs, targets", NAMED)
+            raise PlaitError(Problem("J007", what, why=why, fix=fix))
+        return found
+    if pair_of(samples[0]) is None:
         raise PlaitError(_no_pair(samples[0]))
     try:
-        pairs = default_collate(samples)
+        pairs = pair_of(default_collate([in_tensors(sample) for sample in samples]))
+        assert pairs is not None
     except (RuntimeError, TypeError, KeyError) as error:
         shapes = list(dict.fromkeys(_in_words(s) for s in samples))
         if len(shapes) == 1 and not isinstance(error, TypeError):
@@ -270,31 +270,49 @@ def collate(data: object, samples: list[Any]) -> tuple[Any, Any]:
         what = f"{len(samples)} samples cannot be put together: {in_a_line(error)}"
         why = "torch's default_collate puts samples of one shape together; here are " + ", and ".join(shapes[:2])
         fix = ("make all samples alike", "give the data set  collate(samples) -> (inputs, targets),  which pads")
+        fix += ("DataLoader(…, collate_fn=…)    with one that pads",)
         raise PlaitError(Problem("J007", what, why=why, fix=fix)) from error
-    return pairs[0], pairs[1]
+    return pairs
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2
+def pair_of(value: object) -> tuple[Any, Any] | None:
+    """(inputs, targets) of a pair, or of a dict that has one of `LABELS`, and something besides; None of anything else."""
+    if isinstance(value, Mapping):
+        label = next((name for name in LABELS if name in value), None)
+        inputs = {name: leaf for name, leaf in value.items() if name != label}
+        return (inputs, value[label]) if label is not None and inputs else None
+    return (value[0], value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else None
+
+
+def in_tensors(sample: object) -> Any:
+    """A sample, the lists of numbers in a dict as tensors: torch's default would take them apart."""
+    if not isinstance(sample, Mapping):
+        return sample
+    return {name: _as_tensor(leaf) if isinstance(leaf, list) else in_tensors(leaf) for name, leaf in sample.items()}
+
+
+def _as_tensor(values: list[Any]) -> Any:
+    first = next(iter(values), None)
+    while isinstance(first, list):
+        first = next(iter(first), None)
+    try:
+        return torch.tensor(values) if isinstance(first, (bool, int, float)) else values
+    except (ValueError, TypeError):  # rows of several lengths, or not of numbers
+        return values
 
 
 def _no_pair(sample: object) -> Problem:
     """J007 with what to write, from the sample's own keys."""
-    fix = ["return inputs, targets    from __getitem__ (inputs may be a tensor, a tuple or a dict)"]
-    keys = sample if isinstance(sample, dict) else {}
-    label = next((n for n in LABELS if n in keys), None)
-    if label is not None:
-        fix = [f'x = dict(data[i]); return x, x.pop("{label}")    in __getitem__ of a class around the data set']
-        if any(isinstance(value, list) for value in keys.values()):
-            fix.append('dataset.with_format("torch")    its values are lists, not tensors')
-    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_in_words(sample)}", fix=tuple(fix))
+    fix = ("return inputs, targets    from __getitem__ (inputs may be a tensor, a tuple or a dict)",)
+    fix += (NAMED,) if isinstance(sample, Mapping) else ()
+    return Problem("J007", "a sample is not a pair (inputs, targets)", why=f"it is {_in_words(sample)}", fix=fix)
 
 
 def _in_words(value: object) -> str:
     """A sample in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return "a dict of " + ", ".join(map(str, list(value)[:8]))
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}: " + "; ".join(map(_in_words, value[:4]))

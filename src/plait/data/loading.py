@@ -13,21 +13,25 @@ from plait.config.errors import PlaitError, Problem, problem_of
 from plait.data.batch import Batch, BatchShare, Data, MapStyle, Position, empty, is_map, part
 from plait.data.iterables import OfShare, SeededReader, cut, digest, read_apart, read_before
 from plait.data.padding import packed
+from plait.data.sampling import Sampling
 from plait.launch.failure_report import LoaderError, described
-from plait.randomness.keyed import first_draws, permutation, seed_host
+from plait.randomness.keyed import first_draws, seed_host
 from plait.tensors.torch_private import tree_map_only
 
 
 def batches(
-    data: Data, batch: int, seed: int, share: BatchShare, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None
+    data: Data, batch: int, seed: int, share: BatchShare, at: Position, *, workers: int = 0, reads: Callable[[], None] = lambda: None,
+    sampling: Sampling | None = None,
 ) -> Iterator[Batch]:  # fmt: skip
     """The endless sequence of this rank's batches, from position `at` on.
 
-    `data` is what `Job.data` returned. `workers` loader processes fetch ahead (an iterable uses at most one). `reads` is
-    called before each sample, also in those processes.
+    `data` is what `Job.data` returned; `sampling` says which samples a step takes (None: a permutation, `batch` at a time).
+    `workers` loader processes fetch ahead (an iterable uses at most one). `reads` is called before each sample, also in those
+    processes.
     """
     if is_map(data):
-        plan, source = _Plan(len(data), batch, seed, share, at), _Mapped(data, seed, reads)
+        sampling = sampling or Sampling(len(data), batch, seed)
+        plan, source = _Plan(sampling, share, at), _Mapped(data, seed, reads)
         if workers == 0:
             for item in plan:
                 yield source[item]
@@ -108,9 +112,11 @@ def _shared(batch: Batch) -> Batch:
 
 
 def _shorter(at: Position, length: int) -> PlaitError:
-    what = f"the run is at sample {at.start} of epoch {at.epoch}, and the data has only {length} samples"
+    what = f"the run is at sample {at.start} of epoch {at.epoch}, and that has only {length}"
     fix = ("resume with the data it was started with",)
-    return PlaitError(Problem("K003", what, why="it has become shorter since the checkpoint", fix=fix))
+    return PlaitError(
+        Problem("K003", what, why="the data, or its order, has become shorter since the checkpoint", fix=fix)
+    )
 
 
 Item = tuple[Position, int, list[tuple[int, list[int]]], Position, int]
@@ -120,21 +126,19 @@ Item = tuple[Position, int, list[tuple[int, list[int]]], Position, int]
 class _Plan:
     """The sampler: for each step the position and, per micro-batch, the sample ids. Plain numbers, so it pickles."""
 
-    def __init__(self, length: int, batch: int, seed: int, share: BatchShare, at: Position):
-        self.length, self.batch, self.seed, self.share, self.at = length, batch, seed, share, at
+    def __init__(self, sampling: Sampling, share: BatchShare, at: Position):
+        self.sampling, self.share, self.at = sampling, share, at
 
     def __iter__(self) -> Iterator[Item]:
-        at, order, epoch = self.at, None, -1
-        if at.start >= self.length:
-            raise _shorter(at, self.length)
+        at = self.at
         while True:
-            if epoch != at.epoch:
-                order, epoch = permutation(self.seed, at.epoch, self.length), at.epoch
-            assert order is not None
-            size = min(self.batch, self.length - at.start)
+            order = self.sampling.epoch(at.epoch)
+            size = self.sampling.size(at.epoch, at.start)
+            if not size:
+                raise _shorter(at, len(order))
             share = self.share.at(at.step)
             parts = [(f, order[at.start + f : at.start + f + n].tolist()) for f, n in share.parts(size)]
-            after = _advance(at, size, at.start + size == self.length)
+            after = _advance(at, size, at.start + size == len(order))
             yield at, size, parts, after, max(share.sizes(size))
             at = after
 

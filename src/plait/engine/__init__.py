@@ -2,9 +2,17 @@
 
 build             from job and plan to a rank's model and optimizer
 engine            the loop's body: batches, steps, checkpoints
+callbacks         what a job has done beside its steps
+standard_callbacks  early stopping, the best checkpoint, traces of steps
+logged            numbers that a job records while a step runs
+group_norms       gradient norms of parameter groups
 passes            forward and backward passes of a step, and their spans
+turns             the phases of a step, one after the other
 speed             how long a rank computes; how many samples fit
 evaluate          metrics over held-out data
+generate          prompts continued by the model in training
+samples           what it makes of some prompts, now and then
+export_weights    the weights for others, while it trains
 try_metrics       the job's metrics, tried before training
 nonfinite         steps that are not finite
 traffic           what a rank sends in a step
@@ -13,6 +21,7 @@ resume            which run goes on, and where
 elastic           going on when a rank is lost
 pieces            snapshots on several machines
 metrics           metrics, events and status of a rank
+trackers/         experiment trackers that get the metrics
 server/           groups that send gradients to a server
 joined_ranks      ranks that another launcher started agree on a run
 """

@@ -16,14 +16,15 @@ from plait.config.job import Job, user_line
 from plait.config.keys import AXES, OTHER_SAMPLES, SAME_PARTS, WITHIN
 from plait.config.plan import Plan
 from plait.data import batch as data_module
-from plait.engine import try_metrics
+from plait.data import sampling
+from plait.engine import try_metrics, turns
 from plait.launch.devices import kind_of, of_rank
 from plait.launch.place import Place
 from plait.losses import transformers
 from plait.losses.global_batch import BatchPeers
 from plait.model.make import BuiltModel, call, judged, make, make_optimizer
 from plait.model.sketch import Sketch, sketch
-from plait.parallel import mutations, whole_tensors
+from plait.parallel import average, mutations, whole_tensors
 from plait.parallel.built import Built
 from plait.parallel.context import strategy as context
 from plait.parallel.expert import find
@@ -53,7 +54,8 @@ def inexact(built: Built) -> list[str]:
 def check_plan(job: Job, plan: Plan, device: str = "cpu") -> None:
     """Refuse what cannot work, all of it at once, before any process starts."""
     check_schedule(job)
-    problems = plan.idle() + [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
+    problems = [*turns.refused(job, plan), *plan.idle(), *average.refuse(job, plan)]
+    problems += [problem for s in ORDER if s.wanted(plan) for problem in s.refuse(plan, job.batch, device)]
     if problems:
         raise PlaitError(problems)
 
@@ -108,8 +110,9 @@ def build(
             strategy.apply(built)
     if sketched.whole_update:
         whole_tensors.apply(built)
+    average.apply(built)
     if plan.across:
-        built.reducer = CrossGroupSums([name for name, _, _ in sketched.parameters], built)
+        _sum_across(built, [name for name, _, _ in sketched.parameters])
     if built.replicas is None:  # replicas bring their own, one per thread
         built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
         if built.rules:
@@ -119,17 +122,27 @@ def build(
     for name in everything.keys() - built.own.keys():
         built.optimizer.state.pop(everything[name], None)
     built.initial = optimizer_state.hyperparameters(built.optimizer)
-    for prepare in built.prepared:
+    for prepare in (*built.prepared, optimizer_state.watched):
         prepare(built.optimizer)
     return built
+
+
+def _sum_across(built: Built, names: list[str]) -> None:
+    """What sums the gradients of ranks that are not all alike; of each phase its own. `names`: of all trained parameters."""
+    inner, of_all = built.by_phase, built.reducer
+    built.by_phase = {}
+    for phase in built.job.phases or ():
+        built.reducer = inner.get(phase.name, of_all)
+        built.by_phase[phase.name] = CrossGroupSums([n for n in names if phase.has(n)], built)
+    built.reducer = of_all if built.by_phase else CrossGroupSums(names, built)
 
 
 def start_build(
     job: Job, plan: Plan, place: Place, how: tuple[torch.device, torch.dtype | None], made: BuiltModel
 ) -> Built:
     """A rank that has a model and knows nothing of it yet. `how`: device, and cast."""
-    samples = data_module.opened(job.data)
-    example = data_module.example(job.data, samples)
+    samples = sampling.data_of(job)
+    example = sampling.example(job, samples)
     pairs = lambda n: move(data_module.first_samples(example, n), *how)  # noqa: E731
     once = call if plan.pp == 1 else partial(_as_trained, (plan, how[1], how[0].type))
     built = Built(job, plan, place, how[0], None, made.model, samples, Sketch(()), cast=how[1])
@@ -224,6 +237,8 @@ def broadcast_text(text: str, rank: int, group: ProcessGroup | None, device: tor
 def check_copies(built: Built, step: int) -> None:
     """C006 when ranks that hold copies of the same parts do not hold the same bits."""
     named = [(name, part.tensor) for name, part in built.parts().items() if name in built.own]
+    if built.average is not None:
+        named += built.average.tensors.items()
     wrong: list[str] = []
     for group, shared in ((built.copies, False), (built.alike, True)):
         mine = [(name, t) for name, t in named if (name in built.experts) is shared]

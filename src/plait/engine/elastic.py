@@ -157,7 +157,9 @@ class Keeper:
         self.notes: list[str] = []
         """What there is to say: how often a snapshot is taken, or why none is."""
         if engine.plan.rarely:
-            self._stop("all ranks agree on one, and replica groups would wait for each other; a lost rank goes back to a checkpoint")
+            self._stop(
+                "all ranks agree on one, and replica groups would wait for each other; a lost rank goes back to a checkpoint"
+            )
 
     def stepped(self) -> None:
         """A step was made. Takes a snapshot when it is time for one; all ranks agree when the next one is."""
@@ -236,7 +238,9 @@ class Keeper:
         with contextlib.suppress(Exception):  # what cannot be kept is in the snapshot before
             engine.put_back()
             parts, values = state.parts_of(engine), state.values_of(engine)
-            held = [one for one in state.held_of(parts) if one.bytes or 0 in one.shape]  # a shard may have nothing of a tensor
+            held = [
+                one for one in state.held_of(parts) if one.bytes or 0 in one.shape
+            ]  # a shard may have nothing of a tensor
             if all(one.bytes for one in held) and 2 * room([held]) < free_bytes(self.folder):
                 place = self.folder / HANDED / f"step-{engine.position.step}-rank-{engine.place.rank}"
                 building = place.with_name(f".{place.name}")

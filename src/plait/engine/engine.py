@@ -11,8 +11,8 @@ of the global batch, so what is optimised is the weighted mean over the batch, h
 import gc
 import math
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,24 +24,33 @@ from torch import Tensor
 
 from plait.checkpoint import fingerprint
 from plait.checkpoint.checkpoints import Checkpoints
+from plait.checkpoint.manifest import Base
 from plait.checkpoint.weights import load_weights
 from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.config.keys import SAME_LOSS
 from plait.config.plan import Plan
-from plait.data.batch import Batch, BatchShare, Position, opened, weigh, whole
+from plait.data.batch import Batch, BatchShare, Position, is_map, opened, weigh, whole
 from plait.data.iterables import Merge, agree, every_nth, read_apart
 from plait.data.loading import batches
 from plait.data.padding import LOOSE, Padding, fetching
+from plait.data.sampling import Sampling
 from plait.data.shares import ahead
 from plait.engine.build import build, check_copies, inexact, pick_device
+from plait.engine.callbacks import Callback, Callbacks
 from plait.engine.evaluate import evaluate
+from plait.engine.generate import TokenSampling, generate
+from plait.engine.group_norms import group_norms
 from plait.engine.nonfinite import Guard
-from plait.engine.passes import Passes, Spans, Step, tokens
+from plait.engine.passes import Passes, Spans, Step, tokens, told
 from plait.engine.speed import SpeedMeter, by_share
+from plait.engine.turns import Turns
 from plait.launch.place import Place, current
 from plait.model.make import BuiltModel
 from plait.model.sketch import Sketch
+from plait.parallel.average import averaged
+from plait.parallel.data.buckets import Reducer
+from plait.parallel.data.strategy import numbers_of_step_row
 from plait.parallel.gradient_sums import CrossGroupSums
 from plait.tensors.finite import Rule
 from plait.tensors.torch_private import leaves, scale_
@@ -52,14 +61,16 @@ class Engine:
 
     `device` is auto, cpu or cuda. `directory` is where checkpoints live. `workers` loader processes fetch ahead.
     `on_nan`: what to do in a step whose loss or gradient norm is not finite: stop (N001), skip (leave it out), or ignore.
-    `cast` and `known` are those of `build`.
+    `callbacks` are called at points of the run; with `group_norms` a step has the gradient norm of each parameter group.
+    `cast` and `known` are those of `build`. `read_weights`: read `Job.weights` now, where there is no `known` model.
     Raises `PlaitError` for whatever is wrong with the job, the plan or the machine.
     """
 
     def __init__(
         self, job: Job, plan: Plan | str = "dp=*", *, device: str = "auto", directory: str | Path = "checkpoints",
         workers: int = 0, place: Place | None = None, cast: torch.dtype | None = None, on_nan: str = "stop",
-        known: tuple[BuiltModel, Sketch] | None = None,
+        known: tuple[BuiltModel, Sketch] | None = None, read_weights: bool = True, callbacks: Sequence[Callback] = (),
+        group_norms: bool = False,
     ):  # fmt: skip
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self.place = current() if place is None else place
@@ -78,9 +89,16 @@ class Engine:
         self._within: Literal["", "passes", "update"] = ""
         """Where in a step this is, and so whose state the model is in."""
         self._spans = Spans(lambda phase: self.place.beat(self.position.step, phase))
-        self.passes = Passes(self.built, self._spans)
+        self.turns = Turns(self.built)
+        self.passes = Passes(self.built, self._spans, self.turns)
         self.meter = SpeedMeter(self.built)
         self.guard = Guard(self.built, on_nan)
+        self.base: Base | None = None
+        """Where frozen parameters are that checkpoints do not hold."""
+        self.callbacks, self.group_norms = Callbacks(callbacks), group_norms
+        self.checkpoints.told = self.callbacks.published
+        if job.weights is not None and known is None and read_weights:
+            self.load_weights(job.weights)
 
     def __enter__(self) -> "Engine":
         return self
@@ -139,13 +157,17 @@ class Engine:
         data, workers = self.built.data, self.workers
         if self.plan.rarely:
             data = whole(data)
-        source = batches(data, job.batch, job.seed, self.share, self.position, workers=workers, reads=reads)
+        sampling = Sampling.of(job, len(data)) if is_map(data) else None
+        source = batches(
+            data, job.batch, job.seed, self.share, self.position, workers=workers, reads=reads, sampling=sampling
+        )
         if read_apart(data, self.share):
             source = self._merged(source)
         padding = None  # a data set without a `collate` has samples of one shape only
         if self.share.ranks * self.share.microbatches > 1 and hasattr(data, "collate"):
             padding = Padding(data, self.built.inside, self.built.device)
-        while self.position.step < job.steps and not self._stop:
+        self.callbacks.start(self)
+        while self.position.step < job.steps and not self._stop and not self.callbacks.ended:
             self._spans.begin("data")
             batch = next(source)
             self._compare(batch)
@@ -155,6 +177,7 @@ class Engine:
                     self.built.unlike = (*self.built.unlike, LOOSE)
             self._spans.end("data")
             yield batch
+        self.callbacks.end(self)
 
     def _merged(self, source: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of an iterable of which every rank reads its share."""
@@ -176,7 +199,18 @@ class Engine:
 
     def step(self, batch: Batch) -> Step:
         """Forward, backward, reduce, clip, update. All ranks must take the same steps."""
-        return self.update(batch, self.backward(batch))
+        each = [(phase, self.update(batch, self.backward(batch))) for phase in self.turns.of(batch.after.step)]
+        step = told(each)
+        self.callbacks.step(self, step)
+        return step
+
+    def stop(self, reason: str) -> None:
+        """End the run: after this step's evaluation where that is what calls it, else after the next step. Any rank may call it."""
+        self.callbacks.wish = self.callbacks.wish or reason
+
+    def log(self, name: str, value: float) -> None:
+        """Add a number to the metrics of the step: for callbacks, which all ranks call alike; rank 0's is written."""
+        self.callbacks.logged[name] = float(value)
 
     def backward(self, batch: Batch) -> Tensor:
         """Leave the gradient of the global batch in every parameter's `.grad`; return the summed row of the step (see `_step_row`)."""
@@ -184,7 +218,7 @@ class Engine:
         weights = [weigh(self.job.weight, micro) for micro in batch.micro]
         total = self._total_weight(batch, weights)
         self.guard.before.keep()
-        self._within = "passes"
+        self._within = "passes" if self.turns.first else "update"
         rare, reducer = built.rare, built.reducer
         if rare is not None and isinstance(reducer, CrossGroupSums):
             reducer.everywhere = built.groups["replica_groups"] if rare.sums(batch.after.step) else None
@@ -194,6 +228,7 @@ class Engine:
         self._spans.begin("reduce")
         if built.reducer is not None:
             step_row = built.reducer.finish()
+        self.turns.forget_others()
         if rare is not None:
             rare.given(total > 0)
         self._spans.end("reduce")
@@ -252,19 +287,23 @@ class Engine:
 
     def _step_row(self, batch: Batch, losses: list[Tensor]) -> Tensor:
         """What all ranks must know, summed beside the gradients: loss, wish to stop, samples by share of the batch; by rank
-        seconds computing and waiting for data, and what fits into its memory where shares follow speeds; saving."""
+        seconds computing and waiting for data, and what fits into its memory where shares follow speeds; saving; the wish to
+        end; what the job logged."""
         plan, rank, balance = self.plan, self.place.rank, self.built.balance
         waited = sum(took for name, _, took in self._spans.open if name == "data")
         by_rank = [self.meter.busy, waited] + ([float(self.meter.room)] if balance is not None else [])
-        row = [0.0] * (2 + plan.ranks + len(by_rank) * plan.world) + self._saving()
-        row[2 + plan.ranks + rank : -2 : plan.world] = by_rank
+        logged = self.passes.logged.row()
+        row = [0.0] * (2 + plan.ranks + len(by_rank) * plan.world) + self._saving() + [float(bool(self.callbacks.wish))]
+        row[2 + plan.ranks + rank : -3 : plan.world] = by_rank
         alike = plan.along(SAME_LOSS)
         row[1] = float(self.place.stopping())
         row[2 + plan.share(rank)] = batch.count / (plan.pp * alike)
         if self.built.device.type == "cpu":
             row[0] = sum(float(loss) for loss in losses) / alike
-            return torch.tensor(row, dtype=torch.float64)
-        step_row = torch.tensor(row, dtype=torch.float64, device=self.built.device)
+            return torch.tensor([*row, *map(float, logged)], dtype=torch.float64)
+        step_row = torch.tensor([*row, *(0.0 for _ in logged)], dtype=torch.float64, device=self.built.device)
+        for i, number in enumerate(logged, len(row)):
+            step_row[i] = number
         step_row[0] = torch.stack(losses).sum() / alike if losses else 0.0
         return step_row
 
@@ -292,24 +331,30 @@ class Engine:
         what = self.guard.wrong(built, row[0], norm * unscale)
         trouble = self.guard.handle(self, batch, what) if what else None
         self._set_rate()
-        lr = float(optimizer.param_groups[0]["lr"])
+        lr = self.turns.rate
+        norms = group_norms(built, unscale) if self.group_norms else {}
         finite = trouble is None and (built.scaler is None or math.isfinite(norm))
         if finite:
             self.guard.skipped = 0
             gradients = [p.grad for p in built.own.values() if p.grad is not None]
-            factor = _clip_factor(norm * unscale, self.job.clip) * unscale
+            factor = _clip_factor(norm * unscale, self.turns.clip(self.job)) * unscale
             if gradients and factor != 1.0:
                 scale_(gradients, factor)
             self._within = "update"
             optimizer.step()
+            self.turns.updated()
+            if built.average is not None and self.turns.last:
+                built.average.stepped()
         if built.scaler is not None and trouble is None:
             built.scaler.update(finite)
         for parameter in built.own.values():
             parameter.grad = None
-        self.position, self._within = batch.after, ""
+        if self.turns.last:
+            self.position, self._within = batch.after, ""
         self._spans.end("optimizer")
         step = self._told(batch, row, norm * unscale, lr)
-        step.skipped, step.trouble = not finite, trouble
+        step.skipped, step.trouble, step.norms = not finite, trouble, norms
+        step.lrs = [float(group["lr"]) for group in optimizer.param_groups]
         return step
 
     def _set_rate(self) -> None:
@@ -320,13 +365,17 @@ class Engine:
             group["lr"] = group["initial_lr"] * rate
 
     def _told(self, batch: Batch, row: list[float], norm: float, lr: float) -> Step:
-        loss, stop, *rows, saved, kept = row
+        count, known = numbers_of_step_row(self.plan) - 1, self.passes.logged
+        (loss, stop, *rows, saved, kept, wish), names = row[:count], len(known.names)
+        logged = known.told(row[count:], self.built.inside)
+        if len(known.names) != names and isinstance(self.built.reducer, Reducer):
+            self.built.reducer.widen(count + 1 + 2 * len(known.names))
         if self.built.rare is not None and self.built.rare.sums(batch.after.step):
             loss *= self.plan.replica_groups  # a group's part of the batch's mean, as in steps of its own
         if self.built.rare is None:
-            self._heard(stop, saved, kept)
+            self._heard(stop, saved, kept, wish)
         else:
-            for sent, word in self.built.rare.after(batch.after.step, [stop, saved, kept]):
+            for sent, word in self.built.rare.after(batch.after.step, [stop, saved, kept, wish]):
                 if sent > self._saved:  # else it tells of how far saves were before the last news of them
                     stage = self.checkpoints.stage
                     self._heard(*word)
@@ -338,12 +387,13 @@ class Engine:
         note = "" if balance is None else balance.heard(done, (samples, busy, room), ahead(self.workers))
         return Step(
             done, loss, norm, lr, batch.after.samples, batch.size, tokens(batch), False, self._stop,
-            spans, list(zip(samples, busy)), waited, note=note,
+            spans, list(zip(samples, busy)), waited, note=note, logged=logged,
         )  # fmt: skip
 
-    def _heard(self, stop: float, saved: float, kept: float) -> None:
-        """What all ranks said together: the wish to stop, and how far they are with what they save."""
+    def _heard(self, stop: float, saved: float, kept: float, wish: float = 0.0) -> None:
+        """What all ranks said together: the wish to stop, how far they are with what they save, and the wish to end."""
         self._stop = stop > 0
+        self.callbacks.asked = wish > 0
         self.checkpoints.heard(self, saved)
         if self.memory is not None:
             try:
@@ -364,10 +414,33 @@ class Engine:
             self.built.shards.reshard()
 
     def evaluate(self) -> dict[str, float]:
-        """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`)."""
+        """The job's metrics over its whole evaluation set, every sample once (see `engine/evaluate.py`). They are those of the
+        average of the weights, where the job has one."""
         self.place.beat(self.position.step, "evaluate")
-        with nullcontext() if self.built.rare is None else self.built.rare.global_weights():
-            return evaluate(self.built)
+        with self._judged():
+            values = evaluate(self.built)
+        self.callbacks.evaluation(self, values)
+        return values
+
+    def _judged(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that are judged."""
+        return averaged(self.built) if self.built.rare is None else self.built.rare.global_weights()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 64, temperature: float = 0.0,
+        top_k: int | None = None, stop: int | None = None, seed: int = 0, length: int | None = None,
+        inputs: Callable[[Tensor], Any] | None = None,
+    ) -> list[list[int]]:  # fmt: skip
+        """Continue prompts, lists of token ids: the new tokens of each, on every rank (see `engine/generate.py`). All ranks call it.
+
+        `temperature` 0 takes the likeliest token. `stop`: the token that ends a text. `length`: pad texts to it. `inputs`:
+        tokens of shape [texts, length] -> the model's inputs; None: as in the job's data. U019.
+        """
+        self.place.beat(self.position.step, "evaluate")
+        with self._judged():
+            return generate(
+                self.built, prompts, TokenSampling(max_new_tokens, temperature, top_k, stop, seed, length), inputs
+            )
 
     def save(self, keep: int = 3, wait: bool = True) -> Path:
         """Write a checkpoint of this step, beside training unless `wait`; keep the newest `keep`. All ranks call it."""
@@ -376,6 +449,7 @@ class Engine:
         self._saved = self.position.step
         path = self.checkpoints.save(self, keep, wait)
         self.place.beat(self.position.step, "checkpoint")
+        self.callbacks.saves(self)
         return path
 
     def load_weights(self, path: str | Path) -> None:

@@ -55,7 +55,7 @@ def evaluate(built: Built) -> dict[str, float]:
     sums: dict[str, Tensor] = {}
     size, share = forward_size(built), share_now(built)
     together = built.shards is not None or built.plan.ep > 1
-    with _forward_only(built):
+    with forward_only(built):
         data = opened(job.evaluate.data, try_metrics.WHERE)
         share = replace(share, microbatches=-(-max(share.sizes(job.batch)) // size))
         held_out = HeldOut(data, job.seed, share, lambda: place.within("evaluation data"))
@@ -100,7 +100,7 @@ def _sums(built: Built, pair: tuple[Any, Any], count: int) -> dict[str, Tensor]:
     """Of a batch with `count` samples that are this rank's: each metric's sum and number of values."""
     assert built.job.evaluate is not None
     inputs, targets = move(pair, built.device, built.cast)
-    outputs, here = _outputs(built, inputs, count or 1)
+    outputs, here = outputs_here(built, inputs, count or 1)
     if not (count and here):
         return {}
     metrics, found = built.job.evaluate.metrics, dict[str, Tensor]()
@@ -119,19 +119,19 @@ def first_forward(built: Built, ready: Callable[[Any], Any]) -> None:
     wanted = built.job.evaluate.data
     count = forward_size(built)
     pair = first_samples(example(wanted, opened(wanted, try_metrics.WHERE), try_metrics.WHERE), count)
-    with _forward_only(built):
+    with forward_only(built):
         _sums(built, ready(pair), count)
 
 
 @contextmanager
-def _forward_only(built: Built) -> Iterator[None]:
+def forward_only(built: Built) -> Iterator[None]:
     """In eval mode, without gradients, in the number format of training."""
     precision = autocast(built.device.type, plan_format(built.plan))
     with evaluating(built.model), torch.no_grad(), higher_order.apart(), precision:
         yield
 
 
-def _outputs(built: Built, inputs: object, samples: int) -> tuple[Any, bool]:
+def outputs_here(built: Built, inputs: object, samples: int) -> tuple[Any, bool]:
     """The model's outputs, and whether this rank has them: in a pipeline the last stage does."""
     if built.pipe is None:
         return call(built.model, inputs), True

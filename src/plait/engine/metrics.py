@@ -11,18 +11,17 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 import psutil
 import torch
 
-from plait.config.errors import PlaitError, Problem
 from plait.data.batch import Batch
 from plait.engine.engine import Engine, Step
 from plait.engine.passes import sort_of
 from plait.engine.run_directory import RunDirectory
+from plait.engine.trackers.beside import Beside
 from plait.tensors.finite import number
 
 COMPUTE = ("forward", "backward", "loss", "replicate", "collect")
@@ -36,7 +35,7 @@ class Recorder:
         engine: Engine,
         run: RunDirectory,
         status: Callable[[dict[str, Any]], None],
-        mirrors: list[str],
+        trackers: tuple[str, ...],
         note: Callable[[str], None] = print,
     ):
         self.engine, self.status, self.note, self.told = engine, status, note, 0.0
@@ -44,7 +43,8 @@ class Recorder:
         self.rank, self.world = rank, engine.plan.devices
         self.events = open(run.events(rank), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self.metrics = open(run.metrics, "a", buffering=1, encoding="utf-8") if rank == 0 else None  # noqa: SIM115
-        self.mirror = _mirror(mirrors, run.path) if rank == 0 else None
+        alive = lambda: engine.place.within("checkpoint")  # noqa: E731
+        self.trackers = Beside(trackers, run.path, engine.position.step, note, alive) if rank == 0 else None
         self.recent: deque[tuple[float, dict[str, float], int, int]] = deque(maxlen=50)
         self.waits: deque[tuple[list[float], float]] = deque(maxlen=50)
         """Seconds that each rank waited for samples; those that rank 0 waited in its sums for the slowest rank."""
@@ -66,7 +66,7 @@ class Recorder:
             spent[sort] = spent.get(sort, 0.0) + took
         tokens = step.tokens * step.size // max(1, batch.count)  # ranks hold equal lengths; scale to the batch
         self.recent.append((seconds, spent, step.size, tokens))
-        row = self.row = {
+        row: dict[str, Any] = {
             "step": step.step, "loss": step.loss, "norm": step.norm, "lr": step.lr, "samples": step.samples,
             "seconds": round(seconds, 6), "samples_per_s": round(step.size / seconds, 2),
             "tokens_per_s": round(tokens / seconds, 1) if tokens else None,
@@ -75,6 +75,10 @@ class Recorder:
             "data_by_rank": [round(s, 6) for s in step.data_by_rank], "skipped": step.skipped,
             "spans": {k: round(v, 6) for k, v in spent.items()},
         }  # fmt: skip
+        row |= {"phases": step.phases} if step.phases else {}
+        row |= {"lrs": step.lrs} if len(step.lrs) > 1 else {}
+        row |= {name: found for name, found in (("norms", step.norms), ("logged", step.logged)) if found}
+        self.row = row
         if self.metrics is None:
             return
         if self.engine.built.replicas is not None:
@@ -83,10 +87,8 @@ class Recorder:
         if self.engine.built.scaler is not None:
             row["loss_scale"] = self.engine.built.scaler.value
         self.metrics.write(_json(row))
-        if self.mirror is not None:
-            for name in ("loss", "norm", "lr", "samples_per_s", "tokens_per_s"):
-                if row[name] is not None:
-                    self.mirror.add_scalar(name, row[name], step.step)
+        if self.trackers is not None:
+            self.trackers.look()
         if step.note:
             self.note(step.note)
         busy = [seconds for _, seconds in step.by_rank]
@@ -118,9 +120,6 @@ class Recorder:
         wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if wrong:
             self.note(f"note  evaluation at step {step}: {', '.join(wrong)}")
-        if self.mirror is not None:
-            for name, value in values.items():
-                self.mirror.add_scalar(f"evaluation/{name}", value, step)
         self.status({"evaluation": values, "step": step})
 
     def _event(self, batch: Batch, step: Step) -> None:
@@ -144,7 +143,7 @@ class Recorder:
             "step": step.step, "steps": self.engine.job.steps, "loss": step.loss, "rate": (tokens or samples) / total,
             "unit": "tok/s" if tokens else "samples/s", "share": useful / total, "devices": self.world,
             "memory": self._memory(), "comm": comm / total, "data": data[slowest] / total,
-            "data_rank": None if alike else slowest, "eta": left * total / len(self.recent),
+            "data_rank": None if alike else slowest, "eta": left * total / len(self.recent), "logged": step.logged,
         }  # fmt: skip
 
     def _memory(self) -> int:
@@ -158,10 +157,13 @@ class Recorder:
             if file is not None:
                 file.flush()
 
-    def close(self) -> None:
-        for file in (self.events, self.metrics, self.mirror):
+    def close(self, done: bool = True) -> None:
+        """Nothing follows. `done`: the run has ended as it should, or was asked to stop."""
+        for file in (self.events, self.metrics):
             if file is not None:
                 file.close()
+        if self.trackers is not None:
+            self.trackers.close(done)
 
 
 def _json(row: dict[str, Any]) -> str:
@@ -173,15 +175,3 @@ def _json(row: dict[str, Any]) -> str:
         return number(value) if isinstance(value, float) else value
 
     return json.dumps(plain(row), allow_nan=False) + "\n"
-
-
-def _mirror(names: list[str], path: Path) -> Any:
-    """Where metrics are written a second time. TensorBoard is the one there is."""
-    if not names:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        fix = ("pip install tensorboard",)
-        raise PlaitError(Problem("H004", "--to tensorboard needs the package tensorboard", fix=fix)) from None
-    return SummaryWriter(str(path / "tensorboard"))

@@ -6,7 +6,7 @@ the global batch, whoever computes it and in whatever order.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from plait.config.errors import Problem
+from plait.config.phases import Phase
 from plait.data.batch import Batch
 from plait.engine.build import check_loss, move
+from plait.engine.logged import StepLog, recording, refused_in_threads
+from plait.engine.turns import Turns
 from plait.losses.global_batch import zero_loss
 from plait.model.make import call
 from plait.parallel.built import Built
@@ -58,6 +61,32 @@ class Step:
     """What is to be said of shares of the batch that change."""
     trouble: Problem | None = None
     """What was not finite in a step that was left out, and where it began."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """What the job recorded with `plait.log`: means over the global batch; and a callback with `Engine.log`."""
+    lrs: list[float] = field(default_factory=list)
+    """Learning rate of each parameter group."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """With `group_norms`, the gradient norm of each parameter group over all ranks, before clipping: by its number, or its "name"."""
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Loss, norm and lr of each phase that was due, in a job that has phases; those above are of the first with every=1."""
+
+
+def told(steps: list[tuple[Phase | None, Step]]) -> Step:
+    """What a step did, from what each of its turns did. Loss, norm and learning rate are those of the first phase that is due in
+    every step, so that they are of one phase throughout a run; those of all are in `phases`."""
+    last = steps[-1][1]
+    if steps[-1][0] is None:
+        return last
+    main = next(step for phase, step in steps if phase is not None and phase.every == 1)
+    trouble = next((step.trouble for _, step in steps if step.trouble is not None), None)
+    norms, logged = dict[str, float](), dict[str, float]()
+    for _, step in steps:
+        norms, logged = norms | step.norms, logged | step.logged
+    return replace(
+        last, loss=main.loss, norm=main.norm, lr=main.lr, trouble=trouble, norms=norms, logged=logged,
+        skipped=any(step.skipped for _, step in steps), spans=[span for _, step in steps for span in step.spans],
+        phases={phase.name: {"loss": step.loss, "norm": step.norm, "lr": step.lr} for phase, step in steps if phase},
+    )  # fmt: skip
 
 
 def sort_of(name: str) -> str:
@@ -108,13 +137,14 @@ def tokens(batch: Batch) -> int:
 class Passes:
     """Leaves the gradients of this rank's samples in the parameters' `.grad`."""
 
-    def __init__(self, built: Built, spans: Spans):
-        self.built, self.spans = built, spans
+    def __init__(self, built: Built, spans: Spans, turns: Turns):
+        self.built, self.spans, self.turns = built, spans, turns
         self.output_bytes = 0
         """Of the outputs that processes=one gathers on its first device."""
         self.losses: list[tuple[int, Tensor]] = []
         """Of the last step: number of a micro-batch, its loss; where losses are computed."""
         self.number = 0
+        self.logged = StepLog(built.device)
 
     def pieces(self, batch: Batch, runs: dict[int, float]) -> list[MicroBatch]:
         """The micro-batches to run, on the device. `runs`: number -> its weight over the global batch's."""
@@ -132,6 +162,7 @@ class Passes:
 
     def run(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Forward and backward of all. `arm` is given the weighted losses when the last backward is about to begin."""
+        self.logged.begin()
         with self.built.sharers.here(), higher_order.apart():
             step_row = self._all(pieces, step, arm)
         self.losses = [(piece.number, piece.loss) for piece in pieces if piece.loss is not None]
@@ -167,7 +198,7 @@ class Passes:
         """(loss, what runs its backward pass) of one micro-batch."""
         built = self.built
         self.spans.begin("forward")
-        with built.randomness.at(step, piece.first, piece.samples):
+        with built.randomness.at(step, piece.first, piece.samples, turn=built.turn):
             loss = self._loss(self._model(piece), piece)
         self.spans.end("forward")
         scaled = loss if piece.scale == 1.0 else loss * piece.scale
@@ -175,18 +206,18 @@ class Passes:
         def backward() -> None:
             built.sharers.idle = piece.idle
             with built.randomness.replay():
-                scaled.backward()
+                scaled.backward(inputs=self.turns.backward_to())
 
         return loss.detach(), backward
 
     def _model(self, piece: MicroBatch) -> Any:
         self.built.sharers.begin(piece.idle)
-        with self._format():
+        with self._format(), self.logged.at(piece.weight):
             return self.built.run(self.built.model, piece.inputs)
 
     def _loss(self, outputs: object, piece: MicroBatch) -> Tensor:
         """The job's loss, or zero for an empty share in a model that communicates: it takes part and adds nothing."""
-        with self._format():
+        with self._format(), self.logged.at(piece.weight):
             whole = lambda: self.built.job.loss(outputs, piece.targets)  # noqa: E731
             loss = whole() if piece.weight else zero_loss(whole, outputs, self.built.sharers.made)
         check_loss(loss)
@@ -199,7 +230,7 @@ class Passes:
     @contextmanager
     def _threaded(self) -> Iterator[None]:
         """Around the forward pass of a part of the samples, in a thread of its own."""
-        with self.built.sharers.thread(), self._format():
+        with self.built.sharers.thread(), self._format(), recording(refused_in_threads()):
             yield
 
     def _pipelined(self, pieces: list[MicroBatch], step: int, arm: Callable[[list[Tensor]], Tensor]) -> Tensor:

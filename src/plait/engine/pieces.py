@@ -65,7 +65,9 @@ class Pieces(Checkpoints):
         step = int(flight.path.name[5:])
         with contextlib.suppress(OSError):  # another rank of this machine was first
             os.rename(flight.building, flight.path.with_name(f"{PIECES}{step}"))
-            for old in sorted(self.directory.glob(f"{PIECES}*"), key=lambda p: -int(p.name.removeprefix(PIECES)))[KEPT:]:
+            for old in sorted(self.directory.glob(f"{PIECES}*"), key=lambda p: -int(p.name.removeprefix(PIECES)))[
+                KEPT:
+            ]:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _exchange(self, building: Path) -> None:
@@ -74,7 +76,11 @@ class Pieces(Checkpoints):
         files = sorted(building.glob(f"*-{rank:05d}.*"))
         names = json.dumps([[file.name, file.stat().st_size] for file in files]).encode()
         sent: list[Any] = []
-        for payload in (torch.tensor([len(names)]), torch.frombuffer(bytearray(names), dtype=torch.uint8), *map(_mapped, files)):
+        for payload in (
+            torch.tensor([len(names)]),
+            torch.frombuffer(bytearray(names), dtype=torch.uint8),
+            *map(_mapped, files),
+        ):
             sent.append((dist.isend(payload, self.neighbours.to, group=self.group), payload))
         for source in self.neighbours.of:
             self._receive(source, building)

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.checkpoint.checkpoints import Checkpoints, damaged
-from plait.checkpoint.manifest import MANIFEST, read_manifest
+from plait.checkpoint.checkpoints import Checkpoints
+from plait.checkpoint.manifest import MANIFEST, damaged, read_manifest
 from plait.checkpoint.safetensors_file import Damaged
 from plait.config.errors import NO_ROOM, USAGE, PlaitError, Problem, did_you_mean
 from plait.config.plan import Plan
@@ -22,6 +22,8 @@ from plait.engine.run_directory import RunDirectory
 STACKS = (b"Traceback (most recent call last)", b"(most recent call first)", b"Fatal Python error")
 """What is worth keeping of the output of a run that failed at its start."""
 FAILED_START = "failed-start"
+BEST = "best"
+"""The folder of a run in which the best checkpoints are (`plait.BestCheckpoint`)."""
 AUTO = "auto"
 """`--resume auto`: the job's newest run, or a new one where there is none yet. For a command that is started again by itself."""
 
@@ -40,12 +42,15 @@ def find(text: str, job: str, root: Path) -> tuple[RunDirectory | None, Path | N
     path = path.parent if path.name == "checkpoints" else path
     if re.fullmatch(r"step-\d+", path.name) and path.is_dir():
         run = path.parent.parent
-        return (RunDirectory(run) if path.parent.name == "checkpoints" and (run / "job.json").exists() else None), path
+        ours = path.parent.name in ("checkpoints", BEST) and (run / "job.json").exists()
+        return (RunDirectory(run) if ours else None), path
     if (path / "checkpoints").is_dir():
         if not Checkpoints(path / "checkpoints").found():
             why, fix = "nothing was saved before it ended", ("start without --resume",)
             raise PlaitError(Problem("K001", f"the run {path} has no checkpoint", why=why, fix=fix))
         return RunDirectory(path), None
+    if path.name == BEST and (found := Checkpoints(path).found()):
+        return find(str(found[0]), job, root)
     why = "a run has a folder `checkpoints`, and a checkpoint is a folder such as step-000200 in it"
     raise PlaitError(Problem("K001", f"{text} is neither a run nor a checkpoint", why=why, fix=("--resume",)))
 
@@ -90,7 +95,8 @@ class Start:
             latest = _latest(root)
             return Start(RunDirectory.create(job, plan, arguments, root), True, latest).seen()
         run, checkpoint = find("" if resume == AUTO else resume, job, root)
-        if run is not None and (checkpoint is None or Checkpoints(run.checkpoints).found()[0].samefile(checkpoint)):
+        newest = Checkpoints(run.checkpoints).found()[:1] if run is not None else []
+        if run is not None and (checkpoint is None or any(path.samefile(checkpoint) for path in newest)):
             latest = _latest(run.path.parent)
             run.point()
             return Start(run, False, latest).seen()

@@ -107,16 +107,17 @@ class RunDirectory:
         fix = ("wait for it, or stop it", "start a new run without --resume")
         raise PlaitError(Problem("R001", f"another process is running {self.path}", fix=fix))
 
-    def evaluated(self, step: int) -> bool:
-        """Whether the metrics have the evaluation of a step."""
+    def evaluation(self, step: int) -> dict[str, float | None] | None:
+        """The evaluation of a step, if the metrics have it."""
         rows = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
-        return any(b'"evaluation"' in row and _step_of(row) == step for row in rows)
+        found = (row for row in rows if b'"evaluation"' in row and step_of(row) == step)
+        return next((json.loads(row)["evaluation"] for row in found), None)
 
     def cut(self, step: int) -> None:
         """Forget the rows of metrics and events after `step`: a resumed run writes them again."""
         for path in (self.metrics, *self.path.glob("events/*.jsonl")):
             if path.exists():
-                kept = [row for row in path.read_bytes().splitlines() if _step_of(row) <= step]
+                kept = [row for row in path.read_bytes().splitlines() if step_of(row) <= step]
                 beside = path.with_name(path.name + ".tmp")
                 beside.write_bytes(b"".join(row + b"\n" for row in kept))
                 os.replace(beside, path)
@@ -124,7 +125,7 @@ class RunDirectory:
     def remember(self, row: dict[str, Any]) -> None:
         """Add the metrics of a step that rank 0 did not live to write."""
         rows = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
-        if not any(b'"loss"' in line and _step_of(line) == row["step"] for line in rows):
+        if not any(b'"loss"' in line and step_of(line) == row["step"] for line in rows):
             with open(self.metrics, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -186,7 +187,8 @@ def _number(name: str, start: str) -> int:
     return int(tail) if tail != name and tail.isascii() and tail.isdecimal() else 0
 
 
-def _step_of(row: bytes) -> float:
+def step_of(row: bytes) -> float:
+    """The step that a line of JSON is of; beyond any, where it has none."""
     try:
         step = json.loads(row)["step"]
     except (ValueError, KeyError, TypeError):

@@ -18,6 +18,7 @@ from torch import Tensor
 from plait.config.errors import PlaitError, Problem
 from plait.config.keys import AXES, OTHER_SAMPLES
 from plait.config.plan import Plan
+from plait.engine.logged import AGREEING
 from plait.losses.global_batch import CURRENT
 from plait.tensors.torch_private import TorchDispatchMode, group_in, tree_leaves
 
@@ -144,6 +145,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func.name().partition("::")
+        if AGREEING.get():
+            return func(*args, **(kwargs or {}))
         if namespace == "c10d":
             self.traffic.note(name.partition(".")[0], args)
         elif namespace == "_c10d_functional" and (usual := _outside_a_graph(name)):

@@ -23,6 +23,8 @@ round             one start of a run's ranks: machines, devices, plan
 nodes             launchers of several machines, which tell each other what they see
 stopping          SIGTERM and SIGUSR1: requests to stop
 child             the life of a process that is forked
+fresh             a fresh process that starts ranks where this one cannot be forked
+companion         a process beside a rank, which neither holds it up nor ends it
 devices           which accelerators there are, without a CUDA call
 detect            this machine as a `Machine`
 """

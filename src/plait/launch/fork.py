@@ -7,6 +7,7 @@ and names the one that is guilty: a rank that only lost its peer is a victim.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from plait.config.errors import PlaitError
 from plait.launch import limits
@@ -35,6 +36,8 @@ from plait.launch.stopping import WARNINGS, StopRequest
 from plait.launch.supervise import Listener, Spare, Supervisor, Worker, end, kill
 
 Target = Callable[[Place], dict[str, Any] | None]
+OMP_PAUSE_HARD = 2
+"""OpenMP 5.0, `omp_pause_resource_all`: give back all threads; the next parallel region makes new ones."""
 
 
 def run(
@@ -60,13 +63,13 @@ def run(
     meeting = node.meeting if node is not None else None
     devices = range(len(ranks)) if devices is None else devices
     group = _Group(target, world, ProgressBoard(ranks), Stacks(), listening, meeting, devices)
-    workers = list[Worker]()
+    workers, stores, supervisor = list[Worker](), list[object](), None
     try:
         with _frozen():
             for rank in ranks:
                 with limits.forking(rank, world):
                     workers.append(_fork(group, rank, workers))
-        server = store_at(listening) if listening is not None else None
+        stores += [store_at(listening)] if listening is not None else []
         if spare is not None:
             spare = replace(spare, fork=lambda rank: _fork(group, rank, workers))
         supervisor = Supervisor(
@@ -74,10 +77,11 @@ def run(
             node=node, handing=handing, spare=spare,
         )  # fmt: skip
         with _stop_signals(group.board, workers):
-            result = supervisor.wait()
-        del server
-        return result
+            return supervisor.wait()
     finally:
+        stores.clear()  # ends it, also where an exception that somebody keeps keeps this frame
+        if supervisor is not None:
+            supervisor.selector.close()
         if listening is not None:
             listening.close()
         end(workers)
@@ -129,7 +133,8 @@ def stay_forkable() -> None:
 
 
 def _warm_up() -> None:
-    """Import what workers need, before forking. One thread: a forked copy of a thread pool is dead. H011 after CUDA was used."""
+    """Import what workers need, before forking. One thread: a forked copy of a thread pool is dead, so OpenMP's, in which this
+    thread may have computed, is dissolved. H011 after CUDA was used."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -141,7 +146,10 @@ def _warm_up() -> None:
     import torch.distributed
 
     torch.set_num_threads(1)
-    faulthandler.enable()
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(OMP_PAUSE_HARD)
+    faulthandler.enable(2)  # of a worker, its output: sys.stderr may be anything, such as a notebook's
 
 
 def _fork(group: _Group, rank: int, before: list[Worker]) -> Worker:
@@ -172,9 +180,18 @@ def _child(work: Callable[[], int], parent: int, output: int) -> NoReturn:
     def heard() -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
+        sys.stdout, sys.stderr = _plain(sys.stdout, 1), _plain(sys.stderr, 2)
         return work()
 
     live(heard, parent)
+
+
+def _plain(stream: TextIO, descriptor: int) -> TextIO:
+    """A stream that writes to the descriptor: that of a notebook would write to the notebook's sockets."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may have no descriptor
+        if stream.fileno() == descriptor:
+            return stream
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _work(group: _Group, rank: int, channel: int) -> int:

@@ -1,6 +1,10 @@
 """What a model is, found by running it on tensors without numbers.
 
 make              the job's model and optimizer, and how the model is called
+pretrained        models whose weights come from a file
+parameter_groups  the names of parameters inside Job.optimizer; groups by them
+combined_optimizer  several optimizers as one
+schedule          a scheduler of torch as Job.schedule
 transformers      what Hugging Face models need: no cache, experts in float64
 fake_model        the model without memory for its weights
 deferred_init     initial weights drawn whole and kept in parts

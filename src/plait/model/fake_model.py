@@ -11,6 +11,7 @@ from torch import nn
 from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
 from plait.data import batch as data
+from plait.data import sampling
 from plait.model.make import call, judged, make_model
 from plait.model.sketch import Sketch, sketch
 from plait.randomness.keyed import host_kept
@@ -32,7 +33,7 @@ def sketched(job: Job) -> tuple[nn.Module, Sketch]:
 
     J015 when `Job.units` does not fit the model, J018 when a large model can only be understood by building it.
     """
-    example = data.example(job.data, data.opened(job.data))
+    example = sampling.example(job, sampling.data_of(job))
     pairs = lambda n: data.first_samples(example, n)  # noqa: E731
     judge = lambda n: judged(job, pairs(n)[1])  # noqa: E731
     failure: Exception = RuntimeError()

@@ -16,6 +16,8 @@ from plait.config.errors import PlaitError, Problem
 from plait.config.job import Job
 from plait.model import transformers
 from plait.model.deferred_init import defer
+from plait.model.parameter_groups import optimizer_of
+from plait.randomness.keyed import host_kept
 from plait.tensors.collectives import differing, digest
 from plait.tensors.modules import put_parameters
 from plait.tensors.torch_private import convert, own_buffers
@@ -61,6 +63,21 @@ def _convert_fake(model: nn.Module, one: Callable[[Tensor], Tensor]) -> None:
 
 def make_model(job: Job) -> nn.Module:
     """The job's model with the initial weights its constructor draws on one device, on every rank alike."""
+    model = _drawn(job)
+    _supported(model)
+    transformers.in_doubles()
+    if hasattr(job.loss, "attach"):
+        job.loss.attach(model)
+    return in_training(model)
+
+
+@host_kept()
+def plain_model(job: Job) -> nn.Module:
+    """The job's model as its constructor leaves it, with nothing of training about it."""
+    return _drawn(job)
+
+
+def _drawn(job: Job) -> nn.Module:
     random.seed(job.seed)
     np.random.seed(job.seed & 0xFFFFFFFF)
     torch.manual_seed(job.seed)
@@ -69,11 +86,7 @@ def make_model(job: Job) -> nn.Module:
         fix = ("return a module from it: model=lambda: MyModel(…)",)
         what = f"the job's model is a {type(model).__name__}, not a torch.nn.Module"
         raise PlaitError(Problem("J006", what, fix=fix))
-    _supported(model)
-    transformers.in_doubles()
-    if hasattr(job.loss, "attach"):
-        job.loss.attach(model)
-    return in_training(model)
+    return model
 
 
 def in_training(model: nn.Module) -> nn.Module:
@@ -96,6 +109,20 @@ def _supported(model: nn.Module) -> None:
         what = f"{sparse[0]} makes sparse gradients, which plait does not sum"
         why = "their sum over ranks, norm and clipping are not defined here"
         raise PlaitError(Problem("J012", what, why=why, fix=("sparse=False    (the result is the same)",)))
+    own_kind = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if _of_own_kind(p)]
+    if own_kind:
+        kind = type(dict((*model.named_parameters(), *model.named_buffers()))[own_kind[0]].data)
+        what = f"{own_kind[0]} is a {kind.__module__}.{kind.__name__}, a tensor that has its numbers elsewhere"
+        why = f"it can be neither cut, nor saved, nor compared as plain numbers; {len(own_kind)} tensors are such"
+        fix = (
+            "keep quantised weights as plain integer parameters (requires_grad=False) or buffers, with their scales beside",
+        )
+        raise PlaitError(Problem("K023", what, why=why, fix=fix))
+
+
+def _of_own_kind(tensor: Tensor) -> bool:
+    """Whether it is a tensor of a quantisation library, which wraps others or keeps a state in attributes."""
+    return hasattr(tensor, "__tensor_flatten__") or type(tensor).__module__.partition(".")[0] == "bitsandbytes"
 
 
 def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
@@ -105,7 +132,7 @@ def make_optimizer(job: Job, own: dict[str, nn.Parameter]) -> tuple[torch.optim.
     parameters may depend on their number and order.
     """
     names = {id(p): name for name, p in own.items()}
-    optimizer = job.optimizer([p for p in own.values() if p.requires_grad])
+    optimizer = optimizer_of(job, own)
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"the job's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         fix = ("return one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",)

@@ -5,6 +5,7 @@ built             what strategies make of a job on one rank
 mesh              the groups of ranks of a plan
 gradient_sums     sums between ranks that are not alike; the norm
 whole_tensors     optimizers that look at whole tensors, where ranks hold parts
+average           the moving average of the weights (Job.ema)
 mutations         what a plan would lose of what a forward pass writes
 compression/      compressed sums with error feedback (compress)
 data/             data parallelism (dp)

@@ -23,6 +23,7 @@ from plait.parallel.replicas import Replicas
 from plait.parallel.shares.balance import Balance
 from plait.randomness.keyed import Randomness
 from plait.randomness.sub_block import Rule
+from plait.tensors.moving_average import MovingAverage
 from plait.tensors.part import Part, Ranges, whole
 
 
@@ -152,6 +153,10 @@ class Built:
     """This rank's parts of parameters that are on the meta device, until they are put in place."""
     reducer: GradientReducer | None = None
     """What sums gradients over the ranks: `Reducer`, `CompressedReducer`, `FsdpRuntime`, or None."""
+    by_phase: dict[str, GradientReducer] = field(default_factory=dict)
+    """The same of each phase's gradients, in a job that has phases; `reducer` is that of the phase whose turn it is."""
+    turn: str = ""
+    """Name of the phase whose turn it is (`engine/turns.py`)."""
     compressor: Compressor | None = None
     """What makes the sums of copies under `compress`, and holds the residuals."""
     shards: FsdpRuntime | None = None
@@ -204,6 +209,8 @@ class Built:
     scaler: LossScale | None = None
     balance: Balance | None = None
     """What follows the speeds of shares, under `batch_shares=auto`."""
+    average: MovingAverage | None = None
+    """The average of the weights, where the job wants one (`parallel/average.py`)."""
     begun: bool = False
     """A step was made."""
     structure: dict[str, list[str]] = field(default_factory=dict)

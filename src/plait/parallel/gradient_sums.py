@@ -32,7 +32,8 @@ class CrossGroupSums:
         self.inner, self.shards = built.reducer, built.shards
         self.copies = built.reducer if isinstance(built.reducer, (Reducer, CompressedReducer)) else None
         self.pipelined, self.plan = built.pipe is not None, built.plan
-        self.partial, self.holders, self.experts = built.partial, built.holders, built.experts
+        self.partial = [(tuple(n for n in some if n in set(names)), group) for some, group in built.partial]
+        self.holders, self.experts = built.holders, built.experts
         self.flagged: list[str] = [] if self.shards is None else names
         """Parameters of which a rank cannot tell alone whether any used them: where it has a part of each, there is a gradient."""
         self.step_row = self.row = torch.empty(0)
@@ -85,7 +86,7 @@ class CrossGroupSums:
             self._add_up(self._trained(self.names), self.everywhere)
             self._used_elsewhere(self.everywhere)
         used = [float(self._used(n)) for n in self.flagged]
-        row = torch.tensor([self._squares(), *used], dtype=torch.float64, device=self.step_row.device)
+        row = torch.tensor([self.square_of(self.names), *used], dtype=torch.float64, device=self.step_row.device)
         self.row = torch.cat([self.step_row, row])
         self.work = dist.all_reduce(self.row, group=self.everybody, async_op=True)
         if self.shards is not None:  # they have gradients of zeros where nobody used a parameter
@@ -113,10 +114,10 @@ class CrossGroupSums:
             self.work = None
         return self.row[len(self.step_row) :].tolist()
 
-    def _squares(self) -> float:
-        """This rank's share of the squared norm: each part counts once, however many ranks hold it."""
+    def square_of(self, names: Iterable[str]) -> float:
+        """This rank's share of the squared norm of these gradients: each part counts once, however many ranks hold it."""
         alike: dict[int, list[Tensor]] = {}
-        for name in self.names:
+        for name in names:
             gradient = self.own[name].grad if name in self.own else None
             if gradient is not None:
                 alike.setdefault(self._copies(name), []).append(gradient)
@@ -156,7 +157,9 @@ class CrossGroupSums:
         return [n for n in names if n in self.own and self.own[n].requires_grad]
 
     def _used_elsewhere(self, group: ProcessGroup) -> None:
-        used = torch.tensor([float(self._used(n)) for n in self.flagged], dtype=torch.float64, device=self.step_row.device)
+        used = torch.tensor(
+            [float(self._used(n)) for n in self.flagged], dtype=torch.float64, device=self.step_row.device
+        )
         if self.flagged:
             dist.all_reduce(used, group=group)
             self.elsewhere = {n for n, times in zip(self.flagged, used.tolist()) if times}

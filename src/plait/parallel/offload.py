@@ -95,5 +95,5 @@ def on_host(plan: Plan, category: str, updating: bool) -> bool:
     """Whether tensors of a category of memory lie on the host. `updating`: made by the optimizer's step."""
     if plan.offload == "none":
         return False
-    there = ("optimizer", "host copies", *(("parameters", "gradients") if plan.offload == "all" else ()))
+    there = ("optimizer", "average", "host copies", *(("parameters", "gradients") if plan.offload == "all" else ()))
     return category in there or (updating and category == "temporary")

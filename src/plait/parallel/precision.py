@@ -16,7 +16,7 @@ Choose when
 
 Avoid when
     Results must equal fp32's. This is another rounding, hence not exact; `plait verify` proves the logic in float64, and
-    holds a step in this format against one device in the same format (`verify/formats.py`).
+    holds a step in this format against one device in the same format (`proof/formats.py`).
 
 How it stays equal on all ranks
     The overflow decision is taken on the *global* gradient norm, after the sum over ranks: an infinity on one rank

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from plait.config.errors import Problem
+from plait.config.errors import PlaitError, Problem
 from plait.config.plan import Plan
 from plait.model.sketch import Sketch
 from plait.parallel.built import Built
@@ -80,12 +80,23 @@ def marked(sketch: Sketch) -> list[str]:
 
 
 def apply(built: Built) -> None:
+    _check_draws(built)
     for name in marked(built.sketch):
         module = built.model.get_submodule(name)
         wide = built.cast is torch.float64 and not built.plan.compile
         module.forward = Recomputed(
             module, name, built.sketch, selective=built.plan.recompute == "selective", wide=wide
         )
+
+
+def _check_draws(built: Built) -> None:
+    """P092 when a derivative that the forward pass asks for would have a unit that draws computed again, inside of that pass."""
+    units, owners = marked(built.whole), {place.split("#")[0] for place in built.whole.places}
+    draws = [unit for unit in units if any(f"{owner}.".startswith(f"{unit}.") for owner in owners)]
+    if draws and built.whole.differentiates:
+        what = f"recompute={built.plan.recompute} does not work with random numbers in {draws[0]}"
+        why = "the forward pass asks for derivatives, and what is computed again for them there would draw others"
+        raise PlaitError(Problem("P092", what, why=why, fix=("leave out recompute", "no dropout in it")))
 
 
 class Recomputed(RepeatableForward):

@@ -276,7 +276,7 @@ def _notes(found: Answer) -> list[str]:
         "about √k (Adam) to k (SGD) times it: --batch N --scale-lr sqrt|linear",
         f"confidence: nine of ten steps take {found.sure.low:.2f} to {found.sure.high:.2f} of what is predicted"
         + ("" if found.asked.machine.measured else "; `plait bench` on the machine and --try 3 improve it"),
-        f'next: plait train {found.asked.name} --plan "{plan}"     plait plan {found.asked.name} --plan "{plan}" --dry-run',
+        _next(found.asked.name, str(plan)),
     ]
     if found.beside:
         lines.insert(0, found.beside)
@@ -301,6 +301,13 @@ def _late(found: Answer, candidate: Candidate) -> list[str]:
 
 def _bytes(candidate: Candidate | None) -> float:
     return candidate.estimate.reserved if candidate is not None and candidate.estimate else inf
+
+
+def _next(name: str, plan: str) -> str:
+    """What to do with a plan, in the words in which the job was given: by its file, or as a value of Python."""
+    if not name.partition(":")[0].endswith(".py"):
+        return f'next: plait.train({name}, plan="{plan}")     plait.verify({name}, plan="{plan}")'
+    return f'next: plait train {name} --plan "{plan}"     plait plan {name} --plan "{plan}" --dry-run'
 
 
 def toml(found: Answer) -> str:

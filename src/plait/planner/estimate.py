@@ -64,7 +64,7 @@ def estimate(pace: TimeModel, plan: Plan, samples: float, within: float = inf) -
     away = 0.0 if plan.offload == "none" else software.weights + software.gradients + software.state
     flops = 3 * pace.work.flops * samples * plan.microbatches / (plan.along(WITHIN) // plan.shares)
     found = Estimate(plan, inf, {}, memory, reserved, flops, states * away,
-                     late.bill(pace, plan, trained), states)  # fmt: skip
+                     late.bill(pace, plan, sum(weights[s] for s in fullest)), states)  # fmt: skip
     if reserved > within:
         return found
     own = [part for s in fullest for part in cut[s]]
@@ -220,18 +220,19 @@ def gradients(pace: TimeModel, plan: Plan, own: Timed, hidden: float) -> dict[st
         return {"gradients": 0.0}
     machine, software, inner, f = pace.machine, pace.software, plan.along(SAME_LOSS), plan.fsdp
     free = pace.free
-    elements = sum(room.weights(b, plan) * n for b, _, n in own)
+    everything, part = sum(room.weights(b, plan) * n for b, _, n in own), 1 - pace.work.frozen
+    elements = everything * part  # what is frozen is gathered, and has no gradient
     forward, backward = hidden / 3, hidden * 2 / 3
     apart = machine.all_reduce(late.BUCKET, plan.dp, inner * f) * elements * software.sent / f / late.BUCKET if f > 1 else 0.0
     if f > 1 and plan.zero == 3:
         gather = sum(machine.all_gather(room.weights(b, plan) * item(plan), f, inner) * n for b, _, n in own)
-        scatter = sum(machine.reduce_scatter(room.weights(b, plan) * software.sent, f, inner) * n for b, _, n in own)
+        scatter = sum(machine.reduce_scatter(room.weights(b, plan) * part * software.sent, f, inner) * n for b, _, n in own)
         each = max(0.0, gather - free * forward) + max(0.0, gather + scatter - free * backward)
         return {"gradients": plan.microbatches * each + max(0.0, apart - free * backward)}
     if f > 1:
         pieces = max(1, ceil(elements * software.sent / late.BUCKET))
         scatter = pieces * machine.reduce_scatter(elements * software.sent / pieces, f, inner)
-        gather = pieces * machine.all_gather(elements * software.weights / pieces, f, inner)
+        gather = pieces * machine.all_gather(everything * software.weights / pieces, f, inner)
         return {"gradients": max(0.0, scatter + apart - free * backward) + max(0.0, gather - free * forward)}
     whole, pieces = late.seconds_sent(pace, plan, elements, "dp")
     if late.format_of(plan, "dp") != "none":

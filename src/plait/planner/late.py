@@ -157,10 +157,10 @@ def held(pace: TimeModel, plan: Plan, numbers: float, weights: float) -> dict[st
 def bill(pace: TimeModel, plan: Plan, numbers: float) -> dict[str, float]:
     """Bytes that a rank sends in a step, by axis: gradients and weights, not what stages and slices hand on.
 
-    `numbers`: weights that a rank of `tp` and `pp` computes with.
+    `numbers`: weights that a rank of `tp` and `pp` computes with. Those of them that are frozen have no gradient, and are gathered.
     """
     software, f, found = pace.software, plan.fsdp, dict[str, float]()
-    part = numbers / f
+    part = numbers * (1 - pace.work.frozen) / f
     if plan.replica_groups > 1 and plan.sync == "async":
         found["replica_groups"] = sum(pushed(pace, plan, part))
     elif plan.replica_groups > 1:
@@ -169,8 +169,9 @@ def bill(pace: TimeModel, plan: Plan, numbers: float) -> dict[str, float]:
         found["dp"] = bytes_sent(pace, plan, part, plan.dp, "dp")
     if f > 1:
         item = 2.0 if plan.precision in ("bf16", "fp16") else 4.0
-        whole = plan.microbatches * (2 * item + software.sent) if plan.zero == 3 else software.sent + software.weights
-        found["fsdp"] = (f - 1) * part * whole
+        gathered = plan.microbatches * 2 * item if plan.zero == 3 else software.weights
+        added = software.sent * (plan.microbatches if plan.zero == 3 else 1)
+        found["fsdp"] = (f - 1) * (part * added + numbers / f * gathered)
     return found
 
 

@@ -4,6 +4,7 @@ What a plan really allocates is found by running it on fake tensors (`plait plan
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from plait.config.plan import Plan
 from plait.planner.from_sketch import Block
@@ -55,9 +56,9 @@ def memory(
 
     `frozen` is the share of the weights that is not trained.
     """
-    found = [_rank(stages, plan, samples, live[k % len(live)], software) for k, stages in enumerate(ranks)]
+    trained = replace(software, gradients=software.gradients * (1 - frozen))
+    found = [_rank(stages, plan, samples, live[k % len(live)], trained) for k, stages in enumerate(ranks)]
     for categories in found:
-        categories["gradients"] *= 1 - frozen
         categories["optimizer"] *= 1 - frozen
     return max(found, key=lambda categories: sum(categories.values()))
 

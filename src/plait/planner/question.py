@@ -13,6 +13,7 @@ from plait.config.machine import Machine
 from plait.config.network import Link
 from plait.config.plan import Plan
 from plait.data import batch as data
+from plait.data import sampling
 from plait.engine.build import check_plan
 from plait.model.fake_model import sketched
 from plait.model.sketch import Sketch
@@ -24,6 +25,7 @@ from plait.planner.from_sketch import Cuts, cuts_of, workload_of
 from plait.planner.space import SearchSpace
 from plait.planner.time import Cores, Software, TimeModel
 from plait.tensors import scripted
+from plait.tensors.moving_average import averaged_in
 
 CONTEXT = 1 << 30
 """Bytes that a process on an accelerator takes before it has a tensor."""
@@ -62,7 +64,7 @@ class PlanRequest:
 
         torch.set_num_threads(1)
         model, sketch = sketched(job)
-        example = data.example(job.data, data.opened(job.data))
+        example = sampling.example(job, sampling.data_of(job))
         inputs = lambda n: data.first_samples(example, n)[0]  # noqa: E731
         cuts = cuts_of(sketch, model, inputs, job) if split else Cuts()
         known, guessed = sped(machine)
@@ -197,7 +199,13 @@ def software(job: Job, sketch: Sketch) -> Software:
     count = max(1, sum(n for n, _ in rows))
     trained = max(1, sum(prod(shape) for _, shape, _ in sketch.parameters))
     weights = sum(n * size for n, size in rows) / count
-    return Software(weights, weights, optimizer_state(job, sketch) / trained, weights)
+    kept = optimizer_state(job, sketch) + (average_bytes(sketch) if job.ema is not None else 0)
+    return Software(weights, weights, kept / trained, weights)
+
+
+def average_bytes(sketch: Sketch) -> int:
+    """Bytes of the average of the weights on one device: it is kept where and as the optimizer's state is."""
+    return sum(prod(shape) * averaged_in(dtype).itemsize for _, shape, dtype in sketch.parameters)
 
 
 def sped(machine: Machine) -> tuple[Machine, bool]:

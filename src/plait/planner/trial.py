@@ -78,7 +78,7 @@ def _steps(place: Place, job: Job, plans: Sequence[Plan], rounds: int) -> dict[s
     refused: dict[str, str] = {}
     for k, plan in enumerate(plans):
         try:
-            engines[k] = Engine(job, plan, place=place, device="cpu", on_nan="ignore")
+            engines[k] = Engine(job, plan, place=place, device="cpu", on_nan="ignore", read_weights=False)
         except PlaitError as error:  # the same on all ranks
             refused[str(k)] = error.problems[0].what
             continue

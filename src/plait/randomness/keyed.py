@@ -218,22 +218,24 @@ class Randomness:
             self._snapshots[self._cursor] = (self.where.tolist(), list(self._owner), dict(self._calls), self.windows)
 
     @contextmanager
-    def at(self, step: int, first: int, count: int, stage: int = 0) -> Iterator[None]:
+    def at(self, step: int, first: int, count: int, stage: int = 0, turn: str = "") -> Iterator[None]:
         """The context of a forward pass on samples first … first + count − 1 of the global batch of `step`.
 
-        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no number.
+        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no number. `turn`: the phase of
+        the step, if the job has phases; each draws numbers of its own.
         """
-        seed_host(self.seed, "forward", step)
+        seed = key(self.seed, "phase", turn) & 0x7FFFFFFFFFFFFFFF if turn else self.seed
+        seed_host(seed, "forward", step)
         if not self.needed:
             yield
             return
         if int(self.where[1]) != step:
             self._snapshots.clear()
-        self._where[:] = self.seed, step, first, count
+        self._where[:] = seed, step, first, count
         self._calls, self._replaying = {}, False
         self._owner.clear()
         self._entered.clear()
-        self._cursor = key(self.seed, "event", step, first, stage) & 0x7FFFFFFFFFFFFFFF
+        self._cursor = key(seed, "event", step, first, stage) & 0x7FFFFFFFFFFFFFFF
         with self._mode:
             self._after_event()
             yield

@@ -69,12 +69,23 @@ def text(run: dict[str, Any]) -> str:
     lines.append(f"speed       {speed} · {run['seconds']:,.0f} s in all")
     if run["skipped"]:
         lines.append(f"skipped     {run['skipped']} steps")
+    lines += evaluation_curves(run["evaluations"])
     for row in run["evaluations"][-EVALUATIONS:]:
         values = ", ".join(f"{k} {'not finite' if v is None else f'{v:.4g}'}" for k, v in row.items() if k != "step")
         lines.append(f"evaluation  step {row['step']}: {values}")
     lines.append(f"saved       {', '.join(run['checkpoints'][-3:]) or 'nothing'}")
     lines.append(f"picture     plait report {run['run']} --timeline    a step on every rank")
     return "\n".join(lines)
+
+
+def evaluation_curves(evaluations: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each metric that was measured more than once, with its curve."""
+    for name in (key for key in dict.fromkeys(key for row in evaluations for key in row) if key != "step"):
+        values = [row[name] for row in evaluations if isinstance(row.get(name), (int, float))]
+        if len(values) > 1:
+            told = f"{name} {values[0]:.4g} → {values[-1]:.4g} · lowest {min(values):.4g} · highest {max(values):.4g}"
+            yield f"evaluation  {told}"
+            yield f"            {curve(values)}"
 
 
 def curve(values: list[float]) -> str:

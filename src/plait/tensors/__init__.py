@@ -14,6 +14,7 @@ modules           a module under another forward, tried and put back, with other
 fake              runs on fake tensors: shapes without numbers
 trees             tensors in lists, dicts and objects; the form of a unit's output
 waits             when a rank waits for messages of others
+moving_average    the exponential moving average of tensors
 finite            whether numbers are finite
 float64           no narrowing to float32 in a proof
 higher_order      operators that take functions (torch.cond, scan)

@@ -202,6 +202,11 @@ def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def sharded_here(module: FSDPModule) -> list[Tensor]:
+    """The parameters that are gathered with this sharded module."""
+    return [p.sharded_param for group in _param_groups(module._get_fsdp_state()) for p in group.fsdp_params]
+
+
 def sum_unused(module: FSDPModule) -> None:
     """A parameter of this sharded module that a rank's backward did not come to counts as zeros there, so that all ranks
     sum the same. Its modules inside are left as they are."""

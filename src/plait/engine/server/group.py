@@ -46,7 +46,9 @@ class Trainer:
     def __init__(self, setting: ServerSetting, place: Place):
         job, plan = setting.job, setting.plan.inner
         inside = replace(place, rank=0, world=1, store=None)
-        self.engine = Engine(job, plan, device=setting.device, place=inside, cast=setting.cast, on_nan="ignore")
+        self.engine = Engine(
+            job, plan, device=setting.device, place=inside, cast=setting.cast, on_nan="ignore", read_weights=False
+        )
         built = self.engine.built
         if not is_map(built.data):
             raise PlaitError(not_dealt(type(built.data).__name__))

@@ -10,6 +10,7 @@ from typing import Any
 
 from plait.config.errors import PlaitError, Problem
 from plait.data.batch import is_map
+from plait.data.sampling import Sampling
 from plait.engine.server import messages as say
 from plait.engine.server.facts import ServerFacts
 from plait.engine.server.group import not_dealt
@@ -67,7 +68,7 @@ class Lead:
         setting, at = self.setting, self.server.engine.position
         job, data = setting.job, self.server.engine.built.data
         facts = ServerFacts.of(self.resumed, at.step)
-        clocks = Clocks(len(data), job.batch, job.seed, setting.plan.replica_groups, at)
+        clocks = Clocks(Sampling.of(job, len(data)), setting.plan.replica_groups, at)
         dealer = Dealer(
             clocks,
             setting.rules,

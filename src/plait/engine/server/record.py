@@ -158,7 +158,7 @@ class ServerRecord:
 
     def evaluated(self, step: int) -> bool:
         """Whether the record has the evaluation of a step."""
-        return self.run is not None and self.run.evaluated(step)
+        return self.run is not None and self.run.evaluation(step) is not None
 
     def summary(self, dealer: Dealer) -> list[str]:
         """What is to be said at the end of the speeds, and of the staleness that they need."""

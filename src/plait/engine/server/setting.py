@@ -56,7 +56,6 @@ class ServerSetting:
     keep: int = 3
     resume: str | None = None
     allow_changes: bool = False
-    weights: str | None = None
     arguments: dict[str, str] = field(default_factory=dict)
     pause: Callable[[int, int], float] = field(default=lambda group, ticket: 0.0)
     """Seconds that a group waits before a portion: for proofs and tests."""

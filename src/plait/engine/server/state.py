@@ -50,7 +50,9 @@ class Server:
         place = replace(place, local_rank=0)
         self.place = among(place, self.number, servers, doors.store)
         alone = replace(self.place, rank=0, world=1, store=None)
-        engine = Engine(setting.job, plan.inner, device="cpu", place=alone, cast=setting.cast, on_nan="ignore")
+        engine = Engine(
+            setting.job, plan.inner, device="cpu", place=alone, cast=setting.cast, on_nan="ignore", read_weights=False
+        )
         self.engine, built = engine, engine.built
         most = 2 * sum(t.nbytes for t in (*built.own.values(), *engine.model.buffers())) + (1 << 24)
         self._share(built.own)
@@ -172,7 +174,7 @@ class Server:
         setting = self.setting
         optimizer_state.check(self.engine)
         if setting.resume is None:
-            if setting.weights:
-                self.engine.load_weights(setting.weights)
+            if setting.job.weights is not None:
+                self.engine.load_weights(setting.job.weights)
             return None
         return self.engine.resume(missing_ok=setting.resume in ("", "auto"), allow_changes=setting.allow_changes)

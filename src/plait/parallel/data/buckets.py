@@ -54,15 +54,19 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], tail: int):
         self.parameters = parameters
-        total = sum(p.numel() for p in parameters)
+        self.waiting = len(parameters)
+        self.work: dist.Work | None = None
+        self.lay(tail)
+
+    def lay(self, tail: int) -> None:
+        """Make the flat tensor, with a tail of so many elements."""
+        parameters, total = self.parameters, sum(p.numel() for p in self.parameters)
         like = parameters[0]
         self.flat = torch.zeros(total + len(parameters) + tail, dtype=like.dtype, device=like.device)
         self.flags = self.flat[total : total + len(parameters)]
         self.tail = self.flat[total + len(parameters) :]
         pieces = self.flat[:total].split([p.numel() for p in parameters])
         self.views = [laid(piece, p) for piece, p in zip(pieces, parameters)]
-        self.waiting = len(parameters)
-        self.work: dist.Work | None = None
 
 
 class Reducer:
@@ -90,10 +94,8 @@ class Reducer:
                 parameter.register_post_accumulate_grad_hook(self._ready(bucket, i))
 
     def _ready(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
-        view = bucket.views[i]
-
         def ready(parameter: Tensor) -> None:
-            gradient = parameter.grad
+            gradient, view = parameter.grad, bucket.views[i]
             if gradient is not view and gradient is not None:
                 view.copy_(gradient)
                 parameter.grad = view
@@ -103,6 +105,11 @@ class Reducer:
                     self._launch(complete=False)
 
         return ready
+
+    def widen(self, step_row: int) -> None:
+        """Make room for a longer row of the step. To be called between two steps, when parameters have no gradients."""
+        if self.buckets[-1].tail.numel():
+            self.buckets[-1].lay(step_row)
 
     def settle(self) -> None:
         """Sum what the gradients are now, without a row of the step: when several backward passes end a step."""

@@ -74,7 +74,12 @@ def apply(built: Built) -> None:
     if built.compressor is not None:
         built.reducer = CompressedReducer(own, built.copies, built.compressor)
         return
-    built.reducer = Reducer(list(own.values()), built.copies, step_row, _apart(own, built.sketch))
+    lots = {phase.name: {n: p for n, p in own.items() if phase.has(n)} for phase in built.job.phases or ()} or {"": own}
+    each = {
+        k: Reducer(list(lot.values()), built.copies, step_row, _apart(lot, built.sketch)) for k, lot in lots.items()
+    }
+    built.reducer = next(iter(each.values()))
+    built.by_phase = {name: reducer for name, reducer in each.items() if name}
 
 
 def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
@@ -85,5 +90,6 @@ def _apart(names: Iterable[str], sketch: Sketch) -> set[int]:
 
 def numbers_of_step_row(plan: Plan) -> int:
     """Numbers all ranks must know after a step: loss, wish to stop, how saves go, samples of each share of the batch, each
-    rank's seconds computing and waiting for data, and, under `batch_shares=auto`, how many samples fit into its memory."""
-    return 4 + plan.ranks + (2 + (plan.batch_shares == "auto")) * plan.world
+    rank's seconds computing and waiting for data, under `batch_shares=auto` how many samples fit into its memory, the wish to end
+    the run, and whether there are new names of what the job logs; of each name it will have two more."""
+    return 6 + plan.ranks + (2 + (plan.batch_shares == "auto")) * plan.world

@@ -6,7 +6,7 @@ clip by the norm of all gradients: on a part they would silently do something el
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.model.experts import MoELayer
+from plait.model.parameter_groups import optimizer_of
 from plait.model.sketch import Sketch
 from plait.parallel.fsdp.runtime import divides
 from plait.randomness.keyed import host_kept
@@ -33,6 +34,8 @@ Lot = int | str
 """What each of two ranks has of a tensor: half of it along a dim, `WHOLE`, or one of them has it `ALONE`."""
 WHOLE, ALONE = "whole", "alone"
 Shapes = Mapping[str, tuple[int, ...]]
+Make = Callable[[list[nn.Parameter]], Any]
+"""Stand-ins of the job's trained parameters, in their order -> its optimizer."""
 
 
 def looks_at_wholes(job: Job, plan: Plan, sketch: Sketch) -> bool:
@@ -103,11 +106,12 @@ def differs(job: Job, shapes: Shapes, lots: Mapping[str, Lot]) -> tuple[str, str
     if all(lot == WHOLE for lot in held):
         return None
     failed: tuple[str, str] | None = None
+    make = lambda parameters: optimizer_of(job, dict(zip(shapes, parameters)))  # noqa: E731
     for tried in (small(list(shapes.values())), list(shapes.values())):
         if failed and sum(torch.Size(s).numel() for s in tried) > LARGE:
             break
         try:
-            found = (_compared(job, tried, held, course) for course in COURSES)
+            found = (_compared(make, tried, held, course) for course in COURSES)
             return next((one for one in found if one is not None), None)
         except _Unmade as error:  # it may choose parameters by their sizes
             failed = error.args[0], error.args[1]
@@ -119,7 +123,7 @@ class _Unmade(Exception):
 
 
 def _compared(
-    job: Job, shapes: Sequence[tuple[int, ...]], held: list[Lot], course: tuple[int, float]
+    make: Make, shapes: Sequence[tuple[int, ...]], held: list[Lot], course: tuple[int, float]
 ) -> tuple[str, str] | None:
     generator, (steps, size) = torch.Generator().manual_seed(0), course
     values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
@@ -127,38 +131,38 @@ def _compared(
     rows = [noise[k % 3] for k in range(steps)]
     raised = lambda error: f"it raised {in_a_line(error)}"  # noqa: E731
     try:
-        whole = _updated(job, values, rows)
+        whole = _updated(make, values, rows)
     except Exception as error:  # an optimizer may raise anything
-        raise _Unmade(_kind(job, values), raised(error)) from error
+        raise _Unmade(_kind(make, values), raised(error)) from error
     alone = [k for k, lot in enumerate(held) if lot == ALONE]
     owner = {k: int(2 * i >= len(alone)) for i, k in enumerate(alone)}
     try:
-        ranks = [_on_rank(job, values, rows, held=held, owner=owner, rank=rank) for rank in range(2)]
+        ranks = [_on_rank(make, values, rows, held=held, owner=owner, rank=rank) for rank in range(2)]
     except Exception as error:  # the real one would have to run on parts as well
-        return _kind(job, values), raised(error)
+        return _kind(make, values), raised(error)
     for k, (expected, before) in enumerate(zip(whole, values)):
         lot = held[k] if before.dim() or held[k] == ALONE else WHOLE
         found = torch.cat([mine[k] for mine in ranks], lot) if isinstance(lot, int) else ranks[owner.get(k, 0)][k]
         moved = float((expected - before).abs().max()) if before.numel() else 0.0
         if moved and not float((found - expected).abs().max()) <= 1e-9 * moved + 1e-14 * float(before.abs().max()):
             where = "when others are elsewhere" if lot in (WHOLE, ALONE) else "in two parts"
-            return _kind(job, values), f"a tensor of shape {list(before.shape)} is updated differently {where}"
+            return _kind(make, values), f"a tensor of shape {list(before.shape)} is updated differently {where}"
     return None
 
 
 def _on_rank(
-    job: Job, values: list[Tensor], rows: list[list[Tensor]], *, held: list[Lot], owner: dict[int, int], rank: int
+    make: Make, values: list[Tensor], rows: list[list[Tensor]], *, held: list[Lot], owner: dict[int, int], rank: int
 ) -> list[Tensor]:
     """The tensors of one of two ranks after its steps. `held`: what ranks have; `owner`: who has what one has alone."""
     mine = lambda t, k: _half(t, lot, rank) if isinstance(lot := held[k], int) else t  # noqa: E731
     here = lambda t, k: None if owner.get(k, rank) != rank else mine(t, k)  # noqa: E731
     gradients = [[here(g, k) for k, g in enumerate(row)] for row in rows]
-    return _updated(job, [mine(v, k) for k, v in enumerate(values)], gradients)
+    return _updated(make, [mine(v, k) for k, v in enumerate(values)], gradients)
 
 
-def _kind(job: Job, values: list[Tensor]) -> str:
+def _kind(make: Make, values: list[Tensor]) -> str:
     try:
-        return type(job.optimizer([nn.Parameter(v) for v in values])).__name__
+        return type(make([nn.Parameter(v) for v in values])).__name__
     except Exception:  # what it needs it will say when it is made for the real parameters
         return "the job's optimizer"
 
@@ -181,9 +185,9 @@ def _half(tensor: Tensor, dim: int, i: int) -> Tensor:
     return tensor.narrow(dim, *((0, middle) if i == 0 else (middle, tensor.shape[dim] - middle))).clone()
 
 
-def _updated(job: Job, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+def _updated(make: Make, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
     parameters: list[Any] = [nn.Parameter(v.clone()) for v in values]
-    optimizer = job.optimizer(parameters)
+    optimizer = make(parameters)
     for row in gradients:
         for parameter, gradient in zip(parameters, row):
             parameter.grad = None if gradient is None else gradient.clone()

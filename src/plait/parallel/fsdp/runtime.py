@@ -26,6 +26,7 @@ from plait.tensors.torch_private import (
     is_view,
     leaves,
     local_of,
+    sharded_here,
     tree_flatten,
     tree_map_only,
     tree_unflatten,
@@ -105,6 +106,10 @@ class FsdpRuntime:
         self.own = {n: nn.Parameter(local_of(p), p.requires_grad) if n in self.sharded else p for n, p in named.items()}
         self.trained = [n for n, p in self.sharded.items() if p.requires_grad]
         self.used: set[str] = set()
+        self.gathered: dict[str, Tensor] = {}
+        """What backward gives the gradient of a part to: the parameter as it is while it is gathered. Filled in when it first is."""
+        self.silent: set[FSDPModule] = set()
+        """Modules none of whose parameters this turn trains: nothing of theirs is summed."""
         self.held = False
         """Gradients of micro-batches are added up here, and not over ranks."""
         self.idle = False
@@ -126,6 +131,7 @@ class FsdpRuntime:
             if name in self.sharded and parameter.requires_grad:
                 add = widened(self.modules[0], parameter)
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name, add=add: self._use(name, add))
+                self.gathered[name] = parameter
                 watched += 1
         module.__dict__["_noting"] = watched
 
@@ -134,6 +140,17 @@ class FsdpRuntime:
             add()
         if not self.idle or name in self.apart:  # an expert computes for others too
             self.used.add(name)
+
+    def trains(self, has: Callable[[str], bool]) -> None:
+        """From now on only the parameters of which `has` is true get gradients (see `engine/turns.py`)."""
+        named = {id(p): n for n, p in self.sharded.items()}
+        held = {m: [named[id(p)] for p in sharded_here(m) if id(p) in named] for m in self.modules}
+        self.silent = {m for m, names in held.items() if not any(map(has, names))}
+
+    def gathered_of(self, has: Callable[[str], bool]) -> list[Tensor]:
+        """What backward must lead to for those parameters to get gradients, as far as a forward pass has used them."""
+        scalars = (p for n, p in self.own.items() if n not in self.sharded and p.requires_grad and has(n))
+        return [*(p for n, p in self.gathered.items() if has(n)), *scalars]
 
     def where(self, name: str) -> ShardGroup:
         """Where the parts of a parameter are."""
@@ -158,7 +175,8 @@ class FsdpRuntime:
         """Before a micro-batch's forward pass: whether its backward ends the step."""
         self.scatter.last = last and not self.partial
         for module in self.modules:
-            module.set_requires_gradient_sync(last or self.zero > 1, recurse=False)
+            sums = (last or self.zero > 1) and module not in self.silent
+            module.set_requires_gradient_sync(sums, recurse=False)
             module.set_reshard_after_backward(last or self.zero > 2, recurse=False)
 
     def after(self) -> None:
@@ -236,6 +254,14 @@ class FsdpRuntime:
                 dist.all_reduce(flat, group=copies)
                 for (gradient, _), part in zip(sums, flat.split([n for _, n in sums])):
                     gradient.copy_(part[: gradient.numel()].view_as(gradient))
+
+    def square_of(self, names: Iterable[str]) -> float:
+        """This rank's share of the squared norm of these gradients, once they are summed: shares add up over all ranks."""
+        world, found = dist.get_world_size(self.everybody), {n: self.own[n].grad for n in names}
+        parts = [g for n, g in found.items() if n in self.sharded and g is not None]
+        wholes = [g for n, g in found.items() if n not in self.sharded and g is not None]
+        total = lambda gradients: square(float(torch.nn.utils.get_total_norm(gradients)))  # noqa: E731
+        return total(parts) / (world // self.usual.group.size()) + total(wholes) / world
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
         """The gradient norm over all ranks' parts, as `finish` found it."""

@@ -140,7 +140,12 @@ def apply(built: Built) -> None:
 
 
 def _gather_ahead(built: Built, units: list[list[nn.Module]], gathered: list[FSDPModule]) -> None:
-    """Which group each gathers ahead, in forward and in backward. `gathered`: the first module of each group, the root last."""
+    """Which group each gathers ahead, in forward and in backward. `gathered`: the first module of each group, the root last.
+    A phase of a job may leave out any of them: there each is gathered when it is wanted."""
+    if built.job.phases is not None:
+        for module in gathered:
+            module.set_modules_to_backward_prefetch([module])
+        return
     for (here, *_), ahead in zip(units, gathered[1:-1]):
         here.register_forward_pre_hook(_gather_next(ahead))
     root, twice = gathered[-1], differentiated(built.sketch)

@@ -1,15 +1,13 @@
 """Clocks cut into portions: the samples that a group is dealt at once.
 
-A clock is what a step is elsewhere: the next `Job.batch` samples of the epoch's order (`data/batch.py`), fewer at the end of an
-epoch. It is cut into as many contiguous portions as there are groups, and fewer where it has fewer samples.
+A clock is what a step is elsewhere: the next samples of the epoch's order (`data/sampling.py`). It is cut into as many contiguous
+portions as there are groups, and fewer where it has fewer samples.
 """
 
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from plait.data.batch import Position
-from plait.randomness.keyed import permutation
+from plait.data.sampling import Sampling
 from plait.tensors.rows import split
 
 
@@ -36,28 +34,25 @@ class Portion:
 class Clocks:
     """The clocks of a job, one after the other, from a position on."""
 
-    def __init__(self, length: int, batch: int, seed: int, groups: int, at: Position | None = None):
-        self.length, self.batch, self.seed, self.groups = length, batch, seed, groups
+    def __init__(self, sampling: Sampling, groups: int, at: Position | None = None):
+        self.sampling, self.groups = sampling, groups
         self.after = at or Position()
         """Where the clock after the last one given begins."""
-        self._order: tuple[int, np.ndarray] | None = None
 
     def take(self) -> list[Portion]:
         """The portions of the next clock."""
         at = self.after
-        size = min(self.batch, self.length - at.start)
+        size = self.sampling.size(at.epoch, at.start)
         parts = min(self.groups, size)
         cuts = [split(size, parts, i) for i in range(parts)]
-        ends = at.start + size == self.length
+        ends = at.start + size == len(self.sampling.epoch(at.epoch))
         self.after = Position(at.step + 1, at.epoch + ends, 0 if ends else at.start + size, at.samples + size)
         return [Portion(at.step, first, count, size, at.epoch, at.start) for first, count in cuts]
 
     def ids(self, portion: Portion) -> list[int]:
         """The ids of its samples."""
-        if self._order is None or self._order[0] != portion.epoch:
-            self._order = portion.epoch, permutation(self.seed, portion.epoch, self.length)
         begin = portion.start + portion.first
-        return self._order[1][begin : begin + portion.count].tolist()
+        return self.sampling.epoch(portion.epoch)[begin : begin + portion.count].tolist()
 
 
 def as_row(portion: Portion) -> dict[str, int]:

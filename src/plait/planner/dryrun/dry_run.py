@@ -174,7 +174,8 @@ def first_step(job: Job, plan: Plan, cast: torch.dtype | None = None) -> list[Se
         with alone(job, traffic, sketch, real=real, cast=cast) as (engine, given, _):
             batch = next(engine.batches())
             sizes = engine.sizes_run(batch)
-            engine.update(batch, engine.backward(given(batch, True)))
+            for _ in engine.turns.of(batch.after.step):
+                engine.update(batch, engine.backward(given(batch, True)))
         return Sent(traffic.totals(), sizes)
 
     each = dict(zip(kinds.counts(), _each(kinds, sent, sketch.by_values, 0)))
@@ -229,10 +230,10 @@ def alone(
         )  # torch looks at it when a real tensor becomes a fake one
         place, known = Place(rank, plan.world), (BuiltModel(model, model), sketch)
         engine = Engine(job, plan, place=place, device="cpu", on_nan="ignore", cast=cast, known=known)
-        if isinstance(
-            engine.built.reducer, CrossGroupSums
-        ):  # another rank may have the gradient of a parameter they share
-            engine.built.reducer.told = lambda flags: [1.0] * len(flags)
+        engine.passes.logged.silent = True
+        for reducer in (engine.built.reducer, *engine.built.by_phase.values()):
+            if isinstance(reducer, CrossGroupSums):  # another rank may have the gradient of a parameter they share
+                reducer.told = lambda flags: [1.0] * len(flags)
 
         _followed(engine, pretending)
         hide = lambda t: fakes.from_tensor(t) if t.is_floating_point() else t  # noqa: E731

@@ -38,13 +38,14 @@ def measure(
     with Allocations() as meter:
         hold(meter, engine, batch)
         mark(meter, engine)
-        meter.moment("forward")
-        step_row = engine.backward(batch)
-        for parameter in engine.built.own.values():
-            if parameter.grad is not None:
-                meter.label("gradients", parameter.grad)
-        meter.moment("optimizer")
-        engine.update(batch, step_row)
+        for _ in engine.turns.of(batch.after.step):
+            meter.moment("forward")
+            step_row = engine.backward(batch)
+            for parameter in engine.built.own.values():
+                if parameter.grad is not None:
+                    meter.label("gradients", parameter.grad)
+            meter.moment("optimizer")
+            engine.update(batch, step_row)
     meter.tape.keep()
     return meter.tape.peak() if on_host is None else meter.tape.apart(on_host)
 
@@ -83,10 +84,13 @@ def hold(meter: Allocations, engine: Engine, batch: Batch | None) -> None:
     meter.hold("batch", _tensors([(micro.inputs, micro.targets, micro.spare) for micro in micros]))
     if built.compressor is not None:
         meter.hold("residuals", built.compressor.state().values())
+    if built.average is not None:
+        meter.hold("average", built.average.tensors.values())
     if built.rare is not None:
         meter.hold("outer", built.rare.held())
-    if isinstance(built.reducer, Reducer):
-        meter.hold("gradients", [bucket.flat for bucket in built.reducer.buckets])
+    for reducer in built.by_phase.values() or (built.reducer,):
+        if isinstance(reducer, Reducer):
+            meter.hold("gradients", [bucket.flat for bucket in reducer.buckets])
 
 
 def mark(meter: Allocations, engine: Engine) -> None:

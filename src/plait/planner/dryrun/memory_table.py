@@ -16,11 +16,12 @@ from plait.model.table import aligned, size
 from plait.planner.dryrun.dry_run import DryRun, dry_run
 
 CATEGORIES = (
-    "parameters", "gradients", "optimizer", "outer", "residuals", "host copies", "buffers", "batch", "activations", "gathered", "exchange",
+    "parameters", "gradients", "optimizer", "average", "outer", "residuals", "host copies", "buffers", "batch", "activations", "gathered", "exchange",
     "temporary",
 )  # fmt: skip
 WHY = MappingProxyType({
     "gradients": "of its parameters", "optimizer": "what it keeps from step to step", "host copies": "what the optimizer updates",
+    "average": "of the weights (Job.ema)",
     "outer": "global weights of replica groups, and their momentum",
     "residuals": "what copies have not sent yet",
     "buffers": "of the model", "activations": "kept for backward", "gathered": "parameters that are whole at the moment",

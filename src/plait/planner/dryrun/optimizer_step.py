@@ -17,6 +17,7 @@ from plait.config.errors import PlaitError, Problem, in_a_line
 from plait.config.job import Job, user_line
 from plait.model.fake_model import HOLDS
 from plait.model.make import make_optimizer
+from plait.model.parameter_groups import asks_for_names
 from plait.model.sketch import Sketch
 from plait.model.table import size
 from plait.parallel.fsdp.optimizer_check import small
@@ -158,13 +159,24 @@ def _taken(
     return optimizer
 
 
+def _asks(job: Job, sketch: Sketch) -> bool:
+    """Whether what the optimizer does with a parameter may depend on its name."""
+    names = [name for name, _, _ in sketch.parameters]
+    stand_ins = (nn.Parameter(torch.zeros(shape)) for shape in small([shape for _, shape, _ in sketch.parameters]))
+    with host_kept(), no_modes():
+        return asks_for_names(job, dict(zip(names, stand_ins)))
+
+
 def optimizer_state(job: Job, sketch: Sketch) -> int:
     """Bytes that a job's optimizer keeps from step to step, on one device: found for one parameter of each shape and
-    format, since it keeps as much for the others."""
+    format, since it keeps as much for the others; for each where the job's optimizer looks at names."""
     alike = Counter((shape, dtype) for _, shape, dtype in sketch.parameters)
     first = {(shape, dtype): name for name, shape, dtype in reversed(sketch.parameters)}
+    parts = {name: form for form, name in first.items()}
+    if _asks(job, sketch):
+        alike, parts = Counter(first.keys()), {name: (shape, dtype) for name, shape, dtype in sketch.parameters}
     total = 0
-    for parameter, state in stepped(job, {name: form for form, name in first.items()}).state.items():
+    for parameter, state in stepped(job, parts).state.items():
         storages = (t.untyped_storage() for t in tree_leaves(state) if isinstance(t, Tensor))
         kept = sum({id(storage): storage.nbytes() for storage in storages}.values())
         total += alike[tuple(parameter.shape), parameter.dtype] * kept

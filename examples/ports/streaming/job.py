@@ -1,0 +1,35 @@
+"""The same stream as a plait job. What is added is `shard`: which part of the stream a rank reads.
+
+    plait train examples/ports/streaming/job.py --plan "dp=2" --steps 10
+    plait train examples/ports/streaming/job.py --plan "dp=3" --steps 30 --resume
+
+Every Nth sample is a share that any number of ranks can go on with: the resumed run sees the samples that are left, in the same
+batches as on one device.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from before import Stream, make_model
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+import plait
+
+
+class Shared(Stream):
+    def shard(self, num_shards: int, index: int) -> Iterator[Any]:
+        return islice(iter(self), index, None, num_shards)
+
+
+def job(steps: int = 30) -> plait.Job:
+    return plait.Job(
+        model=make_model,
+        loss=mse_loss,
+        data=lambda: DataLoader(Shared(), batch_size=16),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        batch=16,
+        steps=steps,
+    )

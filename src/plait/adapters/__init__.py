@@ -1,0 +1,15 @@
+"""Training as people have it today, made a `Job` by one call for each framework.
+An adapter reads the very objects that a script has (a module, an optimizer, a data loader, a scheduler, arguments) and takes what
+decides the result. What says how to split or compute goes into a plan, and is told. What a job cannot mean is refused, with the reason.
+
+loop              plait.from_loop: the objects of a training loop, as one gives them to accelerator.prepare
+trainer           plait.from_trainer: the Trainer of transformers
+lightning         plait.from_lightning: a LightningModule
+lightning_module  a LightningModule whose forward is its training step
+keras             plait.from_keras: a compiled Keras model on torch
+instances         a model that is there already, handed out fresh
+optimizers        an optimizer that is there already, made again for other parameters
+schedulers        a learning-rate scheduler as a factor of the samples seen
+loaders           what a DataLoader says of training: samples, order, batch
+own_losses        losses that a model computes itself, apart from it
+"""

@@ -1,0 +1,219 @@
+"""`plait.from_trainer`: the Trainer of transformers as a job.
+
+The Trainer itself is asked for what it would train with: its data loader (unused columns removed, its collator), its optimizer (the
+groups without weight decay by its own rule), its scheduler. Its loss is a mean over the labels that count (not −100) of all batches
+of one optimizer step (`num_items_in_batch`), which is what a job's loss with a `weight` is. Arguments that say how to split or to
+compute belong to a plan: a warning names the keys.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from plait.adapters import instances, loaders, optimizers, own_losses, schedulers
+from plait.config.errors import PlaitError, Problem
+from plait.config.job import Evaluate, Job
+from plait.data.orders import sequential
+from plait.data.sampling import Order
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+    from transformers import Trainer, TrainingArguments
+
+CODE = "J037"
+OVERRIDDEN = {
+    "compute_loss": "give the loss of outputs and labels: compute_loss_func=",
+    "training_step": "a step of a job is one forward and backward pass of its batch",
+    "get_batch_samples": "a step of a job has Job.batch samples",
+    "prediction_step": "give plait.Evaluate: dataclasses.replace(job, evaluate=plait.Evaluate(…))",
+}
+"""Methods of the Trainer that a class of one's own may have overridden, and what to do instead."""
+REFUSED: dict[str, tuple[object, str]] = {
+    "auto_find_batch_size": (False, "a job's batch is part of what it trains; plait plan tells beforehand what fits"),
+    "neftune_noise_alpha": (
+        None,
+        "noise on embeddings is put in by a hook of the Trainer; add it in the model's forward",
+    ),
+    "optim_target_modules": (None, "its optimizer steps inside backward"),
+}
+"""Arguments -> the value that means nothing, and why another one is refused."""
+
+
+def from_trainer(
+    trainer: "Trainer | nn.Module", args: "TrainingArguments | None" = None, *, train_dataset: "Dataset[Any] | None" = None,
+    data_collator: Callable[[list[Any]], Any] | None = None, eval_dataset: "Dataset[Any] | dict[str, Dataset[Any]] | None" = None,
+    compute_loss_func: Callable[..., Any] | None = None, optimizers: tuple[Any, Any] = (None, None), world: int = 1,
+) -> Job:  # fmt: skip
+    """The job that a `transformers.Trainer` trains; `trainer` is one, or a model with the arguments that one is made of.
+
+    world: on how many processes the script ran. The job's batch is per_device_train_batch_size × gradient_accumulation_steps ×
+    world samples, under every plan. Its samples come in plait's order, a permutation keyed by the seed, where the Trainer shuffles.
+
+    Evaluation is the loss on the held-out data, over all labels that count. Raises `PlaitError` J037 for what a job cannot mean.
+    Warns of what is left out, and names what belongs to a plan.
+    """
+    if isinstance(trainer, nn.Module):
+        from transformers import Trainer
+
+        asked = Trainer(
+            model=trainer, args=args, train_dataset=train_dataset, data_collator=data_collator, eval_dataset=eval_dataset,
+            compute_loss_func=compute_loss_func, optimizers=optimizers,
+        )  # fmt: skip
+    else:
+        asked = trainer
+    _refuse(asked)
+    setting = _setting(asked, world)
+    told = "\n".join([*_plan_keys(asked.args, world), *_left_out(asked)])
+    if told:
+        warnings.warn(told, stacklevel=2)
+    return setting.job(asked)
+
+
+def _refuse(trainer: "Trainer") -> None:
+    """J037 of all that a job cannot mean."""
+    from transformers import Trainer
+
+    if not isinstance(trainer, Trainer):
+        what = f"from_trainer was given a {type(trainer).__name__}"
+        raise PlaitError(Problem(CODE, what, fix=("a transformers.Trainer, or a model and its TrainingArguments",)))
+    args, problems = trainer.args, list[Problem]()
+    for name, instead in OVERRIDDEN.items():
+        if getattr(type(trainer), name) is not getattr(Trainer, name):
+            what = f"{type(trainer).__name__} overrides {name}, which a job does not call"
+            problems.append(Problem(CODE, what, why="it changes what is trained", fix=(instead,)))
+    for name, (nothing, why) in REFUSED.items():
+        if getattr(args, name, nothing) != nothing:
+            what = f"TrainingArguments({name}={getattr(args, name)!r}) is not part of a job"
+            problems.append(Problem(CODE, what, why=why, fix=(f"{name}={nothing!r}",)))
+    if args.deepspeed:
+        fix = ("leave deepspeed out, and give the plan fsdp=N zero=1, 2 or 3",)
+        problems.append(Problem(CODE, "TrainingArguments(deepspeed=…) has an engine of its own", fix=fix))
+    for callback in trainer.callback_handler.callbacks:
+        if not type(callback).__module__.startswith("transformers."):
+            what = f"the callback {type(callback).__name__} is not carried into a job"
+            why = "it may change what is trained: it is given the model, the optimizer and the control of the loop"
+            problems.append(Problem(CODE, what, why=why, fix=("trainer.remove_callback(…)",)))
+    if trainer.train_dataset is None:
+        problems.append(Problem(CODE, "there is no train_dataset", fix=("train_dataset=…",)))
+    if problems:
+        raise PlaitError(problems)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What decides the result: see the fields of `Job`."""
+
+    loaded: loaders.Loaded
+    batch: int
+    steps: int
+    own: own_losses.OwnLoss
+    split: loaders.Split
+
+    def job(self, trainer: "Trainer") -> Job:
+        """The job of these, with the Trainer's own optimizer and scheduler."""
+        args = trainer.args
+        optimizer = trainer.create_optimizer()
+        scheduler = trainer.create_scheduler(self.steps, optimizer)
+        model = trainer.model
+        assert model is not None
+        return Job(
+            model=instances.handed_out(model, CODE), loss=self.own.loss, data=self.loaded.data, batch=self.batch,
+            optimizer=optimizers.made_again(optimizer, model, CODE), steps=self.steps, weight=self.own.weight,
+            schedule=schedulers.factor(scheduler, self.loaded.steps_made(self.batch), CODE),
+            clip=args.max_grad_norm or None, seed=args.seed, evaluate=self._evaluate(trainer), order=self.loaded.order,
+        )  # fmt: skip
+
+    def _evaluate(self, trainer: "Trainer") -> Evaluate | None:
+        """The loss on held-out data, for each label that counts."""
+        args = trainer.args
+        if trainer.eval_dataset is None or self.own.metrics is None or isinstance(trainer.eval_dataset, dict):
+            return None
+        held_out = loaders.read(trainer.get_eval_dataloader(), self.split, CODE, order=sequential)
+        kind, every = str(getattr(args.eval_strategy, "value", args.eval_strategy)), 0
+        if kind == "steps":
+            given = float(args.eval_steps or 0)
+            every = int(given if given >= 1 else given * self.steps)
+        elif kind == "epoch":
+            every = self.loaded.steps(self.batch)
+        return Evaluate(held_out.data, self.own.metrics, every=every)
+
+
+def _setting(trainer: "Trainer", world: int) -> _Setting:
+    args = trainer.args
+    own = _loss(trainer)
+    split = loaders.pair(CODE) if own.apart else loaders.labels_kept(loaders.pair(CODE))
+    one = args.per_device_train_batch_size
+    batch = one * args.gradient_accumulation_steps * world
+    loader, order = trainer.get_train_dataloader(), None
+    kind = args.train_sampling_strategy
+    if kind not in ("random", "sequential"):
+        order = _grouped(trainer, kind, one * args.gradient_accumulation_steps)
+    loaded = loaders.read(loader, split, CODE, world=world, order=order)
+    steps = args.max_steps if args.max_steps > 0 else None
+    epochs = None if steps else args.num_train_epochs
+    return _Setting(loaded, batch, loaded.length_of(batch, steps, epochs, CODE), own, split)
+
+
+def _loss(trainer: "Trainer") -> own_losses.OwnLoss:
+    """The Trainer's loss: a function that it was given, the one with smoothed labels, or the model's own."""
+    assert trainer.model is not None
+    own, given, smoother = own_losses.of(trainer.model), trainer.compute_loss_func, trainer.label_smoother
+    shifted = getattr(trainer.model, "loss_type", None) == "ForCausalLM"
+    count = own_losses.counted(shifted)
+    if given is not None:
+        loss = lambda outputs, y: given(outputs, y, num_items_in_batch=count(y).sum())  # noqa: E731
+        return replace(own, loss=loss, weight=count, apart=True)
+    if smoother is not None:
+        loss = lambda outputs, y: smoother(outputs, y, shift_labels=shifted)  # noqa: E731
+        return replace(own, loss=loss, weight=count, apart=True)
+    return own
+
+
+def _grouped(trainer: "Trainer", kind: str, batch: int) -> Order:
+    """Samples of similar length beside each other, by the Trainer's own rule, drawn anew for every epoch from (seed, epoch)."""
+    import torch
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    if kind != "group_by_length":
+        what = f"TrainingArguments(train_sampling_strategy={kind!r}) is not an order that a job can have"
+        raise PlaitError(Problem(CODE, what, fix=("group_by_length, random or sequential", "Job.order")))
+    data, column = vars(trainer)["train_dataset"], trainer.args.length_column_name
+    known = data[column] if column in (getattr(data, "column_names", None) or ()) else None
+    sampler = LengthGroupedSampler(batch, dataset=data, lengths=None if known is None else list(known))
+
+    def order(seed: int, epoch: int, length: int) -> list[int]:
+        sampler.generator = torch.Generator().manual_seed(seed + epoch)
+        return list(sampler)
+
+    return order
+
+
+def _plan_keys(args: "TrainingArguments", world: int) -> list[str]:
+    """What of the arguments a plan says."""
+    keys = [f"dp={world}"] if world > 1 else []
+    keys += [f"microbatches={args.gradient_accumulation_steps}"] if args.gradient_accumulation_steps > 1 else []
+    keys += [f"fsdp={world}"] if args.fsdp and world > 1 else []
+    if args.fsdp and world > 1:
+        keys.remove(f"dp={world}")
+    keys += ["precision=bf16"] if args.bf16 else ["precision=fp16"] if args.fp16 else []
+    keys += ["recompute=full"] if args.gradient_checkpointing else []
+    keys += ["compile=true"] if args.torch_compile else []
+    return [f'a plan says how to compute, and not the job: --plan "{" ".join(keys)}"'] if keys else []
+
+
+def _left_out(trainer: "Trainer") -> list[str]:
+    """What of a Trainer is not training, and is left out."""
+    found = []
+    if trainer.compute_metrics is not None:
+        found.append(
+            "compute_metrics looks at all predictions at once and is left out: give Job.evaluate metrics per sample"
+        )
+    if isinstance(trainer.eval_dataset, dict):
+        found.append("there are several eval_datasets, and a job has one: none is evaluated")
+    if trainer.args.load_best_model_at_end:
+        found.append("load_best_model_at_end is left out: a job ends with the weights that it trained")
+    ours = [type(c).__name__ for c in trainer.callback_handler.callbacks if type(c).__name__ == "EarlyStoppingCallback"]
+    return [*found, *(f"{name} is left out" for name in ours)]

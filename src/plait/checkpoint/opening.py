@@ -1,0 +1,151 @@
+"""Weights that somebody keeps: safetensors files, Hugging Face folders and plait's checkpoints, opened for reading by name.
+
+Formats that run code when they are loaded (pickle: .pt, .bin, DCP's .metadata) are refused by name, without being opened.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint import state
+from plait.checkpoint.base import Layered, digest_of
+from plait.checkpoint.manifest import MANIFEST, Base, Entry, StoredChunk, damaged, published, read_manifest
+from plait.checkpoint.reading import Reader
+from plait.checkpoint.safetensors_file import LONGEST_HEADER, Damaged, ShardFile
+from plait.checkpoint.training import Training, exchange_json, problems_in, raise_first
+from plait.config.errors import PlaitError, Problem
+from plait.config.files import loads, read_plain
+
+INDEX = "model.safetensors.index.json"
+PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp", ".metadata")
+
+
+def open_weights(path: Path) -> Reader:
+    """What reads the weights at `path`, its entries by the names of parameters and buffers.
+
+    K001, K002, K007 for what cannot be read; no byte of a tensor is read yet.
+    """
+    try:
+        if path.is_dir() and (path / MANIFEST).exists():
+            return of_checkpoint(path)
+        if path.is_dir() and (path / INDEX).exists():
+            return _of_index(path)
+        if path.is_dir() and (path / "model.safetensors").exists():
+            return _of_files(path, {"model.safetensors": None})
+        saved = [found for p in (path, path / "checkpoints") if (found := published(p))]
+        if saved:
+            return of_checkpoint(saved[0][0])
+        if path.is_file() and path.suffix == ".safetensors":
+            file = path.resolve()  # a link that the user names is theirs
+            return _of_files(file.parent, {file.name: None})
+        wrong = _foreign(path)
+    except Damaged as error:
+        raise PlaitError(damaged(path if path.is_dir() else path.parent, error)) from None
+    except (OSError, ValueError) as error:  # a name that no file can have, a folder that cannot be read
+        wrong = Problem("K007", f"there are no weights at {str(path)[:200]}", why=str(error)[:200])
+    raise PlaitError(wrong)
+
+
+def of_checkpoint(path: Path, base: str | None = None, average: bool = False) -> Reader:
+    """What reads the model's tensors of a checkpoint, by their names. `base`: where its base is now. `average`: the average of
+    the weights in the place of those that have one. Damaged, K012 without an average, K020."""
+    manifest = read_manifest(path)
+    reader = Reader(path, manifest.files, manifest.tensors)
+    for file in manifest.files:
+        reader.file(file)
+    reader.entries = {n.removeprefix("model/"): e for n, e in manifest.tensors.items() if n.startswith("model/")}
+    if average:
+        if manifest.average is None:
+            raise PlaitError(_without_average(path))
+        reader.entries |= {n.removeprefix("ema/"): e for n, e in manifest.tensors.items() if n.startswith("ema/")}
+    return reader if manifest.base is None else _layered(reader, manifest.base, base or manifest.base.path)
+
+
+def _without_average(path: Path) -> Problem:
+    fix = (
+        "leave out --ema: the weights themselves",
+        "Job(ema=plait.EMA(0.999)) keeps an average, from the step it is resumed at",
+    )
+    return Problem("K012", f"{path} has no average of the weights", why="its job had no ema when it was saved", fix=fix)
+
+
+def _layered(top: Reader, base: Base, path: str) -> Layered:
+    """A checkpoint with the base that it names, at `path`. K020 when something else is there."""
+    try:
+        under = open_weights(Path(path))
+        base.check(digest_of(under), Path(path))
+    except PlaitError as error:
+        problem, fix = error.problems[0], ("the base where it was", "export: --base PATH, where it is now")
+        if problem.code == "K020":
+            raise
+        what = f"the base of this checkpoint cannot be read: {problem.what}"
+        raise PlaitError(Problem("K020", what, why=problem.why, fix=fix)) from None
+    return Layered(top, under, {name: source for name, (source, _, _) in base.tensors.items()})
+
+
+def _of_index(path: Path) -> Reader:
+    """Of a Hugging Face folder: the index says which file has which tensor."""
+    try:
+        listed = loads(read_plain(path / INDEX, LONGEST_HEADER, follow=False))["weight_map"]
+        files = dict[str, Any]()
+        for name, file in listed.items():
+            if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors", file):
+                raise ValueError(f"{name[:100]} is in {str(file)[:100]!r}, which is no safetensors file of this folder")
+            files.setdefault(file, set()).add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(INDEX, str(error)[:300]) from None
+    return _of_files(path, files)
+
+
+def _of_files(folder: Path, files: dict[str, Any]) -> Reader:
+    entries = {}
+    for file, names in files.items():
+        stored = ShardFile(folder / file).tensors
+        if names is not None and not names <= stored.keys():
+            raise Damaged(file, f"{min(names - stored.keys())[:100]} is not in it, although the index says so")
+        for name, tensor in stored.items():
+            if names is None or name in names:
+                piece = StoredChunk(file, name, (0,) * len(tensor.shape), tensor.shape, None)
+                entries[name] = Entry(tensor.dtype, tensor.shape, (piece,) if tensor.end > tensor.begin else ())
+    return Reader(folder, None, entries)
+
+
+def _foreign(path: Path) -> Problem:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    pickled = [p for p in files if p.suffix in PICKLED or p.name in PICKLED]
+    fix = ("save it as safetensors where you trust it: safetensors.torch.save_file(model.state_dict(), …)",)
+    if pickled:
+        why = "the format is pickle, which runs code when it is loaded; plait does not open it"
+        return Problem("K007", f"{pickled[0]} is not read", why=why, fix=fix)
+    why = "expected a .safetensors file, a folder with model.safetensors or its index, or a checkpoint of plait"
+    return Problem("K007", f"there are no weights at {path}", why=why, fix=("--weights path/to/model.safetensors",))
+
+
+def read_base(training: Training, base: Base) -> None:
+    """Fill this rank's parts of the frozen parameters from the base that a checkpoint names; all ranks call it.
+
+    It is where the job's weights are, or where the checkpoint says. K020 when something else is there now.
+    """
+    path = Path(training.job.weights or base.path)
+    mine = {name: part for name, part in state.model_parts(training).items() if name in base.tensors}
+    word, reader, sources = dict[str, Any](), None, {name: source for name, (source, _, _) in base.tensors.items()}
+    try:
+        reader = open_weights(path)
+    except PlaitError as error:
+        word = problems_in(error)
+    raise_first(exchange_json(training, word))
+    assert reader is not None
+    try:
+        word = {"digest": digest_of(reader, training)}
+        base.check(word["digest"], path)
+        for name, part in mine.items():
+            reader.check(sources[name], part)
+    except Damaged as error:
+        word = {"problems": [vars(damaged(path, error))]}
+    except PlaitError as error:
+        word = problems_in(error)
+    raise_first(exchange_json(training, word))
+    for name, part in mine.items():
+        reader.read(sources[name], part)
+    training.base = replace(base, path=str(path.resolve()))

@@ -1,0 +1,188 @@
+"""Callbacks: what a job has done beside the steps of its training, at five points of a run, on all ranks.
+
+A callback sees the engine and what a step or an evaluation gave. It may end the run (`engine.stop`) and add to a step's metrics
+(`engine.log`). What it must remember over a resume, it gives as JSON values in `state_dict`: these are kept in checkpoints.
+
+That a rank wants to end the run is one number in the row that all ranks sum in every step; after an evaluation, which has
+messages anyway, ranks ask each other. Without callbacks nothing is sent.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from plait.checkpoint.checkpoints import Checkpoints
+from plait.checkpoint.training import Training, exchange_json
+from plait.config.errors import FAILED, PlaitError, Problem, in_a_line
+from plait.config.job import user_line
+from plait.engine.passes import Step
+from plait.launch.failure_report import described
+
+
+class RunningEngine(Training, Protocol):
+    """What a callback is given: the `Engine` of the rank that it runs on."""
+
+    checkpoints: Checkpoints
+
+    def stop(self, reason: str) -> None:
+        """End the run on all ranks; any may call it."""
+
+    def log(self, name: str, value: float) -> None:
+        """Add a number to the metrics of the step."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 64, temperature: float = 0.0,
+        top_k: int | None = None, stop: int | None = None, seed: int = 0, length: int | None = None,
+        inputs: Callable[[Tensor], Any] | None = None,
+    ) -> list[list[int]]:  # fmt: skip
+        """Continue prompts."""
+        ...
+
+
+class Callback:
+    """What is done at five points of a run. Every method does nothing by default, and is called on all ranks."""
+
+    def on_start(self, engine: RunningEngine) -> None:
+        """Before the first step, after a resume."""
+
+    def on_step(self, engine: RunningEngine, step: Step) -> None:
+        """After a step."""
+
+    def on_evaluation(self, engine: RunningEngine, values: dict[str, float]) -> None:
+        """After an evaluation. `values`: the job's metrics by name, the same on all ranks."""
+
+    def on_save(self, engine: RunningEngine, path: Path) -> None:
+        """A checkpoint was published."""
+
+    def on_end(self, engine: RunningEngine) -> None:
+        """After the last step, its evaluation and its checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values that are kept in checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave when the checkpoint was saved."""
+
+
+class Callbacks:
+    """The callbacks of a run, in order, and what they ask of it. U011 for what is no callback."""
+
+    def __init__(self, callbacks: Sequence[Callback] = ()):
+        self.named: dict[str, Callback] = {}
+        """By class; `Name#2` is the second of a class."""
+        counts = Counter[str]()
+        for callback in checked(callbacks, "Engine(callbacks=…)"):
+            kind = type(callback).__name__
+            counts[kind] += 1
+            self.named[f"{kind}#{counts[kind]}" if counts[kind] > 1 else kind] = callback
+        self.wish = ""
+        """Why this rank wants to end the run."""
+        self.asked = False
+        """Some rank wants to."""
+        self.ended = ""
+        """Why the run is at its end before its last step: the same on all ranks."""
+        self.logged: dict[str, float] = {}
+        """What `Engine.log` adds to the metrics of a step."""
+        self.evaluated = 0
+        """The step of the last evaluation that callbacks were told of."""
+        self._saved: list[Path] = []
+        self._begun = False
+
+    def start(self, engine: RunningEngine) -> None:
+        """The first step follows. Called again, it does nothing."""
+        if not self._begun:
+            self._begun = True
+            self._call("on_start", engine)
+
+    def step(self, engine: RunningEngine, step: Step) -> None:
+        """A step was made."""
+        if self.asked:
+            self._end_together(engine)
+        self._call("on_step", engine, step)
+        step.logged, self.logged = step.logged | self.logged, {}
+        self.saves(engine)
+
+    def evaluation(self, engine: RunningEngine, values: dict[str, float]) -> None:
+        """An evaluation gave these values."""
+        if self.named and values:
+            self.evaluated = engine.position.step
+            self._call("on_evaluation", engine, values)
+            self._end_together(engine)
+
+    def published(self, path: Path) -> None:
+        """A checkpoint was published, on all ranks in the same step."""
+        self._saved.append(path)
+
+    def saves(self, engine: RunningEngine) -> None:
+        """Tell of the checkpoints that were published meanwhile."""
+        while self._saved:
+            self._call("on_save", engine, self._saved.pop(0))
+
+    def end(self, engine: RunningEngine) -> None:
+        """No step follows."""
+        self._call("on_end", engine)
+
+    def _end_together(self, engine: RunningEngine) -> None:
+        """Whether any rank wants to end the run, and why: the first that does says it. All ranks call it."""
+        said = (word["wish"] for word in exchange_json(engine, {"wish": self.wish}))
+        self.ended = next((wish for wish in said if wish), self.ended)
+        self.wish, self.asked = "" if self.ended else self.wish, False
+
+    def _call(self, hook: str, *values: Any) -> None:
+        for name, callback in self.named.items():
+            _of_user(f"{name}.{hook}", getattr(callback, hook), *values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the state of each callback that has one, and whether the run is at its end, or about to be."""
+        states = {name: _of_user(f"{name}.state_dict", c.state_dict) for name, c in self.named.items()}
+        return {
+            "states": {name: state for name, state in states.items() if state},
+            "wish": self.wish,
+            "ended": self.ended,
+            "evaluated": self.evaluated,
+        }
+
+    def load_state_dict(self, kept: dict[str, Any]) -> list[str]:
+        """Take up what a checkpoint keeps; what there is to say of it, a line each."""
+        states, told = kept.get("states", {}), list[str]()
+        self.wish, self.ended = kept.get("wish", ""), kept.get("ended", "")
+        self.evaluated = kept.get("evaluated", 0)
+        for name, callback in self.named.items():
+            if name in states:
+                _of_user(f"{name}.load_state_dict", callback.load_state_dict, states[name])
+            elif _of_user(f"{name}.state_dict", callback.state_dict):
+                told.append(f"callback {name}: not in the checkpoint, it begins anew")
+        return told + [
+            f"callback {name}: its state is left out, there is none" for name in states if name not in self.named
+        ]
+
+
+def checked(callbacks: object, where: str) -> Sequence[Callback]:
+    """The callbacks, if they are a list of them. U011."""
+    fix = ("return [plait.EarlyStopping(…), MyCallback()]    instances of plait.Callback, in a list",)
+    if not isinstance(callbacks, (list, tuple)):
+        what = f"the callbacks are a {type(callbacks).__name__}, not a list"
+        raise PlaitError(Problem("U011", what, where=where, fix=fix))
+    wrong = next((c for c in callbacks if not isinstance(c, Callback)), None)
+    if wrong is not None:
+        kind = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
+        what = f"{kind} is among the callbacks, and is no object of a class made from plait.Callback"
+        raise PlaitError(Problem("U011", what, where=where, fix=fix))
+    return callbacks
+
+
+def _of_user(name: str, method: Callable[..., Any], *values: Any) -> Any:
+    """What a callback's method returns. U013 when it raises, which names it; the end of another rank goes on as it is."""
+    try:
+        return method(*values)
+    except PlaitError:
+        raise
+    except Exception as error:
+        if described(error)["sort"] == "peer":
+            raise
+        what = f"the callback {name} raised {in_a_line(error)}"
+        raise PlaitError(Problem("U013", what, where=user_line(error)), FAILED) from error

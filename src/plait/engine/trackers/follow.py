@@ -1,0 +1,119 @@
+"""The process of a tracker: it follows `metrics.jsonl` as a run writes it, and hands the tracker every row once.
+
+What the tracker has is noted in `RUN/trackers/NAME.json`: its id of the run, and the last row. So a run that is resumed goes
+on in the same place. Rows of steps that are made again are not sent again: only TensorBoard can take back what it has been
+given, and there they replace the ones before. A tracker that raises is tried again, less and less often; training knows
+nothing of it but a line of text.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from plait.config.plan import Plan
+from plait.engine.run_directory import RunDirectory, job_name
+from plait.engine.trackers.packages import TRACKERS, Row, TrackedRun, numbers
+from plait.launch.companion import Until
+
+EVERY = 0.5
+"""Seconds between two looks at the file."""
+AT_ONCE = 500
+"""Rows that a tracker is given in a call."""
+LONGEST_PAUSE = 60.0
+"""Seconds between two tries, at most, while a tracker fails."""
+
+
+def main(until: Until, say: Callable[[str], None], name: str, path: str, step: str) -> None:
+    """Follow the run at `path`, which begins after `step`, until it is over; `say` tells the run's user a line."""
+    folder = Path(path) / "trackers"
+    folder.mkdir(exist_ok=True)
+    with open(folder / f"{name}.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one that a lost rank has left behind finishes first
+        MetricsFeed(name, RunDirectory(Path(path)), int(step), say).follow(until)
+
+
+class MetricsFeed:
+    """Between the file and a tracker."""
+
+    def __init__(self, name: str, run: RunDirectory, step: int, say: Callable[[str], None]):
+        self.name, self.run, self.say = name, run, say
+        self.tracker = TRACKERS[name][0]()
+        self.note = run.path / "trackers" / f"{name}.json"
+        known = json.loads(self.note.read_text(encoding="utf-8")) if self.note.exists() else {}
+        self.id: str | None = known.get("id")
+        self.sent: tuple[int, int] = tuple(known.get("sent", (0, 0)))
+        """Step of the last row that the tracker has, and whether it was the step's evaluation."""
+        if self.tracker.forgets:
+            self.sent = min(self.sent, (step, 1))
+        self.started, self.complained, self.pause = False, "", EVERY
+        self.rows: list[tuple[tuple[int, int], Row]] = []
+        self.torn = b""
+
+    def follow(self, until: Until) -> None:
+        """Until nothing follows, and everything is sent."""
+        with open(self.run.metrics, "rb") as file:
+            over = False
+            while not over:
+                over = until.wait(self.pause)
+                self._read(file.read())
+                self._try(self._send)
+        for _ in range(3):
+            if not self.rows or self._try(self._send):
+                break
+            time.sleep(min(self.pause, 5.0))
+        if self.started:
+            self._try(lambda: self.tracker.close(until.word == b"done"))
+        if self.rows:
+            self.say(f"note  {self.name} has the metrics up to step {self.sent[0]} only: {self.complained}")
+
+    def _read(self, data: bytes) -> None:
+        *lines, self.torn = (self.torn + data).split(b"\n")
+        for line in lines:
+            row: dict[str, Any] = json.loads(line)
+            step = row.pop("step")
+            key = step, int("evaluation" in row)
+            if key > self.sent:
+                self.rows.append((key, (step, dict(numbers(row)))))
+
+    def _send(self) -> None:
+        if not self.started:
+            self.id = self.tracker.start(self._described(), self.id)
+            self.started = True
+            self._remember()
+        while self.rows:
+            some = self.rows[:AT_ONCE]
+            self.tracker.write([row for _, row in some])
+            self.sent = some[-1][0]
+            del self.rows[:AT_ONCE]
+            self._remember()
+
+    def _try(self, work: Callable[[], None]) -> bool:
+        """Do it; what goes wrong is said once, and in full in the log."""
+        try:
+            work()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if not self.complained:
+                log = self.run.path / "logs" / f"{self.name}.log"
+                self.say(f"note  {self.name} does not take the metrics; training goes on, and {log} has more: {words}")
+            self.complained, self.pause = words, min(2 * self.pause, LONGEST_PAUSE)
+            return False
+        self.pause = EVERY
+        return True
+
+    def _described(self) -> TrackedRun:
+        stored = json.loads((self.run.path / "job.json").read_text(encoding="utf-8"))
+        plan = str(Plan.load(self.run.path / "plan.toml"))
+        config = {"job": stored["job"], "plan": plan, "run": str(self.run.path)}
+        config |= {f"job.{name}": str(value) for name, value in stored["arguments"].items()}
+        return TrackedRun(self.run.path, job_name(stored["job"]), config, self.sent[0])
+
+    def _remember(self) -> None:
+        beside = self.note.with_suffix(".new")
+        beside.write_text(json.dumps({"id": self.id, "sent": self.sent}) + "\n", encoding="utf-8")
+        os.replace(beside, self.note)

@@ -1,0 +1,117 @@
+"""The turns of a step: one for a job with one loss, one for each phase that is due for a job with phases (`config/phases.py`).
+
+In a phase's turn the model runs that phase alone, backward leads to the parameters that it trains and to no others, what sums
+gradients over the ranks sums theirs, and its optimizer alone takes a step. Nothing of the other phases is computed, sent or kept
+but the tensors that lie in one message with this phase's (under `fsdp`, in one group with them), which are dropped.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from plait.config.errors import Problem
+from plait.config.job import Job
+from plait.config.phases import Phase, PhaseOptimizers
+from plait.config.plan import Plan
+from plait.parallel.built import Built
+
+
+class Turns:
+    """Whose turn it is in a step of one rank."""
+
+    def __init__(self, built: Built):
+        self.built = built
+        self.phase: Phase | None = None
+        self.first = self.last = True
+        """Of the step."""
+
+    def of(self, step: int) -> Iterator[Phase | None]:
+        """The turns of a step, counted from 1; in each, the rank is as the phase wants it. Of step 0: those of all phases."""
+        phases = self.built.job.phases
+        if phases is None:
+            yield None
+            return
+        due = [phase for phase in phases if phase.due(step)]
+        try:
+            for phase in due:
+                self.first, self.last = phase is due[0], phase is due[-1]
+                self._begin(phase)
+                yield phase
+        finally:
+            self._begin(None)
+
+    def _begin(self, phase: Phase | None) -> None:
+        built, self.phase = self.built, phase
+        built.model.turn = None if phase is None else phase.name  # type: ignore[assignment]
+        built.turn = "" if phase is None else phase.name
+        if isinstance(built.optimizer, PhaseOptimizers):
+            built.optimizer.turn = built.turn
+        if phase is None:
+            return
+        if built.by_phase:
+            built.reducer = built.by_phase[phase.name]
+        if built.shards is not None:
+            built.shards.trains(phase.has)
+
+    def backward_to(self) -> list[Tensor] | None:
+        """The tensors that the turn's backward leads to; None: all there are."""
+        built, phase = self.built, self.phase
+        if phase is None:
+            return None
+        if built.shards is not None:
+            return built.shards.gathered_of(phase.has)
+        return [p for n, p in built.own.items() if p.requires_grad and phase.has(n)]
+
+    def forget_others(self) -> None:
+        """Drop gradients of parameters that this turn does not train: zeros that were summed beside those it does."""
+        phase = self.phase
+        for name, parameter in self.built.own.items() if phase is not None else ():
+            if phase is not None and not phase.has(name):
+                parameter.grad = None
+
+    def clip(self, job: Job) -> float | None:
+        """The largest gradient norm."""
+        return job.clip if self.phase is None or self.phase.clip is None else self.phase.clip
+
+    def updated(self) -> None:
+        """The turn's parameters were updated: the phases that follow use the new ones."""
+        if self.phase is not None and self.built.shards is not None:
+            self.built.shards.reshard()
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group of the turn's optimizer."""
+        optimizer = self.built.optimizer
+        if isinstance(optimizer, PhaseOptimizers) and self.phase is not None:
+            optimizer = optimizer.each[self.phase.name]
+        return float(optimizer.param_groups[0]["lr"])
+
+
+def refused(job: Job, plan: Plan) -> Iterator[Problem]:
+    """P091 of what of a plan does not go with phases."""
+    if job.phases is None:
+        return
+    whys = {
+        f"pp={plan.pp}": (plan.pp > 1, "stages run one forward and backward per step"),
+        f"cp={plan.cp}": (plan.cp > 1, "which sequences are cut is found for one forward pass"),
+        f"ep={plan.ep}": (plan.ep > 1, "ranks sum gradients of experts apart from the others, for one loss"),
+        f"replica_groups={plan.replica_groups}": (
+            plan.replica_groups > 1,
+            "groups are brought together by one optimizer",
+        ),
+        "processes=one": (plan.processes == "one", "copies in threads hold no phases"),
+        f"compress={plan.compress}": (
+            plan.compress != "none",
+            "what rounding leaves over is kept for one sum per step",
+        ),
+        "compile=true": (plan.compile, "a graph would be compiled of all phases together"),
+        "precision=fp16": (plan.precision == "fp16", "one loss scale does not fit several losses"),
+        f"batch_shares={plan.batch_shares}": (
+            plan.batch_shares == "auto",
+            "a rank's speed is that of one pass per step",
+        ),
+    }
+    for key, (there, why) in whys.items():
+        if there:
+            fix = (f"leave out {key}", "dp, fsdp and tp go with phases")
+            yield Problem("P091", f"a job with phases does not work with {key}", why=why, fix=fix)

@@ -1,0 +1,63 @@
+"""The moving average of the weights (EMA, Polyak averaging), kept in parts as the weights are.
+
+After a step, average ← decay × average + (1 − decay) × weights, element by element. So each rank averages what it holds of every
+parameter, copies of a part stay copies, and nothing is sent. It is numbers that were trained which are averaged: parameters that
+are frozen, and buffers, are themselves.
+
+What a rank averages is `Built.own`, or under `offload=optimizer` its copy on the host, which takes nothing of the device.
+
+To evaluate, the numbers of average and weights change places, and afterwards change back. No second model is made.
+
+Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging; `torch.optim.swa_utils` does the same on one device.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from plait.config.errors import Problem
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.parallel.built import Built
+from plait.parallel.server import strategy as server
+from plait.tensors.moving_average import MovingAverage
+
+
+def refuse(job: Job, plan: Plan) -> Iterator[Problem]:
+    """P066 where a plan has no one sequence of weights to average."""
+    if job.ema is not None and (plan.rarely or server.wanted(plan)):
+        key = f"replica_groups={plan.replica_groups}" if plan.rarely else "sync=async"
+        why = (
+            "groups train weights of their own between two meetings, and a server's weights are on no rank that trains"
+        )
+        fix = ("ema=None", "leave out replica_groups and sync")
+        yield Problem("P066", f"an average of the weights (Job.ema) does not work with {key}", why=why, fix=fix)
+
+
+def apply(built: Built) -> None:
+    """Begin an average, if the job wants one: once the rank's parts are what they stay."""
+    if built.job.ema is None:
+        return
+    own = {name: weight for name, weight in built.own.items() if weight.requires_grad}
+    hosted = built.masters if built.plan.offload == "optimizer" and built.masters else {}
+    built.average = MovingAverage(built.job.ema, own, {name: hosted.get(name, weight) for name, weight in own.items()})
+
+
+@contextmanager
+def averaged(built: Built) -> Iterator[None]:
+    """Inside, the model has the average of its weights in their place, where there is one. All ranks call it."""
+    average = built.average
+    if average is None or not average.moved:
+        yield
+        return
+    try:
+        with average.in_place():
+            _forget(built)
+            yield
+    finally:
+        _forget(built)
+
+
+def _forget(built: Built) -> None:
+    """Parameters that are gathered were gathered of other numbers."""
+    if built.shards is not None:
+        built.shards.reshard()

@@ -1,0 +1,20 @@
+"""Proof that a split run is the training of one device.
+
+verify            both sides, made hard, and compared
+reference         the job on one device in plain PyTorch
+phases            the reference of a job with several losses and optimizers
+candidate         the split side
+noted_data        data sets that note what is read of them
+short_epochs      the beginnings of a job's own epochs
+own_batch         batches of the job's own size
+formats           a step in the plan's own number formats
+probes            how far apart the sides are
+notes             what units were given and returned
+sides             the notes of both, side by side
+locate            where a difference begins
+sum_faults        a wrong sum of gradients, explained
+verdict           the judgement and its likely cause
+served            groups and a server: the run, and its ledger played again
+algorithms/       plans that are another training than one device's, each in one process
+job/              whether a job survives being cut, checked before training
+"""

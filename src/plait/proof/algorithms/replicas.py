@@ -1,0 +1,125 @@
+"""Replica groups in one process: k models and k optimizers, each on its part of every batch.
+
+    each step      for i in 0 … k−1:  a step of optimizer i on model i, with part i of the batch, clipped by its own norm
+    when p is due  m = mean of the θ_i;  τ steps later  local:  θ_i ← m
+                   diloco:  Δ = G − m ;  b ← μ b + Δ ;  G ← G − η (Δ + μ b) ;  θ_i ← α θ_i + (1 − α) G
+
+p: a fragment, some of the parameters; the last one with what forward passes change. The states of the optimizers are never
+touched. In the steps of `start_local` all models take the sum of the gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config.job import Job
+from plait.config.plan import Plan
+from plait.data.batch import Data
+from plait.proof import reference
+from plait.proof.algorithms import compressed
+from plait.tensors.float64 import Wide
+
+Named = dict[str, Tensor]
+
+
+def train(
+    job: Job, plan: Plan, steps: int, clip: float, dtype: torch.dtype, device: str = "cpu", *, moves: Callable[[], None] = lambda: None
+) -> dict[str, Any]:  # fmt: skip
+    """Train `steps` steps. Returns what `train` of `proof/reference.py` does; what a group has of its own is `group i: name`."""
+    data, k = job.data(), plan.replica_groups
+    ones = [reference.OneDevice.of(job, data, dtype, device) for _ in range(k)]
+    states = [reference.floating(one.model) for one in ones]
+    table, met, at = _fragments(ones[0], plan.fragments), [set[str]() for _ in ones], 0
+    base, bases, sent = {n: states[0][n].detach().clone() for p in table for n in p}, Named(), list[tuple[int, Named]]()
+    left = [Named() for _ in range(k + 1)]
+    out: dict[str, Any] = {"initial": reference.copied(ones[0].model.named_parameters()), "rows": [], "ids": []}
+    for step, read in zip(range(1, steps + 1), reference.samples(job, data)):
+        alike, losses = step <= plan.start_local, _passes(ones, data, read, step <= plan.start_local, moves)
+        _gradients(ones, met, [loss is not None for loss in losses], alike)
+        out.setdefault("gradients", _own([reference.gradients(one.model) for one in ones]))
+        rows = [one.update(read, torch.zeros(()) if loss is None else loss, clip) for one, loss in zip(ones, losses)]
+        out["rows"].append(rows[0] | {f"{w} of group {i}": rows[i][w] for i in range(1, k) for w in ("loss", "norm")})
+        out["ids"].append([read[0], read[1]])
+        for p, names in enumerate(table):
+            at = step - plan.start_local
+            if at > 0 and at % plan.every == (p + 1) * plan.every // len(table) % plan.every:
+                still = [n for n in states[0] if n not in base] if p + 1 == len(table) else []
+                mean = _mean(states, [*names, *still])
+                if plan.compress != "none":
+                    mean |= compressed.means(plan, job.seed, {n: base[n] for n in names}, states, left)
+                sent.append((step + plan.fragment_delay, mean))
+        for _, mean in [message for message in sent if message[0] == step]:
+            _take_over(plan, mean, base, bases, states)
+        if at <= 0 or (plan.sync == "local" and plan.compress == "none"):
+            base = _mean(states, list(base))
+    everything = _mean(states, list(states[0])) | base
+    out["weights"] = {n: everything[n] for n, _ in ones[0].model.named_parameters()}
+    out["weights"] |= _own([reference.copied(one.model.named_parameters()) for one in ones])
+    out["buffers"] = _own([reference.copied(one.model.named_buffers()) for one in ones])
+    for name, tensor in states[0].items():
+        tensor.data.copy_(everything[name])
+    return out | {"clip": clip, "metrics": reference.evaluate(ones[0])}
+
+
+def _passes(
+    ones: list[reference.OneDevice], data: Data, read: reference.Samples, alike: bool, moves: Callable[[], None]
+) -> list[Tensor | None]:
+    """The loss of every group after its passes, k times its share of the batch's; None of one whose samples weigh nothing."""
+    k, size, job = len(ones), len(read[1]), ones[0].job
+    counts = [size // k + (i < size % k) for i in range(k)]
+    firsts = [sum(counts[:i]) for i in range(k)]
+    pairs = [reference.ready(o, data, read[2][f : f + n]) if n else None for o, f, n in zip(ones, firsts, counts)]
+    weights = [0.0 if pair is None else reference.weight_of(job, pair[1], n) for pair, n in zip(pairs, counts)]
+    losses: list[Tensor | None] = []
+    for one, pair, first, n, weight in zip(ones, pairs, firsts, counts, weights):
+        moves()
+        loss, share = None, weight / sum(weights) if alike else n / size
+        if pair is not None and weight:
+            with Wide(), one.keyed.at(one.steps, first, n):
+                loss = job.loss(reference.call(one.model, pair[0]), pair[1]) * (share * (1 if alike else k))
+            with one.keyed.replay():
+                loss.backward()
+        losses.append(None if loss is None else loss.detach() * (k if alike else 1))
+    return losses
+
+
+def _gradients(ones: list[reference.OneDevice], met: list[set[str]], any_of: list[bool], alike: bool) -> None:
+    """The sum on all in a step alike; zeros, of what it used before, on a group without a sample."""
+    given = [reference.gradients(one.model) for one in ones]
+    for own, seen, there in zip(given, met, any_of):
+        seen.update(n for g in (given if alike else [own]) for n in g)
+        own.update({} if there or alike else {n: torch.zeros(()) for n in seen})
+    for one, own in zip(ones, given):
+        for n, p in one.model.named_parameters():
+            parts = [g[n] for g in given if n in g] if alike else [own[n]] if n in own else []
+            p.grad = torch.zeros_like(p) + sum(parts) if parts else None
+
+
+def _take_over(plan: Plan, mean: Named, base: Named, momentum: Named, states: list[Named]) -> None:
+    for n, value in mean.items():
+        if plan.sync == "diloco" and n in base:
+            delta, mu = base[n] - value, plan.outer_momentum
+            momentum[n] = mu * momentum[n] + delta if n in momentum else delta
+            value = base[n] - plan.outer_lr * (delta + mu * momentum[n])
+        base |= {n: value} if n in base else {}
+        for state in states:
+            state[n].data.copy_(plan.fragment_alpha * state[n].data + (1 - plan.fragment_alpha) * value)
+
+
+def _mean(states: list[Named], names: list[str]) -> Named:
+    return {n: torch.stack([s[n].detach() for s in states]).mean(0) for n in names}
+
+
+def _own(groups: list[Named]) -> Named:
+    return {f"group {i}: {n}": t for i, group in enumerate(groups) for n, t in group.items()}
+
+
+def _fragments(one: reference.OneDevice, count: int) -> list[list[str]]:
+    """Blocks (or, where there are too few, units) dealt out one by one; the last fragment is what is in none."""
+    trained = [n for n, p in one.model.named_parameters() if p.requires_grad]
+    blocks = [u for u in one.units if u.repeated]
+    blocks = blocks if len(blocks) >= count - 1 else [u for u in one.units if u.parameters]
+    owner = {n: i % (count - 1) for i, u in reversed([*enumerate(blocks)]) for n in u.parameters} if count > 1 else {}
+    return [[n for n in trained if owner.get(n, count - 1) == p] for p in range(count)]

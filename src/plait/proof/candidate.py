@@ -1,0 +1,297 @@
+"""The split side of `verify`: one rank trains under the plan and writes down its parts; the parts are put together.
+
+Whatever the layout, a rank holds rectangles of tensors (`tensors/part.py`). Put together they must be the one device's
+tensors, and where ranks hold the same rectangle they must hold the same bits.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from plait.config.errors import PlaitError, proof_stopped
+from plait.config.job import Job
+from plait.config.keys import AXES, OTHER_SAMPLES
+from plait.config.phases import Phase
+from plait.config.plan import Plan
+from plait.data.batch import Batch
+from plait.data.shares import InTurn
+from plait.engine.engine import Engine
+from plait.engine.traffic import Traffic
+from plait.launch.place import Place
+from plait.parallel.built import Built
+from plait.parallel.context.sequences import opened_units
+from plait.parallel.precision import forward_format
+from plait.proof import formats, own_batch
+from plait.proof import notes as noting
+from plait.proof.phases import of_phases
+from plait.proof.probes import Trace
+from plait.tensors.collectives import digests
+from plait.tensors.part import Part
+from plait.tensors.part import whole as whole_part
+
+GROUPS = ("initial", "gradients", "weights", "buffers", "average", "own_gradients", "own_weights",
+          *(f"formats_{kind}" for kind in ("start", *formats.GROUPS)))  # fmt: skip
+"""What is compared tensor by tensor."""
+
+
+@dataclass
+class StepNotes:
+    """What a rank notes of its steps."""
+
+    engine: Engine
+    notes: noting.Notes
+    traffic: Traffic
+    """What is sent in the first step."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    row: dict[str, Any] = field(default_factory=dict)
+    """Of the step's phases so far, in a job that has phases."""
+    ids: list[list[Any]] = field(default_factory=list)
+    held: list[list[Any]] = field(default_factory=list)
+
+    def update(self, batch: Batch, step_row: Tensor, phase: Phase | None = None) -> None:
+        """Take the optimizer's step, of a phase if there are any, with what is held before and after it noted."""
+        engine, parts = self.engine, self.engine.built.parts()
+        self.held.append(["gradient", _held(gradients := self.gradients(), parts, _group(engine.built))])
+        self.notes.tensors("sum", gradients, parts)
+        with self.watching():
+            told = engine.update(batch, step_row)
+        weights = _weights(engine)
+        self.held.append(
+            ["weight", _held(weights | _averages(engine), parts, _group(engine.built)) | _held_by_all(engine)]
+        )
+        self.notes.tensors("weight", weights, parts)
+        of = f" of group {i}" if (i := engine.built.at["replica_groups"]) else ""
+        row = {f"loss{of}": told.loss, f"norm{of}": told.norm, "lr": told.lr, "samples": told.samples}
+        if phase is not None:
+            self.row = row = of_phases(engine.job, phase, row, self.row if not engine.turns.first else {})
+        if engine.turns.last:
+            self.rows.append(row | {"logged": told.logged})
+            self.ids.append([batch.position.epoch, [i for micro in batch.micro for i in micro.ids]])
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Notes what is sent, in the first step."""
+        return nullcontext() if self.rows else self.traffic.watch()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of the gradients that are there."""
+        return {n: p.grad for n, p in self.engine.built.own.items() if p.grad is not None}
+
+
+def run(
+    jobs: tuple[Job, Job], plan: Plan, how: tuple[int, str, dict[str, Any]], place: Place, folder: Path
+) -> dict[str, Any]:
+    """Train one rank for (steps, device, facts of the reference) = `how`; its parts go into files, the rest is returned
+    as JSON values. `jobs`: the hard one that is trained, and the user's."""
+    steps, device, facts = how
+    engine = Engine(jobs[0], plan, device=device, place=place, cast=torch.float64, on_nan="ignore")
+    built = engine.built
+    if built.balance is not None:
+        built.balance.course = InTurn(plan.ranks)  # as measured speeds would change the parts between steps
+    notes = noting.of_rank(engine)
+    noted, run = StepNotes(engine, notes, Traffic(place.rank, plan)), list[tuple[int, str]]()
+    tensors = {"initial": {n: p.tensor.clone() for n, p in built.parts().items() if n in built.own}}
+    source = engine.batches()
+    for step in range(steps):
+        batch = next(source, None)
+        if batch is None:
+            raise PlaitError(proof_stopped(f"after {step} of {steps} steps: nothing is proved"))
+        notes.batch(step, [(m.first, m.count, (m.inputs, m.targets)) for m in batch.micro])
+        for phase in engine.turns.of(step + 1):
+            with noted.watching():
+                step_row = engine.backward(batch)
+            if step == 0:
+                run = engine.sizes_run(batch)
+                tensors.setdefault("gradients", {}).update({n: g.clone() for n, g in noted.gradients().items()})
+            noted.update(batch, step_row, phase)
+    tensors |= _at_the_end(built)
+    seen, told = built.data.seen, notes.told(built, folder / f"noted-{place.rank}.safetensors")
+    with forward_format(plan, torch.float64, built.device.type):
+        metrics = engine.evaluate()
+    own, made = _of_own_size(engine, notes, jobs[1], facts)
+    tensors |= made
+    step, made = _in_own_formats(jobs[0], facts.get("formats"), device, place)
+    tensors |= made
+    parts = _ranges(built)
+    names = _by_group(engine, tensors, parts)
+    for name, group in tensors.items():
+        file = folder / f"{name}-{place.rank}.safetensors"
+        save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
+    return {
+        "rows": noted.rows, "ids": noted.ids, "held": [*noted.held, *own.held], "seen": seen, "inexact": engine.inexact,
+        "formats": step, "metrics": metrics, "own_rows": own.rows, "own_ids": [ids for _, ids in own.ids],
+        "notes": opened_units(built.whole), "names": names,
+        "stage": built.at["pp"], "reads": not any(_on_other_axes(built)),
+        **_messages(engine, run, noted.traffic),
+        "varies": built.sketch.host_random and plan.tp > 1, "random": list(built.whole.places), "places": len(built.sketch.places), **told,
+        "batch_norms": list(built.sketch.batch_norms), "parts": parts,
+    }  # fmt: skip
+
+
+def _at_the_end(built: Built) -> dict[str, dict[str, Tensor]]:
+    """This rank's parts of `weights`, `buffers` and the `average` as they are."""
+    average = {} if built.average is None else {n: t.clone() for n, t in built.average.tensors.items()}
+    buffers = {n: p.tensor.clone() for n, p in built.parts().items() if n not in built.own}
+    return {"weights": {n: p.detach().clone() for n, p in built.own.items()}, "buffers": buffers, "average": average}
+
+
+def _group(built: Built) -> str:
+    """How the names begin of what belongs to this rank's replica group; nothing where there is only one."""
+    return f"group {built.at['replica_groups']}: " if built.rare is not None else ""
+
+
+def _by_group(engine: Engine, tensors: dict[str, dict[str, Tensor]], parts: dict[str, list[Any]]) -> list[str]:
+    """All names of parameters in order. What a replica group has of its own gets its name, and the global weights plain ones."""
+    built, names = engine.built, [n for n, _ in engine.model.named_parameters()]
+    if built.rare is None:
+        return names
+    own, common = _group(built), {n: p.tensor for n, p in built.rare.global_parts().items()}
+    weights = tensors["weights"]
+    for kind in ("gradients", "weights", "buffers"):
+        tensors[kind] = {own + n: t for n, t in tensors[kind].items()}
+    tensors["weights"] |= {n: common.get(n, t) for n, t in weights.items()}
+    parts |= {own + n: part for n, part in list(parts.items())}
+    return [*names, *(f"group {i}: {n}" for i in range(engine.plan.replica_groups) for n in names)]
+
+
+def _held_by_all(engine: Engine) -> dict[str, int]:
+    """Digests of what all replica groups hold alike."""
+    common = engine.built.rare.base_parts() if engine.built.rare is not None else {}
+    return _held({f"{n} (global)": part.tensor for n, part in common.items()}, common)
+
+
+def _of_own_size(
+    engine: Engine, notes: noting.Notes, job: Job, facts: dict[str, Any]
+) -> tuple[StepNotes, dict[str, dict[str, Tensor]]]:
+    """The steps of the job's own size (`proof/own_batch.py`): what is noted, and the tensors. `notes` are closed."""
+    noted, made = (
+        StepNotes(engine, notes, Traffic(engine.place.rank, engine.plan)),
+        dict[str, dict[str, Tensor]](own_gradients={}, own_weights={}),
+    )
+    course = own_batch.OwnBatchSteps(engine, job, facts)
+    for batch, far in course.steps():
+        step_row = engine.backward(batch)
+        if not noted.rows:
+            made["own_gradients"] = {n: g.clone() for n, g in noted.gradients().items()}
+        norm = engine.norm(step_row)[0]
+        course.prepare(len(noted.rows), far)
+        noted.update(batch, step_row)
+        noted.rows[-1]["norm"] = norm
+    if noted.rows:
+        made["own_weights"] = dict(engine.built.own)
+    return noted, made
+
+
+def _in_own_formats(
+    job: Job, wanted: tuple[str, int] | None, device: str, place: Place
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """A step in the number formats of the plan (`proof/formats.py`), when a plan and a batch are given: notes, and tensors."""
+    made = {f"formats_{kind}": dict[str, Tensor]() for kind in ("start", *formats.GROUPS)}
+    if wanted is None:
+        return {}, made
+    plan = Plan.parse(wanted[0])
+    engine = Engine(replace(job, batch=wanted[1]), plan, device=device, place=place, on_nan="ignore")
+    built, traffic = engine.built, Traffic(place.rank, plan)
+    if built.scaler is not None:
+        built.scaler.value = formats.SCALE
+    batch = next(engine.batches())
+    with traffic.watch():
+        step_row = engine.backward(batch)
+    run = engine.sizes_run(batch)
+    scale = built.scaler.value if built.scaler is not None else 1.0
+    gradient = {
+        n: p.grad / scale if scale != 1.0 else p.grad.clone() for n, p in built.own.items() if p.grad is not None
+    }
+    losses = {str(batch.micro[i].first): float(loss) for i, loss in engine.passes.losses}
+    with traffic.watch():
+        engine.update(batch, step_row)
+    state = formats.states(engine.optimizer, built.names or {})
+    made |= {"formats_gradient": gradient, "formats_weight": dict(built.own), "formats_state": state}
+    wholes = {key: whole_part(t) for key, t in state.items() if key.partition("|")[0] in built.updated_whole}
+    return {
+        "parts": _ranges(built) | {key: [part.shape, part.ranges] for key, part in wholes.items()},
+        "losses": losses, "dtypes": formats.dtypes(gradient, dict(built.own), state),
+        **_messages(engine, run, traffic),
+    }, made  # fmt: skip
+
+
+def _messages(engine: Engine, sizes: list[tuple[int, str]], traffic: Traffic) -> dict[str, Any]:
+    """What a rank sent. `alike`: on what that depends beside the plan; ranks of which it is the same make the same calls."""
+    built, samples = engine.built, tuple(n for n, _ in sizes)
+    held_experts = str(sorted(tuple(built.own[n].shape) for n in built.experts))  # one rank may have one more
+    sent = [tuple(p.shape) for p in built.own.values()] if built.rare is not None else []  # parts, which may be uneven
+    return {
+        "alike": [*_on_other_axes(built), *samples, *_crossings(built, samples), held_experts, str(sent)],
+        "sizes": sizes, "collectives": [m.row for m in traffic.messages], "sent": traffic.totals(),
+    }  # fmt: skip
+
+
+def _on_other_axes(built: Built) -> list[int]:
+    """A rank's place among those with the same samples: the first of them is the one whose samples are counted."""
+    return [built.at[axis] for axis in AXES if axis not in ("replica_groups", *OTHER_SAMPLES)]
+
+
+def _ranges(built: Built) -> dict[str, list[Any]]:
+    """Of which whole each tensor of a rank is a part: name -> [shape, ranges]."""
+    return {name: [part.shape, part.ranges] for name, part in built.parts().items()}
+
+
+def _crossings(built: Built, samples: tuple[int, ...]) -> list[str]:
+    """What of a rank's passes makes its messages unlike those of ranks with other samples: sizes that are not the sketch's."""
+    paths = built.pipe.paths if built.pipe else ()
+    return [str([slot.shape(n) for s in range(c.cut.stages) for slot in c.slots(s)]) for c, n in zip(paths, samples)]
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    """What a rank holds after an update: parameters, buffers and the optimizer's tensors `name (optimizer key)`."""
+    built = engine.built
+    found = {name: part.tensor for name, part in built.parts().items()}
+    for parameter, state in engine.optimizer.state.items():
+        name = (built.names or {})[id(parameter)]
+        found |= {f"{name} (optimizer {k})": v for k, v in state.items() if isinstance(v, Tensor)}
+    return found
+
+
+def _averages(engine: Engine) -> dict[str, Tensor]:
+    """This rank's parts of the average of the weights, where the job wants one."""
+    average = engine.built.average
+    return {} if average is None else {f"{name} (average)": tensor for name, tensor in average.tensors.items()}
+
+
+def _held(tensors: dict[str, Tensor], parts: dict[str, Part], owner: str = "") -> dict[str, int]:
+    """A digest of each tensor, by its name, after its owner's, and where its part begins and ends."""
+    rows = digests(list(tensors.items())).tolist()
+    keys = {n: parts[n.partition(" (")[0]] for n in tensors}
+    return {f"{owner}{n} @{keys[n].ranges}{tuple(t.shape)}": row for (n, t), row in zip(tensors.items(), rows)}
+
+
+def whole(folder: Path, ranks: list[dict[str, Any]]) -> Trace:
+    """The ranks' parts put together. Elements that no rank holds are NaN. Notes in `ranks` what copies differ in."""
+    first: dict[tuple[int, str], int] = {}
+    for r in ranks:
+        r["drifted"] = []
+        for i, (what, digest) in enumerate(r["held"]):
+            for key, value in digest.items():
+                if first.setdefault((i, key), value) != value:
+                    r["drifted"].append([i // 2 + 1, what, key.partition(" @")[0]])
+    groups: dict[str, dict[str, Tensor]] = {name: {} for name in GROUPS}
+    for name, group in groups.items():
+        for rank, r in enumerate(ranks):
+            for key, tensor in load_file(folder / f"{name}-{rank}.safetensors").items():
+                parts = r["formats"]["parts"] if name.startswith("formats") else r["parts"]
+                shape, ranges = parts.get(key) or parts[key.partition("|")[0]]
+                if key not in group:
+                    group[key] = (
+                        torch.full(shape, float("nan"), dtype=tensor.dtype)
+                        if tensor.is_floating_point()
+                        else torch.zeros(shape, dtype=tensor.dtype)
+                    )
+                for piece in Part(tensor, tuple(shape), tuple(ranges)).pieces():
+                    piece.inside(group[key]).copy_(piece.tensor)
+    named = dict.fromkeys(line for r in ranks for line in r["inexact"])  # each stage names its own layers
+    rows = [{k: v for row in step for k, v in row.items()} for step in zip(*(r["rows"] for r in reversed(ranks)))]
+    return Trace(facts={**ranks[0], "rows": rows, "inexact": list(named)}, **groups)

@@ -1,0 +1,214 @@
+"""The probes of `verify`: what each side did, and how far apart they are.
+
+A relative difference is taken to the scale of the tensor, or of its neighbourhood when the tensor is truly zero (the
+gradient of an attention's key bias is): rounding of neighbours is all that such a tensor holds.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one side did: tensors by name, and facts (rows per step, ids, ...)."""
+
+    facts: dict[str, Any]
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """Of the weights, where the job wants one (`Job.ema`)."""
+    own_gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step of the job's own size, and weights after the last (`proof/own_batch.py`)."""
+    own_weights: dict[str, Tensor] = field(default_factory=dict)
+    formats_start: dict[str, Tensor] = field(default_factory=dict)
+    """Of the step in the plan's own number formats (`proof/formats.py`)."""
+    formats_gradient: dict[str, Tensor] = field(default_factory=dict)
+    formats_weight: dict[str, Tensor] = field(default_factory=dict)
+    formats_state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One comparison. `worst` is the largest relative difference, or the number of differences for exact probes."""
+
+    code: str
+    title: str
+    worst: float = 0.0
+    tolerance: float = TOLERANCE
+    name: str = ""
+    """The first wrong tensor in the model's order, else the worst one."""
+    detail: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.worst <= self.tolerance
+
+
+def size_of(t: Tensor, floor: float = 0.0) -> float:
+    """What differences from a tensor are relative to: its largest number, or `floor` where that is larger."""
+    return max(float(t.abs().max()) if t.numel() else 0.0, floor, 1e-300)
+
+
+def apart(a: Tensor, b: Tensor, scale: float) -> float:
+    """The largest difference of two tensors of one shape, relative to `scale`; infinite where one is not a number."""
+    difference = float((a - b).abs().max()) / scale if a.numel() else 0.0
+    return difference if difference == difference else math.inf
+
+
+def off(expected: float, actual: float) -> float:
+    """The relative difference of two numbers; infinite where it is not a number."""
+    difference = abs(expected - actual) / max(abs(expected), 1e-300)
+    return difference if difference == difference else math.inf
+
+
+def ratio(expected: Tensor, actual: Tensor) -> float | None:
+    """actual / expected where it is one number on every element that is not noise, else None."""
+    big = expected.abs() > 1e-3 * expected.abs().max()
+    if not bool(big.any()):
+        return None
+    ratios = actual[big].double() / expected[big].double()
+    middle = float(ratios.median())
+    return middle if float((ratios - middle).abs().max()) < 1e-6 * max(1.0, abs(middle)) else None
+
+
+def floor_of(tensors: dict[str, Tensor]) -> float:
+    """The least scale of a tensor: a gradient that is truly zero is compared with its neighbourhood."""
+    return 1e-5 * max(
+        (float(t.abs().max()) for t in tensors.values() if t.numel() and t.is_floating_point()), default=0.0
+    )
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
+    """The largest movement of any weight: an update is judged beside the weight it changes and beside the others' updates."""
+    return max((float((after[n] - t).abs().max()) for n, t in before.items() if t.numel()), default=0.0)
+
+
+def tensors(
+    code: str, title: str, expected: dict[str, Tensor], actual: dict[str, Tensor], names: list[str], floor: float
+) -> Probe:
+    """Compare tensors by name, relative to their scale or `floor`; the first wrong in the order of `names` is named."""
+    missing = sorted(set(expected) ^ set(actual))
+    if missing:
+        where = "the split run" if missing[0] in expected else "one device"
+        return Probe(code, title, math.inf, name=missing[0], detail=f"it is missing in {where}")
+    differences = {}
+    for name in names:
+        if name in expected:
+            a, b = expected[name].double(), actual[name].double()
+            differences[name] = apart(a, b, size_of(a, floor)) if a.shape == b.shape else math.inf
+    if not differences:
+        return Probe(code, title)
+    worst = max(differences.values())
+    first_wrong = next((n for n in names if differences.get(n, 0.0) > TOLERANCE), None)
+    name = first_wrong or max(differences, key=lambda n: differences[n])
+    return Probe(code, title, worst, name=name, detail=_ratio_text(expected[name], actual[name]) if first_wrong else "")
+
+
+def _ratio_text(expected: Tensor, actual: Tensor) -> str:
+    constant = ratio(expected, actual) if expected.shape == actual.shape else None
+    return f"ratio {constant:.4g} on every element" if constant is not None else "no constant ratio"
+
+
+def rows(
+    code: str, title: str, expected: list[dict[str, float]], actual: list[dict[str, float]], keys: tuple[str, ...]
+) -> Probe:
+    """Compare numbers of every step; the first that is wrong is named, else the worst."""
+    worst, name = 0.0, ""
+    for step, (a, b) in enumerate(zip(expected, actual), 1):
+        for key in keys:
+            difference = off(a[key], b[key])
+            if difference > worst:
+                worst, name = difference, f"{key}, step {step}"
+            if difference > TOLERANCE:
+                return Probe(code, title, worst, name=name, detail=f"{b[key]:.6g} instead of {a[key]:.6g}")
+    return Probe(code, title, worst, name=name)
+
+
+def logged(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> Probe:
+    """Compare what the job logged in every step, relative to the largest value of a name."""
+    title, worst, where = "logged values, every step", 0.0, ""
+    pairs = [(a.get("logged", {}), b.get("logged", {})) for a, b in zip(expected, actual)]
+    scales = {name: max(abs(a.get(name, 0.0)) for a, _ in pairs) or 1.0 for a, _ in pairs for name in a}
+    for step, (a, b) in enumerate(pairs, 1):
+        if missing := sorted(a.keys() ^ b.keys()):
+            side = "the split run" if missing[0] in a else "one device"
+            return Probe("L", title, math.inf, name=f"{missing[0]}, step {step}", detail=f"it is missing in {side}")
+        for name in a:
+            same = a[name] == b[name] or (a[name] != a[name] and b[name] != b[name])
+            difference = 0.0 if same else abs(a[name] - b[name]) / scales[name]
+            difference = difference if difference == difference else math.inf
+            if difference > worst:
+                worst, where = difference, f"{name}, step {step}"
+            if difference > TOLERANCE:
+                return Probe("L", title, worst, name=where, detail=f"{b[name]:.6g} instead of {a[name]:.6g}")
+    return Probe("L", title, worst, name=where)
+
+
+def replicas(ranks: list[dict[str, Any]]) -> Probe:
+    """Whether what all ranks should hold alike was bit-equal on all, after every step."""
+    drifted, title = [row for r in ranks for row in r["drifted"]], "replicas, bit for bit"
+    if not drifted:
+        return Probe("R", title, tolerance=0)
+    step, what, name = min(drifted, key=lambda row: row[0])
+    return Probe("R", title, len(drifted), 0, name, f"its {what} differs between ranks from step {step}")
+
+
+def samples(expected: Trace, ranks: list[dict[str, Any]]) -> Probe:
+    """Whether the ranks together saw the samples of the reference, in its order and with its content."""
+    for step, (epoch, ids) in enumerate(expected.facts["ids"]):
+        given = [i for r in ranks if r["reads"] for i in r["ids"][step][1]]
+        if given != ids or any(r["ids"][step][0] != epoch for r in ranks):
+            repeated = len(given) - len(set(given))
+            detail = f"step {step + 1}: {len(given)} samples instead of {len(ids)}, {repeated} repeated, {len(set(ids) - set(given))} missing"
+            return Probe("D", "samples", 1, 0, f"step {step + 1}", detail)
+    last = {i: step for step, (_, ids) in enumerate(expected.facts["ids"]) for i in ids}
+    for r in ranks:
+        mine = {i: step for step, (_, ids) in enumerate(r["ids"]) for i in ids}
+        for i in (i for i, step in mine.items() if step == last.get(i)):
+            if r["seen"].get(str(i)) != expected.facts["seen"].get(str(i)):
+                detail = "its content differs: augmentation is not keyed by (seed, epoch, sample)"
+                return Probe("D", "samples", 1, 0, f"sample {i}", detail)
+    return Probe("D", "samples", tolerance=0)
+
+
+def collectives(ranks: list[dict[str, Any]], dry: list[dict[str, Any]] | str) -> Probe:
+    """Whether ranks that are alike made the same calls, and every rank as many, of as many bytes, as in a dry run.
+
+    `dry`: what each rank sent in one (`first_step` of `planner/dryrun/dry_run.py`), or why there is none.
+    """
+    title = "collectives"
+    for rank, r in enumerate(ranks):
+        first = next(i for i, other in enumerate(ranks) if other["stage"] == r["stage"])
+        rows = [_rows(ranks[i], ranks[first]["alike"] == r["alike"]) for i in (first, rank)]
+        for k, (a, b) in enumerate(zip(rows[0] + [""], rows[1] + [""])):
+            if a != b:
+                told = f"rank {first} called {a or 'nothing'}, rank {rank} {b or 'nothing'}"
+                return Probe("C", title, 1, 0, f"#{k + 1}", told)
+    detail = ", ".join(f"{calls} × {op}" for op, (calls, _) in ranks[0]["sent"].items())
+    if any(r["varies"] for r in ranks):
+        dry = "what the model runs, and so what its slices send, is drawn at random"
+    if isinstance(dry, str):
+        return Probe("C", title, tolerance=0, detail=f"{detail}; not compared with a dry run: {dry}")
+    for rank, (r, expected) in enumerate(zip(ranks, dry)):
+        if expected["sizes"] is not None and list(map(tuple, r["sizes"])) != list(map(tuple, expected["sizes"])):
+            continue  # its samples have other sizes than those of the rank that stood for it, or weigh nothing
+        for op in {**expected["totals"], **r["sent"]}:
+            a, b = (list(side.get(op, (0, 0))) for side in (r["sent"], expected["totals"]))
+            if a != b:
+                told = f"{a[0]} calls of {a[1]} bytes on rank {rank}, in a dry run {b[0]} of {b[1]}"
+                return Probe("C", title, 1, 0, op, told)
+    return Probe("C", title, tolerance=0, detail=detail)
+
+
+def _rows(rank: dict[str, Any], alike: bool) -> list[str]:
+    """The calls to compare. What stages send each other depends on how many samples a rank has (`alike`)."""
+    if alike:
+        return rank["collectives"]
+    return [row.partition(" ")[0] for row in rank["collectives"] if not row.startswith(("send", "recv_"))]

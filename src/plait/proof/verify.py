@@ -1,0 +1,383 @@
+"""`plait verify`: the split run and one device, both in float64, compared number by number.
+
+The job is made hard first, so that rare paths cannot hide: a small batch that divides unevenly over ranks and
+micro-batches (ragged weights), a data set short enough that a batch with fewer samples than ranks and a second epoch
+come up, a learning rate that is still warming up, and clipping at a fraction of the gradient norm (always active).
+Adam's eps is at least 1e-6, so that a gradient which is truly zero does not blow rounding up to a full step.
+Then `proof/reference.py` trains it on one device in plain PyTorch, the engine trains it under the plan, and the probes
+compare what they did:
+
+    G  gradients of the first step, every parameter          U  weights after all steps, and every step's loss and norm
+    R  tensors that are replicas, bit for bit, every step     D  sample ids and the samples themselves
+    S  learning rate, clock, step count                       B  buffers
+    A  the average of the weights, where the job has one
+    C  collectives: equal on all ranks, and as many, of as many bytes, as in a dry run of the plan
+
+What differs is traced to where it begins: both sides note what every unit is given and returns (`proof/notes.py`), and the first
+place in the order of a step where that is not the same is named (`proof/locate.py`).
+
+A plan that is another training than one device's (replica groups, compressed sums) is held to its own algorithm instead, which
+`proof/algorithms/` trains in one process; how far that is from one device, the verdict says beside it.
+
+Float64 tells logic from rounding: a correct split differs by 1e-15 to 1e-11, a wrong one by far more than the
+tolerance of 1e-9, which is never loosened.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from plait.checkpoint.opening import open_weights
+from plait.config.errors import PlaitError, in_a_line
+from plait.config.job import Job, optimized
+from plait.config.plan import Plan
+from plait.data.batch import Data, checked, first_samples, is_map, largest, opened, opened_once
+from plait.data.sampling import data_of
+from plait.engine.build import check_plan
+from plait.launch import fork
+from plait.launch.devices import check, kind_of
+from plait.launch.place import Place, pose
+from plait.model.make import make_model, make_optimizer
+from plait.parallel import precision
+from plait.parallel.server import strategy as server
+from plait.planner.dryrun.dry_run import first_step
+from plait.proof import candidate, formats, own_batch, phases, reference, served, short_epochs
+from plait.proof.algorithms.find import OwnTraining, by_algorithm, found
+from plait.proof.candidate import GROUPS
+from plait.proof.noted_data import ChosenSamples, FirstSamples, first_of
+from plait.proof.probes import Trace
+from plait.proof.verdict import AlgorithmTold, Verdict, judge, told_of
+from plait.tensors.collectives import DIRECT
+from plait.tensors.torch_private import tree_leaves
+
+CLIP = 0.1
+"""Clipping at this share of the first gradient norm."""
+NEVER = 1e30
+"""The same where a job that does not clip is held to an algorithm that clips by another norm than one device."""
+
+
+def verify(
+    job: Job,
+    plan: Plan,
+    steps: int = 4,
+    device: str = "auto",
+    quiet: bool = False,
+    seconds: float | None = None,
+) -> Verdict:
+    """Compare the job under `plan` with one device. Forks one process for the reference, then the plan's processes.
+
+    `seconds` is what batches of the job's own size may take on one device (None: half a second); 0 leaves them out, and the
+    step in the plan's own formats; a job with phases has neither. When random numbers may be the cause of a difference, it
+    compares again with the model in eval mode (`quiet`).
+    """
+    seconds = 0.0 if job.phases is not None else own_batch.SECONDS if seconds is None else seconds
+    kind = kind_of(device)
+    check(kind, plan.devices if server.wanted(plan) else plan.world)
+    check_plan(job, plan, kind)
+    job = dataclasses.replace(job, data=opened_once(job.data))
+    if server.wanted(plan):
+        return served.verify(job, plan, steps, harden)
+    logic = dataclasses.replace(plan, precision="fp32")
+    own, limit = found(logic), CLIP
+    if own is not None:
+        (logic, steps), seconds = own.shortened(logic, steps), 0.0
+        limit = CLIP if job.clip is not None else NEVER
+    with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
+        hard, expected = _reference(job, (plan, logic), (steps, seconds, limit), kind, Path(folder))
+        hard = phases.clipped(hard, expected.facts)
+        told = None
+        if own is not None:
+            expected, told = _algorithm(own, expected, (hard, logic), kind, Path(folder))
+        facts = {key: expected.facts[key] for key in ("own", "own_rows") if key in expected.facts}
+        facts |= {"formats": (str(plan), expected.facts["formats"]["batch"])} if expected.facts.get("formats") else {}
+        results, dry = _candidate((hard, job), logic, (steps, kind, facts), Path(folder))
+        actual = candidate.whole(Path(folder), results)
+        named = actual.facts["inexact"]
+        if own is not None:
+            actual = _held_to_algorithm(actual, results, expected, (own, logic))
+        verdict = judge(expected, actual, results, logic, dry["logic"], Path(folder), algorithm=told)
+    if verdict.code == "V005" and not quiet:
+        silent = verify(_silent(job), plan, 3, device, True, 0.0)
+        if not silent.equal:
+            verdict = dataclasses.replace(verdict, code=silent.code, cause=silent.cause, where=silent.where)
+    verdict = _with_own_batch(verdict, expected, actual, results, dry["formats"])
+    rounded: Iterable[str] = precision.inexact(plan) if precision.wanted(plan) else ()
+    if told is not None and precision.wanted(plan):
+        rounded = (f"{plan.precision} rounds differently from fp32; proved here is the logic, in float64",)
+    inexact, notes = (*named, *rounded), tuple(results[0]["notes"])
+    return dataclasses.replace(verdict, plan=str(plan), inexact=inexact, notes=notes)
+
+
+def _algorithm(
+    own: OwnTraining, one: Trace, jobs: tuple[Job, Plan], device: str, folder: Path
+) -> tuple[Trace, AlgorithmTold]:
+    """What the plan's own algorithm does in one process, clipped as `one` device was, and how far that is from it."""
+    (job, plan), steps = jobs, len(one.facts["rows"])
+
+    def alone(place: Place) -> dict[str, Any]:
+        data, holder = _noted(job)
+        noting, moves = dataclasses.replace(job, data=data), lambda: place.within("forward")
+        out = own.train(noting, plan, steps, one.facts["clip"], torch.float64, device, moves=moves)
+        _save(folder / "algorithm", {k: out.pop(k, {}) for k in GROUPS})
+        return {"metrics": {}, **out, "seen": holder[0].seen, "names": [], "own": None, "mean": one.facts["mean"]}
+
+    (result,) = fork.run(alone, 1)
+    trace = _trace(folder / "algorithm", result)
+    return trace, told_of(own.named(plan), one, trace)
+
+
+def _held_to_algorithm(
+    actual: Trace, ranks: list[dict[str, Any]], expected: Trace, how: tuple[OwnTraining, Plan]
+) -> Trace:
+    """The candidate with what is inexact beside its algorithm: what its technique names is what it is compared with."""
+    own, plan = how
+    lines = [line for line in actual.facts["inexact"] if line not in by_algorithm(plan)]
+    alone = "which the algorithm in one process computes share by share"
+    norms = sorted({name for r in ranks for name in r["batch_norms"]})
+    if own.by_share and norms:
+        lines.append(f"batch statistics in {norms[0]} are those of all copies, {alone}")
+    elif own.by_share and expected.facts["mean"] is False:
+        lines.append(f"the loss couples samples of several copies, {alone}")
+    return dataclasses.replace(actual, facts={**actual.facts, "inexact": lines})
+
+
+def _candidate(
+    jobs: tuple[Job, Job], plan: Plan, how: tuple[int, str, dict[str, Any]], folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the plan's ranks tell, and, from one process beside them, the messages of a dry run of the same steps."""
+    wanted: dict[str, tuple[Job, Plan, torch.dtype | None]] = {"logic": (jobs[0], plan, torch.float64)}
+    if "formats" in how[2]:
+        text, batch = how[2]["formats"]
+        wanted["formats"] = (dataclasses.replace(jobs[0], batch=batch), Plan.parse(text), None)
+
+    def work(place: Place) -> dict[str, Any]:
+        pose(None if place.rank == plan.world else place.rank, plan.world)
+        if place.rank < plan.world:
+            return candidate.run(jobs, plan, how, dataclasses.replace(place, world=plan.world), folder)
+        place.beat(-1, "build")
+        return {"formats": None} | {name: _dry(*given, how[1]) for name, given in wanted.items()}
+
+    *ranks, dry = fork.run(work, plan.world + 1, alike=plan.pp == 1)
+    return ranks, dry
+
+
+def _dry(job: Job, plan: Plan, cast: torch.dtype | None, device: str) -> list[dict[str, Any]] | str:
+    """What every rank sends in a dry run of the first step, or why there is none."""
+    if plan.processes == "one":
+        return [{"totals": {}, "sizes": None}]
+    if device != "cpu":
+        DIRECT.set(())
+    try:
+        return [dataclasses.asdict(sent) for sent in first_step(job, plan, cast)]
+    except PlaitError as error:
+        return str(error.problems[0].why or error.problems[0].what)
+    except Exception as error:  # the job's code, on tensors without numbers
+        return f"it raised {in_a_line(error)}"
+
+
+def _with_own_batch(
+    verdict: Verdict,
+    expected: Trace,
+    actual: Trace,
+    ranks: list[dict[str, Any]],
+    dry: list[dict[str, Any]] | str | None,
+) -> Verdict:
+    """The verdict with what batches of the job's own size and the held-out metrics tell."""
+    probes, own = own_batch.judged(expected, actual, ranks), expected.facts["own"]
+    numbers = formats.judged(expected, actual, ranks, dry) if not actual.facts["inexact"] else ()
+    lines = [own_batch.Own(**own).told] if own else []
+    if "untried" in expected.facts:
+        lines.append(f"a step in the plan's own formats was not tried: one device fails in {expected.facts['untried']}")
+    found = dataclasses.replace(
+        verdict, probes=(*verdict.probes, *probes, *numbers), forced=verdict.forced | {"own": own, "then": lines}
+    )
+    if not verdict.equal or found.equal:
+        return found
+    if actual.facts["inexact"]:
+        return dataclasses.replace(found, code="V010", cause=actual.facts["inexact"][0])
+    if all(p.equal for p in probes):
+        code, cause = formats.cause(numbers)
+    else:
+        code, cause = own_batch.cause(probes, own, str(verdict.plan))
+    return dataclasses.replace(found, code=code, cause=cause)
+
+
+def _reference(
+    job: Job, plans: tuple[Plan, Plan], how: tuple[int, float, float], device: str, folder: Path
+) -> tuple[Job, Trace]:
+    """Train the reference. A model that cannot train on one sample gets a short batch with two for each part. `how`: steps,
+    seconds for batches of the job's own size, and where to clip. `plans`: as it was given, and in fp32."""
+    if job.weights is not None:
+        open_weights(Path(job.weights))  # what cannot be read is said before a start
+    plan = plans[1]
+    parts = plan.replica_groups * plan.shares * plan.microbatches
+    hards = [harden(job, plan, short) for short in (1, 2 * parts)]
+    if job.batch > hards[0].batch:  # a loss that wants many samples gets the job's own batch, and no short one
+        hards.append(harden(job, plan, 0, job.batch))
+    failed: list[PlaitError] = []
+    for hard in hards:
+        try:
+            (result,) = fork.run(
+                lambda place, hard=hard: _one_device((hard, job), (*how, plans[0]), device, folder, place), 1
+            )
+        except PlaitError as error:
+            failed.append(error)
+            continue
+        return hard, _trace(folder / "reference", result)
+    raise _on_one_device(failed[-1], hards[-1], device) from None
+
+
+def _on_one_device(error: PlaitError, job: Job, device: str) -> PlaitError:
+    """The reference failed: whether plain PyTorch fails too, or only when plait looks on."""
+    problem = error.problems[0]
+    if problem.code != "C005":
+        return error
+    raised, told = problem.what.removeprefix("rank 0 raised "), "it was trained in float64, as proofs are"
+    try:
+        fork.run(lambda _: reference.plain(job, torch.float64, device) or {}, 1)
+    except PlaitError:
+        found = dataclasses.replace(
+            problem, code="J011", what=f"the job fails on one device, in plain PyTorch: {raised}", why=told
+        )
+    else:
+        what, why = f"plait cannot follow the job's forward pass: {raised}", "a step of it in plain PyTorch works"
+        found = dataclasses.replace(problem, code="P072", what=what, why=why)
+    return PlaitError(found, error.exit_code, error.trace)
+
+
+def _silent(job: Job) -> Job:
+    """The job with a model that stays in eval mode, so that it draws no random numbers."""
+
+    def model() -> torch.nn.Module:
+        made = job.model().eval()
+        made.train = lambda mode=True: made
+        return made
+
+    return dataclasses.replace(job, model=model)
+
+
+def harden(job: Job, plan: Plan, short: int, batch: int = 0) -> Job:
+    """The job with the rare paths forced: see the module's text. `batch`, unless it is 0: instead of a small one."""
+    parts = plan.replica_groups * plan.shares * plan.microbatches
+    batch = batch or 2 * parts + max(1, parts // 2)
+    warm, given = 10 * batch, job.schedule
+
+    def schedule(samples: int) -> float:
+        return min(1.0, (samples + batch) / warm) * (given(samples) if given else 1.0)
+
+    def eps(make: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def optimizer(parameters: list[Any]) -> Any:
+            made = make(parameters)
+            own_batch.raise_eps(made, 1e-6)
+            return made
+
+        return optimizer
+
+    hard = dataclasses.replace(
+        optimized(phases.hard(job), eps),
+        batch=batch,
+        schedule=schedule,
+        data=lambda: limited(data_of(job), 2 * batch + short, lambda: first_batch(job, 2 * batch + short, batch)),
+        ema=None if job.ema is None else dataclasses.replace(job.ema, every=min(job.ema.every, 2)),
+        evaluate=own_batch.held_out(job.evaluate, 2 * largest(batch, plan.shares, plan.microbatches) * plan.ranks + 1),
+        steps=10**9,
+    )
+    if not (job.order or job.token_budget):
+        return hard
+    hard, begins = short_epochs.hardened(job, hard, short)
+    return dataclasses.replace(hard, data=lambda: limited(opened(job.data), None, begins))
+
+
+def limited(data: Data, length: int | None, begins: Callable[[], list[Any]]) -> ChosenSamples | FirstSamples:
+    """The first `length` samples of a data set (None: all), each noted as it is read. `begins` gives those of the first step, whose
+    length the sketch is made of."""
+    samples = first_of(data, length, sample_digest)
+    if hasattr(data, "collate"):
+        samples.sketched_beside = begins
+    return samples
+
+
+def first_batch(job: Job, length: int, batch: int) -> list[Any]:
+    """The samples of the first step, of the first `length` of the job's data."""
+    data = opened(job.data)
+    if is_map(data):
+        length = min(length, len(data))
+    else:
+        data, length = first_of(data, batch), batch
+    return next(reference.samples(dataclasses.replace(job, batch=batch), data, length))[2]
+
+
+def sample_digest(sample: object) -> float:
+    """A number that changes when a sample does."""
+    total = 0.0
+    for k, leaf in enumerate(tree_leaves(sample)):
+        flat = torch.as_tensor(leaf).double().flatten() if not isinstance(leaf, str) else torch.zeros(1)
+        flat = flat.nan_to_num(0.125, 1024.0, -1024.0)  # what is missing or masked equals itself
+        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64).sin()).sum()) * (k + 1)
+    return total
+
+
+def _one_device(
+    jobs: tuple[Job, Job], how: tuple[int, float, float, Plan], device: str, folder: Path, place: Place
+) -> dict[str, Any]:
+    """`jobs`: the hard one, and the user's."""
+    job, (steps, seconds, limit, plan) = jobs[0], how
+    models = list[reference.OneDevice]()
+    data, holder = _noted(job)
+
+    def then(one: reference.OneDevice) -> dict[str, Any]:
+        one.notes.save(folder / "noted.safetensors")
+        one.notes.close()  # what comes after is not located
+        models.append(one)
+        return own_batch.on_one_device(jobs[1], one, seconds)
+
+    make_optimizer(
+        job, dict(make_model(job).named_parameters())
+    )  # raises when the job cannot be trained by plait at all
+    out = (reference if job.phases is None else phases).train(
+        dataclasses.replace(job, data=data), steps, limit, torch.float64, device, moves=lambda: place.within("forward"),
+        then=then,
+    )  # fmt: skip
+    out |= _in_own_formats(job, plan, models[0], out["clip"]) if seconds else {}
+    _save(folder / "reference", {k: out.pop(k, {}) for k in GROUPS})
+    return {**out, "seen": holder[0].seen, "names": []}
+
+
+def _noted(job: Job) -> tuple[Callable[[], Any], list[Any]]:
+    """The job's data, checked, and where what it gives is held."""
+    holder = list[Any]()
+
+    def data() -> Any:
+        holder.append(checked(job.data(), "Job(data=…)"))
+        if len(holder) == 1 and is_map(holder[0]):
+            first_samples(holder[0], 1)  # raises when samples are not pairs
+        return holder[-1]
+
+    return data, holder
+
+
+def _in_own_formats(job: Job, plan: Plan, one: reference.OneDevice, clip: float) -> dict[str, Any]:
+    """What one device has after a step in the plan's formats; nothing where plain PyTorch has no such operator."""
+    if plan.compile:
+        return {}
+    try:
+        told, tensors = formats.facts(formats.Reference(job, plan, one, clip))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return {"untried": f"{plan.precision}: {in_a_line(error)}"}
+    return {"formats": told, **tensors}
+
+
+def _save(path: Path, groups: dict[str, dict[str, Tensor]]) -> None:
+    path.mkdir()
+    for name, tensors in groups.items():
+        save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, path / f"{name}.safetensors")
+
+
+def _trace(path: Path, facts: dict[str, Any]) -> Trace:
+    return Trace(facts=facts, **{name: load_file(path / f"{name}.safetensors") for name in GROUPS})

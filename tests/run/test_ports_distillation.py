@@ -1,0 +1,20 @@
+"""The port of distillation: the loop by hand runs, the job trains on two ranks and equals one device."""
+
+from pathlib import Path
+
+import ports_phased
+import pytest
+from rarely import rarely
+
+
+def test_the_loop_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    ports_phased.by_hand("distillation", capsys)
+
+
+def test_the_job_trains(tmp_path: Path) -> None:
+    ports_phased.trained("distillation", tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", *rarely("dp=2", "tp=2", "pp=2")])
+def test_the_job_equals_one_device(plan: str) -> None:
+    ports_phased.equal("distillation", plan)

@@ -1,0 +1,42 @@
+"""The port in examples/ports/keras: the job trains what its script trained, under the plans that can split it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ported import PORTS, equal, first_epoch_is_the_same
+
+
+def test_it_trains_what_the_script_trains(tmp_path: Path) -> None:
+    first_epoch_is_the_same("keras", "fsdp=2", seed=0, samples=96, folder=tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 microbatches=2"])
+def test_it_is_equal_to_one_device(plan: str, tmp_path: Path) -> None:
+    equal("keras", plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layer", "optimizer", "loss", "says"),
+    [
+        ("Dropout(0.5)", "'adam'", "'mse'", "draws random numbers or counts"),
+        ("BatchNormalization()", "'adam'", "'mse'", "draws random numbers or counts"),
+        ("Dense(1)", "'lion'", "'mse'", "optimizer Lion is not known"),
+        ("Dense(1)", "'sgd'", "'hinge'", "loss hinge is not known"),
+        ("Dense(1)", "keras.optimizers.Adam(clipvalue=1.0)", "'mse'", "clipvalue has no place"),
+    ],
+)
+def test_what_a_model_may_not_have(layer: str, optimizer: str, loss: str, says: str) -> None:
+    """In a process of its own, where the backend can be chosen."""
+    code = f"""
+import before, keras, plait
+model = keras.Sequential([keras.Input((2,)), keras.layers.{layer}])
+model.compile(optimizer={optimizer}, loss={loss})
+try:
+    plait.from_keras(model, *before.points(), epochs=1)
+except plait.PlaitError as error:
+    print(error)
+"""
+    told = subprocess.run([sys.executable, "-c", code], cwd=PORTS / "keras", capture_output=True, text=True, check=True)
+    assert "error[J039]" in told.stdout and says in told.stdout, told
