@@ -16,6 +16,7 @@ import torch.distributed as dist
 from plait.config.errors import PlaitError
 from plait.launch import fork
 from plait.launch.place import Place
+from plait.launch.supervise import Listener
 
 
 class WorkersFailed(Exception):
@@ -56,7 +57,7 @@ class Trainer:
         self.record.mkdir(parents=True, exist_ok=True)
         while True:
             try:
-                fork.run(self.worker, self.scaling_config.num_workers)
+                fork.run(self.worker, self.scaling_config.num_workers, Listener(text=shown))
                 break
             except PlaitError as error:
                 self.attempts.append({0: error})
@@ -83,6 +84,11 @@ class Trainer:
         dist.barrier()  # as Ray's: every worker calls it as often
         if checkpoint is not None:
             shutil.copytree(checkpoint.path, self.record / f"checkpoint_{metrics['step']:06d}")
+
+
+def shown(rank: int, text: bytes) -> None:
+    """As Ray shows what its workers print."""
+    sys.stdout.write(text.decode())
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

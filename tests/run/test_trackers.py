@@ -96,7 +96,8 @@ def test_a_companion_ends_when_its_rank_dies(tmp_path: Path) -> None:
     while alive(number) and time.monotonic() < end:
         time.sleep(0.05)
     assert not alive(number)
-    assert (tmp_path / "log").read_text().splitlines() == ["until it ends", "b''"]
+    found = (tmp_path / "log").read_text().splitlines()
+    assert found in (["until it ends", "b''"], ["until it ends", "b''", "the end"])  # unsaid where its rank is gone already
 
 
 def test_a_companion_says_lines_and_ends_with_a_word(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from plait.engine.engine import Engine
 from plait.engine.export_weights import LINKED, linked
 from plait.launch import fork
 from plait.launch.place import Place
+from plait.launch.supervise import Listener
 
 PROMPTS = [[3], [1, 4, 1, 5, 9], [2, 6]]
 pytestmark = pytest.mark.timeout(300)
@@ -51,7 +52,8 @@ def trained(at: Path, plan: str, steps: int, every: int, **options: Any) -> list
             exports.on_end(engine)
             return {"texts": engine.generate(PROMPTS, max_new_tokens=3)}
 
-    return fork.run(run, Plan.parse(plan).world)
+    listener = Listener(text=lambda _, text: print(text.decode(), end="", flush=True))
+    return fork.run(run, Plan.parse(plan).world, listener)
 
 
 class Reader(threading.Thread):

@@ -168,7 +168,8 @@ def test_the_walks_job_is_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
     lost = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
     assert not lost, f"{path.name} links to {lost}"
 

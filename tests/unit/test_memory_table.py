@@ -129,7 +129,7 @@ def test_the_optimizers_state_is_found_by_running_it() -> None:
 
 def test_copies_hold_gradients_in_buckets_with_a_flag_for_each_and_the_row_of_the_step() -> None:
     assert len(fill([((10,), torch.float32)])) == 1
-    assert of("dp=2")["gradients"] == PARAMETERS + 4 * (4 + 4 + 3 * 2)
+    assert of("dp=2")["gradients"] == PARAMETERS + 4 * (4 + 6 + 3 * 2)
     assert of("dp=2")["parameters"] == PARAMETERS
 
 

@@ -18,6 +18,8 @@ from plait.planner.dryrun.dry_run import first_step
 W, L, B = 8, 4, 8
 P, TENSORS = L * (2 * 4 * W * W + 4 * W + W), L * 4
 BYTES = 4
+ROW = 6
+"""Loss, wish to stop, how two saves go, wish to end the run, new names of what the job logs."""
 
 
 class Rows:
@@ -39,7 +41,12 @@ class Block(nn.Module):
 
 def job() -> Job:
     return Job(
-        lambda: nn.Sequential(*(Block() for _ in range(L))), F.mse_loss, Rows, lambda p: torch.optim.SGD(p, 0.1), B, 4
+        model=lambda: nn.Sequential(*(Block() for _ in range(L))),
+        loss=F.mse_loss,
+        data=Rows,
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        batch=B,
+        steps=4,
     )
 
 
@@ -48,7 +55,7 @@ def sent(line: str) -> list[dict[str, tuple[int, int]]]:
     plan = Plan.parse(line)
     found = [dict(rank.totals) for rank in first_step(job(), plan)]
     flags = TENSORS if plan.fsdp > 1 else 0
-    row = 8 * (1 + 4 + plan.ranks + 2 * plan.world + flags)  # loss, norm, stop, two saves; samples, times; which were used
+    row = 8 * (1 + ROW + plan.ranks + 2 * plan.world + flags)  # the norm; samples, times; which were used
     for rank in found if plan.fsdp * plan.tp * plan.cp * plan.pp > 1 else ():
         calls, size = rank.pop("allreduce_")
         if calls > 1:
@@ -61,7 +68,7 @@ def sent(line: str) -> list[dict[str, tuple[int, int]]]:
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_copies_sum_all_gradients_once(ranks: int) -> None:
     """And in the same message, which were used and the row of numbers that all must know."""
-    numbers = P + TENSORS + 4 + 2 * ranks + ranks
+    numbers = P + TENSORS + ROW + 2 * ranks + ranks
     for line in (f"dp={ranks}", f"dp={ranks} microbatches=2"):
         assert sent(line) == [{"allreduce_": (1, BYTES * numbers)}] * ranks
 

@@ -108,6 +108,6 @@ def test_the_trial_leaves_everything_as_it_was() -> None:
 
 
 def test_evaluation_data_that_cannot_be_read() -> None:
-    for data in (list, lambda: [{"x": 1, "labels": 2}], lambda: iter(())):
+    for data in (list, lambda: [1, 2, 3], lambda: iter(())):
         found = problem(job(RIGHT["one_per_sample"], data=data))
         assert (found.code, found.where) == ("J007", "Evaluate(data=…)")

@@ -589,7 +589,13 @@ def test_units_are_a_tuple_of_names(wrong: Any) -> None:
 
 def job_of(model: Callable[[], nn.Module], units: tuple[str, ...] | None = None) -> plait.Job:
     return plait.Job(
-        model, F.mse_loss, lambda: [(torch.ones(4), torch.ones(4))] * 8, torch.optim.SGD, 4, 2, units=units
+        model=model,
+        loss=F.mse_loss,
+        data=lambda: [(torch.ones(4), torch.ones(4))] * 8,
+        optimizer=torch.optim.SGD,
+        batch=4,
+        steps=2,
+        units=units,
     )
 
 

@@ -355,7 +355,7 @@ def _data(result: Changes, manifest: "Manifest", old: object, new: Facts) -> Non
 
 def _order(result: Changes, manifest: "Manifest", old: object, new: str) -> None:
     """Another order is honoured from the next epoch on; in the middle of one it cannot be meant."""
-    if old is None or old == new:
+    if not old or old == new:  # rank 0 alone knows it: a survivor that is another rank tells nothing
         return
     words, at = f"order: {_shown(old)} → {new}", manifest.position
     if at.start == 0:

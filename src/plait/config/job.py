@@ -284,15 +284,20 @@ def made_by(make: Callable[[], object], function: str, where: str = "") -> Job:
     return job
 
 
+JOB = "plait_job_"
+"""What the module names of imported job files begin with."""
+
+
 def execute(file: Path) -> Any:
     """Import the file under its own name, with its directory importable, as `python file.py` would."""
-    module_name = f"plait_job_{file.stem}"
-    _enter(str(file.parent))
+    module_name = f"{JOB}{file.stem}"
+    ours = _enter(str(file.parent))
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         what = f"{file} is not a Python file: its name does not end in .py"
         raise PlaitError(Problem("J001", what, fix=("path/to/job.py",)))
     module = importlib.util.module_from_spec(spec)
+    vars(module)["folder_is_ours"] = ours
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
@@ -304,22 +309,20 @@ def execute(file: Path) -> Any:
     return module
 
 
-FOLDERS: list[str] = []
-"""Of job files that were imported, of which one is importable at a time."""
-
-
-def _enter(folder: str) -> None:
-    """Make a job's directory importable instead of another job's, whose modules may have the same names."""
-    for other in [path for path in FOLDERS if path != folder]:
-        FOLDERS.remove(other)
+def _enter(folder: str) -> bool:
+    """Make a job's directory importable instead of another job's, whose modules may have the same names. False where it was
+    before any job was imported: then it stays when another job comes."""
+    ours = {os.path.dirname(m.__file__) for name, m in sys.modules.items() if name.startswith(JOB) and m.folder_is_ours}
+    for other in ours - {folder}:
         sys.path[:] = [path for path in sys.path if path != other]
         for name, module in [*sys.modules.items()]:
             path = getattr(module, "__file__", None)
-            if path and os.path.dirname(path) == other and not name.startswith("plait_job_"):
+            if path and os.path.dirname(path) == other and not name.startswith(JOB):
                 del sys.modules[name]
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-        FOLDERS.append(folder)
+    if folder in sys.path and folder not in ours:
+        return False
+    sys.path[:] = [folder, *(path for path in sys.path if path != folder)]
+    return True
 
 
 def _signature(make: Callable[..., Any]) -> inspect.Signature | None:

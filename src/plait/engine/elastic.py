@@ -202,14 +202,16 @@ class Keeper:
 
     def goes_on(self) -> tuple[Path | None, str]:
         """Load the newest state that is whole, in memory or on the disk; (where it was, in words). All ranks call it."""
-        engine, memory = self.engine, self.engine.memory
+        engine, memory, useless = self.engine, self.engine.memory, ""
         if self.neighbours is None and memory is not None and memory.newest_step > engine.checkpoints.newest_step:
-            with contextlib.suppress(PlaitError):  # then the disk's
+            try:
                 path = memory.resume(engine, missing_ok=True)
                 if path is not None:
                     return path, "which was kept in memory"
+            except PlaitError as error:  # then the disk's
+                useless = f", as what was kept in memory cannot be used: {error.problems[0].what}"
         path = engine.resume(missing_ok=True)
-        return path, f"of {path}" if path else "from the beginning"
+        return path, (f"of {path}" if path else "from the beginning") + useless
 
     def _written(self) -> float:
         """Seconds of a processor that the last snapshot's thread took from a step, where ranks share processors."""

@@ -108,12 +108,12 @@ def live() -> None:
     _, module, writing, *arguments = sys.argv
     os.set_inheritable(int(writing), False)
     threading.Thread(target=_end_late, daemon=True).start()
-    with os.fdopen(int(writing), "w", buffering=1, encoding="utf-8") as out, os.fdopen(0, "rb", buffering=0) as source:
+    with os.fdopen(int(writing), "wb", buffering=0) as out, os.fdopen(0, "rb", buffering=0) as source:
         until = Until(source)
 
         def say(line: str) -> None:
             try:
-                out.write(line.replace("\n", " ") + "\n")
+                out.write((line.replace("\n", " ") + "\n").encode())
             except OSError:
                 print(line, flush=True)  # the rank is gone; the log is there
 
