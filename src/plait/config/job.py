@@ -312,7 +312,7 @@ def execute(file: Path) -> Any:
 def _enter(folder: str) -> bool:
     """Make a job's directory importable instead of another job's, whose modules may have the same names. False where it was
     before any job was imported: then it stays when another job comes."""
-    ours = {os.path.dirname(m.__file__) for name, m in sys.modules.items() if name.startswith(JOB) and m.folder_is_ours}
+    ours = {os.path.dirname(m.__file__ or "") for name, m in sys.modules.items() if name.startswith(JOB) and m.folder_is_ours}
     for other in ours - {folder}:
         sys.path[:] = [path for path in sys.path if path != other]
         for name, module in [*sys.modules.items()]:
