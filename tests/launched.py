@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,8 @@ class Command:
                 warnings.resetwarnings()
                 sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
                 code = main(list(argv))
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()

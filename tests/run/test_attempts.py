@@ -157,6 +157,11 @@ def undisturbed(folder: Path, plan: str, *more: str) -> Path:
     return folder / "alone"
 
 
+def saved(folder: Path) -> int:
+    """The step of the newest checkpoint of all runs."""
+    return max((int(p.name[5:]) for p in folder.glob("runs/training-*/checkpoints/step-??????")), default=0)
+
+
 def killed(folder: Path, *before: str, times: int = 1, **environment: str) -> str:
     """What torchrun said of a run of which rank 1 is killed some times, each time after a checkpoint more."""
     (folder / "torchrun").mkdir()
@@ -164,7 +169,7 @@ def killed(folder: Path, *before: str, times: int = 1, **environment: str) -> st
     with agent(folder / "torchrun", *words, **environment) as process:
         for k in range(times):
             until(
-                lambda k=k: len(rows(folder / "torchrun")) > 6 + 6 * k and len(workers(process)) == 2,
+                lambda k=k: saved(folder / "torchrun") >= 5 + 5 * k and len(workers(process)) == 2,
                 folder / "torchrun",
             )
             os.kill(workers(process)[1], signal.SIGKILL)

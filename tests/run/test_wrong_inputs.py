@@ -78,7 +78,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     ([*J, "--scale-lr", "linear"], 2, "U002 --scale-lr linear needs --batch"),
     ([*J, "--scale-lr", "cubic", "--batch", "8"], 2, "U001 invalid choice: 'cubic'"),
     ([*J, "--device", "tpu"], 2, "U001 invalid choice: 'tpu'"),
-    ([*J, "--to", "wandb"], 2, "U001 invalid choice: 'wandb'"),
+    ([*J, "--to", "aim"], 2, "U002 --to aim: there is no such tracker"),
     ([*J, "--job.widht", "8"], 2, "J005 did you mean  --job.width ?"),
     ([*J, "--job.width", "eight"], 2, "J005 expected int"),
     ([*J, "--job.width"], 2, "J005 --job.width needs a value"),
