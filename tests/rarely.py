@@ -1,4 +1,8 @@
-"""Cases of the long lists, which `make prove` runs: a cross-section of them stays in `make test`."""
+"""Which cases of a long list run when: a cross-section in `make test`, more of them in CI, all in `make prove`.
+
+A test or a case without a mark runs everywhere. One with the mark `slow` takes seconds, and CI runs it (`make slow`). One with the mark
+`prove` belongs to a long list.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,9 +12,25 @@ import pytest
 
 def rarely(*cases: Any) -> list[Any]:
     """Parameters of `pytest.mark.parametrize` that only `make prove` runs."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.prove) for case in cases]
+    return [_marked(case, pytest.mark.prove) for case in cases]
 
 
 def every(n: int, cases: Iterable[Any]) -> list[Any]:
-    """The cases, of which `make test` runs each `n`-th alone."""
+    """The cases, of which only `make prove` runs others than each `n`-th."""
     return [case if k % n == 0 else rarely(case)[0] for k, case in enumerate(cases)]
+
+
+def sampled(n: int, cases: Iterable[Any]) -> list[Any]:
+    """The cases, of which `make test` runs each `n`-th; the others are slow. Those of `make prove` stay there."""
+    found, k = list[Any](), 0
+    for case in cases:
+        if isinstance(case, type(pytest.param())) and any(mark.name == "prove" for mark in case.marks):
+            found.append(case)
+            continue
+        found.append(case if k % n == 0 else _marked(case, pytest.mark.slow))
+        k += 1
+    return found
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)

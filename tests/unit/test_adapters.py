@@ -181,3 +181,20 @@ def test_the_module_stays_itself() -> None:
     assert list(net.state_dict()) == ["layer.weight", "layer.bias"] and isinstance(net, Module)
     assert net(batch=(x, torch.zeros(4, dtype=torch.long))).dim() == 0
     assert net(held_out=(x, None))["mean"].shape == (4,)
+
+
+def trainer(**options) -> L.Trainer:
+    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1, **options)
+
+
+def test_what_a_plan_says_is_told_of_a_lightning_trainer() -> None:
+    given = (Module(), DataLoader(data(), 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own
+        split, plain = trainer(precision="bf16-mixed", devices=2, strategy="ddp_spawn"), trainer()
+        part = trainer(limit_train_batches=2)
+    with pytest.warns(UserWarning, match='--plan "dp=2 precision=bf16"'):
+        plait.from_lightning(*given, trainer=split)
+    assert plait.from_lightning(Module(), DataLoader(data(), 4), trainer=plain).steps == 3
+    with pytest.raises(plait.PlaitError, match=r"J036.*limit_train_batches=2"):
+        plait.from_lightning(Module(), DataLoader(data(), 4), trainer=part)

@@ -7,6 +7,7 @@ Hooks that change training are refused by name, and so are Trainer's options tha
 """
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -42,6 +43,12 @@ HARMLESS = ("ModelCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor", "Tim
 """Callbacks of Lightning that do not change what is trained."""
 
 
+PRECISIONS = {"bf16": "bf16", "16": "fp16"}
+"""Beginnings of a Trainer's `precision` -> the plan's."""
+PARTIAL = {"limit_train_batches": 1.0, "overfit_batches": 0.0}
+"""Options of a Trainer that leave data out -> their values when they do not."""
+
+
 @runtime_checkable
 class _Loaders(Protocol):
     """A LightningModule or LightningDataModule."""
@@ -60,7 +67,8 @@ def from_lightning(
     data: a DataLoader, a LightningDataModule, or a data set of single samples; None: the module's own `train_dataloader`. batch:
     samples of an optimizer step over all devices; None: the loader's × the Trainer's accumulate_grad_batches × world, the number
     of processes the script ran on. steps or epochs: how long; None: as the Trainer says. trainer: a Lightning Trainer, whose
-    max_steps, max_epochs, accumulate_grad_batches and gradient_clip_val are taken. held_out: as data, for `validation_step`,
+    max_steps, max_epochs, accumulate_grad_batches and gradient_clip_val are taken; a warning names the plan's keys for its
+    precision and devices. held_out: as data, for `validation_step`,
     every so many steps. clip: gradient_clip_val. weight: batch -> what the loss is a mean over, such as the tokens that count;
     None: samples. order: as `Job.order`, instead of the loader's sampler.
 
@@ -79,6 +87,9 @@ def from_lightning(
     if steps is None and epochs is None:
         steps, epochs = options["steps"], options["epochs"] if options["steps"] is None else None
     steps = loaded.length_of(batch, steps, epochs, CODE)
+    told = _plan_keys(trainer)
+    if told:
+        warnings.warn(f'a plan says how to compute, and not the job: --plan "{told}"', stacklevel=2)
     facts = _facts(loaded, batch, steps, clip or options["clip"])
     as_model(module, facts, log)
     optimizer, schedule = _configured(module, loaded, batch)
@@ -119,6 +130,11 @@ def _refuse(module: "LightningModule", data: object, trainer: "Trainer | None") 
     if trainer is not None and trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         why = "a job clips by the norm of all gradients"
         problems.append(Problem(CODE, 'the Trainer clips by value (gradient_clip_algorithm="value")', why=why))
+    for option, all_of_it in PARTIAL.items():
+        value = getattr(trainer, option, all_of_it)
+        if value != all_of_it:
+            what = f"Trainer({option}={value!r}) trains on some batches of the data"
+            problems.append(Problem(CODE, what, why="an epoch of a job has all of its data", fix=("give the smaller data set",)))
     for callback in getattr(trainer, "callbacks", ()):
         if type(callback).__name__ not in HARMLESS:
             why = "it may change what is trained, and plait does not call it"
@@ -137,6 +153,15 @@ def _options(trainer: "Trainer | None") -> dict[str, Any]:
         "steps": steps, "epochs": trainer.max_epochs, "accumulation": trainer.accumulate_grad_batches,
         "clip": trainer.gradient_clip_val or None,
     }  # fmt: skip
+
+
+def _plan_keys(trainer: "Trainer | None") -> str:
+    """What of a Trainer a plan says."""
+    if trainer is None:
+        return ""
+    precision = next((ours for theirs, ours in PRECISIONS.items() if trainer.precision.startswith(theirs)), "")
+    keys = [f"dp={trainer.world_size}"] if trainer.world_size > 1 else []
+    return " ".join([*keys, *([f"precision={precision}"] if precision else [])])
 
 
 def _begin(module: "LightningModule", data: object) -> None:
