@@ -6,7 +6,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lane-1 lane-2 prove lint docs clean
+.PHONY: demo test slow prove lint docs clean
 
 demo: $(READY)
 	$(BIN)/plait train examples/stdlib_gpt/job.py --nproc 2
@@ -16,11 +16,17 @@ demo: $(READY)
 	@echo "numbers of every step:  runs/latest/metrics.jsonl      where the time went:  runs/latest/events/"
 
 test: $(READY) lint
-	$(MAKE) --no-print-directory -k -j 2 lane-1 lane-2
+	$(MAKE) --no-print-directory -k -j 2 quick-1 quick-2
 
-# Tests run on CPU processes that this one forks, which a process that has seen a GPU cannot.
-lane-1 lane-2: $(READY)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --lane $(@:lane-%=%)/2
+slow: $(READY)
+	$(MAKE) --no-print-directory -k -j 2 slow-1 slow-2
+
+# Tests run on CPU processes that this one forks, which a process that has seen a GPU cannot. Two lanes of them at once.
+quick-1 quick-2: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --lane $(@:quick-%=%)/2
+
+slow-1 slow-2: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "slow and not prove" --lane $(@:slow-%=%)/2
 
 prove: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests -m "prove or not prove" --timeout 1800

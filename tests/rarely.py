@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+PARAM = type(pytest.param())
+
 
 def rarely(*cases: Any) -> list[Any]:
     """Parameters of `pytest.mark.parametrize` that only `make prove` runs."""
@@ -24,7 +26,7 @@ def sampled(n: int, cases: Iterable[Any]) -> list[Any]:
     """The cases, of which `make test` runs each `n`-th; the others are slow. Those of `make prove` stay there."""
     found, k = list[Any](), 0
     for case in cases:
-        if isinstance(case, type(pytest.param())) and any(mark.name == "prove" for mark in case.marks):
+        if isinstance(case, PARAM) and any(mark.name == "prove" for mark in case.marks):
             found.append(case)
             continue
         found.append(case if k % n == 0 else _marked(case, pytest.mark.slow))
@@ -33,4 +35,6 @@ def sampled(n: int, cases: Iterable[Any]) -> list[Any]:
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    if isinstance(case, PARAM):
+        return pytest.param(*case.values, marks=(*case.marks, mark), id=case.id)
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)

@@ -8,7 +8,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from rarely import every, rarely
+from rarely import every, rarely, sampled
 from torch import Tensor, nn
 
 import plait
@@ -55,19 +55,21 @@ PLANS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("text", sampled(3, PLANS))
 def test_equal(text: str) -> None:
     verdict = verify(averaged(), Plan.parse(text))
     assert verdict.equal, (verdict.cause, verdict.first_wrong)
     assert {"A", "E"} <= {probe.code for probe in verdict.probes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", every(2, ("fsdp=2", "dp=2")))
 def test_frozen_weights_are_themselves(text: str) -> None:
     verdict = verify(averaged(plait.EMA(0.5, every=3), frozen), Plan.parse(text))
     assert verdict.equal, (verdict.cause, verdict.first_wrong)
 
 
+@pytest.mark.slow
 def test_whole_tensors_and_experts_are_averaged_in_parts() -> None:
     muon = lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], 1e-2)  # noqa: E731
     made = dataclasses.replace(averaged(), optimizer=muon)
@@ -158,6 +160,7 @@ def test_weights_of_16_bits_are_averaged_in_32() -> None:
     assert weight.tolist() == [2.0] * 3 and average.tensors["w"].tolist() == pytest.approx([2 - 0.999**10] * 3)
 
 
+@pytest.mark.slow
 def test_memory_is_billed() -> None:
     with_one, without = averaged(), dataclasses.replace(averaged(), ema=None)
     tables = [memory_table(job, Plan.parse("fsdp=2")) for job in (with_one, without)]

@@ -8,7 +8,7 @@ import jobs_unlike
 import pytest
 import torch
 from jobs import Tokens
-from rarely import every
+from rarely import every, sampled
 from torch import Tensor, nn
 
 from plait.config.errors import PlaitError
@@ -81,7 +81,7 @@ def equal(name: str, text: str) -> None:
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
 
-@pytest.mark.parametrize("name, text", every(8, SPREAD))
+@pytest.mark.parametrize("name, text", sampled(3, every(8, SPREAD)))
 def test_equal(name: str, text: str) -> None:
     equal(name, text)
 
@@ -93,7 +93,7 @@ def test_every_model_under_every_plan(name: str, text: str) -> None:
     equal(name, text)
 
 
-@pytest.mark.parametrize("name, text", every(4, BESIDE))
+@pytest.mark.parametrize("name, text", sampled(2, every(4, BESIDE)))
 def test_beside_other_strategies(name: str, text: str) -> None:
     equal(name, text)
 
@@ -112,7 +112,7 @@ def test_experts(name: str, text: str) -> None:
     equal(name, text)
 
 
-@pytest.mark.parametrize("name", jobs_context.REFUSED)
+@pytest.mark.parametrize("name", sampled(2, jobs_context.REFUSED))
 def test_what_cannot_be_cut_is_refused(name: str) -> None:
     job, words = jobs_context.REFUSED[name]
     with pytest.raises(PlaitError) as caught:
@@ -121,6 +121,7 @@ def test_what_cannot_be_cut_is_refused(name: str) -> None:
     assert problem.code == "P040" and words in problem.why and problem.fix, caught.value
 
 
+@pytest.mark.slow
 def test_attention_between_units_is_refused() -> None:
     """A single block is no unit unless it is named one: nothing in the model is like it."""
     job = dataclasses.replace(
@@ -143,7 +144,7 @@ class Dropping(jobs_context.Model):
         return self.head(x)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sampled(2, range(4)))
 def test_blocks_that_are_left_out_at_random_do_not_depend_on_the_length(seed: int) -> None:
     job = jobs_context.OWN["plain"]()
     torch.manual_seed(seed)
@@ -154,6 +155,7 @@ def test_blocks_that_are_left_out_at_random_do_not_depend_on_the_length(seed: in
     assert sum(c.sees for c in found.calls) >= 1
 
 
+@pytest.mark.slow
 def test_a_model_without_a_sequence_is_refused() -> None:
     with pytest.raises(PlaitError) as caught:
         verify(next(iter(jobs_unlike.ALL.values()))(), Plan.parse("cp=2"))
@@ -167,6 +169,7 @@ def test_plans_that_do_not_go_together(text: str) -> None:
     assert set(caught.value.codes) & {"P041", "P050"}, caught.value
 
 
+@pytest.mark.slow
 def test_heads_must_divide_for_ulysses() -> None:
     with pytest.raises(PlaitError) as caught:
         verify(jobs_context.OWN["plain"](), Plan.parse("cp=3 context=ulysses"))
@@ -190,7 +193,7 @@ def test_lengths_that_change() -> None:
         assert verdict.equal, verdict.to_dict()
 
 
-@pytest.mark.parametrize("context", ("ring", "ulysses"))
+@pytest.mark.parametrize("context", sampled(2, ("ring", "ulysses")))
 def test_evaluation(context: str) -> None:
     """Metrics of the whole outputs, on every rank."""
 
@@ -213,6 +216,7 @@ def test_evaluation(context: str) -> None:
         assert found.keys() == one.keys() and all(abs(found[k] - one[k]) < 1e-12 for k in one), (one, found)
 
 
+@pytest.mark.slow
 def test_a_wrong_mask_is_seen_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = attention.AttentionCall.rows
     monkeypatch.setattr(attention.AttentionCall, "rows", lambda self, held: _rolled(rows(self, held)))

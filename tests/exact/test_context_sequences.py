@@ -32,6 +32,7 @@ def equal(name: str, text: str) -> None:
     assert verdict.equal, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text", every(7, SPREAD[1:]))
 def test_equal(name: str, text: str) -> None:
     equal(name, text)

@@ -7,7 +7,7 @@ import jobs_courses
 import numpy as np
 import pytest
 import torch
-from rarely import every
+from rarely import every, sampled
 from torch import nn
 
 from plait.config.errors import PlaitError
@@ -31,7 +31,7 @@ PLANS = (
 JOBS = {**jobs_courses.VARYING, **jobs_courses.RANDOM, **jobs_courses.OBJECTS}
 
 
-@pytest.mark.parametrize("name, text", every(8, [(n, PLANS[i % len(PLANS)]) for i, n in enumerate(JOBS)]))
+@pytest.mark.parametrize("name, text", sampled(2, every(8, [(n, PLANS[i % len(PLANS)]) for i, n in enumerate(JOBS)])))
 def test_models(name: str, text: str) -> None:
     verdict = verify(JOBS[name](), Plan.parse(text))
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
@@ -44,15 +44,17 @@ def test_every_model_under_every_plan(name: str, text: str) -> None:
     test_models(name, text)
 
 
+@pytest.mark.slow
 def test_a_unit_that_changes_an_object_it_is_given_is_not_run_again() -> None:
     assert verify(JOBS["changed"](), Plan.parse("pp=2 microbatches=3 recompute=full")).equal
 
 
+@pytest.mark.slow
 def test_a_function_that_knows_the_model_and_not_its_copy_meets_no_shards() -> None:
     assert verify(JOBS["drop_inside"](), Plan.parse("pp=2 fsdp=2 microbatches=2")).equal
 
 
-@pytest.mark.parametrize("name", jobs_courses.UNFOLLOWED)
+@pytest.mark.parametrize("name", sampled(2, jobs_courses.UNFOLLOWED))
 def test_what_cannot_be_followed_is_refused(name: str) -> None:
     job, words = jobs_courses.UNFOLLOWED[name]
     with pytest.raises(PlaitError) as caught:
@@ -61,6 +63,7 @@ def test_what_cannot_be_followed_is_refused(name: str) -> None:
     assert problem.code == "P024" and words in problem.what + problem.why and problem.fix, caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n == "attribute" else pytest.param(n, marks=pytest.mark.prove) for n in jobs_courses.UNREAD]
 )
@@ -113,6 +116,7 @@ def test_the_sketchs_own_sizes_need_no_run_and_others_one() -> None:
     assert all(not p.requires_grad or p.grad is None for p in made.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_course_is_that_of_the_step_and_leaves_the_generators_alone() -> None:
     made = courses(jobs_courses.NumpyDrop(), 6)
     random.seed(5), np.random.seed(5)

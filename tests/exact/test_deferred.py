@@ -196,6 +196,7 @@ def test_what_cannot_be_followed_is_built_whole(name: str) -> None:
     assert deferred_init.defer(lambda: make_model(job), share(Plan(fsdp=2), 0), digest) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, text",
     (

@@ -75,6 +75,7 @@ def out_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", (False, True), ids=("", "recomputed"))
 @pytest.mark.parametrize("kind", ("stacked", "listed", "always"))
 @pytest.mark.parametrize("ranks", LOADS)

@@ -61,6 +61,7 @@ def test_forward_passes_are_those_of_training(plan: str) -> None:
     compare(dataclasses.replace(jobs_pipeline.LISTED["deep"](), data=lambda: jobs.Numbers(31)), plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["cp=2 microbatches=2", pytest.param("cp=2 pp=2", marks=pytest.mark.prove)])
 def test_forward_passes_on_stretches(plan: str) -> None:
     compare(jobs_context.OWN["plain"](), plan)

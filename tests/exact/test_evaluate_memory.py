@@ -66,6 +66,7 @@ def measured(plan: str) -> tuple[int, int]:
     return tuple(fork.run(run, Plan.parse(plan).world)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", ["dp=2", *(pytest.param(p, marks=pytest.mark.prove) for p in ("dp=1", "fsdp=2", "dp=2 microbatches=2"))]
 )
@@ -78,6 +79,7 @@ def test_the_table_has_the_evaluation(plan: str) -> None:
     assert memory_table(dataclasses.replace(job(), evaluate=None), Plan.parse(plan)).total < evaluation
 
 
+@pytest.mark.slow
 def test_the_dry_run_has_the_evaluation() -> None:
     plan = Plan.parse("pp=2 microbatches=2")
     found, without = dry_run(job(), plan), dry_run(dataclasses.replace(job(), evaluate=None), plan)

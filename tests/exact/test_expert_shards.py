@@ -10,7 +10,7 @@ from typing import Any
 import jobs_moe
 import pytest
 import torch
-from rarely import every, rarely
+from rarely import every, rarely, sampled
 
 import plait
 from plait.config.plan import Plan
@@ -89,6 +89,7 @@ def equal(job: plait.Job, plan: str) -> None:
     assert verdict.forced["clipped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job, plan", every(8, TRIED))
 def test_experts_in_parts(job: Any, plan: str) -> None:
     equal(dataclasses.replace(job(), batch=24), plan)
@@ -100,6 +101,7 @@ def test_experts_in_parts_under_more_plans(job: Any, plan: str) -> None:
     equal(dataclasses.replace(job(), batch=24), plan)
 
 
+@pytest.mark.slow
 def test_a_batch_with_fewer_samples_than_ranks() -> None:
     """Ranks without a sample serve the tokens of others: what their experts compute counts."""
     equal(dataclasses.replace(listed(), batch=9), "fsdp=8 ep=2")
@@ -146,7 +148,7 @@ def held(job: plait.Job, plan: str) -> list[dict[str, int]]:
     return fork.run(run, Plan.parse(plan).world)
 
 
-@pytest.mark.parametrize("zero", (1, 3))
+@pytest.mark.parametrize("zero", sampled(2, (1, 3)))
 def test_ranks_keep_parts(zero: int) -> None:
     """Two ranks have one expert of a stack: it is cut inside."""
     job = dataclasses.replace(mixtral(), batch=16)
@@ -233,6 +235,7 @@ def test_a_checkpoint_goes_into_parts_and_out(job: Any, plans: tuple[str, ...], 
     assert parts == pytest.approx(whole, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_training_in_bf16() -> None:
     def run(place: Place) -> list[float]:
         engine = Engine(dataclasses.replace(mixtral(), batch=16), "fsdp=4 ep=2 precision=bf16", place=place)

@@ -8,7 +8,7 @@ import jobs_real
 import numpy as np
 import pytest
 import torch
-from rarely import rarely
+from rarely import rarely, sampled
 
 import plait
 from plait.config.errors import PlaitError
@@ -78,7 +78,7 @@ def alone() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [*QUICK, *rarely(*((n, p) for n in JOBS for p in PLANS if (n, p) not in QUICK))]
+    ("name", "plan"), sampled(6, [*QUICK, *rarely(*((n, p) for n in JOBS for p in PLANS if (n, p) not in QUICK))])
 )
 def test_every_plan_writes_the_same(name: str, plan: str, alone: dict[str, dict[str, Any]]) -> None:
     for rank in texts_of(JOBS[name](), plan):
@@ -86,6 +86,7 @@ def test_every_plan_writes_the_same(name: str, plan: str, alone: dict[str, dict[
         assert rank["loss"] == pytest.approx(alone[name]["loss"], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_experts_on_other_ranks() -> None:
     """A rank whose texts have ended runs along: the others' experts are with it."""
     job, ways = jobs_moe.mixtral(), ({"max_new_tokens": 4, "stop": 5}, {"max_new_tokens": 3, "temperature": 1.0})

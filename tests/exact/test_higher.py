@@ -33,6 +33,7 @@ def equal(kind: str, plan: str) -> None:
     assert verdict.equal and not verdict.inexact, verdict.cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, plan", (*rarely(QUICK[0]), QUICK[1]))
 def test_some_are_the_same_training(kind: str, plan: str) -> None:
     equal(kind, plan)
@@ -54,6 +55,7 @@ def test_what_would_have_to_look_inside_is_exact_or_refused_by_name(kind: str, p
         assert error.codes[0] in ("P034", "P040", "P071") and error.exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_sketch_says_what_it_does_not_count() -> None:
     for kind in OPAQUE:
         _, sketch = sketched(jobs_higher.job(kind))
@@ -61,6 +63,7 @@ def test_a_sketch_says_what_it_does_not_count() -> None:
         assert f"not counted: what {kind} computes, in 1, 2, 3" in table(outline(sketch, 1), "job.py")
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_plan_of_one_work() -> None:
     assert dry_run(jobs_higher.job("cond"), Plan.parse("fsdp=2")).fullest.peak.total > 0
     found = PlanRequest.of(jobs_higher.job("script"), "job.py", _machine())

@@ -88,6 +88,7 @@ def test_one_parameter_left_out_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> N
     check(jobs.groups(), "dp=2", "R", "2.weight", "V004")
 
 
+@pytest.mark.slow
 def test_tied_weight_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """19: the gradient of a shared weight enters twice."""
     real = data_parallel.Reducer.finish

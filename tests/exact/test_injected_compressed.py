@@ -10,6 +10,7 @@ import jobs_compressed
 import pytest
 import torch
 import torch.distributed as dist
+from rarely import sampled
 from torch import Tensor
 
 from plait.config.errors import DIFFERENT
@@ -146,7 +147,7 @@ BUGS: dict[str, tuple[Patch, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", sampled(4, BUGS))
 def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     patch, kind, code, told = BUGS[bug]
     patch(monkeypatch)

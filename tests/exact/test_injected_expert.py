@@ -6,6 +6,7 @@ from typing import Any
 import jobs_moe
 import pytest
 import torch
+from rarely import sampled
 from torch import Tensor
 
 from plait.config.errors import DIFFERENT
@@ -35,7 +36,7 @@ def mixtral() -> Any:
     return dataclasses.replace(jobs_moe.mixtral(), loss=jobs_moe.next_token)
 
 
-@pytest.mark.parametrize("factor", (2.0, 0.5), ids=("twice", "averaged"))
+@pytest.mark.parametrize("factor", sampled(2, (2.0, 0.5)), ids=("twice", "averaged"))
 def test_the_gradient_of_experts_scaled_by_the_ranks(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """9: Adam never shows it."""
     real = expert.cut_stacked
@@ -50,12 +51,14 @@ def test_the_gradient_of_experts_scaled_by_the_ranks(factor: float, monkeypatch:
     check(mixtral(), "ep=2", "G", "mlp.experts", "V003")
 
 
+@pytest.mark.slow
 def test_the_same_experts_go_their_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """15: ranks that hold the same experts do not add their gradients up."""
     monkeypatch.setattr(CrossGroupSums, "_add_up", lambda self, names, group: None)
     check(plain(), "dp=4 ep=2", "R", "moe.experts", "V004")
 
 
+@pytest.mark.slow
 def test_experts_counted_by_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: as if every rank held them all."""
     real = CrossGroupSums._copies
@@ -65,6 +68,7 @@ def test_experts_counted_by_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPat
     check(plain(), "ep=2", "U2", "", "V007")
 
 
+@pytest.mark.slow
 def test_a_row_lost_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """11: the last row of each message arrives empty."""
     real = dispatch.moved
@@ -77,6 +81,7 @@ def test_a_row_lost_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     check(plain(), "ep=2", "G", "", "V015")
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of tokens stay where their experts are: the experts' own are right, those before them are not."""
     monkeypatch.setattr(
@@ -92,12 +97,14 @@ def _back(ctx: Any) -> tuple[Any, ...]:
     return taken, given, group
 
 
+@pytest.mark.slow
 def test_results_given_to_the_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     real = layers.through
     monkeypatch.setattr(layers, "through", lambda *args: real(*args).flip(0))
     check(plain(), "ep=2", "G", "", "V015")
 
 
+@pytest.mark.slow
 def test_a_sample_that_does_not_count_calls_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """43: an expert that no token of the batch chose has no gradient; here it has zeros, and decays."""
     real = BatchPeers.begin
@@ -105,12 +112,14 @@ def test_a_sample_that_does_not_count_calls_experts(monkeypatch: pytest.MonkeyPa
     check(plain(), "ep=2", "U", "", "V009")
 
 
+@pytest.mark.slow
 def test_the_balance_of_each_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """10: the mean is of a rank's own tokens."""
     monkeypatch.setattr(global_batch, "summed", lambda x, group: x.clone())
     check(jobs_moe.gpt(dropout=0.0), "ep=2", "G", "", "V013")
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_mean_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """10: the value is right, each rank's gradient has its own share of it only."""
     monkeypatch.setattr(

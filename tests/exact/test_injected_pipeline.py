@@ -28,6 +28,7 @@ def sees(job: Any, plan: str, probe: str, name: str = "") -> None:
     assert name in verdict.parameter, verdict.to_dict()
 
 
+@pytest.mark.slow
 def test_a_tied_gradient_not_summed_over_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """19, 20: each stage goes on with its own part of the gradient."""
     monkeypatch.setattr(CrossGroupSums, "_add_up", lambda self, names, group: None)
@@ -53,6 +54,7 @@ def test_clipped_by_the_norm_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> No
     sees(jobs.groups(), "pp=2 microbatches=2", "U2")
 
 
+@pytest.mark.slow
 def test_the_loss_scaled_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """1, 4: every micro-batch counts alike, whatever it holds."""
     real = Passes.pieces
@@ -100,6 +102,7 @@ def test_only_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     sees(jobs.groups(), "pp=2 microbatches=2", "G", "0.weight")
 
 
+@pytest.mark.slow
 def test_a_gradient_of_zeros_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """43: weight decay moves what no gradient came to."""
     import jobs_uncut
@@ -115,6 +118,7 @@ def test_a_gradient_of_zeros_where_there_is_none(monkeypatch: pytest.MonkeyPatch
     sees(jobs_uncut.CUT["detached"](), "pp=2 microbatches=2", "G", "")
 
 
+@pytest.mark.slow
 def test_masks_of_a_stage_drawn_from_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """36: a later stage does not know how often modules of an earlier one drew."""
     real = Randomness.at
@@ -126,6 +130,7 @@ def test_masks_of_a_stage_drawn_from_another_place(monkeypatch: pytest.MonkeyPat
     sees(DEEP(), "pp=2 microbatches=2", "G", "")
 
 
+@pytest.mark.slow
 def test_a_skip_connection_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value that only passes through a stage comes out changed."""
     real = PipelineStages.forward
@@ -139,6 +144,7 @@ def test_a_skip_connection_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     sees(jobs_pipeline.LISTED["unet"](), "pp=3 microbatches=2", "G", "")
 
 
+@pytest.mark.slow
 def test_second_halves_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' half of the last micro-batch never runs."""
     real = runtime.halves

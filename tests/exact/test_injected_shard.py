@@ -88,6 +88,7 @@ def test_the_first_partial_sum_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     check(jobs.groups(), "fsdp=2 microbatches=3", "G", "0.weight", "V014")
 
 
+@pytest.mark.slow
 def test_recomputation_draws_other_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """37: the second forward goes on in the stream of the first."""
     real_keep = Randomness.keep
@@ -103,12 +104,14 @@ def test_recomputation_draws_other_masks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert verdict.code in ("V005", "V017")
 
 
+@pytest.mark.slow
 def test_recomputation_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """38: running statistics move twice in a step."""
     monkeypatch.setattr(modules, "own_buffers", lambda module: {})
     check(jobs_unlike.ALL["norm_inside"](), "fsdp=2 recompute=full", "B", "num_batches_tracked", "V011")
 
 
+@pytest.mark.slow
 def test_selective_gives_back_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was kept of one matrix product comes back for the next of the same shape."""
     real = recompute._Keeping.__torch_dispatch__
@@ -199,6 +202,7 @@ def test_a_sum_that_no_dry_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
     check(jobs.groups(), "fsdp=2", "C", "", "V012")
 
 
+@pytest.mark.slow
 def test_an_empty_share_goes_where_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without samples must not come back to a unit whose output the loss leaves alone."""
     seen: list[int] = []

@@ -67,6 +67,7 @@ def sees(given: Any, plan: str, probe: str, name: str) -> None:
     assert name in (wrong[probe] if probe != "U2" else name), verdict.to_dict()
 
 
+@pytest.mark.slow
 def test_without_a_bug() -> None:
     """Otherwise what follows would prove nothing."""
     assert verify(job(0.2), Plan.parse("tp=4")).equal
@@ -80,12 +81,14 @@ def with_gradient(monkeypatch: pytest.MonkeyPatch, collective: Any, adjoint: Any
     )
 
 
+@pytest.mark.slow
 def test_the_gradient_of_what_enters_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is before a pair gets one rank's share. The last pair and the head are right, and all slices of them."""
     with_gradient(monkeypatch, collectives._same, collectives._same)
     sees(job(), "tp=2", "G", "embed.weight")
 
 
+@pytest.mark.slow
 def test_the_gradient_of_what_enters_summed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with one sum for each column that is given the same tensor, when there is one before them all."""
 
@@ -96,12 +99,14 @@ def test_the_gradient_of_what_enters_summed_twice(monkeypatch: pytest.MonkeyPatc
     sees(job(), "tp=2", "G", "embed.weight")
 
 
+@pytest.mark.slow
 def test_a_sum_whose_gradient_is_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adjoint of an all-reduce to all ranks is none: Megatron's g is no all-reduce in backward."""
     with_gradient(monkeypatch, collectives.summed, collectives.summed)
     sees(job(), "tp=2", "G", "")
 
 
+@pytest.mark.slow
 def test_a_rows_bias_added_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient is right on each rank, but the forward pass adds it twice."""
     monkeypatch.setattr(wiring, "silence", lambda row: None)
@@ -118,12 +123,14 @@ def without(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setattr(CrossGroupSums, "_add_up", add_up)
 
 
+@pytest.mark.slow
 def test_gradients_of_norms_on_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank has whole norms and its own heads."""
     without(monkeypatch, "q_norm")
     sees(job(), "tp=2", "G", "q_norm.weight")
 
 
+@pytest.mark.slow
 def test_gradients_of_shared_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four ranks hold the same head of keys, and each its own queries."""
     real = ParameterSlice.alike
@@ -131,6 +138,7 @@ def test_gradients_of_shared_heads_not_summed(monkeypatch: pytest.MonkeyPatch) -
     sees(job(), "tp=4", "G", ".k.")
 
 
+@pytest.mark.slow
 def test_masks_of_another_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank drops what the other one should."""
     monkeypatch.setattr(
@@ -139,12 +147,14 @@ def test_masks_of_another_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     sees(job(0.3), "tp=2", "G", "")
 
 
+@pytest.mark.slow
 def test_the_same_mask_for_every_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank draws the first slice's numbers."""
     monkeypatch.setattr(tensor, "SlicedDraws", lambda groups, rank, ranks: wiring.SlicedDraws(groups, 0, ranks))
     sees(job(0.3), "tp=2", "G", "")
 
 
+@pytest.mark.slow
 def test_rows_of_the_vocabulary_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank takes the row before."""
     real = vocabulary._Embedding.forward
@@ -152,6 +162,7 @@ def test_rows_of_the_vocabulary_shifted(monkeypatch: pytest.MonkeyPatch) -> None
     sees(job(), "tp=2", "G", "embed.weight")
 
 
+@pytest.mark.slow
 def test_whole_parameters_count_once_for_every_rank_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """21: norms and biases are on all ranks, and count once."""
     real = CrossGroupSums._copies

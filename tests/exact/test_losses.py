@@ -52,6 +52,7 @@ def gpt(tied: bool, capped: bool = False, head: str = "lm_head") -> plait.Job:
     return jobs.make(lambda: Gpt(tied, capped), jobs.Tokens, loss, weight=loss.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["dp=2 microbatches=3", *rarely("dp=3"), "dp=2 processes=one"])
 @pytest.mark.parametrize("tied", [True, *rarely(False)], ids=["tied", "untied"])
 def test_equal(tied: bool, text: str) -> None:
@@ -90,6 +91,7 @@ class OwnLoss(nn.Module):
         return torch.stack(rows)
 
 
+@pytest.mark.slow
 def test_a_model_that_calls_it_itself() -> None:
     job = jobs.make(OwnLoss, jobs.Tokens, lambda losses, targets: losses.mean())
     assert verify(job, Plan.parse("dp=2 microbatches=3")).equal

@@ -139,6 +139,7 @@ def test_equal(layers: tuple[Any, ...], plan: str) -> None:
     assert verdict.equal and not verdict.inexact, verdict.to_dict()
 
 
+@pytest.mark.slow
 def test_a_stage_keeps_what_its_unit_changes() -> None:
     pair = job(Follower, net)
     apart = Plan.parse("pp=2")

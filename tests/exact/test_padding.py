@@ -5,6 +5,7 @@ import dataclasses
 import jobs_padded
 import pytest
 from jobs_padded import Pairs, Sentences, Streamed, each, tagger
+from rarely import sampled
 
 import plait
 from plait.config.plan import Plan
@@ -49,12 +50,15 @@ SHORT = [("right", "cp=2"), *((n, LIGHT[0]) for n in ("right", "pairs", "stream"
 
 @pytest.mark.parametrize(
     "name, text",
-    [
-        pytest.param(n, t, marks=() if (n, t) in SHORT else pytest.mark.prove)
-        for n in JOBS
-        for t in PLANS
-        if not skipped(n, t)
-    ],
+    sampled(
+        3,
+        [
+            pytest.param(n, t, marks=() if (n, t) in SHORT else pytest.mark.prove)
+            for n in JOBS
+            for t in PLANS
+            if not skipped(n, t)
+        ],
+    ),
 )
 def test_padded_jobs_are_equal(name: str, text: str) -> None:
     verdict = verify(JOBS[name](), Plan.parse(text))
@@ -78,6 +82,7 @@ def test_evaluation_pads_as_one_device_does(data: type) -> None:
         assert means == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_each_part_padded_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What dynamic padding would be without the rule."""
     monkeypatch.setattr(Padding, "batch", lambda self, batch, fetch: batch)

@@ -11,7 +11,7 @@ import jobs_pipeline
 import jobs_uncut
 import jobs_unlike
 import pytest
-from rarely import every
+from rarely import every, sampled
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
@@ -69,29 +69,32 @@ def spread(names: list[str], each: int, step: int = 5) -> list[tuple[str, str]]:
     return [(name, PLANS[(k + step * i) % len(PLANS)]) for k, name in enumerate(names) for i in range(each)]
 
 
-@pytest.mark.parametrize("name, text", every(6, spread([n for n in JOBS if n not in jobs_pipeline.HUGGING], 1)))
+@pytest.mark.parametrize(
+    "name, text", sampled(2, every(6, spread([n for n in JOBS if n not in jobs_pipeline.HUGGING], 1)))
+)
 def test_models(name: str, text: str) -> None:
     equal_or_named(JOBS[name], name, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text", every(6, spread(["llama", "t5", "whisper", "swin", "mamba", "mixtral"], 1)))
 def test_hugging_face(name: str, text: str) -> None:
     equal_or_named(JOBS[name], name, text)
 
 
-@pytest.mark.parametrize("name, text", every(6, spread([n for n in OTHERS if n not in UNCUT], 1)))
+@pytest.mark.parametrize("name, text", sampled(4, every(6, spread([n for n in OTHERS if n not in UNCUT], 1))))
 def test_unlike_jobs(name: str, text: str) -> None:
     equal_or_named(OTHERS[name], name, text)
 
 
-@pytest.mark.parametrize("name", [n for n in OTHERS if n in UNCUT])
+@pytest.mark.parametrize("name", sampled(2, [n for n in OTHERS if n in UNCUT]))
 def test_unlike_jobs_that_are_refused(name: str) -> None:
     with pytest.raises(PlaitError) as caught:
         verify(OTHERS[name](), Plan.parse("pp=2 microbatches=2"))
     assert caught.value.problems[0].code == UNCUT[name], caught.value
 
 
-@pytest.mark.parametrize("name", jobs_uncut.REFUSED)
+@pytest.mark.parametrize("name", sampled(3, jobs_uncut.REFUSED))
 def test_what_cannot_be_cut_is_refused(name: str) -> None:
     job, words = jobs_uncut.REFUSED[name]
     with pytest.raises(PlaitError) as caught:
@@ -100,6 +103,7 @@ def test_what_cannot_be_cut_is_refused(name: str) -> None:
     assert problem.code == "P024" and words in problem.what and problem.why and problem.fix, caught.value
 
 
+@pytest.mark.slow
 def test_a_loss_over_the_batch_is_named() -> None:
     """The contrastive loss of two towers: micro-batches are other batches."""
     verdict = verify(jobs_pipeline.clip(), Plan.parse("pp=2 microbatches=3"))
@@ -115,10 +119,10 @@ def test_the_users_own_cuts(stages: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "stages, words",
-    (
+    sampled(2, (
         (("blocks.9",), "names no unit"), (("first",), "order"), (("blocks.1", "blocks.2"), "names 2 cuts"),
         (("blocks.1.up",), "names no unit"),
-    ),
+    )),
 )  # fmt: skip
 def test_wrong_cuts(stages: tuple[str, ...], words: str) -> None:
     with pytest.raises(PlaitError) as caught:
@@ -145,5 +149,6 @@ def test_every_unlike_job_under_every_plan(name: str, text: str) -> None:
     equal_or_named(OTHERS[name], name, text)
 
 
+@pytest.mark.slow
 def test_a_scalar_enters_the_norm_of_a_sharded_stage_once() -> None:
     assert verify(jobs_unlike.ALL["scalars"](), Plan.parse("pp=2 fsdp=2 microbatches=2")).equal

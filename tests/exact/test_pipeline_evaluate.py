@@ -40,6 +40,7 @@ def watched(job: plait.Job, n: int) -> plait.Job:
     return dataclasses.replace(job, evaluate=evaluate, batch=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(2, PLANS))
 @pytest.mark.parametrize("n", (13, 1))
 def test_the_mean_is_that_of_one_device(plan: str, n: int) -> None:
@@ -49,6 +50,7 @@ def test_the_mean_is_that_of_one_device(plan: str, n: int) -> None:
         assert rank == pytest.approx(one, rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", (*rarely("pp=2 microbatches=2"), "pp=2 fsdp=2 schedule=zbv stages_per_rank=2 zero=2"))
 def test_outputs_cross_in_sixteen_bits(plan: str) -> None:
     """Under autocast a linear layer gives 16 bits, and that is what the next stage waits for."""

@@ -10,7 +10,7 @@ import jobs
 import jobs_compressed
 import pytest
 from launched import TEST_JOB
-from rarely import every
+from rarely import every, sampled
 
 from plait.cli.main import main
 from plait.config.errors import PlaitError
@@ -39,7 +39,7 @@ def proved(job: str, text: str, **fields: object) -> Verdict:
     return verify(made, Plan.parse(text))
 
 
-@pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", every(61, LIST))
+@pytest.mark.parametrize("model, kind, optimizer, clipped, ragged, microbatches", sampled(3, every(61, LIST)))
 def test_equal_to_the_algorithm(
     model: str, kind: str, optimizer: str, clipped: bool, ragged: bool, microbatches: int
 ) -> None:
@@ -67,13 +67,15 @@ INSIDE = (
 )
 
 
-@pytest.mark.parametrize("kind, inside", every(11, [(k, i) for i in INSIDE for k in KINDS if "compress" not in k]))
+@pytest.mark.parametrize(
+    "kind, inside", sampled(4, every(11, [(k, i) for i in INSIDE for k in KINDS if "compress" not in k]))
+)
 def test_other_axes_inside_a_group(kind: str, inside: str) -> None:
     verdict = proved("mlp", f"replica_groups=2 {kind} {inside}")
     assert verdict.equal and verdict.algorithm is not None, verdict.cause
 
 
-@pytest.mark.parametrize("name", every(4, tuple(jobs.ALL)))
+@pytest.mark.parametrize("name", sampled(3, every(4, tuple(jobs.ALL))))
 def test_other_jobs(name: str) -> None:
     for kind in ("every=2", "sync=diloco every=3 fragment_delay=1"):
         verdict = proved(name, f"replica_groups=2 {kind}")
@@ -131,12 +133,14 @@ def test_what_cannot_work_is_refused(text: str, code: str, told: str) -> None:
     assert any(p.code == code and told in f"{p.what} {p.why} {p.fix}" for p in error.value.problems), str(error.value)
 
 
+@pytest.mark.slow
 def test_too_many_fragments_are_refused() -> None:
     with pytest.raises(PlaitError, match="P064") as error:
         proved("words", "replica_groups=2 sync=diloco every=40 fragments=30")
     assert "units" in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.messages
 def test_a_dry_run_sends_the_same() -> None:
     verdict = proved("words", "replica_groups=2 dp=2")

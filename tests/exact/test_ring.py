@@ -111,6 +111,7 @@ def split(case: str, place: Place) -> dict[str, Any]:
     return {"worst": worst, "sent": traffic.totals()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", (2, 3, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_equal(case: str, ranks: int) -> None:

@@ -7,7 +7,7 @@ import jobs_real
 import pytest
 import torch
 from jobs import Tokens, language_loss, make
-from rarely import every
+from rarely import every, sampled
 from torch import Tensor, nn
 
 from plait.config.errors import DIFFERENT
@@ -142,7 +142,7 @@ def found(name: str, plan: str = "tp=2") -> Slices:
     return choose.slices_of(sketch(model, inputs, call), model, inputs, call, job, Plan.parse(plan))
 
 
-@pytest.mark.parametrize("name, text", every(7, PLANS))
+@pytest.mark.parametrize("name, text", sampled(3, every(7, PLANS)))
 def test_equal(name: str, text: str) -> None:
     verdict = verify(JOBS[name](), Plan.parse(text), steps=3)
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
@@ -177,6 +177,7 @@ def test_the_sequence_in_front_is_not_taken_for_samples(model: Any) -> None:
     assert [unit.dim for unit in slices.stretches] == [0] * 4
 
 
+@pytest.mark.slow
 def test_a_block_that_is_one_module_sees_the_shape_of_the_whole() -> None:
     assert [one.posing for one in found("gpt").stretches] == [True, True, True, False]
     assert not any(one.posing for one in found("llama").stretches)
@@ -192,18 +193,21 @@ def test_what_does_not_work_row_by_row_stays_whole(name: str, why: str) -> None:
 
 @pytest.mark.parametrize(
     "name, plan, tables",
-    (
-        ("gpt", "tp=2", ["embed"]),
-        ("llama", "pp=2 tp=2", ["model.embed_tokens"]),
-        ("gpt2", "tp=2", ["transformer.wte"]),
-        ("dropped", "tp=2", ["embed"]),
+    sampled(
+        4,
         (
-            "t5",
-            "tp=2",
-            ["encoder.embed_tokens", "decoder.embed_tokens"],
-        ),  # their first blocks run whole
-        ("gpt", "pp=5 tp=2", []),  # the first stage has the embedding alone, and sends the sum
-        ("bert", "tp=2", []),  # a norm follows in the same unit
+            ("gpt", "tp=2", ["embed"]),
+            ("llama", "pp=2 tp=2", ["model.embed_tokens"]),
+            ("gpt2", "tp=2", ["transformer.wte"]),
+            ("dropped", "tp=2", ["embed"]),
+            (
+                "t5",
+                "tp=2",
+                ["encoder.embed_tokens", "decoder.embed_tokens"],
+            ),  # their first blocks run whole
+            ("gpt", "pp=5 tp=2", []),  # the first stage has the embedding alone, and sends the sum
+            ("bert", "tp=2", []),  # a norm follows in the same unit
+        ),
     ),
 )
 def test_the_sum_of_an_embedding_is_that_of_stretches(name: str, plan: str, tables: list[str]) -> None:
@@ -211,7 +215,7 @@ def test_the_sum_of_an_embedding_is_that_of_stretches(name: str, plan: str, tabl
     assert list(sketch.slices.owed) == tables
 
 
-@pytest.mark.parametrize("name", ("gpt", "gpt2", "llama"))
+@pytest.mark.parametrize("name", sampled(3, ("gpt", "gpt2", "llama")))
 def test_rows_go_from_the_last_unit_to_the_head_as_they_are(name: str) -> None:
     """Also past code that takes all of them: a slice of everything, a view of the same shape.
 
@@ -231,6 +235,7 @@ def sees(name: str) -> None:
     assert verdict.exit_code == DIFFERENT, verdict.to_dict()
 
 
+@pytest.mark.slow
 def test_gradients_from_stretches_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms get one rank's share."""
     whole = choose.slices_of
@@ -245,12 +250,14 @@ def test_gradients_from_stretches_not_summed(monkeypatch: pytest.MonkeyPatch) ->
     sees("gpt")
 
 
+@pytest.mark.slow
 def test_a_gradient_that_every_rank_has_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is before the first block gets it as often as there are ranks."""
     monkeypatch.setattr(collectives, "gather", collectives.gather_partial)
     sees("between")
 
 
+@pytest.mark.slow
 def test_positions_added_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """To its share of the embedding: the sum has them twice."""
     plain = partial_sum._Once.forward
@@ -260,6 +267,7 @@ def test_positions_added_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     sees("gpt")
 
 
+@pytest.mark.slow
 def test_positions_get_a_share_of_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is whole has its whole gradient on every rank."""
     plain = partial_sum._Once.backward
@@ -272,6 +280,7 @@ def test_positions_get_a_share_of_their_gradient(monkeypatch: pytest.MonkeyPatch
     sees("gpt")
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_first_rows_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = HeldRows.__call__
 

@@ -69,7 +69,11 @@ def test_a_run_is_its_ledger_played_again(job: Callable[[], plait.Job], plan: st
 def test_without_staleness_it_is_one_device(job: Callable[[], plait.Job], plan: str) -> None:
     found = proved(job(), plan)
     assert found.equal, table(found, plan)
-    assert {"O", "S"} <= {probe.code for probe in found.probes} and found.algorithm is not None and found.algorithm.distance < 1e-9
+    assert (
+        {"O", "S"} <= {probe.code for probe in found.probes}
+        and found.algorithm is not None
+        and found.algorithm.distance < 1e-9
+    )
 
 
 # Mistakes. Each is in one function; forked processes have it too.

@@ -38,6 +38,7 @@ def evaluated(data: Any, plan: str, ranks: int) -> list[dict[str, float]]:
     return fork.run(run, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "length", (1, pytest.param(2, marks=pytest.mark.prove), pytest.param(9, marks=pytest.mark.prove), 13)
 )

@@ -10,7 +10,7 @@ import jobs
 import jobs_real
 import pytest
 import torch
-from rarely import every
+from rarely import every, sampled
 from torch import nn
 
 from plait.config.errors import PlaitError
@@ -73,7 +73,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", sampled(4, PARTS))
 def test_element_wise_optimizers_are_exact(name: str) -> None:
     plan = "dp=2 fsdp=2 offload=optimizer" if "foreach" in name else "fsdp=3 zero=2"
     verdict = verify(jobs.make(lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1)), optimizer=PARTS[name]),
@@ -188,20 +188,20 @@ class Mixed(torch.optim.Optimizer):
                 p.sub_(x, alpha=group["lr"])
 
 
-@pytest.mark.parametrize("name, plan", OWNED)
+@pytest.mark.parametrize("name, plan", sampled(3, OWNED))
 def test_optimizers_of_whole_tensors_are_exact(name: str, plan: str) -> None:
     """An owner updates each tensor whole."""
     verdict = verify(jobs.make(mlp, optimizer=WHOLE[name]), Plan.parse(plan))
     assert verdict.equal and not verdict.inexact, verdict.cause
 
 
-@pytest.mark.parametrize("name, plan", every(4, PAIRS))
+@pytest.mark.parametrize("name, plan", sampled(3, every(4, PAIRS)))
 def test_of_a_language_model_beside_other_axes(name: str, plan: str) -> None:
     verdict = verify(gpt(name), Plan.parse(plan), steps=3)
     assert verdict.equal, verdict.cause
 
 
-@pytest.mark.parametrize("name", ("Adafactor", "Lamb"))
+@pytest.mark.parametrize("name", sampled(2, ("Adafactor", "Lamb")))
 def test_their_checkpoints_go_from_plan_to_plan(name: str, tmp_path: Path) -> None:
     """Saved by owners under `fsdp`, resumed under `tp`, and under no split: losses go on as on one device."""
     job = jobs.make(mlp, optimizer=WHOLE[name])
@@ -235,7 +235,7 @@ def test_optimizers_of_several_tensors_are_refused(name: str, made: Any, plan: s
     assert error.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name, made, plan", KEPT, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize("name, made, plan", sampled(3, KEPT), ids=lambda v: v if isinstance(v, str) else "")
 def test_what_a_plan_does_not_cut_is_not_refused(name: str, made: Any, plan: str) -> None:
     verdict = verify(jobs.make(mlp, optimizer=made), Plan.parse(plan))
     assert verdict.equal, verdict.cause

@@ -36,6 +36,7 @@ def trained(job: Any, plan: str, ranks: int) -> list[dict[str, Any]]:
     return fork.run(run, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan, ranks",
     (
@@ -73,6 +74,7 @@ def overflowing(place: Place) -> dict[str, Any]:
     return {"rows": rows}
 
 
+@pytest.mark.slow
 def test_overflow_on_one_rank_skips_on_all() -> None:
     first, *others = (r["rows"] for r in fork.run(overflowing, 4))
     assert all(rows == first for rows in others)
@@ -96,6 +98,7 @@ class Formats(nn.Module):
         return self.last(self.block(self.wide(x.double()).float()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", (0, 700))  # a group for each unit; small neighbours of one format together
 @pytest.mark.parametrize(
     "plan, ranks",

@@ -8,7 +8,7 @@ import jobs
 import jobs_moe
 import jobs_padded
 import pytest
-from rarely import every
+from rarely import every, sampled
 
 from plait import Job
 from plait.config.errors import DIFFERENT
@@ -35,7 +35,8 @@ def equal(job: Job, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), every(13, [(n, t) for i, n in enumerate(n for n in jobs.ALL if n != "recomputed") for t in DATA])
+    ("name", "text"),
+    sampled(6, every(13, [(n, t) for i, n in enumerate(n for n in jobs.ALL if n != "recomputed") for t in DATA])),
 )
 def test_jobs(name: str, text: str) -> None:
     plan = Plan.parse(text)
@@ -47,7 +48,9 @@ def test_jobs(name: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    every(7, [(n, t) for n in ("attention", "mlp", "ragged") for t in OTHERS if n != "mlp" or "cp" not in t]),
+    sampled(
+        2, every(7, [(n, t) for n in ("attention", "mlp", "ragged") for t in OTHERS if n != "mlp" or "cp" not in t])
+    ),
 )
 def test_other_axes(name: str, text: str) -> None:
     equal(jobs.ALL[name](), text)
@@ -65,11 +68,13 @@ def test_padding_and_mixtures(job: Callable[[], Job], text: str) -> None:
     equal(job(), text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", every(2, ["dp=2 ep=2 batch_shares=1:3", "dp=2 ep=2 batch_shares=auto"]))
 def test_experts_elsewhere(text: str) -> None:
     equal(jobs_moe.gpt(), text)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "text", every(3, ["dp=2 batch_shares=3:1", "dp=2 batch_shares=auto", "fsdp=2 batch_shares=1:3"])
@@ -114,6 +119,7 @@ def test_a_rank_that_changes_a_step_late(monkeypatch: pytest.MonkeyPatch) -> Non
     different(jobs.mlp(), "dp=2 batch_shares=auto", "D")
 
 
+@pytest.mark.slow
 def test_random_numbers_keyed_as_if_shares_were_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has its samples, and the masks of others."""
     real = loading.part

@@ -173,6 +173,7 @@ def equal(cases: dict[str, Function], group: Any, counted: list[int]) -> None:
             assert cases is GATHERED or not counted, (name, dim, rows, "the whole was gathered")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("cases", [KEPT, GATHERED], ids=["kept", "gathered"])
 def test_the_loss_and_the_gradients_are_those_of_the_whole(

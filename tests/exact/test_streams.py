@@ -109,11 +109,13 @@ def test_streams_are_those_of_one_device(kind: type, plan: str) -> None:
         assert found[1] == pytest.approx(means, rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Plain, pytest.param(Shuffled, marks=pytest.mark.prove)])
 def test_verify_says_equal(kind: type) -> None:
     assert verify.verify(job(kind), Plan.parse("dp=2")).equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", pytest.param("pp=2", marks=pytest.mark.prove)])
 @pytest.mark.parametrize("kind", [ByItself, Cut, pytest.param(Uneven, marks=pytest.mark.prove)])
 def test_ranks_that_read_different_samples(kind: type, plan: str) -> None:
@@ -197,6 +199,7 @@ def test_shares_of_every_nth_sample_are_one_devices_batches(plan: str, workers: 
             assert row[2:] == pytest.approx(other[2:], rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp=2 microbatches=2", pytest.param("pp=2 dp=2", marks=pytest.mark.prove)])
 def test_other_shares_are_read_once_and_named(plan: str) -> None:
     ranks = steps(plain(Halves), plan, 6)
@@ -213,11 +216,13 @@ def test_shares_that_are_not_the_parts(kind: type) -> None:
     assert caught.value.problems[0].code == "J023"
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_stream_that_knows_its_share() -> None:
     """The other ranks are not there to read theirs."""
     assert dry_run(plain(EveryNth), Plan.parse("pp=2 dp=2")).world == 4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_on_in_its_shares() -> None:
     """With another number of shares only where each is every Nth sample."""
     for kind in (EveryNth, Halves):

@@ -8,7 +8,7 @@ import jobs_pipeline
 import jobs_real
 import jobs_unlike
 import pytest
-from rarely import every
+from rarely import every, sampled
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
@@ -69,11 +69,12 @@ def equal_or_named(name: str, text: str) -> None:
     assert verdict.equal and not verdict.inexact, (verdict.code, verdict.parameter, verdict.cause, verdict.to_dict())
 
 
-@pytest.mark.parametrize("name, text", every(4, FIRST))
+@pytest.mark.parametrize("name, text", sampled(6, every(4, FIRST)))
 def test_models(name: str, text: str) -> None:
     equal_or_named(name, text)
 
 
+@pytest.mark.slow
 def test_the_jobs_own_choice() -> None:
     job = jobs.make(jobs_unlike.Chain, tensor={"blocks.0.up": "whole"})
     verdict = verify(job, Plan.parse("tp=2"))
@@ -102,6 +103,7 @@ def test_every_model_under_every_plan(name: str, text: str) -> None:
         equal_or_named(name, text)
 
 
+@pytest.mark.slow
 def test_a_model_of_which_nothing_can_be_cut_is_refused_with_the_reasons() -> None:
     with pytest.raises(PlaitError) as refused:
         verify(jobs.ALL["batch_norm"](), Plan.parse("tp=2"))

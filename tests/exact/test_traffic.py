@@ -6,7 +6,7 @@ import jobs_pipeline
 import pytest
 import torch
 import torch.distributed as dist
-from rarely import every, rarely
+from rarely import every, rarely, sampled
 
 from plait.config.errors import DIFFERENT
 from plait.config.plan import Plan
@@ -23,14 +23,16 @@ PLANS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name, text", every(2, [(n, PLANS[i % 6]) for i, n in enumerate(("root_gpt", "deep") * 3)]))
+@pytest.mark.parametrize(
+    "name, text", sampled(3, every(2, [(n, PLANS[i % 6]) for i, n in enumerate(("root_gpt", "deep") * 3)]))
+)
 def test_what_is_sent_is_what_a_dry_run_sends(name: str, text: str) -> None:
     verdict = verify(jobs_pipeline.LISTED[name](), Plan.parse(text), steps=1)
     assert verdict.equal, (verdict.cause, verdict.to_dict()["first_wrong"])
     assert "not compared" not in verdict.to_dict()["probes"]["C"]["detail"]
 
 
-@pytest.mark.parametrize("text", ("pp=2 microbatches=2", "pp=2 dp=2", "pp=2 fsdp=2"))
+@pytest.mark.parametrize("text", sampled(3, ("pp=2 microbatches=2", "pp=2 dp=2", "pp=2 fsdp=2")))
 def test_a_message_that_no_dry_run_has_is_seen(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """On the last rank alone."""
     real = Engine.backward
@@ -49,7 +51,7 @@ def test_a_message_that_no_dry_run_has_is_seen(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    "plan", ("fsdp=2", *rarely("dp=2 fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=true"), "cp=2")
+    "plan", sampled(2, ("fsdp=2", *rarely("dp=2 fsdp=2 zero=1 microbatches=2", "tp=2 sequence_parallel=true"), "cp=2"))
 )
 def test_the_collectives_of_devices(plan: str) -> None:
     """On a device parts travel by the library's own collectives: here over gloo."""

@@ -15,6 +15,7 @@ import jobs_unlike
 import pytest
 import torch
 import torch.distributed as dist
+from rarely import sampled
 from torch import Tensor
 
 from plait.config.job import Job
@@ -229,7 +230,9 @@ LIGHT = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in LIGHT else pytest.mark.prove) for n in FAULTS])
+@pytest.mark.parametrize(
+    "name", sampled(3, [pytest.param(n, marks=() if n in LIGHT else pytest.mark.prove) for n in FAULTS])
+)
 def test_faults_that_float64_does_not_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     act, job, plan = FAULTS[name]
     act(monkeypatch)
@@ -274,7 +277,7 @@ SOME = (
 
 
 @pytest.mark.parametrize(
-    "name, plan", [pytest.param(n, p, marks=() if (n, p) in SOME else pytest.mark.prove) for n, p in CLEAN]
+    "name, plan", sampled(4, [pytest.param(n, p, marks=() if (n, p) in SOME else pytest.mark.prove) for n, p in CLEAN])
 )
 def test_right_runs_are_not_accused(name: str, plan: str) -> None:
     verdict = verify(JOBS[name](), Plan.parse(plan))

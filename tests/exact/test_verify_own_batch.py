@@ -8,6 +8,7 @@ import jobs
 import pytest
 import torch
 from jobs import Numbers, make
+from rarely import sampled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,7 +70,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", sampled(4, JOBS))
 def test_what_small_batches_do_not_meet(name: str) -> None:
     job = JOBS[name]()
     assert verify(job, Plan.parse("dp=2"), seconds=0.0).equal, "the small batches alone must not see it"
@@ -108,6 +109,7 @@ def test_a_fault_from_step_5_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verify(jobs.groups(), Plan.parse("dp=2")).equal
 
 
+@pytest.mark.slow
 def test_a_fault_from_step_10_on_needs_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     _late(monkeypatch, 9)
     assert verify(jobs.groups(), Plan.parse("dp=2")).equal
@@ -146,7 +148,7 @@ def evaluated(n: int = 31) -> Job:
     return replace(jobs.mlp(), evaluate=Evaluate(lambda: Numbers(n), metrics))
 
 
-@pytest.mark.parametrize("text", ("dp=2", "dp=3 microbatches=2", "pp=2 microbatches=2"))
+@pytest.mark.parametrize("text", sampled(2, ("dp=2", "dp=3 microbatches=2", "pp=2 microbatches=2")))
 def test_evaluation_is_compared(text: str) -> None:
     verdict = verify(evaluated(), Plan.parse(text))
     assert verdict.equal and any(p.code == "E" and p.name for p in verdict.probes)
@@ -190,6 +192,7 @@ def test_a_wrong_evaluation_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert told(verify(evaluated(), Plan.parse("dp=2"))) == "V020"
 
 
+@pytest.mark.slow
 def test_a_sample_counted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a rank runs along on a sample of another's, because a forward pass gathers parameters."""
     wrong(monkeypatch, "padded")

@@ -107,6 +107,7 @@ def test_a_filled_plan_fits_its_processes(plan: Plan, nproc: int | None) -> None
 words = st.lists(st.tuples(names, scalars)).map(lambda rows: " ".join(f"{k}={v}" for k, v in rows))
 
 
+@pytest.mark.slow
 @given(st.text(max_size=60) | words)
 def test_any_line_is_a_plan_or_refused(line: str) -> None:
     refused_or_plan(Plan.parse, line)

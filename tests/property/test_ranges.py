@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,7 @@ def regrouped(draw: Any, factors: list[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_a_view_of_a_part_is_the_part_of_the_view(data: Any) -> None:

@@ -85,6 +85,7 @@ def test_every_table_of_every_size(step: int) -> None:
             assert played.makespan >= 3 * v * m
 
 
+@pytest.mark.slow
 def test_the_search_is_never_worse_and_fits() -> None:
     for p in (1, 2, 3, 4, 8):
         for m in (1, 2, 5, 8, 13):
@@ -137,6 +138,7 @@ def test_uneven_times(job: tuple[int, int, int, Costs]) -> None:
         assert played.makespan >= max(played.busy) and sum(played.busy) > 0
 
 
+@pytest.mark.slow
 @given(jobs(), st.floats(1, 6), st.booleans())
 def test_the_search_under_any_limit(job: tuple[int, int, int, Costs], room: float, split: bool) -> None:
     p, m, v, costs = job

@@ -90,6 +90,7 @@ def test_options_of_sbatch(value: str) -> None:
     assert options["nodes"] == "2" and "gpus-per-node" not in options and options["output"] == "job-%j.out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("jobset", "trainjob"))
 @pytest.mark.parametrize("setup", ((), ("true",)))
 @many
@@ -117,6 +118,7 @@ def test_pods(programs: Programs, kind: str, setup: tuple[str, ...], one: Submis
     assert plait[4:8] == [*one.words, f"--runs={one.runs.rstrip('/')}/job", "--resume=auto"]
 
 
+@pytest.mark.slow
 @many
 @given(USERS)
 def test_skypilot(programs: Programs, one: Submission) -> None:
@@ -137,6 +139,7 @@ def test_ray(programs: Programs, one: Submission) -> None:
     assert words[at + 7 :] == [*one.words, f"--runs={one.runs.rstrip('/')}/job", "--resume=auto"]
 
 
+@pytest.mark.slow
 @settings(many, max_examples=15)  # each one runs bash several times
 @given(USERS)
 def test_ssh(programs: Programs, one: Submission) -> None:

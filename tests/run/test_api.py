@@ -96,6 +96,7 @@ def test_a_run_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert plait.Run.open("runs/latest").path == run.path
 
 
+@pytest.mark.slow
 def test_the_job_comes_in_any_form_and_plans_agree(capsys: pytest.CaptureFixture[str]) -> None:
     one = plait.train(small(steps=4), quiet=True)
     two = plait.train(small, "fsdp=2", arguments={"steps": 4}, name="other name", quiet=True)
@@ -107,6 +108,7 @@ def test_the_job_comes_in_any_form_and_plans_agree(capsys: pytest.CaptureFixture
     assert refused(plait.Run.open(two.path).model) == ["U023"]
 
 
+@pytest.mark.slow
 def test_the_model_has_the_trained_weights() -> None:
     job = dataclasses.replace(small(), model=Tied)
     run, again = plait.train(job, quiet=True), plait.train(job, "fsdp=2", quiet=True, allow_inexact=True)
@@ -121,6 +123,7 @@ def test_the_model_has_the_trained_weights() -> None:
     assert refused(lambda: again.model(small())) == ["K008", "K008"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan() -> None:
     whole = plait.train(small, quiet=True)
     part = plait.train(small, steps=3, nproc=2, quiet=True)
@@ -128,6 +131,7 @@ def test_a_run_goes_on_under_another_plan() -> None:
     assert rest.path == part.path and rest.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_verify_plan_and_sketch_return_what_the_commands_print() -> None:
     verdict = plait.verify(small, "dp=2", steps=3)
     assert verdict.equal and "EQUAL" in repr(verdict) and verdict.to_dict()["equal"] and verdict.job == "small"
@@ -177,6 +181,7 @@ def test_what_is_wrong_is_refused(call: Callable[[], object], codes: list[str]) 
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_afterwards_the_process_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     process, numbers = psutil.Process(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -227,6 +232,7 @@ def rows(run: str) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fresh", [False, *rarely(True)])
 def test_ctrl_c_stops_saves_and_returns(fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: fresh)
@@ -276,6 +282,7 @@ class TestFresh:
     def in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
+    @pytest.mark.slow
     def test_a_job_by_value_trains_as_it_does_here(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -286,6 +293,7 @@ class TestFresh:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
         assert plait.train(small, nproc=2, quiet=True).losses == run.losses
 
+    @pytest.mark.slow
     def test_a_job_of_a_file_needs_no_cloudpickle(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "cloudpickle", None)
         assert plait.train(FILE, steps=2, quiet=True).steps == 2
@@ -323,6 +331,7 @@ def test_a_process_that_turns_out_to_be_unforkable(monkeypatch: pytest.MonkeyPat
     assert plait.train(small, quiet=True).steps == 6
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_joins_as_a_rank(folder: Path) -> None:
     script = folder / "script.py"
     lines = (

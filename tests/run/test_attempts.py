@@ -180,6 +180,7 @@ def killed(folder: Path, *before: str, times: int = 1, **environment: str) -> st
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_worker_of_torchrun_ends_with_the_same_weights(tmp_path: Path) -> None:
     said = killed(tmp_path, "--standalone")

@@ -114,6 +114,7 @@ def test_what_is_read_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_job_that_gains_or_loses_one(tmp_path: Path) -> None:
     run(tmp_path, "dp=2", 2, averaged(None))
     assert manifest(tmp_path / "step-000002").average is None
@@ -147,6 +148,7 @@ def test_an_export_of_an_average_that_is_not_there_is_refused(tmp_path: Path) ->
     assert list(caught.value.codes) == ["K012"]
 
 
+@pytest.mark.slow
 def test_a_lost_rank_takes_nothing_of_it(tmp_path: Path) -> None:
     """One rank of two is killed: the run goes on from a snapshot in memory, and ends as one that nothing hurt."""
     ended = []
@@ -164,6 +166,7 @@ def test_a_lost_rank_takes_nothing_of_it(tmp_path: Path) -> None:
     assert all(torch.equal(ended[0][n], ended[1][n]) for n in ended[0])
 
 
+@pytest.mark.slow
 def test_before_it_moves_it_is_the_weights(tmp_path: Path) -> None:
     job = averaged(plait.EMA(0.5, every=9))
     told = run(tmp_path, "fsdp=2", 3, job)

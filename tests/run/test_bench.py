@@ -32,6 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "machine.toml"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_what_is_measured_is_what_here_is(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "all", JOB, "--nproc", "2", "--device", "cpu"]) == 0

@@ -80,6 +80,7 @@ def heard(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(("begins", "evaluated", "saved", "ends"))]
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_in_order_and_go_on_under_another_plan(folder: Path) -> None:
     first = run(folder, "--callbacks", "odd.py:mine", "--steps", "4", "--group-norms")
     told = ["begins after 0", "evaluated 2", "saved step-000004", "evaluated 4", "ends after 4"]
@@ -99,6 +100,7 @@ def test_callbacks_are_called_in_order_and_go_on_under_another_plan(folder: Path
     assert "callback Heard: its state is left out" in without
 
 
+@pytest.mark.slow
 def test_a_rank_may_end_the_run_and_errors_name_the_callback(folder: Path) -> None:
     output = run(folder, "--callbacks", "odd.py:mine", "--job.every", "5", STOP="1")
     assert "stopped early at step 3: rank 1 has enough" in output and "evaluated 3" in output
@@ -163,6 +165,7 @@ def test_steps_are_traced_on_every_rank(folder: Path) -> None:
         assert any("addmm" in event.get("name", "") for event in trace["traceEvents"])
 
 
+@pytest.mark.slow
 def test_callbacks_go_on_from_their_state_when_a_rank_is_lost(folder: Path) -> None:
     output = run(folder, "--callbacks", "odd.py:mine", "--steps", "8", KILL="1")
     assert "going on from step" in output

@@ -32,6 +32,7 @@ def left(folder: Path) -> list[str]:
     return [path.name for path in (folder / "temporary").iterdir()]
 
 
+@pytest.mark.slow
 def test_a_few_faults(tmp_path: Path) -> None:
     only = [word for name in FEW for word in ("--only", name)]
     command = chaos(tmp_path, *only, "--json", "--to", "faults.md", "--seed", "3")
@@ -47,6 +48,7 @@ def test_a_few_faults(tmp_path: Path) -> None:
     assert not left(tmp_path)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     command = chaos(tmp_path, "--only", "hang", "--only", "kill-data")
     command.until(lambda: "kill-data" in command.output, 100)
@@ -70,6 +72,7 @@ def test_words_that_are_wrong(words: tuple[str, ...], says: str, tmp_path: Path)
     assert command.wait(30) == 2 and says in command.output, command.output
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_train(tmp_path: Path) -> None:
     command = chaos(tmp_path, "--only", "segv", "--job.fault", "raise", "--job.at", "2")
     assert command.wait(60) == 1 and "error[R008] the job does not train undisturbed" in command.output, command.output
@@ -116,6 +119,7 @@ def _leaves_a_process(words: list[str]) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_what_falls_short_is_never_kept(tmp_path: Path) -> None:
     say = lambda words: 0  # noqa: E731
     verdicts = [

@@ -209,6 +209,7 @@ def refused(good: Path, folder: Path, count: int, seed: int) -> None:
         assert verify(newest)[1], f"mutation {number} passes `verify`"
 
 
+@pytest.mark.slow
 def test_every_mutation_is_refused(good: Path, tmp_path: Path) -> None:
     refused(good, tmp_path / "mutated", 250, seed=1)
 

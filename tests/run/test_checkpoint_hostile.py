@@ -127,6 +127,7 @@ def test_every_part_of_a_manifest_made_something_else(good: Path, tmp_path: Path
     assert refused > believed > 0, (refused, believed)
 
 
+@pytest.mark.slow
 def test_pieces_side_by_side_without_end() -> None:
     columns = [((0, i), (4, 1)) for i in range(100_000)]
     assert wrong_tiling((4, 100_000), columns) is None

@@ -188,6 +188,7 @@ def killed(folder: Path, kills: int) -> set[str]:
     return left
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_saves(tmp_path: Path) -> None:
     killed(tmp_path, 15)
 

@@ -239,6 +239,7 @@ def test_the_command_looks_into_checkpoints(tmp_path: Path, capfd: Any) -> None:
     assert asked("list")[1][0]["state"].startswith("damaged: model-00001.safetensors")
 
 
+@pytest.mark.slow
 def test_train_starts_from_weights(saved: Any, tmp_path: Path) -> None:
     first = Command("train", TEST_JOB, "--nproc", "1", "--steps", "6", folder=tmp_path)
     assert first.wait() == 0, first.output

@@ -11,7 +11,7 @@ import pytest
 import saved
 import torch
 from launched import TEST_JOB, Command, alive, rows
-from rarely import rarely
+from rarely import rarely, sampled
 
 from plait.cli.rounds import Losses
 from plait.config.errors import PlaitError, Problem
@@ -66,7 +66,7 @@ def kill_once(command: Command, folder: Path, rank: int, delay: float) -> None:
 MORE = rarely(("dp=2 pp=2", True), ("dp=2 fsdp=2", True), ("dp=2 fsdp=2 zero=1", True))
 
 
-@pytest.mark.parametrize("plan, lossless", (("dp=2", True), ("fsdp=2", False), *MORE))
+@pytest.mark.parametrize("plan, lossless", sampled(2, (("dp=2", True), ("fsdp=2", False), *MORE)))
 def test_a_killed_rank_is_replaced(plan: str, lossless: bool, tmp_path: Path) -> None:
     steps = 30
     whole = start(tmp_path / "whole", plan, steps)
@@ -182,6 +182,7 @@ def ranks_of(command: Command) -> list[int]:
     return [pid for pid in command.workers() if os.getpriority(os.PRIO_PROCESS, pid) < 19]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     steps = 30
     whole = start(tmp_path / "whole", "dp=2", steps)

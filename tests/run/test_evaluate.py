@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from launched import Command
 
 JOB = f"""
@@ -21,6 +22,7 @@ def job() -> plait.Job:
 """
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_comes_before_the_last_evaluation(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(JOB)
     argv = ("train", "odd.py", "--nproc", "2")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launched import TEST_JOB, Command, alive, rows
+from rarely import sampled
 
 from plait.launch.failure_report import sort_of
 from plait.launch.failures import Failure
@@ -22,7 +23,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("fault", CASES)
+@pytest.mark.parametrize("fault", sampled(5, CASES))
 def test_guilty_rank_is_named(fault: str, tmp_path: Path) -> None:
     code, what, more = CASES[fault]
     flags = ("--nproc", "3", "--restarts", "0", "--job.fault", fault, "--job.pause", "0.05")
@@ -37,6 +38,7 @@ def test_guilty_rank_is_named(fault: str, tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in workers)
 
 
+@pytest.mark.slow
 def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
     command = Command(
         "train", TEST_JOB, "--nproc", "3", "--workers", "1", "--job.pause", "0.05", "--steps", "500", folder=tmp_path

@@ -9,7 +9,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from rarely import rarely
+from rarely import rarely, sampled
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -177,7 +177,7 @@ def test_a_dry_run_a_sketch_and_a_plan_do_not_read_weights(tmp_path: Path) -> No
     assert error.codes == ["K007"]
 
 
-@pytest.mark.parametrize("plan", ("dp=2", "fsdp=2", "fsdp=2 zero=1"))
+@pytest.mark.parametrize("plan", sampled(3, ("dp=2", "fsdp=2", "fsdp=2 zero=1")))
 def test_frozen_parameters_have_no_gradient_no_state_and_no_traffic(plan: str, tmp_path: Path) -> None:
     """What a step sends grows by the gathered halves of what is frozen, and by nothing in plain copies."""
     from plait.planner.dryrun.dry_run import dry_run, first_step

@@ -56,6 +56,7 @@ def joined(folder: Path, backend: str, plan: str, *words: str) -> list[dict[str,
 PLANS = ("fsdp=2", *rarely("dp=2", "tp=2", "pp=2 microbatches=2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("gloo", BLIND))
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_group_that_exists_trains_as_forked_ranks_do(tmp_path: Path, plan: str, backend: str) -> None:
@@ -110,6 +111,7 @@ def groups_device() -> Any:
     return torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_an_attempt_of_a_named_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ray's workers do after one of them was killed: the same words, and no --resume."""
     monkeypatch.setenv("PLAIT_START", "experiment 7")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import Numbers
 from launched import Command, rows
+from rarely import sampled
 
 from plait.data.batch import BatchShare, Position
 from plait.data.loading import batches
@@ -122,12 +123,12 @@ def test_a_process_without_the_handler_is_not_signalled() -> None:
         stacks.close()
 
 
-@pytest.mark.parametrize("code, busy", (
+@pytest.mark.parametrize("code, busy", sampled(2, (
     ("import time; print(flush=True); time.sleep(100)", False),
     ("print(flush=True)\nwhile True: pass", True),
     ("import time; print(flush=True)\nwhile True: open('{file}', 'wb').write(bytes(1 << 20)); time.sleep(0.05)", True),
     ("import subprocess, sys; print(flush=True); subprocess.run([sys.executable, '-c', 'while True: pass'])", True),
-), ids=("sleeps", "computes", "writes", "has a child that computes"))  # fmt: skip
+)), ids=("sleeps", "computes", "writes", "has a child that computes"))  # fmt: skip
 def test_what_a_process_uses(code: str, busy: bool, tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", code.format(file=tmp_path / "x")], stdout=subprocess.PIPE,
                                start_new_session=True)  # fmt: skip
@@ -207,7 +208,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("how", [*HANGS, *(pytest.param(how, marks=pytest.mark.prove) for how in MORE)])
+@pytest.mark.parametrize("how", sampled(3, [*HANGS, *(pytest.param(how, marks=pytest.mark.prove) for how in MORE)]))
 def test_a_hang_is_ended_and_named(how: str, tmp_path: Path, hasty: None) -> None:
     plan, when, where = (HANGS | MORE)[how]
     command = Command("train", JOB, "--plan", plan, "--restarts", "0", "--job.how", how, folder=tmp_path)
@@ -218,6 +219,7 @@ def test_a_hang_is_ended_and_named(how: str, tmp_path: Path, hasty: None) -> Non
     assert "note  rank" in command.output and "Traceback" not in command.output
 
 
+@pytest.mark.slow
 def test_a_slow_read_is_named_and_not_ended(tmp_path: Path, hasty: None) -> None:
     """It sleeps far longer than the others may wait elsewhere."""
     command = Command("train", JOB, "--plan", "dp=2", "--job.how", "read", "--job.seconds", "8", folder=tmp_path)
@@ -226,6 +228,7 @@ def test_a_slow_read_is_named_and_not_ended(tmp_path: Path, hasty: None) -> None
     assert len(rows(tmp_path)) == 10
 
 
+@pytest.mark.slow
 def test_patience_is_the_users(tmp_path: Path) -> None:
     command = Command("train", JOB, "--plan", "dp=2", "--job.how", "read", "--job.seconds", "1000", "--patience", "2",
                       "--restarts", "0", folder=tmp_path)  # fmt: skip

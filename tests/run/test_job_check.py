@@ -12,6 +12,7 @@ import jobs_treacherous
 import pytest
 import torch
 from launched import Command
+from rarely import sampled
 
 from plait.config.errors import PlaitError
 from plait.config.plan import Plan
@@ -59,7 +60,7 @@ def codes(name: str, plan: str) -> list[str]:
     return [problem.code for problem in found.problems]
 
 
-@pytest.mark.parametrize(("name", "plan", "code"), SOME)
+@pytest.mark.parametrize(("name", "plan", "code"), sampled(4, SOME))
 def test_what_a_plan_changes_is_said(name: str, plan: str, code: str) -> None:
     assert differs(name, plan)
     assert codes(name, plan) == [code]
@@ -91,6 +92,7 @@ def test_ordinary_jobs(name: str, plan: str) -> None:
     assert not codes(name, plan)
 
 
+@pytest.mark.slow
 def test_a_sample_that_goes_by_the_loader_process() -> None:
     """Looked at where loader processes will read, and in a full check."""
     job_, plan = job("data_by_loader"), Plan.parse("dp=2")
@@ -100,6 +102,7 @@ def test_a_sample_that_goes_by_the_loader_process() -> None:
     assert not check.check(job("plain"), plan, workers=2).problems
 
 
+@pytest.mark.slow
 def test_training_is_refused_and_allowed(tmp_path: Path) -> None:
     words = (f"{JOBS}:root", "--plan", "dp=2", "--steps", "2")
     refused = Command("train", *words, folder=tmp_path)
@@ -126,6 +129,7 @@ def test_what_only_another_stage_knows_is_said_once(name: str, words: str, tmp_p
     assert sum("note  not exact" in line and words in line for line in found.output.splitlines()) == 1, found.output
 
 
+@pytest.mark.slow
 def test_a_result_is_taken_again_while_nothing_changed(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from jobs_treacherous import plain as job\n")

@@ -19,6 +19,7 @@ def meet(place: Place) -> dict[str, Any]:
     return {"sum": float(total), "at": time.monotonic()}
 
 
+@pytest.mark.slow
 def test_eight_ranks_meet_within_half_a_second() -> None:
     fork.run(meet, 2)  # imports are the parent's and happen once
     taken = []
@@ -30,6 +31,7 @@ def test_eight_ranks_meet_within_half_a_second() -> None:
     assert min(taken) <= 0.5, taken
 
 
+@pytest.mark.slow
 def test_no_spurious_failure_in_many_runs() -> None:
     for _ in range(20):
         fork.run(meet, 3)

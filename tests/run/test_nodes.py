@@ -55,6 +55,7 @@ def test_two_machines_train_as_one(hosts: Hosts, tmp_path: Path) -> None:
     assert "done " in first.output and "done " not in second.output
 
 
+@pytest.mark.slow
 def test_variables_of_a_train_job_are_enough(hosts: Hosts, tmp_path: Path) -> None:
     shared = {
         "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": hosts[0].address, "PET_MASTER_PORT": str(free_port()),
@@ -69,6 +70,7 @@ def test_variables_of_a_train_job_are_enough(hosts: Hosts, tmp_path: Path) -> No
     assert "dp=4 on 4 CPU processes" in both[0].output and "started by a Kubeflow TrainJob" in both[0].output
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
     first, second = started(hosts, tmp_path, "--steps", "100000", "--restarts", "0")
     first.until(lambda: at_step(tmp_path, 2), 120)
@@ -79,6 +81,7 @@ def test_a_killed_rank_is_named_on_both(hosts: Hosts, tmp_path: Path) -> None:
     assert "machine 1 (ranks 2-3) on" in first.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost, restarts", ((0, "2"), *rarely((0, "0"), (1, "0"))))
 def test_a_machine_that_is_lost_is_named_by_the_other(hosts: Hosts, tmp_path: Path, lost: int, restarts: str) -> None:
     """Number 0 has the store: without it nobody goes on."""
@@ -121,6 +124,7 @@ def alone(tmp_path: Path) -> Path:
     return tmp_path / "alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan, which", (("dp=4", 1), *rarely(("dp=4", 0), ("fsdp=4", 1), ("dp=2 tp=2", 1), ("dp=2 pp=2", 0)))
 )
@@ -139,6 +143,7 @@ def test_a_rank_that_is_lost_is_replaced_on_all(
         assert int(at.partition("step ")[2].partition(",")[0]) >= 15, "copies outlive it: no step is lost"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", (1, *rarely(0)))
 def test_shards_outlive_their_machine(hosts: Hosts, tmp_path: Path, alone: Path, which: int) -> None:
     """No copies, no checkpoint on the disk: a snapshot is in the memory of the neighbour. Lost: a machine; a rank."""
@@ -155,6 +160,7 @@ def test_shards_outlive_their_machine(hosts: Hosts, tmp_path: Path, alone: Path,
     near(alone, tmp_path, 40, 1e-9)
 
 
+@pytest.mark.slow
 def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, alone: Path) -> None:
     at = free_port()
     flags = ("--steps", "40", "--job.pause", "0.1")
@@ -170,6 +176,7 @@ def test_a_machine_is_lost_and_comes_back(hosts: Hosts, tmp_path: Path, alone: P
     near(alone, tmp_path, 40, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", (signal.SIGUSR1, *rarely(signal.SIGTERM)))
 def test_a_request_to_stop_on_one_stops_both(hosts: Hosts, tmp_path: Path, number: int) -> None:
     both = started(hosts, tmp_path, "--steps", "100000")
@@ -185,6 +192,7 @@ def test_what_one_refuses_ends_the_other(hosts: Hosts, tmp_path: Path) -> None:
     assert all("error[K001]" in one.output for one in both)
 
 
+@pytest.mark.slow
 def test_strangers_are_refused_and_the_run_goes_on(hosts: Hosts, tmp_path: Path) -> None:
     """One that says nothing, one that says nonsense, one whose secret is another."""
     at = free_port()

@@ -89,6 +89,7 @@ def test_a_cell_is_stopped_fails_and_trains_again(kernel) -> None:
     assert "again: False 4 2" in printed(kernel(AGAIN))
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     book = nbformat.read(EXAMPLE, 4)
     cells = [cell for cell in book.cells if cell.cell_type == "code"]

@@ -23,6 +23,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan_with_the_same_steps(whole: Path, tmp_path: Path) -> None:
     run(tmp_path, "--plan", "dp=2", "--steps", "5")
     run(tmp_path, "--plan", "dp=3 microbatches=2", "--steps", "14", "--resume")
@@ -32,6 +33,7 @@ def test_a_run_goes_on_under_another_plan_with_the_same_steps(whole: Path, tmp_p
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_another_order_in_the_middle_of_an_epoch_is_refused(whole: Path, tmp_path: Path) -> None:
     run(tmp_path, "--plan", "dp=1", "--steps", "3")
     said = run(tmp_path, "--plan", "dp=1", "--steps", "4", "--resume", "--job.order", "weighted", code=2)

@@ -48,6 +48,7 @@ def run(command: str, folder: Path) -> tuple[int, int, str]:
     return done.returncode, wanted, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("path", every(3, PAGES), ids=lambda p: p.stem)

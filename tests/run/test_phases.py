@@ -33,7 +33,9 @@ def test_rows_tell_of_every_phase(whole: Path) -> None:
     assert {row["phases"]["generator"]["lr"] for row in found if "generator" in row["phases"]} == {0.005}
 
 
-@pytest.mark.parametrize("plans", [("dp=2", "fsdp=2"), *rarely((("tp=2", "dp=2 microbatches=2"),), (("fsdp=2 zero=1", "tp=2"),))])
+@pytest.mark.parametrize(
+    "plans", [("dp=2", "fsdp=2"), *rarely((("tp=2", "dp=2 microbatches=2"),), (("fsdp=2 zero=1", "tp=2"),))]
+)
 def test_resumed_under_another_plan(plans: tuple[str, str], whole: Path, tmp_path: Path) -> None:
     first = Command(*ARGV, "--plan", plans[0], "--steps", "8", folder=tmp_path)
     assert first.wait() == 0, first.output

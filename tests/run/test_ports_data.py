@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 from launched import Command, rows
+from rarely import sampled
 
 from plait.config.job import load_job
 from plait.config.plan import Plan
@@ -33,7 +34,7 @@ def before(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "name, first, then", [("streaming", "dp=2", "dp=3"), ("token_budget", "dp=2 microbatches=2", "dp=1")]
+    "name, first, then", sampled(2, [("streaming", "dp=2", "dp=3"), ("token_budget", "dp=2 microbatches=2", "dp=1")])
 )
 def test_a_port_stopped_and_resumed_has_the_losses_of_the_script(
     name: str, first: str, then: str, tmp_path: Path

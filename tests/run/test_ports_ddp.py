@@ -11,6 +11,7 @@ import plait
 PORT = Path(__file__).parents[2] / "examples" / "ports" / "ddp"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_job_trains_as_the_script_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -25,5 +26,6 @@ def test_the_job_trains_as_the_script_does(tmp_path: Path, monkeypatch: pytest.M
     assert run.losses[:10] == pytest.approx(before[:10], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_split_job_is_the_job() -> None:
     assert plait.verify(f"{PORT}/job.py", "dp=2 microbatches=2").equal

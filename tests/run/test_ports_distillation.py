@@ -15,6 +15,7 @@ def test_the_job_trains(tmp_path: Path) -> None:
     ports_phased.trained("distillation", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp=2", *rarely("dp=2", "tp=2", "pp=2")])
 def test_the_job_equals_one_device(plan: str) -> None:
     ports_phased.equal("distillation", plan)

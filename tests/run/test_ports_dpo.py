@@ -11,6 +11,7 @@ def test_the_loop_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None:
     ports_phased.by_hand("dpo", capsys)
 
 
+@pytest.mark.slow
 def test_the_job_trains(tmp_path: Path) -> None:
     ports_phased.trained("dpo", tmp_path)
 

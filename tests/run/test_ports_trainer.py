@@ -7,10 +7,12 @@ from ported import equal, first_epoch_is_the_same
 from rarely import rarely
 
 
+@pytest.mark.slow
 def test_it_trains_what_the_script_trains(tmp_path: Path) -> None:
     first_epoch_is_the_same("trainer", "dp=2 microbatches=2", seed=42, samples=48, folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp=2", *rarely("tp=2", "pp=2 microbatches=2")])
 def test_it_is_equal_to_one_device(plan: str, tmp_path: Path) -> None:
     equal("trainer", plan, tmp_path)

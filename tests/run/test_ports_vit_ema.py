@@ -17,6 +17,7 @@ from plait.proof.verify import verify
 PORT = Path(__file__).parents[2] / "examples/ports/vit_ema"
 
 
+@pytest.mark.slow
 def test_before() -> None:
     """The averaged weights of the original tell stripes apart."""
     argv = [sys.executable, "-W", "ignore", str(PORT / "before.py")]
@@ -25,6 +26,7 @@ def test_before() -> None:
     assert float(told.stdout.split()[-1]) > 0.9, told.stdout
 
 
+@pytest.mark.slow
 def test_the_job_trains_on_two_ranks(tmp_path: Path) -> None:
     command = Command("train", str(PORT / "job.py"), "--nproc", "2", "--job.steps", "40", folder=tmp_path)
     assert command.wait(300) == 0, command.output
@@ -34,6 +36,7 @@ def test_the_job_trains_on_two_ranks(tmp_path: Path) -> None:
     assert "ema/classifier.weight" in saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ("dp=2", *rarely("fsdp=2 microbatches=2", "tp=2", "pp=2")))
 def test_the_job_is_the_same_training_on_two_ranks(plan: str) -> None:
     verdict = verify(load_job(str(PORT / "job.py")), Plan.parse(plan), seconds=0.0)

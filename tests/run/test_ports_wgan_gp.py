@@ -15,6 +15,7 @@ def test_the_job_trains(tmp_path: Path) -> None:
     ports_phased.trained("wgan_gp", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", *rarely("fsdp=2", "tp=2", "dp=2 microbatches=2")])
 def test_the_job_equals_one_device(plan: str) -> None:
     ports_phased.equal("wgan_gp", plan)

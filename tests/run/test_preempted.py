@@ -144,6 +144,7 @@ def child_of(running: subprocess.Popen[bytes]) -> int | None:
     return int(found[0]) if found else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", ((signal.SIGUSR1,), *rarely(((signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM),))))
 def test_the_loop_ends_where_an_undisturbed_run_ends(whole: Any, tmp_path: Path, numbers: tuple[int, ...]) -> None:
     job = shlex.join([ARGV[1], *ARGV[2:-1], "0.02"])

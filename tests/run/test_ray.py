@@ -34,6 +34,7 @@ def undisturbed(folder: Path, *words: str) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows(folder / "alone")]
 
 
+@pytest.mark.slow
 def test_killed_workers_end_with_the_same_weights(folder: Path) -> None:
     fault = {"fault": "kill", "at": 15}
     done = plait_ray.train(TEST_JOB, plan="dp=2", max_failures=2, storage="here", save_every=5, arguments=fault)
@@ -47,6 +48,7 @@ def test_killed_workers_end_with_the_same_weights(folder: Path) -> None:
     assert [(row["step"], row["loss"]) for row in rows(folder)] == undisturbed(folder, "--save-every", "5")
 
 
+@pytest.mark.slow
 def test_what_starting_again_does_not_mend_ends_the_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PlaitError, match=r"C005.*the user's own mistake"):
         plait_ray.train(TEST_JOB, plan="dp=2", max_failures=5, check="none", arguments={"fault": "raise", "at": 1})
@@ -68,6 +70,7 @@ def test_a_refusal_comes_before_any_worker(folder: Path, capsys: pytest.CaptureF
     assert "--max-failures -2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_words_of_the_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What `plait submit` writes into a Ray job, and the same name a second time: nothing is left to do."""
     words = [TEST_JOB, "--plan", "dp=*", "--nproc", "2", "--steps", "4", "--name", "seven", "--job.batch", "6"]

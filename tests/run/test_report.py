@@ -59,6 +59,7 @@ def actions(row: list[tuple[str, float, float, str]]) -> list[str]:
     return [name for name, *_ in row if re.fullmatch(r"[FBIW]\d+\.\d+", name)]
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_what_was_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), "--timeline"]) == 0
     said = capsys.readouterr().out
@@ -123,6 +124,7 @@ def test_a_torn_run_is_summed_up_or_refused(tmp_path: Path) -> None:
     assert "skipped     1 steps" in text(found)
 
 
+@pytest.mark.slow
 def test_the_page_fetches_nothing(run: Path) -> None:
     text = page(timeline(run))
     assert not re.findall(r"https?://|<script|@import|url\(", text)

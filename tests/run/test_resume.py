@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched import TEST_JOB, Command, rows
-from rarely import every, rarely
+from rarely import every, rarely, sampled
 from saved import tensors
 
 from run.test_train import ledger
@@ -36,7 +36,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("seed", every(2, range(4)))
+@pytest.mark.parametrize("seed", sampled(2, every(2, range(4))))
 def test_killed_at_any_moment(whole: dict[str, torch.Tensor], tmp_path: Path, seed: int) -> None:
     moments = random.Random(seed)
     for attempt in range(3):
@@ -55,7 +55,7 @@ def test_killed_at_any_moment(whole: dict[str, torch.Tensor], tmp_path: Path, se
     assert all(sorted(ids) == list(range(41)) for epoch, ids in used.items() if epoch < max(used))
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+@pytest.mark.parametrize("number", sampled(3, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)))
 def test_stop_saves_and_says_how_to_go_on(whole: dict[str, torch.Tensor], tmp_path: Path, number: int) -> None:
     command = Command(*ARGV, "--workers", "1", folder=tmp_path)
     command.until(lambda: len(rows(tmp_path)) >= 5)
@@ -67,6 +67,7 @@ def test_stop_saves_and_says_how_to_go_on(whole: dict[str, torch.Tensor], tmp_pa
     assert same(final(tmp_path), whole)
 
 
+@pytest.mark.slow
 def test_resume_under_another_number_of_ranks(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
     command = Command(*ARGV, "--steps", "13", folder=tmp_path)
     assert command.wait() == 0
@@ -77,7 +78,7 @@ def test_resume_under_another_number_of_ranks(whole: dict[str, torch.Tensor], tm
         assert float((tensor - whole[name]).abs().max()) <= 1e-11, name
 
 
-@pytest.mark.parametrize("damage", ("flip", *rarely("cut", "swapped", "missing"), "manifest"))
+@pytest.mark.parametrize("damage", sampled(2, ("flip", *rarely("cut", "swapped", "missing"), "manifest")))
 def test_damaged_checkpoint_is_refused_by_name(whole: dict[str, torch.Tensor], tmp_path: Path, damage: str) -> None:
     command = Command(*ARGV, "--steps", "12", folder=tmp_path)
     assert command.wait() == 0
@@ -101,6 +102,7 @@ def test_damaged_checkpoint_is_refused_by_name(whole: dict[str, torch.Tensor], t
     assert same(final(tmp_path), whole)
 
 
+@pytest.mark.slow
 def test_another_job_is_refused(tmp_path: Path) -> None:
     assert Command(*ARGV, "--steps", "4", folder=tmp_path).wait() == 0
     other = tmp_path / "training.py"
@@ -115,6 +117,7 @@ def test_another_job_is_refused(tmp_path: Path) -> None:
     assert "error[K003]" in command.output and "body.0.weight" in command.output
 
 
+@pytest.mark.slow
 def test_second_launcher_is_kept_out(tmp_path: Path) -> None:
     first = Command(*ARGV, "--job.pause", "0.1", folder=tmp_path)
     first.until(lambda: len(rows(tmp_path)) >= 5)
@@ -148,12 +151,14 @@ def without_room(disk: Path, left: int) -> Command:
     return command
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_the_checkpoint_before(disk: Path) -> None:
     """There is room for lines of metrics, and none for a checkpoint."""
     told = without_room(disk, 20480).output
     assert "error[K004]" in told and "MiB are free" in told, told
 
 
+@pytest.mark.slow
 def test_no_room_for_a_line_of_metrics_is_an_error_with_a_name(disk: Path) -> None:
     told = without_room(disk, 0).output
     assert "error[R006]" in told or "error[K004]" in told, told

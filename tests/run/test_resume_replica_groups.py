@@ -12,7 +12,7 @@ import jobs_compressed
 import pytest
 import torch
 from launched import TEST_JOB, Command, rows
-from rarely import every
+from rarely import every, sampled
 from saved import manifest, whole_and_killed
 
 from plait.checkpoint import replica_groups
@@ -112,7 +112,7 @@ def test_groups_that_go_on_as_the_first_are_other_groups(tmp_path: Path, monkeyp
     assert whole != train(tmp_path, PLANS[0], resume=True)
 
 
-@pytest.mark.parametrize("text", ("replica_groups=3 every=4", "dp=2", "fsdp=2"))
+@pytest.mark.parametrize("text", sampled(2, ("replica_groups=3 every=4", "dp=2", "fsdp=2")))
 def test_another_number_of_groups_is_refused_unless_allowed(tmp_path: Path, text: str) -> None:
     train(tmp_path, PLANS[0], last=SAVED)
     with pytest.raises(PlaitError, match="K010") as error:
@@ -140,6 +140,7 @@ def test_a_checkpoint_without_a_groups_weights_is_damaged(tmp_path: Path) -> Non
         train(tmp_path, PLANS[0], resume=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Words that were on their way when rank 0 began to publish say that files are written, and not that it is published."""
     real = Checkpoints.publish
@@ -167,6 +168,7 @@ def test_a_checkpoint_is_told_of_when_it_is_there(tmp_path: Path, monkeypatch: p
     assert fork.run(rank, 2) == [{"told": [True]}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(2, ("replica_groups=2 sync=diloco every=5", "replica_groups=2 dp=2 every=3")))
 def test_killed_and_resumed(tmp_path: Path, plan: str) -> None:
     """The command itself, killed between two checkpoints and between two synchronisations."""

@@ -11,7 +11,7 @@ import jobs_real
 import pytest
 import torch
 from launched import TEST_JOB, Command, rows
-from rarely import rarely
+from rarely import rarely, sampled
 from saved import tensors
 
 import plait
@@ -81,11 +81,13 @@ def check(folder: Path, whole: dict[str, torch.Tensor]) -> None:
     assert all(sorted(ids) == list(range(41)) for epoch, ids in used.items() if epoch < max(used))
 
 
+@pytest.mark.slow
 def test_resumed_under_another_layout_each_time(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
     trained(tmp_path, ("dp=4", "fsdp=2", "dp=1", "dp=2 fsdp=2"), random.Random(1))
     check(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_resumed_with_stages_and_without(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
     trained(tmp_path, ("dp=2", "pp=2 microbatches=2", "pp=2 fsdp=2 microbatches=2", "dp=1"), random.Random(2))
     check(tmp_path, whole)
@@ -116,6 +118,7 @@ FUSED = ("tp=2", "fsdp=2", "pp=2 tp=2 microbatches=2", "dp=1", "fsdp=2 tp=2", "p
 SHARED = ("tp=4", "dp=1", "tp=2", "fsdp=2", "tp=4 fsdp=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job, plans",
     (
@@ -132,6 +135,7 @@ def test_slices_of_several_ranges_are_resumed(job: Any, plans: tuple[str, ...], 
     assert found == pytest.approx(alone, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.prove) for s in range(2, 40))])
 def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Path, seed: int) -> None:
     moments = random.Random(f"layouts {seed}")
@@ -141,11 +145,11 @@ def test_drawn_layouts_and_moments(whole: dict[str, torch.Tensor], tmp_path: Pat
 
 @pytest.mark.parametrize(
     "fault, code, layout",
-    (
+    sampled(3, (
         ("kill", "C003", "dp=2 fsdp=2"), ("raise", "C005", "fsdp=3"), pytest.param("stop", "C001", "fsdp=3", marks=pytest.mark.prove),
         ("kill", "C003", "pp=2 microbatches=2"), *rarely(("raise", "C005", "dp=2 tp=2"), ("raise", "C005", "pp=2 dp=2")),
         pytest.param("stop", "C001", "pp=2 microbatches=2", marks=pytest.mark.prove),
-    ),
+    )),
 )  # fmt: skip
 def test_a_failing_rank_is_named(fault: str, code: str, layout: str, tmp_path: Path) -> None:
     plan = ("--plan", layout)

@@ -91,6 +91,7 @@ def test_a_stale_run_with_a_death_keeps_every_sample_and_the_bound(tmp_path: Pat
     assert max(row["version_made"] - 1 - row["version_read"] for row in ledger(tmp_path)) <= 2
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_saves_and_the_run_goes_on(tmp_path: Path, one_device: Path) -> None:
     command = train(tmp_path, SYNC)
     try:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from launched import Command, rows
+from rarely import sampled
 from saved import tensors
 
 from run.test_train import ledger
@@ -54,11 +55,14 @@ def equal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("plan", "more"),
-    [
-        ("dp=2 batch_shares=auto", ()),
-        ("dp=2 batch_shares=auto", ("--workers", "2")),
-        ("fsdp=2 batch_shares=auto microbatches=2", ()),
-    ],
+    sampled(
+        3,
+        [
+            ("dp=2 batch_shares=auto", ()),
+            ("dp=2 batch_shares=auto", ("--workers", "2")),
+            ("fsdp=2 batch_shares=auto microbatches=2", ()),
+        ],
+    ),
     ids=("dp", "workers", "fsdp"),
 )
 def test_shares_follow_a_slow_rank(equal: Path, tmp_path: Path, plan: str, more: tuple[str, ...]) -> None:
@@ -72,6 +76,7 @@ def test_shares_follow_a_slow_rank(equal: Path, tmp_path: Path, plan: str, more:
     assert len(errors(tmp_path)) == 2 and errors(tmp_path) == pytest.approx(errors(equal), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_shares_and_the_samples_of_one_that_was_not_stopped(equal: Path, tmp_path: Path) -> None:
     train(tmp_path, "dp=2 batch_shares=auto", "--job.steps", "20", "--save-every", "20")
     before = held(tmp_path)

@@ -44,6 +44,7 @@ def test_a_yardstick_and_repeated_steps() -> None:
     assert replay(slow.repeated(3), Wire(1000.0, 0.1), (1.0, 1.0)).ends == pytest.approx([3.2, 6.4, 9.6])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "slow.svg"

@@ -89,6 +89,7 @@ def until_step(folder: Path, step: int, script: Script) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ssh_starts_two_launchers_that_train_as_one(tmp_path: Path, programs: Programs) -> None:
     text = submitted(
@@ -121,6 +122,7 @@ def test_who_stops_the_script_of_ssh_stops_and_saves_the_run(tmp_path: Path, pro
     assert "stopped at step" in script.log.read_text() and 2 <= max(steps(runs)) < STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_slurms_warning_saves_and_queues_again_and_the_next_start_goes_on(tmp_path: Path, programs: Programs) -> None:
     text, runs = submitted(tmp_path, "slurm", "--job.pause", "0.15"), tmp_path / "a run's folder" / "training-42"
@@ -159,6 +161,7 @@ def test_a_lost_rank_is_started_again_in_the_same_allocation(tmp_path: Path, pro
     assert steps(tmp_path / "a run's folder" / "training-42") == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("trainjob", *rarely("jobset", "skypilot")))
 def test_the_commands_of_pods_train_together(tmp_path: Path, kind: str) -> None:
     """With the variables that each sets; the name of number 0 is this machine."""

@@ -38,6 +38,7 @@ def written(run: Path) -> Told:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_number_arrives_once_and_again_after_a_resume(tmp_path: Path) -> None:
     """The run ends after 15 steps, its newest checkpoint is lost, and it goes on from step 10: five steps are made twice."""
@@ -65,6 +66,7 @@ def by_name(told: Told) -> Told:
     return {name: sorted(points) for name, points in sorted(told.items()) if points}
 
 
+@pytest.mark.slow
 def test_trackers_that_fail_are_told_of_once_and_training_goes_on(tmp_path: Path) -> None:
     """MLflow's place cannot be made; the process of TensorBoard is killed in the middle of the run."""
     environment = {"MLFLOW_TRACKING_URI": "file:///proc/no-such-place"}
@@ -97,7 +99,10 @@ def test_a_companion_ends_when_its_rank_dies(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not alive(number)
     found = (tmp_path / "log").read_text().splitlines()
-    assert found in (["until it ends", "b''"], ["until it ends", "b''", "the end"])  # unsaid where its rank is gone already
+    assert found in (
+        ["until it ends", "b''"],
+        ["until it ends", "b''", "the end"],
+    )  # unsaid where its rank is gone already
 
 
 def test_a_companion_says_lines_and_ends_with_a_word(tmp_path: Path) -> None:

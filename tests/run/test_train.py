@@ -14,6 +14,7 @@ import plait
 from plait.randomness.keyed import permutation
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     command = Command("train", TEST_JOB, "--nproc", "2", "--save-every", "10", "--keep", "2", folder=tmp_path)
     assert command.wait() == 0, command.output
@@ -51,6 +52,7 @@ def test_same_result_under_every_plan(tmp_path: Path) -> None:
             assert float((final[name] - tensor).abs().max()) < 1e-12, name
 
 
+@pytest.mark.slow
 def test_nothing_listens_but_loopback(tmp_path: Path) -> None:
     command = Command("train", TEST_JOB, "--nproc", "3", "--job.pause", "0.05", folder=tmp_path)
     command.until(lambda: len(rows(tmp_path)) >= 3)
@@ -60,6 +62,7 @@ def test_nothing_listens_but_loopback(tmp_path: Path) -> None:
     assert command.wait() == 0
 
 
+@pytest.mark.slow
 def test_plain_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.cli.console.EVERY", 0.2)
     command = Command("train", TEST_JOB, "--nproc", "2", "--job.pause", "0.03", "--json", folder=tmp_path)
@@ -72,6 +75,7 @@ def test_plain_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert summary["step"] == 30 and summary["stopped"] is False
 
 
+@pytest.mark.slow
 def test_warnings_are_collapsed_and_logs_complete(tmp_path: Path) -> None:
     command = Command("train", TEST_JOB, "--nproc", "2", "--job.loud", "true", "--job.pause", "0.02", folder=tmp_path)
     assert command.wait() == 0
@@ -114,6 +118,7 @@ def ledger(run: Path, length: int = 41) -> dict[int, list[int]]:
     return used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["-m plait train {job} --steps 5", *rarely("{loop}")])
 def test_joins_torchrun(tmp_path: Path, script: str) -> None:
     root = Path(__file__).parents[2]
@@ -154,6 +159,7 @@ def job():
 """
 
 
+@pytest.mark.slow
 def test_a_slow_loader_is_named_and_not_taken_for_communication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def test_without_a_plan_two_copies_are_tried(job: str, capfd: pytest.CaptureFixt
     assert f'plait verify {job} --plan "fsdp=2"' in lines[-3]
 
 
+@pytest.mark.slow
 def test_one_process_is_not_called_equal(job: str, capfd: pytest.CaptureFixture[str]) -> None:
     for plan in ("dp=1", "recompute=full"):
         assert main(["verify", job, "--plan", plan]) == 0

@@ -9,6 +9,7 @@ import jobs_real
 import pytest
 import torch
 from launched import TEST_JOB, Command
+from rarely import sampled
 from safetensors.torch import load_file
 from saved import tensors
 
@@ -77,7 +78,7 @@ class Reader(threading.Thread):
                     self.wrong.append(f"{found.name}: {error}")
 
 
-@pytest.mark.parametrize("plan", ("fsdp=2", "tp=2"))
+@pytest.mark.parametrize("plan", sampled(2, ("fsdp=2", "tp=2")))
 def test_what_is_exported_is_the_checkpoint_of_its_step(plan: str, tmp_path: Path) -> None:
     about = tmp_path / "hf"
     about.mkdir()
@@ -101,6 +102,7 @@ def test_what_is_exported_is_the_checkpoint_of_its_step(plan: str, tmp_path: Pat
     assert not [*folder.glob("*.tmp"), *(tmp_path / "checkpoints").glob(f"{LINKED}*")]
 
 
+@pytest.mark.slow
 def test_samples_are_written_once_per_step_also_after_a_resume(tmp_path: Path) -> None:
     trained(tmp_path, "dp=2", 5, 100)
     with open(tmp_path / "samples.jsonl", "a") as file:
@@ -136,6 +138,7 @@ def test_a_checkpoint_that_is_pruned_is_still_read(tmp_path: Path) -> None:
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_the_command_exports(tmp_path: Path) -> None:
     words = ("train", TEST_JOB, "--nproc", "2", "--save-every", "5", "--export-every", "10", "--export-to", "served")
     command = Command(*words, folder=tmp_path)

@@ -116,6 +116,7 @@ def test_augmentation_by_a_cached_normal_number() -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Stream, Stateful])
 @pytest.mark.parametrize("length", [10, 8, 3])
 @pytest.mark.parametrize("workers", [0, 1])

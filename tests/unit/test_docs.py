@@ -108,11 +108,13 @@ def test_the_picture_is_of_the_command_beside_it() -> None:
     assert re.findall(r"https?://[^\"' ]+", content) == ["http://www.w3.org/2000/svg"], "a picture fetches nothing"
 
 
+@pytest.mark.slow
 def test_every_error_code_has_a_page() -> None:
     missing = sorted(code for code in codes_in_source() if explain(code) is None)
     assert not missing, f"src/plait/errors.md has no section for {missing}"
 
 
+@pytest.mark.slow
 def test_every_page_is_of_an_error_code() -> None:
     pages = re.findall(r"(?m)^## (\S+)", ERRORS)
     assert len(pages) == len(set(pages)), "a code has two sections"

@@ -160,6 +160,7 @@ def test_ranks_of_a_plan_agree(records: dict[int, Traffic]) -> None:
     assert all(m.messages for m in records.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rank, op, change, told",
     [
@@ -222,6 +223,7 @@ def test_a_plan_that_cannot_work_is_refused() -> None:
         dry_run(job(), Plan.parse("dp=32"))
 
 
+@pytest.mark.slow
 def test_nothing_of_a_dry_run_stays() -> None:
     state = torch.get_rng_state()
     dry_run(job(), Plan.parse("fsdp=2"))
@@ -230,6 +232,7 @@ def test_nothing_of_a_dry_run_stays() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute:UserWarning"
 )  # torch's own, when it makes a fake tensor of a view

@@ -88,6 +88,7 @@ def test_an_empty_fix_does_not_hide_the_problem() -> None:
     assert "error[A001] a" in str(Problem("A001", "a", fix=("",)))
 
 
+@pytest.mark.slow
 def test_refusals_exit_with_2_wherever_they_are_found() -> None:
     used: set[str] = set()
     for path in SOURCE.rglob("*.py"):

@@ -83,6 +83,7 @@ def guard() -> str:
     return str(made)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verbs", (FEW, pytest.param(VERBS, marks=pytest.mark.prove)), ids=("few", "all"))
 def test_every_verb_runs_where_torch_sees_a_device(verbs: dict[str, Sequence[str]], guard: str, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_what_is_not_python_at_all(write, tmp_path: Path) -> None:
         assert str(tmp_path / "bytes.py") in only(str(tmp_path / "bytes.py")).where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["plait/examples", "lib/python/mine"])
 def test_where_in_a_folder_with_an_unlucky_name(write, folder: str) -> None:
     path = write("def job():\n    1 / 0\n", f"{folder}/work.py")
@@ -247,5 +248,6 @@ def test_dashes_are_underscores(write) -> None:
     assert load_job(path, {"n-layers": "4"}).batch == 4
 
 
+@pytest.mark.slow
 def test_a_wrong_argument_with_a_dash_is_one_problem(write) -> None:
     assert "expected int" in only(write("def job(n_layers: int):\n    return make()\n"), {"n-layers": "x"}).what

@@ -248,7 +248,9 @@ def test_a_launcher_is_one_description(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words(find(said)) == ("toyrun", "ranks", 2, 3, None, None, None, "host", 29500)
 
 
-@pytest.mark.parametrize("found", (TRAIN_JOB | {"PET_NNODES": "1:2"}, {"PLAIT_NNODES": "1:2", "PLAIT_NODE_RANK": "1", "PLAIT_MASTER": "a"}))
+@pytest.mark.parametrize(
+    "found", (TRAIN_JOB | {"PET_NNODES": "1:2"}, {"PLAIT_NNODES": "1:2", "PLAIT_NODE_RANK": "1", "PLAIT_MASTER": "a"})
+)
 def test_a_range_of_machines(found: dict[str, str]) -> None:
     member = find(found)
     assert member is not None and (member.count, member.least, member.index) == (2, 1, 1)

@@ -150,6 +150,7 @@ class Allocations(TorchDispatchMode):
         self.live -= size
 
 
+@pytest.mark.slow
 def test_the_logits_are_never_whole() -> None:
     """4,096 tokens over 32,768 words: 512 MiB of logits, 32 MiB of them at a time."""
     tokens, vocabulary, width, chunk = 4096, 32768, 16, 256

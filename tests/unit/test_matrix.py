@@ -51,6 +51,7 @@ def test_notes_are_short_and_explain_every_cell_that_is_not_equal() -> None:
         assert (symbol == MATRIX.EQUAL) == (not note) and len(note) <= 240, pair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row, column",
     (

@@ -178,6 +178,7 @@ def test_long_tables_are_played_from_short_ones(schedule: str, v: int, ranks: in
         assert alive(Plan(pp=ranks, schedule=schedule, stages_per_rank=v, microbatches=micro)) == real.table.live
 
 
+@pytest.mark.slow
 def test_state_goes_to_the_host_where_that_is_faster_than_computing_again_and_the_host_has_room() -> None:
     machine = Machine.named("h100x2")
     tall = PlanRequest.of(job(layers=4, width=512, batch=64), "tall.py", machine)
@@ -288,6 +289,7 @@ def test_pins_that_no_plan_keeps_are_said(asked: PlanRequest) -> None:
     assert "only for models that call scaled_dot_product_attention" in impossible(found).why
 
 
+@pytest.mark.slow
 def test_the_fewest_devices_that_are_as_fast_are_chosen_and_one_alone_is_told(asked: PlanRequest) -> None:
     """A thousand parameters gain nothing from eight devices; a wide model with a large batch does."""
     tiny = PlanRequest.of(job(layers=2, width=8, batch=8), "tiny.py", Machine.named("h100x8"))
@@ -331,6 +333,7 @@ def test_memory_has_a_unit(asked: PlanRequest) -> None:
     assert "0.0" not in nothing and "own context" in nothing and "the least is" in nothing
 
 
+@pytest.mark.slow
 def test_host_memory_of_a_plan_is_that_of_a_dry_run() -> None:
     given = job(layers=4, width=256, batch=8)
     found = memory_table(given, Plan.parse("dp=2 offload=optimizer"))
@@ -353,6 +356,7 @@ def test_files_that_cannot_be_written_are_refused_at_once(tmp_path, capsys) -> N
     assert "M016" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_whether_a_machine_holds_it(tmp_path, capsys) -> None:
     file = tmp_path / "job.py"
     file.write_text("from tests.unit.test_planner import job\n")
@@ -425,6 +429,7 @@ def test_the_cheapest_the_fewest_and_the_largest(asked: PlanRequest) -> None:
     assert ask(tight, {"precision": "bf16", "microbatches": 1}, (2 << 30) / 0.95).best is None
 
 
+@pytest.mark.slow
 def test_the_longest_argument_that_fits() -> None:
     machine, tried = Machine.named("h100x2"), []
 

@@ -174,6 +174,7 @@ def test_a_measured_time_never_reaches_its_own_prediction(tmp_path: Path) -> Non
     assert predicted("1.0") == pytest.approx(predicted("2.0"), abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_planner_is_as_good_as_its_docs_say() -> None:
     done = subprocess.run([sys.executable, BENCH / "planner.py", "--json"], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)

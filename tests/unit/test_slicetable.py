@@ -44,6 +44,7 @@ def test_parts_sizes_and_sums() -> None:
     assert of(jobs_pipeline.gpt2).pairs[0].changed == ("split_size 16 → 8",)
 
 
+@pytest.mark.slow
 def test_what_stays_whole_is_named_with_its_reason() -> None:
     found = of(jobs_pipeline.t5)
     whole = {row.name: row for row in found.whole}
@@ -80,6 +81,7 @@ def test_names() -> None:
     assert way(ParameterSlice("w", 0, (((0, 2), (4, 2)), ((2, 2), (6, 2))))) == "inside 2 parts"
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LLAMA, "--plan", "tp=2", "--show", "tensor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -107,6 +107,7 @@ def test_stages_hand_activations_on_and_their_gradients_back(stages: int) -> Non
     assert ranks[1:-1] == [{"recv_": both, "send": both}] * (stages - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", (2, *rarely(4)))
 def test_a_ring_goes_round_with_keys_and_values(ranks: int) -> None:
     """Forward and backward: N - 1 turns of what a rank has; and N - 1 with the gradients of keys and values."""

@@ -95,7 +95,9 @@ def test_shares_by_speed_are_offered_with_their_gain(asked: PlanRequest) -> None
         price(asked.pace, Plan.parse(f"dp=4 precision=fp32 batch_shares={s}"), question, 1 << 14)
         for s in ("equal", "auto")
     )
-    assert equal.parts["compute"] / auto.parts["compute"] == pytest.approx(13 / 4, rel=0.1)  # 16384 on the slow one, then 5041 of 65536
+    assert equal.parts["compute"] / auto.parts["compute"] == pytest.approx(
+        13 / 4, rel=0.1
+    )  # 16384 on the slow one, then 5041 of 65536
     given = price(asked.pace, Plan.parse("dp=4 precision=fp32 batch_shares=4:4:4:1"), question, 1 << 14)
     assert given.seconds == pytest.approx(auto.seconds, rel=1e-6)
     assert "× as fast as the same plan with equal shares" in text(found)

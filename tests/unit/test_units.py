@@ -662,6 +662,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert next(line for line in lines if line[:1] == ["together"])[-1] == "head"
 
 
+@pytest.mark.slow
 def test_the_table_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sketch", str(LLAMA), "--json", "--job.length", "16"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -681,6 +682,7 @@ def test_a_batch_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "U002" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_unet_example() -> None:
     found = outline(plait.sketch_of(load_job(str(ROOT / "examples" / "unet" / "job.py"))), 1)
     up = {row.unit: row.needs for row in found.rows}
