@@ -70,7 +70,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(4, JOBS))
+@pytest.mark.parametrize("name", sampled(9, JOBS))
 def test_what_small_batches_do_not_meet(name: str) -> None:
     job = JOBS[name]()
     assert verify(job, Plan.parse("dp=2"), seconds=0.0).equal, "the small batches alone must not see it"
@@ -78,6 +78,7 @@ def test_what_small_batches_do_not_meet(name: str) -> None:
     assert not verdict.equal and verdict.code == "V021", verdict.to_dict()
 
 
+@pytest.mark.slow
 def test_the_verdict_says_what_was_proved() -> None:
     verdict = verify(make(Layers, lambda: Numbers(96), batch=24), Plan.parse("dp=2"))
     assert verdict.equal and verdict.forced["own"]["batch"] == 24 and verdict.forced["own"]["steps"] == 2
@@ -129,7 +130,7 @@ class Shy(torch.optim.SGD):
         return super().step()
 
 
-@pytest.mark.parametrize("text", ("fsdp=2", "pp=2 microbatches=2", "dp=2"))
+@pytest.mark.parametrize("text", sampled(3, ("fsdp=2", "pp=2 microbatches=2", "dp=2")))
 def test_an_optimizer_that_rarely_clips(text: str) -> None:
     """Refused where parameters are cut, or seen; exact where they are whole."""
     job = replace(jobs.groups(), optimizer=lambda ps: Shy(ps, lr=0.01))

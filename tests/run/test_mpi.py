@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from engines import engine, libraries
 from launched import TEST_JOB, Command, rows
-from rarely import sampled
 
 STEPS = ("--steps", "6")
 SOURCES = os.pathsep.join((str(Path(TEST_JOB).parent), str(Path(__file__).parents[2] / "src")))
@@ -49,7 +48,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return [row["loss"] for row in rows(folder)]
 
 
-@pytest.mark.parametrize("name", sampled(2, ENGINES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
 def test_the_run_is_that_of_plaits_own_launcher(name: str, tmp_path: Path, alone: list[float]) -> None:
     running = started(name, tmp_path, *STEPS)
     output, _ = running.communicate(timeout=100)

@@ -75,6 +75,7 @@ def shown(outputs: list, kind: str) -> list[str]:
     return [one["data"][kind] for one in outputs if "data" in one and kind in one["data"]]
 
 
+@pytest.mark.slow
 def test_a_cell_is_stopped_fails_and_trains_again(kernel) -> None:
     assert kernel(JOB) == []
     stopped = kernel(INTERRUPTED)

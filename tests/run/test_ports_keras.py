@@ -20,6 +20,7 @@ def test_it_is_equal_to_one_device(plan: str, tmp_path: Path) -> None:
     equal("keras", plan, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "optimizer", "loss", "says"),
     sampled(
