@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from plait.config.errors import PlaitError
 from plait.model.make import call
 from plait.model.sketch import sketch
-from plait.randomness.distributions import bits, key
+from plait.randomness.distributions import key
 from plait.randomness.keyed import Randomness, seed_host
+from plait.randomness.philox import bits
 
 MANY = 200_000
 

@@ -7,10 +7,10 @@ Here every random number of the forward pass is a pure function of
 
 so a rank that holds samples 32 to 63 of the batch draws exactly the stretch of the mask that one device would have
 drawn there. The generator is Philox (counter-based: any stretch costs what it is long, Salmon et al. 2011), which
-numpy runs several times faster than torch draws a mask. Elements are indexed with the batch dim moved to the front;
-which dim that is, `model/sketch.py` finds by running the model on two batch sizes (a dim that holds several rows per sample
-is taken sample by sample: that it is not the other way round, `plait verify` tells). A draw that has no batch dim (a mask on
-a weight, a layer drop) is the same everywhere.
+numpy runs several times faster than torch draws a mask, and which a device runs itself (`randomness/philox.py`).
+Elements are indexed with the batch dim moved to the front; which dim that is, `model/sketch.py` finds by running the
+model on two batch sizes (a dim that holds several rows per sample is taken sample by sample: that it is not the other
+way round, `plait verify` tells). A draw that has no batch dim (a mask on a weight, a layer drop) is the same everywhere.
 
 Python's, numpy's and torch's own generators are seeded by (seed, step) before each forward pass, so that host-side
 decisions (``if random.random() < 0.1``) agree on all ranks and after a resume. The same rule keys data augmentation
@@ -33,7 +33,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.randomness.distributions import (
     COMPOSITES,
     DROPOUTS,
-    RULES,
+    REDRAWN,
     DropoutCall,
     draw_mask,
     dropout_call,
@@ -287,7 +287,7 @@ class KeyedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func not in SEEDED or rule_of(func) not in RULES:
+        if func not in SEEDED or rule_of(func) not in REDRAWN:
             return result
         place = self.randomness.place()
         where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)
