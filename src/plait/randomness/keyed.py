@@ -61,6 +61,12 @@ def seed_host(*words: object, only: Container[int] = (0, 1, 2)) -> None:
             torch.cuda.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
 
 
+def seed_device(*words: object) -> None:
+    """Seed the generators of this process's GPU by the words, if it is in use: what draws there and cannot be keyed draws by them."""
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(key(*words) & 0x7FFFFFFFFFFFFFFF)
+
+
 def host_state() -> tuple[Any, Any, Tensor]:
     """The state of Python's, numpy's and torch's generators, for `restore_host`."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -221,11 +227,13 @@ class Randomness:
     def at(self, step: int, first: int, count: int, stage: int = 0, turn: str = "") -> Iterator[None]:
         """The context of a forward pass on samples first … first + count − 1 of the global batch of `step`.
 
-        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no number. `turn`: the phase of
-        the step, if the job has phases; each draws numbers of its own.
+        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no keyed number. `turn`: the
+        phase of the step, if the job has phases; each draws numbers of its own. A GPU's generator is seeded by samples and
+        stage too: operators that draw inside, such as fused attention, would draw the same for all parts of the batch.
         """
         seed = key(self.seed, "phase", turn) & 0x7FFFFFFFFFFFFFFF if turn else self.seed
         seed_host(seed, "forward", step)
+        seed_device(seed, "forward", step, first, stage)
         if not self.needed:
             yield
             return
