@@ -1,9 +1,11 @@
 """Context parallelism of unlike models equals one device in float64, or the model is refused with the unit and the reason."""
 
 import dataclasses
+from itertools import islice
 from typing import Any
 
 import jobs_context
+import jobs_real
 import jobs_unlike
 import pytest
 import torch
@@ -22,6 +24,7 @@ from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.parallel.context import attention, find
 from plait.proof.verify import verify
+from plait.randomness import distributions
 
 PLANS = (
     "cp=2",
@@ -214,6 +217,23 @@ def test_evaluation(context: str) -> None:
     (one,) = evaluated("dp=1")
     for found in evaluated(f"cp=2 context={context}"):
         assert found.keys() == one.keys() and all(abs(found[k] - one[k]) < 1e-12 for k in one), (one, found)
+
+
+def test_attention_draws_by_step_where_the_sketch_saw_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernel draws inside: `cp` answers attention itself, and draws by seed, step and sample."""
+    monkeypatch.setattr(distributions, "REDRAWN", frozenset())
+    job = dataclasses.replace(jobs_real.llama(), seed=11)
+
+    def rank(place: Place) -> list[list[int]]:
+        found = []
+        with Engine(job, "cp=2 microbatches=2", device="cpu", place=place) as engine:
+            for batch in islice(engine.batches(), 2):
+                engine.step(batch)
+                found.append(engine.built.randomness.where.tolist())
+        return found
+
+    for where in fork.run(rank, 2, fork.Listener(lambda *_: None)):
+        assert where == [[11, step, job.batch // 2, job.batch // 2] for step in range(2)]
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from plait.config.errors import PlaitError
 from plait.model.make import call
 from plait.model.sketch import sketch
-from plait.randomness.distributions import bits, key
+from plait.randomness.distributions import key
 from plait.randomness.keyed import Randomness, seed_host
+from plait.randomness.philox import bits
 
 MANY = 200_000
 
@@ -140,6 +141,21 @@ def test_the_host_is_seeded_by_step_alone() -> None:
     first = random.random(), np.random.rand(), float(torch.rand(1))
     seed_host("a")
     assert first == (random.random(), np.random.rand(), float(torch.rand(1)))
+
+
+def test_a_device_is_seeded_by_samples_and_stage_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fused kernel draws inside is not the same for every rank and micro-batch, and is the same when run again."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+
+    def seed(step: int, first: int, stage: int = 0) -> int:
+        with Randomness(nn.Linear(1, 1), 3, {}).at(step, first, 4, stage):
+            return seeds[-1]
+
+    passes = [(0, 0, 0), (0, 4, 0), (1, 0, 0), (0, 0, 1)]
+    assert len({seed(*where) for where in passes}) == len(passes)
+    assert seed(1, 4) == seed(1, 4)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of importing inductor

@@ -183,10 +183,12 @@ def test_functions_are_short() -> None:
 
 
 def test_functions_take_few_parameters() -> None:
-    """By position; a parameter that can only be given by name explains itself where it is given."""
+    """By position; a parameter that can only be given by name explains itself where it is given. (Triton's kernels have none.)"""
     broken = []
     for path in FILES:
         for f in functions(path):
+            if any("triton.jit" in ast.unparse(decorator) for decorator in f.decorator_list):
+                continue
             given = [a.arg for a in (*f.args.posonlyargs, *f.args.args)]
             count = len([name for name in given if name not in ("self", "cls", "ctx", "_")])
             if count > PARAMETERS:

@@ -20,8 +20,8 @@ from plait.config.errors import PlaitError
 from plait.model.make import call
 from plait.model.sketch import sketch
 from plait.randomness import sub_block as windows
-from plait.randomness.distributions import bits
 from plait.randomness.keyed import Randomness
+from plait.randomness.philox import bits
 from plait.randomness.sub_block import HeldRows, SubBlocks, differing, sub_block
 from plait.tensors.rows import Rows
 
@@ -192,12 +192,12 @@ def test_a_sub_block_is_cut_out_of_the_stream(held: list[windows.Axis], first: i
         drawn.append(count)
         return bits(7, start, count)
 
+    start = first * int(np.prod(sizes[1:]))
     before, windows.CHUNK = windows.CHUNK, chunk
     try:
-        found = sub_block(stream, first, held)
+        found = sub_block(stream, start, held)
     finally:
         windows.CHUNK = before
-    start = first * int(np.prod(sizes[1:]))
     whole = bits(7, start, int(np.prod(sizes))).reshape(sizes)
     assert np.array_equal(found, whole[np.ix_(*rows)] if found.size else found)
     assert max(drawn, default=0) <= max(chunk, found.size)

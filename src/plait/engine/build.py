@@ -114,7 +114,8 @@ def build(
     if plan.across:
         _sum_across(built, [name for name, _, _ in sketched.parameters])
     if built.replicas is None:  # replicas bring their own, one per thread
-        built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random)
+        fused = plan.cp > 1 and bool(sketched.unkeyed)  # attention that a GPU's kernel would draw in: cp draws for it
+        built.randomness = Randomness(model, job.seed, sketched.places, sketched.host_random or fused)
         if built.rules:
             built.randomness.windows = SubBlocks(sketched.drawn, first_of(built.rules))
     everything = {n: (built.masters or built.own).get(n, p) for n, p in model.named_parameters()}

@@ -276,10 +276,9 @@ class _Operators(TorchDispatchMode):
         if watcher.writes is not None:
             watcher.writes.operator(name, func, args, kwargs, result)
         if func in SEEDED and 0.0 not in [_argument(func, args, kwargs, p) for p in ("dropout_p", "dropout")]:
-            rule = distributions.rule_of(func) in distributions.RULES
-            if self.keyed and rule and isinstance(result, torch.Tensor):
+            if self.keyed and distributions.rule_of(func) in distributions.REDRAWN:
                 place, keys = watcher.place(), watcher.keys
-                watcher.seen.drawn[place] = result.shape
+                watcher.seen.drawn[place] = (result if isinstance(result, torch.Tensor) else result[0]).shape
                 if keys is not None:
                     call, dim = (func, args, kwargs), keys.places.get(place, -1)
                     result = distributions.redraw(result, call, list(keys.where), place, dim)

@@ -1,22 +1,22 @@
 """The numbers that random operators draw, computed from keyed bits: the arithmetic behind `randomness/keyed.py`.
 
-A stream belongs to a place; element i of a place's global tensor (batch dim first) is number i of the stream. numpy's
-Philox starts anywhere in a stream at once. Distributions are made from one uniform number per element, so that how
-much of the stream an element uses never depends on what was drawn.
+A stream belongs to a place; element i of a place's global tensor (batch dim first) is number i of the stream. It is drawn
+by `randomness/philox.py`, on the device where the tensor is. Distributions are made from one uniform number per element, so
+that how much of the stream an element uses never depends on what was drawn.
 """
 
 import hashlib
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import Philox
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.randomness.sub_block import SubBlocks, sub_block
+from plait.randomness.philox import StreamPart, dropping, mask, staying, uniform
+from plait.randomness.sub_block import SubBlocks
 from plait.tensors.torch_private import RECURRENT, FakeTensor, OpOverload
 
 PLAIN_DROPOUTS = (F.dropout, torch.dropout)
@@ -38,63 +38,69 @@ def key(*words: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=16).digest(), "little")
 
 
-def bits(philox_key: int, start: int, count: int) -> np.ndarray:
-    """Elements start … start + count − 1 of the stream of that key, as uint32."""
-    block, skip = divmod(start, 8)  # one Philox counter yields four 64-bit words, eight elements
-    raw = Philox(key=philox_key, counter=block).random_raw((skip + count + 1) // 2)
-    return raw.view(np.uint32)[skip : skip + count]
-
-
 def rule_of(func: OpOverload) -> str:
-    """The name of a random operator in `RULES`, if it is there: the same for its in-place and `_like` kinds."""
+    """The name of a random operator in `REDRAWN`, if it is there: the same for its in-place and `_like` kinds."""
     return func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
 
 
 def redraw(
-    result: Tensor,
+    result: Tensor | tuple[Tensor, Tensor],
     call: tuple[OpOverload, tuple[Any, ...], dict[str, Any]],
     where: list[int],
     place: str,
     dim: int | None,
     windows: SubBlocks | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Overwrite what a random operator drew, called as `call` (operator, args, kwargs), by keyed numbers."""
-    if isinstance(result, FakeTensor):
+    drawn, name = result if isinstance(result, Tensor) else result[0], rule_of(call[0])
+    if isinstance(drawn, FakeTensor):
         return result
-    name = rule_of(call[0])
-    drawn = (_stretch(result.shape, where, place, dim, windows) + 0.5) * 2.0**-32  # float64 in the open interval (0, 1)
-    uniform = torch.from_numpy(np.asarray(drawn)).reshape(result.shape).to(result.device)
-    digits = DIGITS.get(result.dtype) if name in ("rand", "uniform") else None
+    numbers = numbers_of(drawn.shape, where, place, dim, windows)
+    if not isinstance(result, Tensor):
+        return _redrop(result, call[1], numbers)
+    between = uniform(drawn.shape, numbers, drawn.device)
+    digits = DIGITS.get(drawn.dtype) if name in ("rand", "uniform") else None
     if digits is not None:
-        uniform = (torch.floor(uniform * 2.0**digits) + 0.5) * 2.0**-digits
-    return result.copy_(RULES[name](uniform, *_numbers(name, *call)))
+        between = (torch.floor(between * 2.0**digits) + 0.5) * 2.0**-digits
+    return drawn.copy_(RULES[name](between, *_numbers(name, *call)))
+
+
+def _redrop(result: tuple[Tensor, Tensor], args: tuple[Any, ...], numbers: StreamPart) -> tuple[Tensor, Tensor]:
+    """What `native_dropout` returned, (output, what stayed), with a keyed mask: CUDA draws attention's dropout by it."""
+    output, stayed = result
+    input, p, training = (*args, True)[:3]
+    if training is not False:
+        drawn = mask(output.shape, numbers, staying(1.0 - p, output.dtype), output.dtype, output.device)
+        stayed.copy_(drawn != 0)
+        output.copy_(input * drawn)
+    return result
 
 
 DIGITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
 """Binary digits of uniform numbers that a format can hold, so that none rounds up to 1."""
 
 
-def _stretch(
+def numbers_of(
     shape: torch.Size, where: list[int], place: str, dim: int | None, windows: SubBlocks | None = None
-) -> np.ndarray:
-    """The numbers of a place's global stream that belong to this rank's samples and sub-blocks, as uint32 of `shape`."""
+) -> StreamPart:
+    """The numbers of a place's global stream that belong to this rank's samples and sub-blocks of a tensor."""
     seed, step, first, samples = where
     if dim == -1:  # a place the sketch did not see (a branch taken for the first time)
         like = [d for d, n in enumerate(shape) if n == samples]
         dim = like[0] if like else None
     dim = None if dim is not None and dim >= len(shape) else dim  # another draw had this place when more was run before
-    stream, count = partial(bits, key(seed, "draw", step, place)), int(np.prod(shape, dtype=np.int64))
+    philox_key, strides = key(seed, "draw", step, place), [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     axes = None if windows is None else windows.axes(place, dim, shape, samples)
-    if axes is not None:
-        drawn = sub_block(stream, first if dim is not None else 0, axes)
-    elif dim is None or samples == 0:
-        drawn = stream(0, count)
-    else:
-        drawn = stream(first * (count // samples), count)
-    if dim is None or samples == 0:
-        return drawn.reshape(tuple(shape))
-    front = (shape[dim], *shape[:dim], *shape[dim + 1 :])
-    return np.moveaxis(drawn.reshape(front), 0, dim)
+    batched = dim is not None and samples != 0
+    order = [dim, *(d for d in range(len(shape)) if d != dim)] if batched else range(len(shape))
+    apart = [strides[d] for d in order]
+    if axes is None:
+        start = first * (math.prod(shape) // samples) if batched else 0
+        return StreamPart(philox_key, start, [(shape[d], ((0, shape[d]),)) for d in order], apart)
+    if not batched:
+        return StreamPart(philox_key, 0, axes, apart)
+    apart.insert(0, apart[0] * (shape[dim] // samples))  # samples, then the rows of one
+    return StreamPart(philox_key, first * math.prod(size for size, _ in axes[1:]), axes, apart)
 
 
 def draw_mask(
@@ -103,10 +109,8 @@ def draw_mask(
     """The dropout mask behind `Randomness.keep`: what the operator `plait::mask` computes."""
     if isinstance(x, FakeTensor):
         return torch.empty_like(x)
-    drawn = _stretch(x.shape, where.tolist(), place, dim, windows)
-    keep = np.asarray(drawn) >= np.uint32(min(round(p * 2**32), 2**32 - 1))
-    mask = torch.from_numpy(np.ascontiguousarray(keep)).reshape(x.shape).to(x.device, x.dtype)
-    return mask.mul_(1.0 / (1.0 - p)) if p < 1.0 else mask.zero_()
+    numbers, dtype = numbers_of(x.shape, where.tolist(), place, dim, windows), x.dtype.to_real()
+    return mask(x.shape, numbers, dropping(p), dtype, x.device).to(x.dtype)
 
 
 class DropoutCall(NamedTuple):
@@ -167,6 +171,8 @@ RULES = {
     "geometric": lambda u, p=0.5: torch.ceil(torch.log(u) / np.log1p(-p)),
 }
 """Operator name -> (uniform numbers, the operator's own numbers) -> what it draws."""
+REDRAWN = frozenset({*RULES, "native_dropout"})
+"""Operators whose draws are replaced (`redraw`)."""
 
 
 def _numbers(name: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -7,10 +7,10 @@ Here every random number of the forward pass is a pure function of
 
 so a rank that holds samples 32 to 63 of the batch draws exactly the stretch of the mask that one device would have
 drawn there. The generator is Philox (counter-based: any stretch costs what it is long, Salmon et al. 2011), which
-numpy runs several times faster than torch draws a mask. Elements are indexed with the batch dim moved to the front;
-which dim that is, `model/sketch.py` finds by running the model on two batch sizes (a dim that holds several rows per sample
-is taken sample by sample: that it is not the other way round, `plait verify` tells). A draw that has no batch dim (a mask on
-a weight, a layer drop) is the same everywhere.
+numpy runs several times faster than torch draws a mask, and which a device runs itself (`randomness/philox.py`).
+Elements are indexed with the batch dim moved to the front; which dim that is, `model/sketch.py` finds by running the
+model on two batch sizes (a dim that holds several rows per sample is taken sample by sample: that it is not the other
+way round, `plait verify` tells). A draw that has no batch dim (a mask on a weight, a layer drop) is the same everywhere.
 
 Python's, numpy's and torch's own generators are seeded by (seed, step) before each forward pass, so that host-side
 decisions (``if random.random() < 0.1``) agree on all ranks and after a resume. The same rule keys data augmentation
@@ -33,7 +33,7 @@ from plait.config.errors import PlaitError, Problem
 from plait.randomness.distributions import (
     COMPOSITES,
     DROPOUTS,
-    RULES,
+    REDRAWN,
     DropoutCall,
     draw_mask,
     dropout_call,
@@ -59,6 +59,12 @@ def seed_host(*words: object, only: Container[int] = (0, 1, 2)) -> None:
         torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+
+
+def seed_device(*words: object) -> None:
+    """Seed the generators of this process's GPU by the words, if it is in use: what draws there and cannot be keyed draws by them."""
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(key(*words) & 0x7FFFFFFFFFFFFFFF)
 
 
 def host_state() -> tuple[Any, Any, Tensor]:
@@ -221,11 +227,13 @@ class Randomness:
     def at(self, step: int, first: int, count: int, stage: int = 0, turn: str = "") -> Iterator[None]:
         """The context of a forward pass on samples first … first + count − 1 of the global batch of `step`.
 
-        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no number. `turn`: the phase of
-        the step, if the job has phases; each draws numbers of its own.
+        `stage` tells the passes of several pipeline stages apart, for recomputation; it changes no keyed number. `turn`: the
+        phase of the step, if the job has phases; each draws numbers of its own. A GPU's generator is seeded by samples and
+        stage too: operators that draw inside, such as fused attention, would draw the same for all parts of the batch.
         """
         seed = key(self.seed, "phase", turn) & 0x7FFFFFFFFFFFFFFF if turn else self.seed
         seed_host(seed, "forward", step)
+        seed_device(seed, "forward", step, first, stage)
         if not self.needed:
             yield
             return
@@ -287,7 +295,7 @@ class KeyedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func not in SEEDED or rule_of(func) not in RULES:
+        if func not in SEEDED or rule_of(func) not in REDRAWN:
             return result
         place = self.randomness.place()
         where, dim = self.randomness.where.tolist(), self.randomness.places.get(place, -1)

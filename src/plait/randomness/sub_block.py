@@ -7,11 +7,16 @@ sketch says what shape it had on one sample, and whoever cut the model says, dim
 
 A sub-block of a stream is many stretches of it, and starting a stretch costs as much as drawing some ten thousand
 numbers. Long stretches are drawn alone; of short ones, what lies between them is drawn too and left out.
+
+A device draws number by number instead. It is told where: a sub-block is a few boxes (`boxes`), one for each combination
+of ranges, and a box is a place to begin at and a few dims with their strides.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -110,11 +115,11 @@ def differing(whole: Mapping[str, Sequence[int]], local: Mapping[str, Sequence[i
     return frozenset((place, d) for place, a, b in both for d, (m, n) in enumerate(zip(a, b)) if m != n)
 
 
-def sub_block(stream: Callable[[int, int], np.ndarray], first: int, axes: Sequence[Axis]) -> np.ndarray:
-    """The numbers of `stream(start, count)` for a sub-block of a tensor that begins at row `first` of it, as uint32."""
+def sub_block(stream: Callable[[int, int], np.ndarray], start: int, axes: Sequence[Axis]) -> np.ndarray:
+    """The numbers of `stream(start, count)` for a sub-block of a tensor that begins at number `start` of it, as uint32."""
     out = np.empty([sum(length for _, length in ranges) for _, ranges in axes], np.uint32)
     if out.size:
-        _fill(out, stream, first * math.prod(size for size, _ in axes[1:]), axes)
+        _fill(out, stream, start, axes)
     return out
 
 
@@ -140,3 +145,67 @@ def _held(drawn: np.ndarray, axes: Sequence[Axis]) -> np.ndarray:
         if ranges != ((0, size),):
             drawn = np.take(drawn, np.concatenate([np.arange(f, f + n) for f, n in ranges]), axis)
     return drawn
+
+
+class Box(NamedTuple):
+    """Numbers of a stream at regular distances, and where in the memory of a tensor each of them goes."""
+
+    first: int
+    """The number of the stream that the first element is."""
+    at: int
+    """Which element of the tensor, counted in its memory, is written first."""
+    dims: tuple[tuple[int, int, int], ...]
+    """(size, distance in the stream, distance in memory), outermost first. In the last one the numbers are consecutive."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(size for size, _, _ in self.dims)
+
+    def part(self, dim: int, first: int, length: int) -> "Box":
+        """The stretch first … first + length − 1 of one of its dims."""
+        _, apart, written = self.dims[dim]
+        dims = (*self.dims[:dim], (length, apart, written), *self.dims[dim + 1 :])
+        return Box(self.first + first * apart, self.at + first * written, dims)
+
+
+def boxes(start: int, axes: Sequence[Axis], strides: Sequence[int]) -> Iterator[Box]:
+    """The boxes of a sub-block of a tensor that begins at number `start` of the stream. `strides`: of each axis in memory."""
+    sizes = [size for size, _ in axes]
+    apart = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    starts = [(0, *accumulate(length for _, length in ranges)) for _, ranges in axes]
+    choices = [list(zip(ranges, begin)) for (_, ranges), begin in zip(axes, starts)]
+    for chosen in product(*choices):
+        first, at, dims = start, 0, []
+        for ((begin, length), written), distance, stride in zip(chosen, apart, strides):
+            first, at = first + begin * distance, at + written * stride
+            dims.append((length, distance, stride))
+        if all(length for length, _, _ in dims):
+            yield Box(first, at, _joined(dims))
+
+
+def pieces(box: Box, numbers: int, dims: int) -> Iterator[Box]:
+    """A box in boxes of at most so many numbers and so many dims."""
+    length, enough = box.dims[0][0], box.size <= numbers and len(box.dims) <= dims
+    if enough:
+        yield box
+    elif len(box.dims) > dims or length == 1:
+        for index in range(length):
+            one = box.part(0, index, 1)
+            yield from pieces(Box(one.first, one.at, one.dims[1:]), numbers, dims)
+    else:
+        half = length // 2
+        yield from pieces(box.part(0, 0, half), numbers, dims)
+        yield from pieces(box.part(0, half, length - half), numbers, dims)
+
+
+def _joined(dims: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """The same elements in as few dims as possible; the last one has consecutive numbers."""
+    found = [dims[-1] if dims else (1, 1, 1)]
+    for size, apart, stride in reversed(dims[:-1]):
+        inner, inner_apart, inner_stride = found[0]
+        if apart == inner * inner_apart and stride == inner * inner_stride:
+            found[0] = size * inner, inner_apart, inner_stride
+        elif size > 1:
+            found.insert(0, (size, apart, stride))
+    return tuple(found)

@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 
 from plait.parallel.compression.messages import summed, wide
 from plait.parallel.compression.price import matrix_shape
-from plait.randomness.distributions import bits, key
+from plait.randomness.distributions import key
+from plait.randomness.philox import bits
 
 LEAST = 1e-4
 """A column is left out below this share of what it could be: the matrices' sizes times its column's length."""

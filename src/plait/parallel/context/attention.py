@@ -11,9 +11,7 @@ are always all of them, so columns that were cut are gathered.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,12 +24,14 @@ from plait.parallel.context.blockwise import Scores
 from plait.parallel.context.sequence_layout import SequenceLayout
 from plait.parallel.context.sequence_shard import SequenceShard
 from plait.parallel.context.sequences import Pair
-from plait.randomness.distributions import bits, key
+from plait.randomness.distributions import key
 from plait.randomness.keyed import Randomness
-from plait.randomness.sub_block import Axis, sub_block
+from plait.randomness.philox import StreamPart, mask, staying
+from plait.randomness.sub_block import Axis
 from plait.tensors.collectives import Absent
 from plait.tensors.part import within
 from plait.tensors.rows import Rows
+from plait.tensors.torch_private import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class _Drawn:
         if fold and self.samples and batch % self.samples and batch * heads % self.samples == 0:  # both in one dim
             batch, heads = self.samples, batch * heads // self.samples
         self.batch, self.local = batch, heads
-        self.start = first * (batch // self.samples) if self.samples and batch % self.samples == 0 else 0
+        self.first = first * (batch // self.samples) if self.samples and batch % self.samples == 0 else 0
 
     def heads(self, some: tuple[int, int] | None = None) -> list[Axis]:
         """The batch, and of the heads those that are held here; `some`: of these, (the first, how many)."""
@@ -206,11 +206,13 @@ class _Drawn:
 
     def kept(self, asked: AttentionCall, axes: list[Axis]) -> Tensor:
         """What dropout multiplies a sub-block of the weights with: as it is for these elements on one device."""
-        stream = partial(bits, key(self.seed, "draw", self.step, self.place))
-        words = sub_block(stream, self.start, axes)
-        stays = 1.0 - asked.dropout
-        kept = torch.from_numpy(np.asarray((words + 0.5) * 2.0**-32 < stays))
-        return kept.to(asked.q.device, torch.float64 if asked.q.dtype is torch.float64 else torch.float32) / stays
+        held = torch.Size(sum(length for _, length in ranges) for _, ranges in axes)
+        dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
+        if isinstance(asked.q, FakeTensor):
+            return asked.q.new_empty(held, dtype=dtype)
+        start = self.first * math.prod(size for size, _ in axes[1:])
+        numbers = StreamPart.of(key(self.seed, "draw", self.step, self.place), start, axes)
+        return mask(held, numbers, staying(1.0 - asked.dropout, dtype), dtype, asked.q.device)
 
 
 # — the check —

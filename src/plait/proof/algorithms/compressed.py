@@ -15,7 +15,8 @@ from plait.config.job import Job
 from plait.config.plan import Plan
 from plait.data.shares import sizes
 from plait.proof import reference
-from plait.randomness.distributions import bits, key
+from plait.randomness.distributions import key
+from plait.randomness.philox import bits
 
 Named = dict[str, Tensor]
 Sent = tuple[Tensor, list[Tensor]]  # the sum, and each share's part of it
