@@ -52,6 +52,10 @@ class Fault(RuntimeError):
     """What NCCL would not do, or would wait for without end."""
 
 
+def itself(t: Tensor) -> Tensor:
+    return t
+
+
 @dataclass
 class Rules:
     """`patience`: seconds that a rank waits for another. `bound`: all messages run on the communicator of their group."""
@@ -59,7 +63,7 @@ class Rules:
     patience: float = 60.0
     bound: bool = False
     board: Board = field(default_factory=Board)
-    host: Callable[[Tensor], Tensor] = lambda t: t
+    host: Callable[[Tensor], Tensor] = itself
     """A tensor of the host in the memory of one of the device."""
 
 
@@ -396,16 +400,19 @@ def plain(op: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def instead_of_gloo(patience: float = 60.0, bound: bool = False) -> Iterator[None]:
-    """Processes that are forked here and connect on the CPU do it by this group, and take the branches that are for devices."""
+def instead_of_gloo(
+    patience: float = 60.0, bound: bool = False, backend: str = NAME, host: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[None]:
+    """Processes that are forked here and connect do it by this group, and take the branches that are for devices. With `host`, tensors
+    of "cuda" are those of the device, and `backend` says which backend has those of the CPU."""
     from device import nccl_kernels
 
-    nccl_kernels.register()
+    nccl_kernels.register("CPU" if host is None else "CUDA")
     before = dict(vars(RULES))
-    vars(RULES).update(vars(Rules(patience, bound)))
+    vars(RULES).update(vars(Rules(patience, bound, host=host or itself)))
     token = DIRECT.set(())
     try:
-        with mock.patch.object(place, "_backend", lambda device: NAME):
+        with mock.patch.object(place, "_backend", lambda device: backend):
             yield
     finally:
         DIRECT.reset(token)

@@ -227,8 +227,9 @@ def batch_isend_irecv(ops: list[Any]) -> list[Any]:
 PLAIN: list[Callable[..., Any]] = []
 
 
-def register() -> None:
-    """Make the backend known to torch: before ranks are forked."""
+def register(key: str) -> None:
+    """Make the backend known to torch: before ranks are forked. `key`: of the tensors that the rules are for."""
+    KEY["now"] = key
     if PLAIN:
         return
     PLAIN.append(dist.batch_isend_irecv)
