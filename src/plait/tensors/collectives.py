@@ -40,11 +40,12 @@ from plait.tensors.torch_private import WrapperTensor, storage_key
 
 P = ParamSpec("P")
 DIRECT: ContextVar[tuple[str, ...]] = ContextVar("direct", default=("cpu",))
-"""Kinds of devices between which parts are exchanged by sends and receives, and not by the library's collectives."""
+"""Kinds of devices between which messages wait for each other in no order: parts are exchanged by sends and receives, and not by
+the library's collectives, and a pipeline's receives are posted ahead."""
 
 
 def directly(device: torch.device) -> bool:
-    """Whether ranks on such devices exchange parts by sends and receives."""
+    """Whether ranks on such devices exchange parts by sends and receives, and post receives ahead."""
     return device.type in DIRECT.get()
 
 

@@ -24,6 +24,7 @@ from plait.parallel.pipeline.schedules import Action, Table
 from plait.parallel.pipeline.split_backward import halves
 from plait.parallel.pipeline.stage import PipelineStages, StageForward
 from plait.randomness.keyed import Randomness
+from plait.tensors.collectives import directly
 from plait.tensors.trees import Slot, tensors
 
 
@@ -100,7 +101,7 @@ class PipelineRuntime:
     def __init__(self, stages: PipelineStages, group: ProcessGroup, table: Callable[[int], Table]):
         self.stages, self.group, self.table = stages, group, table
         self.rank = group.rank()
-        self.ahead = AHEAD if stages.device.type == "cpu" else 0
+        self.ahead = AHEAD if directly(stages.device) else 0
         self.routes = cache(self._routes)
         self.randomness: Randomness
         self.number = 0
