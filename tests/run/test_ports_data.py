@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,10 +19,12 @@ NAMES = ("streaming", "token_budget")
 
 
 @pytest.fixture(autouse=True)
-def imports_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each port has a file called before.py."""
+def imports_are_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each port has a file called before.py, and no test after these may find one of them."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "before", raising=False)
+    sys.modules.pop("before", None)
+    yield
+    sys.modules.pop("before", None)
 
 
 def before(name: str) -> ModuleType:
