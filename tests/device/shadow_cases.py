@@ -5,7 +5,9 @@ Each rank tells its losses and norms, and what made its host wait in the last of
 
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -66,15 +68,22 @@ def probed(probe: str, world: int) -> list[dict[str, Any]]:
     return fork.run(run, world, fork.Listener(lambda *_: None))
 
 
+def nothing(*args: object) -> None:
+    """In place of a stream's waits, where they are left out to see whether that is found."""
+
+
 def main() -> None:
     groups.GROUP_BYTES = groups.TINY = 0
     own_batch.SECONDS = 0.0
     torch.set_num_threads(1)
     for line in sys.stdin:
         case = json.loads(line)
+        deaf = mock.patch.multiple(shadow.Stream, wait_stream=nothing, wait_event=nothing) if case.pop("deaf", False) else None
         backend = case.pop("backend", f"cpu:gloo,cuda:{nccl.NAME}")
         try:
-            with nccl.instead_of_gloo(30.0, backend=backend, host=torch.ops.shadow.host):
+            with deaf or nullcontext(), nccl.instead_of_gloo(
+                30.0, backend=backend, host=torch.ops.shadow.host, streams=shadow.Communicators()
+            ):
                 found = {"ranks": came(case)}
         except Exception as error:
             found = {"error": f"{error}\n{getattr(error, 'trace', '')}"}
