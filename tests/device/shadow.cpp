@@ -109,6 +109,34 @@ static Tensor device(const Tensor& t) {
   return alias(t, shared(t.storage(), c10::Device(c10::kCUDA, current), &memory), c10::DispatchKey::CUDA);
 }
 
+// — pinned memory, from which copies run beside the host —
+
+static std::mutex pins_lock;
+static std::set<const void*> pins;
+
+static void unpin(void* p) {
+  { std::lock_guard<std::mutex> hold(pins_lock); pins.erase(p); }
+  c10::free_cpu(p);
+}
+
+static bool is_pinned(const Tensor& t) {
+  std::lock_guard<std::mutex> hold(pins_lock);
+  return pins.count(t.storage().data()) > 0;
+}
+
+static Tensor pin(const Tensor& t) {
+  size_t size = t.numel() * t.element_size();
+  if (!size || t.is_cuda() || is_pinned(t)) return t;
+  void* p = c10::alloc_cpu(size);
+  { std::lock_guard<std::mutex> hold(pins_lock); pins.insert(p); }
+  c10::DataPtr data(p, p, &unpin, c10::Device(c10::kCPU));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), size, std::move(data), nullptr, false);
+  auto dense = t.contiguous();
+  auto made = alias(dense, std::move(storage), c10::DispatchKey::CPU);
+  made.unsafeGetTensorImpl()->set_storage_offset(0);
+  return made.copy_(dense);
+}
+
 // — operators that are not the CPU's —
 
 struct On {  // another device, for a while
@@ -141,8 +169,10 @@ static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (from.is_cuda()) clocks::access(from, "aten::copy_", false, clocks::current);
   if (to.is_cuda()) clocks::access(to, "aten::copy_", true, clocks::current);
   if (from.is_cuda() && !to.is_cuda() && !non_blocking) clocks::merge(clocks::HOST, clocks::current);
-  if (to.is_cuda() != from.is_cuda() && to.numel())
-    tell(from.is_cuda() ? "copy to the host" : "copy to the device", non_blocking ? "non_blocking" : "blocking", from.nbytes());
+  if (to.is_cuda() != from.is_cuda() && to.numel()) {
+    auto how = !non_blocking ? "blocking" : is_pinned(from.is_cuda() ? to : from) ? "non_blocking" : "not pinned";
+    tell(from.is_cuda() ? "copy to the host" : "copy to the device", how, from.nbytes());
+  }
   host(to).copy_(host(from));
   return to;
 }
@@ -292,6 +322,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 TORCH_LIBRARY(shadow, m) {
   m.def("host(Tensor t) -> Tensor", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &host));
   m.def("used(Tensor t, int stream, bool write) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &used));
+  m.def("pin(Tensor t) -> Tensor", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &pin));
+  m.def("is_pinned(Tensor t) -> bool", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &is_pinned));
   m.def("resize(Tensor t, int size) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &resize));
 }
 

@@ -28,14 +28,16 @@ class Waits:
 
     def __init__(self) -> None:
         self.found, self.counting = Counter[str](), False
+        self.unpinned = Counter[str]()
+        """Copies that were to run beside the host, of memory that is not pinned: from there they cannot."""
 
-    def note(self, what: str) -> None:
+    def note(self, what: str, waits: bool = True) -> None:
         if self.counting:
-            self.found[f"{_line()}: {what}"] += 1
+            (self.found if waits else self.unpinned)[f"{_line()}: {what}"] += 1
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
-        self.found, self.counting = Counter(), True
+        self.found, self.unpinned, self.counting = Counter(), Counter(), True
         try:
             yield self.found
         finally:
@@ -59,7 +61,7 @@ def _told(op: bytes, how: bytes, size: int) -> None:
     if how == b"non_blocking":
         return  # queued behind what computes what is copied
     name = READS.get(op.decode(), op.decode().removeprefix("aten::"))
-    WAITS.note(f"{name}{f' of {size} bytes' if how else ''}")
+    WAITS.note(f"{name}{f' of {size} bytes' if how else ''}", waits=how != b"not pinned")
 
 
 HOST, COMMUNICATORS, LAST = 63, 32, 62
@@ -220,22 +222,26 @@ def _devices(lent: ctypes.CDLL, devices: int) -> None:
 
 
 def _memory() -> None:
-    """Its statistics, which nobody has; pinned memory, of which there is none."""
+    """Its statistics, which nobody has; pinned memory."""
     import torch
 
     for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "memory_reserved"):
         setattr(torch.cuda, name, lambda *a: 0)
     torch.cuda.mem_get_info = lambda *a: (1 << 36, 1 << 36)
     torch.cuda.reset_peak_memory_stats = torch.cuda.empty_cache = lambda *a: None
-    torch.Tensor.pin_memory = lambda self, *a: self
-    torch.Tensor.is_pinned = lambda self, *a: False
     torch.Tensor.record_stream = lambda self, stream: None
-    plain = torch.empty
+    plain, shadow = torch.empty, torch.ops.shadow
+
+    def pinned(t: torch.Tensor) -> torch.Tensor:
+        return shadow.pin(t) if type(t) is torch.Tensor else t
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return plain(*args, **kwargs)
+        made = plain(*args, **kwargs)
+        return pinned(made) if pin_memory else made
 
     torch.empty = empty
+    torch.Tensor.pin_memory = lambda self, *a: pinned(self)
+    torch.Tensor.is_pinned = lambda self, *a: type(self) is torch.Tensor and shadow.is_pinned(self)
 
 
 def _storages() -> None:

@@ -40,7 +40,7 @@ def trained(
         measured = list(engine.evaluate().values()) if job.evaluate is not None else []
         if folder:
             engine.save()
-        return {"numbers": found, "measured": measured, "waits": dict(waited)}
+        return {"numbers": found, "measured": measured, "waits": dict(waited), "unpinned": dict(shadow.WAITS.unpinned)}
 
     return fork.run(run, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
@@ -63,7 +63,7 @@ def probed(probe: str, world: int) -> list[dict[str, Any]]:
         place.connect(torch.device("cuda", place.rank))
         with shadow.WAITS.counted() as waits:
             value = shadow_jobs.PROBES[probe](place.rank)
-        return {"value": value, "waits": dict(waits)}
+        return {"value": value, "waits": dict(waits), "unpinned": dict(shadow.WAITS.unpinned)}
 
     return fork.run(run, world, fork.Listener(lambda *_: None))
 

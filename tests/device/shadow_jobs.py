@@ -65,6 +65,14 @@ def summed(rank: int) -> Any:
     return [*t.tolist(), *host.tolist(), str(t.device)]
 
 
+def pinned(rank: int) -> Any:
+    a, b = torch.arange(4.0).pin_memory(), torch.arange(4.0)
+    into = torch.empty(4, pin_memory=True)
+    into.copy_(a[1:3].to("cuda", non_blocking=True).repeat(2), non_blocking=True)
+    b.to("cuda", non_blocking=True)
+    return [a.is_pinned(), a[2:].is_pinned(), b.is_pinned(), into.tolist()]
+
+
 def waits(rank: int) -> Any:
     """One of each."""
     t = torch.arange(4.0, device="cuda")
@@ -171,5 +179,5 @@ RACES = (
     unwaited_stream, unwaited_write, event_before_its_time, unwaited_collective, collective_of_what_is_not_there,
     waited_on_another_stream,
 )  # fmt: skip
-OTHERS = (mixed, host_collective, strided, beyond, summed, waits, no_waits, waited_for, other_parts)
+OTHERS = (pinned, mixed, host_collective, strided, beyond, summed, waits, no_waits, waited_for, other_parts)
 PROBES = {f.__name__: f for f in (*OTHERS, *RACES)}

@@ -182,6 +182,13 @@ def test_what_the_host_waits_for_is_counted(devices: Devices) -> None:
     assert [rank["waits"] for rank in ranks] == [{}, {}]
 
 
+def test_copies_beside_the_host_are_of_pinned_memory(devices: Devices) -> None:
+    (rank,) = devices.ask(probe="pinned", world=1)["ranks"]
+    assert rank["value"] == [True, True, False, [1.0, 2.0, 1.0, 2.0]] and rank["waits"] == {}
+    ((line, n),) = rank["unpinned"].items()
+    assert n == 1 and line.endswith("copy to the device of 16 bytes")
+
+
 def test_a_number_that_a_loss_reads_is_over_the_budget(devices: Devices) -> None:
     (rank,), (plain,) = (devices.ask(name=n, plan="dp=1", device="cuda", steps=2)["ranks"] for n in ("reading", "mlp"))
     assert sum(rank["waits"].values()) == sum(plain["waits"].values()) + 1
