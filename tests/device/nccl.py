@@ -65,6 +65,8 @@ class Rules:
     board: Board = field(default_factory=Board)
     host: Callable[[Tensor], Tensor] = itself
     """A tensor of the host in the memory of one of the device."""
+    streams: Any = None
+    """Where streams are watched: `ask(communicator, reads, writes)` gives what has a `wait()`, for the current stream."""
 
 
 RULES = Rules()
@@ -75,8 +77,11 @@ GROUPS: dict[Any, "Group"] = {}
 class Work(dist.Work):
     """Something that was asked for."""
 
-    def __init__(self, group: "Group", what: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()):
+    def __init__(
+        self, group: "Group", what: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), peer: int | None = None
+    ):
         super().__init__()
+        self.end = None if RULES.streams is None else RULES.streams.ask((id(group), peer), reads, writes)
         self.group, self.what, self.over, self.fault = group, what, threading.Event(), ""
         self.reads, self.writes = [checked(t) for t in reads], [checked(t) for t in writes]
         self.given = [t.clone() for t in self.reads]
@@ -92,6 +97,8 @@ class Work(dist.Work):
             self.group.asked.does("computes")
         if self.fault:
             raise Fault(self.fault)
+        if self.end is not None:
+            self.end.wait()
         self._deliver()
         return True
 
@@ -312,7 +319,7 @@ class Group:
             self.batch[1].append((kind, t, peer, tag))
             return self.batch[0].boxed()
         what = self._said(kind, t, peer, tag)
-        work = keep(Work(self, what, [t] if kind == "send" else [], [t] if kind == "recv" else []))
+        work = keep(Work(self, what, [t] if kind == "send" else [], [t] if kind == "recv" else [], None if RULES.bound else peer))
         stream = self.stream(peer, what)
         stream.put(work, lambda: self._pass([Message(kind, peer, tag, work, 0, form([t]))], RULES.bound))
         return work.boxed()
@@ -401,7 +408,8 @@ def plain(op: str) -> Callable[..., Any]:
 
 @contextmanager
 def instead_of_gloo(
-    patience: float = 60.0, bound: bool = False, backend: str = NAME, host: Callable[[Tensor], Tensor] | None = None
+    patience: float = 60.0, bound: bool = False, backend: str = NAME, host: Callable[[Tensor], Tensor] | None = None,
+    streams: Any = None,
 ) -> Iterator[None]:
     """Processes that are forked here and connect do it by this group, and take the branches that are for devices. With `host`, tensors
     of "cuda" are those of the device, and `backend` says which backend has those of the CPU."""
@@ -409,7 +417,7 @@ def instead_of_gloo(
 
     nccl_kernels.register("CPU" if host is None else "CUDA")
     before = dict(vars(RULES))
-    vars(RULES).update(vars(Rules(patience, bound, host=host or itself)))
+    vars(RULES).update(vars(Rules(patience, bound, host=host or itself, streams=streams)))
     token = DIRECT.set(())
     try:
         with mock.patch.object(place, "_backend", lambda device: backend):

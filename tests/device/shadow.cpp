@@ -11,6 +11,8 @@
 #include <cstring>
 #include <set>
 
+#include "clocks.h"
+
 using at::Tensor;
 using c10::IValue;
 
@@ -103,7 +105,36 @@ static Tensor host(const Tensor& t) {
 }
 
 static Tensor device(const Tensor& t) {
+  clocks::fresh(t);
   return alias(t, shared(t.storage(), c10::Device(c10::kCUDA, current), &memory), c10::DispatchKey::CUDA);
+}
+
+// — pinned memory, from which copies run beside the host —
+
+static std::mutex pins_lock;
+static std::set<const void*> pins;
+
+static void unpin(void* p) {
+  { std::lock_guard<std::mutex> hold(pins_lock); pins.erase(p); }
+  c10::free_cpu(p);
+}
+
+static bool is_pinned(const Tensor& t) {
+  std::lock_guard<std::mutex> hold(pins_lock);
+  return pins.count(t.storage().data()) > 0;
+}
+
+static Tensor pin(const Tensor& t) {
+  size_t size = t.numel() * t.element_size();
+  if (!size || t.is_cuda() || is_pinned(t)) return t;
+  void* p = c10::alloc_cpu(size);
+  { std::lock_guard<std::mutex> hold(pins_lock); pins.insert(p); }
+  c10::DataPtr data(p, p, &unpin, c10::Device(c10::kCPU));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), size, std::move(data), nullptr, false);
+  auto dense = t.contiguous();
+  auto made = alias(dense, std::move(storage), c10::DispatchKey::CPU);
+  made.unsafeGetTensorImpl()->set_storage_offset(0);
+  return made.copy_(dense);
 }
 
 // — operators that are not the CPU's —
@@ -134,8 +165,14 @@ static Tensor empty_strided(Sizes size, Sizes stride, std::optional<at::ScalarTy
 }
 
 static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
-  if (to.is_cuda() != from.is_cuda() && to.numel())
-    tell(from.is_cuda() ? "copy to the host" : "copy to the device", non_blocking ? "non_blocking" : "blocking", from.nbytes());
+  clocks::start(clocks::current);
+  if (from.is_cuda()) clocks::access(from, "aten::copy_", false, clocks::current);
+  if (to.is_cuda()) clocks::access(to, "aten::copy_", true, clocks::current);
+  if (from.is_cuda() && !to.is_cuda() && !non_blocking) clocks::merge(clocks::HOST, clocks::current);
+  if (to.is_cuda() != from.is_cuda() && to.numel()) {
+    auto how = !non_blocking ? "blocking" : is_pinned(from.is_cuda() ? to : from) ? "non_blocking" : "not pinned";
+    tell(from.is_cuda() ? "copy to the host" : "copy to the device", how, from.nbytes());
+  }
   host(to).copy_(host(from));
   return to;
 }
@@ -174,7 +211,10 @@ static void resize(Tensor t, int64_t size) {  // of its storage, which the stora
   if (size && s->nbytes()) std::memcpy(fresh.get(), s->data(), std::min<size_t>(size, s->nbytes()));
   s->set_data_ptr_noswap(std::move(fresh));
   s->set_nbytes(size);
+  clocks::fresh(t);
 }
+
+static void used(const Tensor& t, int64_t stream, bool write) { clocks::access(t, "a collective or a message", write, int(stream)); }
 
 // — all others —
 
@@ -189,25 +229,26 @@ struct Call {  // the arguments of an operator, lent to the CPU
   bool on_device = false, on_host = false;
   std::string which;
 
-  Tensor in(const Tensor& t) {
+  Tensor in(const Tensor& t, const std::string& op, const c10::AliasInfo* how) {
     if (!t.defined()) return t;
     if (t.is_cuda()) {
       on_device = true;
+      if (how == nullptr || how->isWrite()) clocks::access(t, op, how != nullptr, clocks::current);
       pairs.emplace_back(t, host(t));
       return pairs.back().second;
     }
     if (t.dim() > 0) { on_host = true; which = c10::str(t.sizes()); }
     return t;
   }
-  void in(IValue& v) {
-    if (v.isTensor()) v = in(v.toTensor());
+  void in(IValue& v, const std::string& op, const c10::AliasInfo* how) {
+    if (v.isTensor()) v = in(v.toTensor(), op, how);
     else if (v.isTensorList()) {
       c10::List<Tensor> lent;
-      for (auto& t : v.toTensorVector()) lent.push_back(in(t));
+      for (auto& t : v.toTensorVector()) lent.push_back(in(t, op, how));
       v = IValue(lent);
     } else if (v.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> lent;
-      for (auto& t : v.toOptionalTensorVector()) lent.push_back(t ? std::optional<Tensor>(in(*t)) : std::nullopt);
+      for (auto& t : v.toOptionalTensorVector()) lent.push_back(t ? std::optional<Tensor>(in(*t, op, how)) : std::nullopt);
       v = IValue(lent);
     } else if (v.isDevice() && v.toDevice().is_cuda()) v = IValue(c10::Device(c10::kCPU));
   }
@@ -217,7 +258,9 @@ struct Call {  // the arguments of an operator, lent to the CPU
       if (lent.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return own;
     for (auto& [own, lent] : pairs)
       if (t.storage().data() && lent.storage().data() == t.storage().data()) return alias(t, own.storage(), c10::DispatchKey::CUDA);
-    return device(t);
+    auto made = device(t);
+    clocks::access(made, "what made it", true, clocks::current);
+    return made;
   }
   void out(IValue& v) const {
     if (v.isTensor()) v = out(v.toTensor());
@@ -247,11 +290,15 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = schema.name();
   auto given = schema.arguments().size(), back = schema.returns().size();
   Call call;
-  for (size_t i = stack->size() - given; i < stack->size(); i++) call.in((*stack)[i]);
+  clocks::start(clocks::current);
+  for (size_t i = 0; i < given; i++) call.in((*stack)[stack->size() - given + i], name, schema.arguments()[i].alias_info());
   TORCH_CHECK(!(call.on_device && call.on_host) || HOST_INDICES.count(name),
               "Expected all tensors to be on the same device, but found at least two devices, cuda:", int(current), " and cpu! (",
               name, ", of which a tensor of shape ", call.which, " is on the host)");
-  if (call.on_device && WAITS.count(name)) tell(name.c_str(), "");
+  if (call.on_device && WAITS.count(name)) {
+    clocks::merge(clocks::HOST, clocks::current);
+    tell(name.c_str(), "");
+  }
   if (call.on_device && name.find("index_put") != std::string::npos && stack->end()[2 - int64_t(given)].toTensor().numel() != 1)
     for (size_t i = 1; i < call.pairs.size(); i++)  // of one value, it fills by the mask
       if (call.pairs[i].first.scalar_type() == at::kBool) { tell("index by a mask", ""); break; }
@@ -274,6 +321,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 TORCH_LIBRARY(shadow, m) {
   m.def("host(Tensor t) -> Tensor", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &host));
+  m.def("used(Tensor t, int stream, bool write) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &used));
+  m.def("pin(Tensor t) -> Tensor", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &pin));
+  m.def("is_pinned(Tensor t) -> bool", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &is_pinned));
   m.def("resize(Tensor t, int size) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &resize));
 }
 

@@ -4,15 +4,16 @@
 
 A tensor of the host beside one of the device is an error, as on CUDA. Whatever makes the host wait for the device is counted, with the
 line of plait it comes from: a number that is read, a blocking copy, an operator whose result has a size that depends on its numbers.
-It has one stream: it shows no races, no overlap and no speed.
+What a stream does with a tensor that another has not been waited for is an error too (clocks.h). It shows no overlap and no speed.
 """
 
 import ctypes
 import importlib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,16 @@ class Waits:
 
     def __init__(self) -> None:
         self.found, self.counting = Counter[str](), False
+        self.unpinned = Counter[str]()
+        """Copies that were to run beside the host, of memory that is not pinned: from there they cannot."""
 
-    def note(self, what: str) -> None:
+    def note(self, what: str, waits: bool = True) -> None:
         if self.counting:
-            self.found[f"{_line()}: {what}"] += 1
+            (self.found if waits else self.unpinned)[f"{_line()}: {what}"] += 1
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
-        self.found, self.counting = Counter(), True
+        self.found, self.unpinned, self.counting = Counter(), Counter(), True
         try:
             yield self.found
         finally:
@@ -58,39 +61,54 @@ def _told(op: bytes, how: bytes, size: int) -> None:
     if how == b"non_blocking":
         return  # queued behind what computes what is copied
     name = READS.get(op.decode(), op.decode().removeprefix("aten::"))
-    WAITS.note(f"{name}{f' of {size} bytes' if how else ''}")
+    WAITS.note(f"{name}{f' of {size} bytes' if how else ''}", waits=how != b"not pinned")
+
+
+HOST, COMMUNICATORS, LAST = 63, 32, 62
+"""Clocks: of the host, and of communicators from the first to the last; streams have those before."""
 
 
 class Stream:
-    """The only one."""
+    """A stream, which knows what it has waited for."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         import torch
 
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.number = next(NUMBERS)
+        assert self.number < COMMUNICATORS, "too many streams"
 
-    def wait_stream(self, stream: object) -> None: ...
+    def wait_stream(self, stream: "Stream") -> None:
+        LENT[0].clocks_merge(self.number, stream.number)
 
-    def wait_event(self, event: object) -> None: ...
+    def wait_event(self, event: "Event") -> None:
+        event.wait(self)
 
-    def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
         WAITS.note("stream.synchronize")
+        LENT[0].clocks_merge(HOST, self.number)
 
 
 class Event:
-    """Recorded at once."""
+    """What a stream had done."""
 
-    def __init__(self, *args: Any, **kwargs: Any): ...
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.number = -1
 
-    def record(self, *args: object) -> None: ...
+    def record(self, stream: Stream | None = None) -> None:
+        self.number = LENT[0].clocks_record(LENT[0].clocks_current() if stream is None else stream.number)
 
-    def wait(self, *args: object) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None:
+        if self.number >= 0:
+            LENT[0].clocks_wait(LENT[0].clocks_current() if stream is None else stream.number, self.number)
 
     def query(self) -> bool:
         return True
@@ -100,12 +118,52 @@ class Event:
 
     def synchronize(self) -> None:
         WAITS.note("event.synchronize")
+        if self.number >= 0:
+            LENT[0].clocks_wait(HOST, self.number)
+
+
+class Communicators:
+    """Streams of communicators: what is asked for starts after what the current stream has done, and one that waits knows its end."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[object, int] = {}
+
+    def ask(self, key: object, reads: Sequence[Any], writes: Sequence[Any]) -> Event:
+        import torch
+
+        number = self.numbers.setdefault(key, min(COMMUNICATORS + len(self.numbers), LAST))
+        LENT[0].clocks_merge(number, LENT[0].clocks_current())
+        LENT[0].clocks_start(number)
+        for tensors, write in ((reads, False), (writes, True)):
+            for t in tensors:
+                torch.ops.shadow.used(t.detach(), number, write)
+        end = Event()
+        end.number = LENT[0].clocks_record(number)
+        return end
+
+
+@contextmanager
+def on(stream: Stream | None) -> Iterator[None]:
+    """`torch.cuda.stream`."""
+    before = LENT[0].clocks_current()
+    LENT[0].clocks_use(before if stream is None else stream.number)
+    try:
+        yield
+    finally:
+        LENT[0].clocks_use(before)
+
+
+NUMBERS = count(1)
+LENT: list[ctypes.CDLL] = []
 
 
 def load(library: Path, devices: int) -> None:
     """Put the devices there. From here on this process, and its forks, see them."""
     lent = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    LENT.append(lent)
+    lent.clocks_record.restype, lent.clocks_wait.argtypes = ctypes.c_int64, (ctypes.c_int, ctypes.c_int64)
     lent.shadow_put(devices)
+    lent.clocks_watch(1)
     KEPT.append(TELL(_told))
     lent.shadow_tell(KEPT[-1])
     for name in ("_dynamo", "_inductor", "distributed.fsdp"):  # as long as they see that this torch has no CUDA
@@ -115,7 +173,7 @@ def load(library: Path, devices: int) -> None:
     _storages()
 
 
-def _devices(lent: ctypes.CDLL, count: int) -> None:
+def _devices(lent: ctypes.CDLL, devices: int) -> None:
     import torch
 
     cuda, state = torch.cuda, {"init": False}
@@ -125,7 +183,7 @@ def _devices(lent: ctypes.CDLL, count: int) -> None:
 
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index or 0
-        if not 0 <= index < count:
+        if not 0 <= index < devices:
             raise RuntimeError("CUDA error: invalid device ordinal")
         init()
         lent.shadow_set_device(index)
@@ -134,14 +192,25 @@ def _devices(lent: ctypes.CDLL, count: int) -> None:
         def __init__(self, device: object):
             super().__init__()
 
-    only = Stream.__new__(Stream)
-    only.device = torch.device("cuda", 0)
+    default = Stream.__new__(Stream)
+    default.device, default.number = torch.device("cuda", 0), 0
+
+    def current_stream(*args: object) -> Stream:
+        stream = Stream.__new__(Stream)
+        stream.device, stream.number = torch.device("cuda", cuda.current_device()), lent.clocks_current()
+        return stream
+
+    def synchronize(*args: object) -> None:
+        WAITS.note("cuda.synchronize")
+        for number in range(HOST):
+            lent.clocks_merge(HOST, number)
+
     known: dict[str, Any] = {
         "_lazy_init": init, "init": init, "_is_compiled": lambda: True, "is_available": lambda: True,
-        "device_count": lambda: count, "_device_count_nvml": lambda: count, "is_initialized": lambda: state["init"],
+        "device_count": lambda: devices, "_device_count_nvml": lambda: devices, "is_initialized": lambda: state["init"],
         "set_device": set_device, "current_device": lent.shadow_current_device, "device": Device,
-        "Stream": Stream, "Event": Event, "current_stream": lambda *a: only, "default_stream": lambda *a: only,
-        "stream": lambda stream: nullcontext(), "synchronize": lambda *a: WAITS.note("cuda.synchronize"),
+        "Stream": Stream, "Event": Event, "current_stream": current_stream, "default_stream": lambda *a: default,
+        "stream": on, "synchronize": synchronize,
         "get_device_capability": lambda *a: (9, 0), "get_device_name": lambda *a: "pretended",
         "is_bf16_supported": lambda *a, **k: True, "is_current_stream_capturing": lambda: False,
         "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None,
@@ -153,22 +222,26 @@ def _devices(lent: ctypes.CDLL, count: int) -> None:
 
 
 def _memory() -> None:
-    """Its statistics, which nobody has; pinned memory, of which there is none."""
+    """Its statistics, which nobody has; pinned memory."""
     import torch
 
     for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "memory_reserved"):
         setattr(torch.cuda, name, lambda *a: 0)
     torch.cuda.mem_get_info = lambda *a: (1 << 36, 1 << 36)
     torch.cuda.reset_peak_memory_stats = torch.cuda.empty_cache = lambda *a: None
-    torch.Tensor.pin_memory = lambda self, *a: self
-    torch.Tensor.is_pinned = lambda self, *a: False
     torch.Tensor.record_stream = lambda self, stream: None
-    plain = torch.empty
+    plain, shadow = torch.empty, torch.ops.shadow
+
+    def pinned(t: torch.Tensor) -> torch.Tensor:
+        return shadow.pin(t) if type(t) is torch.Tensor else t
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return plain(*args, **kwargs)
+        made = plain(*args, **kwargs)
+        return pinned(made) if pin_memory else made
 
     torch.empty = empty
+    torch.Tensor.pin_memory = lambda self, *a: pinned(self)
+    torch.Tensor.is_pinned = lambda self, *a: type(self) is torch.Tensor and shadow.is_pinned(self)
 
 
 def _storages() -> None:

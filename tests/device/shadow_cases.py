@@ -5,7 +5,9 @@ Each rank tells its losses and norms, and what made its host wait in the last of
 
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -38,7 +40,7 @@ def trained(
         measured = list(engine.evaluate().values()) if job.evaluate is not None else []
         if folder:
             engine.save()
-        return {"numbers": found, "measured": measured, "waits": dict(waited)}
+        return {"numbers": found, "measured": measured, "waits": dict(waited), "unpinned": dict(shadow.WAITS.unpinned)}
 
     return fork.run(run, Plan.parse(plan).world, fork.Listener(lambda *_: None))
 
@@ -61,9 +63,13 @@ def probed(probe: str, world: int) -> list[dict[str, Any]]:
         place.connect(torch.device("cuda", place.rank))
         with shadow.WAITS.counted() as waits:
             value = shadow_jobs.PROBES[probe](place.rank)
-        return {"value": value, "waits": dict(waits)}
+        return {"value": value, "waits": dict(waits), "unpinned": dict(shadow.WAITS.unpinned)}
 
     return fork.run(run, world, fork.Listener(lambda *_: None))
+
+
+def nothing(*args: object) -> None:
+    """In place of a stream's waits, where they are left out to see whether that is found."""
 
 
 def main() -> None:
@@ -72,9 +78,12 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         case = json.loads(line)
+        deaf = mock.patch.multiple(shadow.Stream, wait_stream=nothing, wait_event=nothing) if case.pop("deaf", False) else None
         backend = case.pop("backend", f"cpu:gloo,cuda:{nccl.NAME}")
         try:
-            with nccl.instead_of_gloo(30.0, backend=backend, host=torch.ops.shadow.host):
+            with deaf or nullcontext(), nccl.instead_of_gloo(
+                30.0, backend=backend, host=torch.ops.shadow.host, streams=shadow.Communicators()
+            ):
                 found = {"ranks": came(case)}
         except Exception as error:
             found = {"error": f"{error}\n{getattr(error, 'trace', '')}"}

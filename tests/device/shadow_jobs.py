@@ -65,6 +65,14 @@ def summed(rank: int) -> Any:
     return [*t.tolist(), *host.tolist(), str(t.device)]
 
 
+def pinned(rank: int) -> Any:
+    a, b = torch.arange(4.0).pin_memory(), torch.arange(4.0)
+    into = torch.empty(4, pin_memory=True)
+    into.copy_(a[1:3].to("cuda", non_blocking=True).repeat(2), non_blocking=True)
+    b.to("cuda", non_blocking=True)
+    return [a.is_pinned(), a[2:].is_pinned(), b.is_pinned(), into.tolist()]
+
+
 def waits(rank: int) -> Any:
     """One of each."""
     t = torch.arange(4.0, device="cuda")
@@ -90,4 +98,86 @@ def no_waits(rank: int) -> Any:
     dist.all_reduce(t)
 
 
-PROBES = {f.__name__: f for f in (mixed, host_collective, strided, beyond, summed, waits, no_waits)}
+def aside(rank: int) -> tuple[Any, Tensor]:
+    """A stream, and what is being computed there."""
+    t, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        t.mul_(2)
+    return side, t
+
+
+def waited_for(rank: int) -> Any:
+    """In all ways there are."""
+    side, a = aside(rank)
+    torch.cuda.current_stream().wait_stream(side)
+    side, b = aside(rank)
+    side.record_event().wait()
+    side, c = aside(rank)
+    side.synchronize()
+    other, d = aside(rank)
+    event = torch.cuda.Event()
+    event.record(other)
+    event.synchronize()
+    total = a + b + c + d
+    work = dist.all_reduce(total, async_op=True)
+    work.wait()
+    return (total / 2).tolist()
+
+
+def unwaited_stream(rank: int) -> Any:
+    return (aside(rank)[1] + 1).sum()
+
+
+def unwaited_write(rank: int) -> Any:
+    """A stream reads what this one then overwrites."""
+    t, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        t.sum()
+    t.zero_()
+
+
+def event_before_its_time(rank: int) -> Any:
+    side, t = aside(rank)
+    event = side.record_event()
+    with torch.cuda.stream(side):
+        t.add_(1)
+    event.wait()
+    return t.sum()
+
+
+def unwaited_collective(rank: int) -> Any:
+    t = torch.ones(4, device="cuda")
+    work = dist.all_reduce(t, async_op=True)
+    t + 1
+    work.wait()
+
+
+def collective_of_what_is_not_there(rank: int) -> Any:
+    dist.all_reduce(aside(rank)[1])
+
+
+def waited_on_another_stream(rank: int) -> Any:
+    t, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    work = dist.all_reduce(t, async_op=True)
+    with torch.cuda.stream(side):
+        work.wait()
+    return t + 1
+
+
+def other_parts(rank: int) -> Any:
+    """Two streams in two halves of one memory."""
+    t, side = torch.ones(8, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        t[:4].mul_(2)
+    return t[4:].mul_(3).tolist()
+
+
+RACES = (
+    unwaited_stream, unwaited_write, event_before_its_time, unwaited_collective, collective_of_what_is_not_there,
+    waited_on_another_stream,
+)  # fmt: skip
+OTHERS = (pinned, mixed, host_collective, strided, beyond, summed, waits, no_waits, waited_for, other_parts)
+PROBES = {f.__name__: f for f in (*OTHERS, *RACES)}

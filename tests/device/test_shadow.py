@@ -1,5 +1,5 @@
-"""Steps on pretended devices, over NCCL's rules: no tensor is left on the host, the numbers are those of the CPU, and what makes the host
-wait in a step is counted and bounded."""
+"""Steps on pretended devices, over NCCL's rules: no tensor is left on the host, no stream reads what another still writes, the numbers are
+those of the CPU, and what makes the host wait in a step is counted and bounded."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def library() -> Path:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA of its own, and devices can be pretended in one without it alone")
     source, home = HERE / "shadow.cpp", Path(torch.__file__).parent
-    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    key = hashlib.sha256(source.read_bytes() + source.with_name("clocks.h").read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     made = ROOT / "build" / f"shadow-{key}.so"
     if not made.exists():
         made.parent.mkdir(exist_ok=True)
@@ -182,7 +182,44 @@ def test_what_the_host_waits_for_is_counted(devices: Devices) -> None:
     assert [rank["waits"] for rank in ranks] == [{}, {}]
 
 
+def test_copies_beside_the_host_are_of_pinned_memory(devices: Devices) -> None:
+    (rank,) = devices.ask(probe="pinned", world=1)["ranks"]
+    assert rank["value"] == [True, True, False, [1.0, 2.0, 1.0, 2.0]] and rank["waits"] == {}
+    ((line, n),) = rank["unpinned"].items()
+    assert n == 1 and line.endswith("copy to the device of 16 bytes")
+
+
 def test_a_number_that_a_loss_reads_is_over_the_budget(devices: Devices) -> None:
     (rank,), (plain,) = (devices.ask(name=n, plan="dp=1", device="cuda", steps=2)["ranks"] for n in ("reading", "mlp"))
     assert sum(rank["waits"].values()) == sum(plain["waits"].values()) + 1
     assert any(line.startswith("device/shadow_jobs.py:") and "a number is read" in line for line in rank["waits"])
+
+
+# — streams —
+
+
+@pytest.mark.parametrize(
+    "probe, words",
+    (
+        ("unwaited_stream", "aten::add reads a tensor of shape [4] on the default stream while aten::mul writes it on stream"),
+        ("unwaited_write", "aten::zero_ writes a tensor of shape [4] on the default stream while aten::sum reads it on stream"),
+        ("event_before_its_time", "aten::sum reads a tensor of shape [4] on the default stream while aten::add writes it"),
+        ("unwaited_collective", "aten::add reads a tensor of shape [4] on the default stream while a collective or a message writes"),
+        ("collective_of_what_is_not_there", "a collective or a message reads a tensor of shape [4] on stream"),
+        ("waited_on_another_stream", "aten::add reads a tensor of shape [4] on the default stream while a collective"),
+    ),
+)
+def test_streams_that_race(probe: str, words: str, devices: Devices) -> None:
+    told = devices.ask(probe=probe, world=2)["error"]
+    assert f"a race between streams: {words}" in told and "nobody has waited for that" in told
+
+
+def test_streams_that_wait(devices: Devices) -> None:
+    assert [rank["value"] for rank in devices.ask(probe="waited_for", world=2)["ranks"]] == [[8.0] * 4] * 2
+    assert [rank["value"] for rank in devices.ask(probe="other_parts", world=1)["ranks"]] == [[3.0] * 4]
+
+
+def test_the_waits_of_sharded_parameters_are_needed(devices: Devices) -> None:
+    """FSDP2 gathers and sums on streams of its own; where they wait for nothing, it races."""
+    told = devices.ask(name="deep", plan="fsdp=2", device="cuda", steps=2, deaf=True)
+    assert "a race between streams" in told.get("error", ""), told
