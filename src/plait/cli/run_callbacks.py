@@ -99,7 +99,7 @@ def _steps(text: str) -> tuple[int, int] | None:
 
 def _function(text: str) -> Callable[[], Any]:
     """The function that `path/to/file.py:name` stands for; its name is `callbacks` if none is given. U011, J003."""
-    from plait.config.job import execute
+    from plait.config.job import JOB, execute
 
     path, _, name = text.partition(":")
     name, file = name or "callbacks", Path(path).resolve()
@@ -108,7 +108,7 @@ def _function(text: str) -> Callable[[], Any]:
         raise PlaitError(
             Problem("U011", what, why=f"looked in {Path.cwd()}", fix=("--callbacks path/to/job.py:callbacks",))
         )
-    loaded = sys.modules.get(f"plait_job_{file.stem}")
+    loaded = sys.modules.get(f"{JOB}{file.stem}")
     module = loaded if loaded is not None and loaded.__file__ == str(file) else execute(file)
     function = getattr(module, name, None)
     if not callable(function):

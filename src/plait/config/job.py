@@ -291,13 +291,12 @@ JOB = "plait_job_"
 def execute(file: Path) -> Any:
     """Import the file under its own name, with its directory importable, as `python file.py` would."""
     module_name = f"{JOB}{file.stem}"
-    ours = _enter(str(file.parent))
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         what = f"{file} is not a Python file: its name does not end in .py"
         raise PlaitError(Problem("J001", what, fix=("path/to/job.py",)))
     module = importlib.util.module_from_spec(spec)
-    vars(module)["folder_is_ours"] = ours
+    vars(module)["folder_is_ours"] = _enter(str(file.parent))
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
